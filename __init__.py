@@ -1,0 +1,20 @@
+"""Outrider: a draft and a target language model, compiled into engines and served with speculative decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.runtime.generation import Event, Outrider
+
+__all__ = ["Event", "Outrider", "__version__"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, so that importing the package, or the command's help, needs none of a stage's libraries.
+    if name in ("Event", "Outrider"):
+        from outrider.runtime import generation
+
+        return getattr(generation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

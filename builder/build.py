@@ -1,0 +1,135 @@
+"""`outrider build-engine`: an ONNX pair becomes a bundle of engines with fixed k profiles and measured costs."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from outrider.engines.bundle import open_session
+from outrider.engines.contract import window_buckets
+from outrider.engines.errors import EngineError, FolderError, UsageError
+from outrider.engines.folder import Progress, check_files, ignore, read_manifest, staged
+from outrider.engines.manifest import MANIFEST, Build, Cost, Manifest
+from outrider.engines.session import Session
+
+BACKENDS = ("onnxruntime",)
+TIMED_RUNS = 7
+
+Stage = Callable[[str], object]
+"""Called with the name of each stage as it begins."""
+
+
+def build_engine(
+    source: Path,
+    output: Path,
+    *,
+    backend: str,
+    k: list[int],
+    capacity: int,
+    batch: int,
+    max_prompt_chunk: int,
+    stage: Stage = lambda _: None,
+    progress: Progress = ignore,
+) -> Manifest:
+    """Build the bundle `output` from the export `source`, and return its manifest.
+
+    Args:
+        k: numbers of draft tokens a round may have; 0, plain decoding, is always there.
+        capacity: positions of the cache, for prompt and answer together.
+        batch: sequences that may run at once.
+        max_prompt_chunk: longest run while reading a prompt, in tokens.
+
+    Raises:
+        UsageError: the numbers do not fit each other or the models.
+        FolderError: the export is damaged, or the output cannot be written.
+        EngineError: the backend refuses a model, or does not run it.
+    """
+    manifest = read_manifest(source)
+    if manifest.build is not None:
+        raise FolderError(f"{source} is a bundle already", "name the folder that outrider export wrote")
+    k = sorted(set(k))
+    _check(manifest, k, capacity, batch, max_prompt_chunk)
+    with staged(output) as folder:
+        stage("checking the export")
+        check_files(source, manifest, progress)
+        _check_room(folder, output, manifest)
+        stage("copying the graphs and weights")
+        for name in manifest.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+        build = Build(
+            backend=backend,
+            backend_version=_backend_version(),
+            device="cpu",
+            k=k,
+            capacity=capacity,
+            batch=batch,
+            max_prompt_chunk=max_prompt_chunk,
+            windows=window_buckets(capacity),
+            costs={},
+        )
+        costs = {}
+        for role in manifest.models:
+            stage(f"measuring the {role}")
+            session = open_session(folder, manifest, build, role, batch)
+            costs[role] = _measure(session, [1, 2, max_prompt_chunk, *(size + 1 for size in k)])
+            del session  # one model in memory at a time
+        sealed = msgspec.structs.replace(manifest, build=msgspec.structs.replace(build, costs=costs))
+        (folder / MANIFEST).write_bytes(sealed.encode())
+    return sealed
+
+
+def _check(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: int) -> None:
+    if not k or k[0] < 1:
+        raise UsageError(f"k is {k or 'empty'}; each must be at least 1", "give for example --k 1,2,4,8; 0 is always there")
+    if batch < 1:
+        raise UsageError(f"the batch is {batch}; it must be at least 1", "give for example --batch 1")
+    if capacity < k[-1] + 2:
+        raise UsageError(f"a capacity of {capacity} does not hold k = {k[-1]}", f"give --capacity {k[-1] + 2} or more")
+    if not 1 <= chunk <= capacity:
+        raise UsageError(f"a prompt chunk of {chunk} does not fit a capacity of {capacity}", "give a smaller --max-prompt-chunk")
+    for role, model in manifest.models.items():
+        if model.max_positions is not None and capacity > model.max_positions:
+            raise UsageError(
+                f"the {role} ({model.source}) was made for {model.max_positions} positions; the capacity asked for is {capacity}",
+                f"give --capacity {model.max_positions} or less",
+            )
+
+
+def _check_room(folder: Path, output: Path, manifest: Manifest) -> None:
+    """Better now than after minutes of copying."""
+    needed = sum(entry.size for entry in manifest.files.values())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise FolderError(f"no room to write {output}: it takes {needed:,} bytes and {free:,} are free", "free some disk space")
+
+
+def _backend_version() -> str:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EngineError(f"onnxruntime cannot be imported: {error}", "pip install 'outrider[cpu]'") from error
+    version: str = onnxruntime.__version__
+    return version
+
+
+def _measure(session: Session, shapes: list[int]) -> dict[str, Cost]:
+    """The cost of a pass of each number of rows; that it runs at all is checked with it."""
+    costs = {}
+    for rows in sorted(set(shapes)):
+        ids = np.zeros((session.batch, rows), dtype=np.int64)
+        positions = np.zeros(session.batch, dtype=np.int64)
+        session.run(ids, positions)
+        times = []
+        for _ in range(TIMED_RUNS):
+            started = time.perf_counter()
+            session.run(ids, positions)
+            times.append(round(1000 * (time.perf_counter() - started), 4))
+        costs[str(rows)] = Cost(median=statistics.median(times), fastest=min(times), slowest=max(times), runs=TIMED_RUNS)
+    return costs

@@ -1,0 +1,138 @@
+"""Sealed folders: written to a temporary name and renamed when whole, checked file by file when read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+import filelock
+
+from outrider.engines.errors import FolderError
+from outrider.engines.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
+
+BLOCK = 1 << 22
+
+Progress = Callable[[int], object]
+"""Called with a number of bytes whenever that many more are done."""
+
+
+def ignore(_: int) -> None:
+    """No progress wanted."""
+
+
+@contextmanager
+def staged(destination: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `destination` when the block ends well and vanishes when it does not.
+
+    A process killed in the middle leaves only `.NAME.partial` beside the destination; the next one clears it away.
+
+    Raises:
+        FolderError: the destination exists, cannot be written, or is being written; or the disk is full.
+    """
+    if os.path.lexists(destination):
+        raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
+    partial = destination.absolute().parent / f".{destination.absolute().name}.partial"
+    lock = filelock.FileLock(partial / ".lock", timeout=0)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout:
+        raise FolderError(f"another process is writing {destination}", "wait for it, or choose another output") from None
+    except OSError as error:
+        raise write_error(destination, error) from error
+    try:
+        _clear(partial)
+        yield partial
+        if os.path.lexists(destination):  # rename would silently replace an empty folder
+            raise FolderError(f"{destination} appeared while it was being made", "choose another output")
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+        os.rename(partial, destination)
+    except OSError as error:
+        raise write_error(destination, error) from error
+    finally:
+        lock.release()
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _clear(partial: Path) -> None:
+    """Remove what a killed process left, but for the lock."""
+    for entry in partial.iterdir():
+        if entry.name == ".lock":
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def write_error(destination: Path, error: OSError) -> FolderError:
+    """The `FolderError` for an operating system's refusal to write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return FolderError(f"no room to write {destination}: {error.strerror}", "free some disk space and run again")
+    return FolderError(f"cannot write {destination}: {error.strerror or error}", "choose an output that can be written")
+
+
+def digest(path: Path, progress: Progress = ignore) -> FileEntry:
+    """The size and SHA-256 of one file."""
+    sha256 = hashlib.sha256()
+    size = 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            sha256.update(block)
+            size += len(block)
+            progress(len(block))
+    return FileEntry(sha256=sha256.hexdigest(), size=size)
+
+
+def digest_all(folder: Path, progress: Progress = ignore) -> dict[str, FileEntry]:
+    """The entry of every file below `folder`, by its relative path with forward slashes."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, ".lock"))
+    return {path.relative_to(folder).as_posix(): digest(path, progress) for path in paths}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of an export or a bundle, its file names checked but not the files.
+
+    Raises:
+        FolderError: there is none, or it is damaged, of another version, or names a path that leaves the folder.
+    """
+    try:
+        manifest = decode_manifest((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise FolderError(
+            f"{folder} is no export and no bundle: {MANIFEST}: {error.strerror}",
+            "name a folder that outrider export or outrider build-engine wrote",
+        ) from error
+    for name in manifest.files:
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
+            raise FolderError(f"{folder}/{MANIFEST} names a path that leaves the folder: {name!r}", "do not use this folder")
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest, progress: Progress = ignore) -> None:
+    """Check that every file of the manifest is there, lies in the folder, and is the one that was sealed.
+
+    Raises:
+        FolderError: the first file that is missing, is a link to outside, or differs.
+    """
+    again = "copy the folder again from where it was made, or make it anew"
+    root = folder.resolve()
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(root):
+            raise FolderError(f"{path} is a link that leaves the folder", "do not use this folder")
+        try:
+            size = path.stat().st_size
+            if size != entry.size:
+                raise FolderError(f"{path} has {size:,} bytes; the manifest says {entry.size:,}", again)
+            if digest(path, progress).sha256 != entry.sha256:
+                raise FolderError(f"{path} is not the file that was sealed: its SHA-256 differs", again)
+        except OSError as error:
+            raise FolderError(f"{path} cannot be read: {error.strerror}", again) from error

@@ -1,0 +1,108 @@
+"""ONNX Runtime sessions: every tensor bound once to a buffer of ours, the cache written in place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors
+from outrider.engines.errors import EngineError
+from outrider.engines.manifest import Model
+from outrider.engines.session import Floats, Int64s, Session
+
+CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}
+CPU = "CPUExecutionProvider"
+
+
+def thread_count() -> int:
+    """Threads for the one pool that all sessions share: `OMP_NUM_THREADS`, or the cores this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Draft and target take turns; with a spinning pool each they fight over the cores. The environment of ONNX Runtime is
+# made once per process, so this stands at import.
+onnxruntime.set_global_thread_pool_sizes(thread_count(), 1)
+
+
+class OnnxRuntimeSession(Session):
+    """A step model on ONNX Runtime's CPU provider."""
+
+    def __init__(
+        self, path: Path, model: Model, *, batch: int, capacity: int, max_rows: int, windows: list[int]
+    ) -> None:
+        """Load `path` and lay out its buffers.
+
+        Raises:
+            EngineError: ONNX Runtime refuses the graph, or has no kernels for its precision.
+        """
+        super().__init__(
+            batch=batch, capacity=capacity, max_rows=max_rows, vocab_rows=model.vocab_rows, windows=windows
+        )
+        if model.precision not in CACHE_TYPES:
+            raise EngineError(
+                f"ONNX Runtime has no CPU kernels for {model.precision}",
+                "export again with --precision fp32 or --precision fp16",
+            )
+        options = onnxruntime.SessionOptions()
+        options.use_per_session_threads = False
+        try:
+            self._engine = onnxruntime.InferenceSession(str(path), options, providers=[CPU])
+        except Exception as error:  # its exceptions share no base but Exception
+            raise EngineError(f"ONNX Runtime cannot load {path}: {first_line(error)}") from error
+        self._ids = np.zeros(batch * max_rows, dtype=np.int64)
+        self._positions = np.zeros(batch, dtype=np.int64)
+        self._key_positions = np.arange(capacity, dtype=np.int64)
+        self._logits = np.empty(batch * max_rows * model.vocab_rows, dtype=np.float32)
+        self._tensors = cache_tensors(model.layers)
+        shape = (batch, capacity)
+        dtype = CACHE_TYPES[model.precision]
+        self._cache = {
+            tensor.past: np.zeros((shape[0], tensor.heads, shape[1], tensor.width), dtype=dtype) for tensor in self._tensors
+        }
+        self._bindings: dict[tuple[int, int], Any] = {}
+
+    def cache(self) -> dict[str, npt.NDArray[Any]]:
+        return self._cache
+
+    def _run(self, input_ids: Int64s, positions: Int64s, window: int) -> Floats:
+        rows = input_ids.shape[1]
+        if (rows, window) not in self._bindings:
+            self._bindings[rows, window] = self._bind(rows, window)
+        self._ids[: input_ids.size] = input_ids.reshape(-1)
+        self._positions[:] = positions
+        try:
+            self._engine.run_with_iobinding(self._bindings[rows, window])
+        except Exception as error:
+            raise EngineError(f"ONNX Runtime failed in a run: {first_line(error)}") from error
+        return self._logits[: self.batch * rows * self.vocab_rows].reshape(self.batch, rows, self.vocab_rows)
+
+    def _bind(self, rows: int, window: int) -> Any:
+        """The binding for one shape. Past and present get the same address, or ONNX Runtime copies the cache."""
+        binding = self._engine.io_binding()
+
+        def bind(bound: Any, name: str, buffer: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+            bound(name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data)
+
+        bind(binding.bind_input, INPUT_IDS, self._ids, (self.batch, rows))
+        bind(binding.bind_input, POSITIONS, self._positions, (self.batch,))
+        bind(binding.bind_input, KEY_POSITIONS, self._key_positions, (window,))
+        bind(binding.bind_output, LOGITS, self._logits, (self.batch, rows, self.vocab_rows))
+        for tensor in self._tensors:
+            buffer = self._cache[tensor.past]
+            bind(binding.bind_input, tensor.past, buffer, buffer.shape)
+            bind(binding.bind_output, tensor.present, buffer, buffer.shape)
+        return binding
+
+
+def first_line(error: Exception) -> str:
+    """What a library's exception says, in one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,157 @@
+"""`outrider export`: a checkpoint pair becomes an ONNX pair, checked and sealed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+import outrider
+from outrider.engines.contract import CONTRACT_VERSION
+from outrider.engines.errors import OutriderError, UnsupportedModelError
+from outrider.engines.folder import digest_all, staged
+from outrider.engines.manifest import CHAT_TEMPLATE, MANIFEST, SCHEMA_VERSION, TOKENIZER, Generation, Manifest, Model, model_file
+from outrider.export.parity import compare, exported_logits, reference, sample_tokens
+from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
+from outrider.export.step_model import step_program
+from outrider.export.vocabulary import check_same_vocabulary
+
+Stage = Callable[[str], object]
+"""Called with the name of each stage as it begins."""
+
+
+def export_pair(target: str, draft: str, output: Path, *, precision: str, stage: Stage = lambda _: None) -> Manifest:
+    """Export both models of a pair into the folder `output`, and return its manifest.
+
+    One model is in memory at a time. The folder is written whole or not at all.
+
+    Raises:
+        SourceError, UnsupportedModelError, VocabularyMismatchError, ParityError: the pair cannot be exported.
+        FolderError: the output cannot be written.
+    """
+    sources = {"target": Source.parse(target), "draft": Source.parse(draft)}
+    with staged(output) as folder, _quiet_libraries():
+        for source in sources.values():
+            read_config(source)
+        stage("comparing the vocabularies")
+        tokenizers = {role: load_tokenizer(source) for role, source in sources.items()}
+        vocabulary = tokenizers["target"].vocabulary()
+        count = check_same_vocabulary(vocabulary, tokenizers["draft"].vocabulary())
+        models: dict[str, Model] = {}
+        generation = None
+        for role, source in sources.items():
+            models[role], defaults = _export_model(
+                source, folder / model_file(role), precision, max(vocabulary) + 1, tokenizers[role], role, stage
+            )
+            generation = generation or defaults
+        _write_text(folder, tokenizers["target"])
+        stage("sealing")
+        assert generation is not None
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            contract_version=CONTRACT_VERSION,
+            outrider_version=outrider.__version__,
+            vocab_tokens=count,
+            models=models,
+            generation=generation,
+            files=digest_all(folder),
+        )
+        (folder / MANIFEST).write_bytes(manifest.encode())
+    return manifest
+
+
+def _export_model(
+    source: Source, path: Path, precision: str, tokens: int, tokenizer: TokenizerFiles, role: str, stage: Stage
+) -> tuple[Model, Generation]:
+    """Load, trace, save and check one model. Everything it held is free again when it returns."""
+    stage(f"loading the {role}")
+    model = load_model(source, precision)
+    rows = model.get_output_embeddings().weight.shape[0]
+    if tokens > rows:
+        raise UnsupportedModelError(f"{source.name} has {tokens:,} tokens but only {rows:,} rows of logits")
+    defaults = generation_defaults(model, tokenizer)
+    architecture = type(model).__name__
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    positions = getattr(model.config, "max_position_embeddings", None)
+    sample = sample_tokens(tokens)
+    stage(f"running the {role}")
+    want, layers = reference(model, sample)
+    stage(f"tracing the {role}")
+    path.parent.mkdir()
+    _trace(model, layers, path, source)
+    del model
+    gc.collect()
+    stage(f"checking the {role}'s graph against the checkpoint")
+    parity = compare(want, exported_logits(path, sample, layers, precision), precision)
+    entry = Model(
+        source=source.name,
+        architecture=architecture,
+        parameters=parameters,
+        precision=precision,
+        vocab_rows=rows,
+        max_positions=positions,
+        layers=layers,
+        parity=parity,
+    )
+    return entry, defaults
+
+
+def _trace(model: Any, layers: list[tuple[int, int, int]], path: Path, source: Source) -> None:
+    """Trace `model` and save it with its weights in one file beside the graph."""
+    try:
+        program = step_program(model, layers)
+    except OutriderError:
+        raise
+    except Exception as error:  # torch.export and the ONNX translation raise whatever they meet
+        cause = _root(error)
+        if isinstance(cause, OutriderError):
+            raise cause from error
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        raise UnsupportedModelError(
+            f"{source.name} ({model.config.model_type}) cannot be expressed as one ONNX graph: {reason[:300]}",
+            "please report the architecture",
+        ) from error
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()  # stack traces, with the paths of this machine
+    program.save(path, external_data=True)
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _write_text(folder: Path, tokenizer: TokenizerFiles) -> None:
+    (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8")
+    if tokenizer.chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """What torch and transformers say of their own workings while tracing helps no user of ours."""
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    verbosity = transformers.utils.logging.get_verbosity()
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        transformers.utils.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()

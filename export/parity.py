@@ -1,0 +1,132 @@
+"""Does the exported graph give the checkpoint's own logits? Asked after every export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime
+import torch
+from transformers import PreTrainedModel
+
+from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
+from outrider.engines.errors import ParityError
+from outrider.engines.manifest import Parity
+
+Floats = npt.NDArray[np.float32]
+
+CHUNKS = (7, 1, 5, 2, 9)  # rows of each run: prefill, decode and verify shapes, none a multiple of another
+CAPACITY = 32
+
+# Relative to the largest logit in magnitude, but no less than 1. fp32 differs by summation order only. In fp16 and bf16
+# the checkpoint itself rounds after each operation (11 and 8 significant bits), where the graph on ONNX Runtime rounds
+# its weights only; errors of a few roundings per layer add up.
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
+
+
+def sample_tokens(vocab_tokens: int) -> torch.Tensor:
+    """int64 [1, S] tokens spread over the vocabulary, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocab_tokens, (1, sum(CHUNKS)), generator=generator)
+
+
+def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[Floats, list[tuple[int, int, int]]]:
+    """The checkpoint's own logits, float32 [S, V], from one pass of its eager attention; and each layer's cache shape,
+    (key/value heads, key width, value width)."""
+    with torch.no_grad():
+        output = model(tokens, use_cache=True)
+    layers = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in output.past_key_values.layers]
+    return output.logits[0].float().numpy(), layers
+
+
+def exported_logits(path: Path, tokens: torch.Tensor, layers: list[tuple[int, int, int]], precision: str) -> Floats:
+    """The graph's logits, float32 [S, V], from runs of uneven length on ONNX Runtime."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # the cache is copied here on purpose, which it warns of
+    options.add_session_config_entry("session.disable_prepacking", "1")  # packing keeps a second copy of the weights
+    graph = path
+    if precision == "bf16":
+        graph = _in_fp32(path)
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding would, too
+    try:
+        session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    finally:
+        if graph != path:
+            graph.unlink()
+    caches = cache_tensors(layers)
+    dtype = np.float16 if precision == "fp16" else np.float32
+    past = {c.past: np.zeros((1, c.heads, CAPACITY, c.width), dtype=dtype) for c in caches}
+    logits, start = [], 0
+    for rows in CHUNKS:
+        inputs = {
+            INPUT_IDS: tokens[:, start : start + rows].numpy(),
+            POSITIONS: np.array([start]),
+            KEY_POSITIONS: np.arange(start + rows),
+        }
+        output, *present = session.run(None, inputs | past)
+        past = {c.past: array for c, array in zip(caches, present, strict=True)}
+        logits.append(output[0])
+        start += rows
+    return np.concatenate(logits)
+
+
+def _in_fp32(path: Path) -> Path:
+    """A copy of a bf16 graph beside it that computes in fp32 from the same bf16 weights, left in their own file.
+
+    ONNX Runtime's CPU provider has no bf16 kernels but `Cast`.
+    """
+    model = ir.load(path)
+    bf16, fp32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+    for node in list(model.graph.all_nodes()):
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.INT and name in ("to", "dtype") and attribute.as_int() == bf16:
+                node.attributes[name] = ir.AttrInt64(name, int(fp32))
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == bf16:
+                value = attribute.as_tensor().numpy().astype(np.float32)
+                node.attributes[name] = ir.AttrTensor(name, ir.tensor(value))
+        for output in node.outputs:
+            if output.dtype == bf16:
+                output.dtype = fp32
+    for value in model.graph.inputs:
+        if value.dtype == bf16:
+            value.dtype = fp32
+    first = model.graph[0]
+    for value in list(model.graph.initializers.values()):
+        if value.dtype == bf16:
+            cast = ir.node("Cast", [value], {"to": int(fp32)})
+            cast.outputs[0].dtype, cast.outputs[0].shape = fp32, value.shape
+            value.replace_all_uses_with(cast.outputs[0])
+            cast.replace_input_with(0, value)
+            model.graph.insert_before(first, cast)
+    copy = path.with_name("parity.onnx")
+    ir.save(model, copy)
+    return copy
+
+
+def compare(want: Floats, got: Floats, precision: str) -> Parity:
+    """The figures for the manifest; rows are [S, V].
+
+    Raises:
+        ParityError: a logit is further off than the tolerance, is no number, or a row's best token differs by more than
+            a near-tie.
+    """
+    tolerance = TOLERANCE[precision] * max(1.0, float(np.abs(want).max()))
+    difference = float(np.abs(want - got).max())
+    rows = np.arange(len(want))
+    wanted, gotten = want.argmax(-1), got.argmax(-1)
+    agreed = wanted == gotten
+    near = ~agreed & (want[rows, wanted] - want[rows, gotten] <= 2 * tolerance)
+    if not difference <= tolerance:  # a NaN fails too
+        raise ParityError(
+            f"the exported graph is not the checkpoint: logits differ by up to {difference:.3g}, allowed are {tolerance:.3g}",
+            "check the checkpoint for NaN and overflow (try --precision fp32); else please report the architecture",
+        )
+    return Parity(
+        rows=len(want),
+        max_abs_diff=difference,
+        tolerance=tolerance,
+        argmax_agreement=float(agreed.mean()),
+        near_ties=int(near.sum()),
+    )

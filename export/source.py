@@ -1,0 +1,177 @@
+"""Checkpoints: a Hugging Face folder, a hub id, or a GGUF file, loaded as a model with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from outrider.engines.errors import OutriderError, SourceError, UnsupportedModelError
+from outrider.engines.manifest import Generation
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a checkpoint is, as `from_pretrained` takes it."""
+
+    name: str  # what the manifest says: the hub id, or the last part of a path
+    location: str
+    options: dict[str, str]  # {"gguf_file": ...} for GGUF
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """A folder, a GGUF file or a hub id.
+
+        Raises:
+            SourceError: it is none of them.
+        """
+        path = Path(text)
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                found = sorted(entry.name for entry in path.glob("*.gguf"))
+                mend = f"name the GGUF file itself: {path / found[0]}" if found else "name a Hugging Face checkpoint folder"
+                raise SourceError(f"{text} has no config.json", mend)
+            return cls(path.resolve().name, str(path), {})
+        if path.is_file():
+            with open(path, "rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise SourceError(f"{text} is not a GGUF file", "name a Hugging Face folder, a hub id or a GGUF file")
+            return cls(path.name, str(path.parent), {"gguf_file": path.name})
+        if not HUB_ID.fullmatch(text) or text in (".", "..") or path.suffix == ".gguf":
+            raise SourceError(f"{text} does not exist", "name a Hugging Face folder, a hub id or a GGUF file")
+        return cls(text, text, {})
+
+    def read(self, what: str, loader: Any, **options: Any) -> Any:
+        """`loader.from_pretrained` on this source, every failure as a `SourceError` that names it."""
+        try:
+            return loader.from_pretrained(self.location, **self.options, **options)
+        except OutriderError:
+            raise
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # transformers, safetensors, gguf and the hub client share no base
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise SourceError(
+                f"cannot read the {what} of {self.name}: {reason[:300]}",
+                "check that the checkpoint is whole and of a model type that transformers knows"
+                if Path(self.location).exists()
+                else "check the path, or the hub id and the connection to the hub",
+            ) from error
+
+
+def read_config(source: Source) -> Any:
+    """The model's configuration, refused here where its state is not a key/value cache.
+
+    Raises:
+        UnsupportedModelError: encoder-decoder, recurrent or hybrid state, or attention that transformers' attention
+            interface does not reach.
+    """
+    config = source.read("configuration", AutoConfig)
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; outrider takes decoders only")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{source.name} ({kind}) is no causal language model in transformers")
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if model._is_stateful or any("attention" not in layer or "linear" in layer for layer in layer_types):
+        raise UnsupportedModelError(
+            f"{source.name} ({kind}) keeps recurrent or hybrid state, which cannot be taken back when a draft is rejected"
+        )
+    if not model._supports_attention_backend:
+        raise UnsupportedModelError(
+            f"{source.name} ({kind}) has attention code of its own, outside transformers' attention interface"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
+    for entry in ropes:
+        if entry.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModelError(
+                f"{source.name} ({kind}) scales its rotary embedding by the length of the text ({entry['rope_type']}),"
+                " which one graph cannot express"
+            )
+    return config
+
+
+def load_model(source: Source, precision: str) -> PreTrainedModel:
+    """The model on the CPU in its final precision, weights complete.
+
+    Raises:
+        SourceError: it cannot be read, or weights are missing or of the wrong shape.
+    """
+    config = read_config(source)
+    options: dict[str, Any] = {} if source.options else {"config": config}
+    model, report = source.read(
+        "weights",
+        AutoModelForCausalLM,
+        dtype=PRECISIONS[precision],
+        attn_implementation="eager",
+        output_loading_info=True,
+        **options,
+    )
+    lost = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
+    if lost:
+        raise SourceError(
+            f"{source.name} lacks {len(lost)} of its weights, or they have another shape; the first is {lost[0]}",
+            "fetch the whole checkpoint again",
+        )
+    if hasattr(model, "set_experts_implementation") and getattr(model.config, "num_experts_per_tok", None):
+        model.set_experts_implementation("batched_mm")  # the default, grouped_mm, has no ONNX translation
+    model.requires_grad_(False)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a bundle needs of a tokenizer, as plain data."""
+
+    json: str  # tokenizer.json
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_token_id: int | None
+
+    def vocabulary(self) -> dict[int, str]:
+        """Token by id, added tokens included."""
+        data = json.loads(self.json)
+        model = data["model"]["vocab"]
+        tokens = model.items() if isinstance(model, dict) else ((entry[0], index) for index, entry in enumerate(model))
+        vocabulary = {index: token for token, index in tokens}
+        return vocabulary | {added["id"]: added["content"] for added in data["added_tokens"]}
+
+
+def load_tokenizer(source: Source) -> TokenizerFiles:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        SourceError: there is none, or it has no fast (Rust) form.
+    """
+    tokenizer = source.read("tokenizer", AutoTokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SourceError(f"{source.name} has only a slow tokenizer, with no tokenizer.json", "convert it with transformers")
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    special = {name: str(getattr(tokenizer, name)) for name in SPECIAL_TOKENS if getattr(tokenizer, name, None)}
+    return TokenizerFiles(backend.to_str(), template, special, tokenizer.eos_token_id)
+
+
+def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Generation:
+    """End-of-text ids from the generation configuration, else the model's, else the tokenizer's."""
+    for found in (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+        if found is not None:
+            break
+    ids = [] if found is None else [found] if isinstance(found, int) else [int(token) for token in found]
+    return Generation(eos_token_ids=ids, special_tokens=tokenizer.special_tokens)

@@ -1,0 +1,198 @@
+"""Any transformers decoder as a step model: one standard ONNX graph with the cache as plain inputs and outputs.
+
+Two public hooks of transformers are enough, so no architecture is written anew: a registered attention function (with
+its mask function), and a `Cache` made of our own layers. What a model does around them is traced as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.onnx.ops import symbolic
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface
+
+from outrider.engines.contract import (
+    BATCH_DIM,
+    CAPACITY_DIM,
+    INPUT_IDS,
+    KEY_POSITIONS,
+    LOGITS,
+    POSITIONS,
+    ROWS_DIM,
+    WINDOW_DIM,
+    cache_tensors,
+)
+from outrider.engines.errors import UnsupportedModelError
+
+OPSET = 24
+ATTENTION = "outrider_step"
+
+# What the mask function needs and transformers does not hand it: the absolute index of each row and key of this trace.
+_indices: ContextVar[tuple[torch.Tensor, torch.Tensor]] = ContextVar("_indices")
+
+
+def step_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:
+    """Bool [B, 1, S, L]: the model's own mask rule (causal, sliding, chunked), asked at absolute positions."""
+    rows, keys = _indices.get()
+    batch = torch.arange(rows.shape[0])[:, None, None, None]
+    head = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    return mask_function(batch, head, rows[:, None, :, None], keys[None, None, None, :])
+
+
+def step_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """One ONNX `Attention` node: query [B, H, S, D], key and value [B, Hkv, L, D] -> [B, S, H, D]."""
+    if attention_mask is None:
+        raise UnsupportedModelError(f"{type(module).__name__} asks for attention without a causal mask")
+    for name in ("s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} uses `{name}`, which ONNX Attention cannot express")
+    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    if softcap is None:
+        shape = (*query.shape[:-1], value.shape[-1])
+        inputs = (query, key, value, attention_mask)
+        output = symbolic("Attention", inputs, {"scale": scale}, dtype=query.dtype, shape=shape, version=OPSET)
+    else:
+        output = _softcapped(query, key, value, attention_mask, scale, softcap)
+    return output.transpose(1, 2), None
+
+
+def _softcapped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
+) -> torch.Tensor:
+    """Attention with `softcap * tanh(scores / softcap)`, in plain ops: TensorRT's `Attention` has no soft-capping.
+
+    Query heads are grouped by their key/value head, so nothing is repeated in memory.
+    """
+    batch, heads, rows, width = query.shape
+    groups = heads // key.shape[1]
+    grouped = query.reshape(batch, key.shape[1], groups * rows, width)
+    scores = (grouped @ key.transpose(2, 3)) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.reshape(batch, heads, rows, key.shape[2])
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = weights.reshape(batch, key.shape[1], groups * rows, key.shape[2])
+    return (weights @ value).reshape(batch, heads, rows, value.shape[-1])
+
+
+AttentionInterface.register(ATTENTION, step_attention)
+AttentionMaskInterface.register(ATTENTION, step_mask)
+
+
+class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """The cache of one layer: written with `TensorScatter`, read through a window of `key_positions`' length."""
+
+    is_sliding = False
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor):
+        super().__init__()
+        self.keys, self.values = key, value
+        self.positions, self.key_positions = positions, key_positions
+        self.updated = False
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.updated:
+            raise UnsupportedModelError("two attention layers write to one cache layer")
+        self.updated = True
+        self.keys = self._written(self.keys, key_states)
+        self.values = self._written(self.values, value_states)
+        return self._window(self.keys), self._window(self.values)
+
+    def _written(self, past: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        inputs = (past, update.contiguous(), self.positions)
+        return symbolic("TensorScatter", inputs, {"axis": -2}, dtype=past.dtype, shape=past.shape, version=OPSET)
+
+    def _window(self, present: torch.Tensor) -> torch.Tensor:
+        # A torch slice would make torch.export prove that the window fits the capacity; the node needs no proof.
+        end = symbolic("Shape", (self.key_positions,), dtype=torch.int64, shape=(1,), version=OPSET)
+        inputs = (present, torch.tensor([0]), end, torch.tensor([2]))
+        shape = (*present.shape[:2], self.key_positions.shape[0], present.shape[3])
+        return symbolic("Slice", inputs, dtype=present.dtype, shape=shape, version=OPSET)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the tensors are the graph's inputs."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # unused: step_mask knows the absolute indices
+
+
+class StepModel(nn.Module):
+    """The module that is traced: the tensors of `engines.contract` in, `logits` and the present caches out."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, *past: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        rows = positions[:, None] + torch.arange(input_ids.shape[1])
+        layers = [StepLayer(past[i], past[i + 1], positions, key_positions) for i in range(0, len(past), 2)]
+        token = _indices.set((rows, key_positions))
+        try:
+            output = self.model(
+                input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True
+            )
+        finally:
+            _indices.reset(token)
+        return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
+
+
+def step_program(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> torch.onnx.ONNXProgram:
+    """Trace `model` into an ONNX program with dynamic batch, rows, window and capacity.
+
+    `layers` holds (key/value heads, key width, value width) for each layer. The weights are referenced, not copied.
+    """
+    model.set_attn_implementation(ATTENTION)
+    batch, rows, window, capacity = 2, 3, 8, 16  # no two alike and none 0 or 1, or torch.export takes them for constants
+    caches = cache_tensors(layers)
+    past = tuple(torch.zeros(batch, c.heads, capacity, c.width, dtype=model.dtype) for c in caches)
+    inputs = (
+        torch.zeros(batch, rows, dtype=torch.int64),
+        torch.zeros(batch, dtype=torch.int64),
+        torch.arange(window),
+        *past,
+    )
+    dims = {name: torch.export.Dim(name, min=1) for name in (BATCH_DIM, ROWS_DIM, WINDOW_DIM, CAPACITY_DIM)}
+    shapes = (
+        {0: dims[BATCH_DIM], 1: dims[ROWS_DIM]},
+        {0: dims[BATCH_DIM]},
+        {0: dims[WINDOW_DIM]},
+        tuple({0: dims[BATCH_DIM], 2: dims[CAPACITY_DIM]} for _ in past),
+    )
+    program = torch.onnx.export(
+        StepModel(model).eval(),
+        inputs,
+        dynamo=True,
+        opset_version=OPSET,
+        input_names=[INPUT_IDS, POSITIONS, KEY_POSITIONS, *(c.past for c in caches)],
+        output_names=[LOGITS, *(c.present for c in caches)],
+        dynamic_shapes=shapes,
+        verbose=False,
+    )
+    assert program is not None  # with dynamo=True it always returns one
+    return program

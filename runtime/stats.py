@@ -1,0 +1,110 @@
+"""What a generation did, with every denominator spelled out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters of one generation. They balance:
+
+    drafted = accepted + rejected + unexamined, and emitted = accepted + own.
+
+    A drafted token is unexamined when one before it was rejected, or when the text ended before it.
+    """
+
+    prompt_tokens: int = 0
+    rounds: int = 0  # passes of the target after the prompt's
+    drafting_rounds: int = 0  # those that checked at least one drafted token
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    own: int = 0  # emitted tokens that are the target's own
+    drafted_at: list[int] = field(default_factory=list)  # rounds drafting position i
+    accepted_at: list[int] = field(default_factory=list)  # rounds accepting position i
+    seconds: float = 0.0  # from the request to the last token
+    prompt_seconds: float = 0.0  # of these, until the prompt was in the target's cache
+    engine_seconds: float = 0.0  # of the rounds' time, what the engines' own runs took
+
+    def count(self, drafted: int, accepted: int, rejected: int, own: int) -> None:
+        """Add one round."""
+        self.rounds += 1
+        self.drafting_rounds += drafted > 0
+        self.drafted += drafted
+        self.accepted += accepted
+        self.rejected += rejected
+        self.own += own
+        while len(self.drafted_at) < drafted:
+            self.drafted_at.append(0)
+            self.accepted_at.append(0)
+        for index in range(drafted):
+            self.drafted_at[index] += 1
+            self.accepted_at[index] += index < accepted
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that went out."""
+        return self.accepted + self.own
+
+    @property
+    def unexamined(self) -> int:
+        """Drafted tokens that no verdict was needed on."""
+        return self.drafted - self.accepted - self.rejected
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds that drafted: tokens a pass of the target yields (the definition of vLLM and AIPerf)."""
+        return 1 + self.accepted / self.drafting_rounds if self.drafting_rounds else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def per_position_rates(self) -> list[float]:
+        """For each i: rounds accepting position i / rounds drafting it."""
+        return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over the time after the prompt."""
+        seconds = self.seconds - self.prompt_seconds
+        return self.emitted / seconds if seconds > 0 else 0.0
+
+    @property
+    def outside_engines(self) -> float:
+        """Share of the rounds' time that was not the engines' own runs, 0..1."""
+        seconds = self.seconds - self.prompt_seconds
+        return 1 - self.engine_seconds / seconds if seconds > 0 else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """Every counter and rate, for JSON."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.emitted,
+            "rounds": self.rounds,
+            "drafting_rounds": self.drafting_rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "rejected": self.rejected,
+            "unexamined": self.unexamined,
+            "own": self.own,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_rate": self.acceptance_rate,
+            "per_position_rates": self.per_position_rates,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": self.seconds,
+            "prompt_seconds": self.prompt_seconds,
+            "engine_seconds": self.engine_seconds,
+            "outside_engines": self.outside_engines,
+        }
+
+    def line(self) -> str:
+        """One line for people."""
+        rates = " ".join(f"{rate:.2f}" for rate in self.per_position_rates) or "-"
+        return (
+            f"{self.emitted} tokens in {self.rounds} rounds | mean acceptance length {self.mean_acceptance_length:.2f}"
+            f" | acceptance rate {self.acceptance_rate:.2f} | by position {rates} | {self.tokens_per_second:.1f} tokens/s"
+        )

@@ -1,0 +1,126 @@
+"""Text in and out: the prompt's tokens, and confirmed tokens as text that never has to be taken back."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2.sandbox
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from outrider.engines.errors import FolderError, UsageError
+from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
+
+Piece = tuple[str, bool]
+"""Text, and whether the token that completed it came from the draft."""
+
+
+class Text:
+    """A bundle's tokenizer and chat template."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        """Raises `FolderError` where the tokenizer cannot be read."""
+        try:
+            self.tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER))
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise FolderError(f"{folder / TOKENIZER} cannot be read: {error}", "make the bundle again") from error
+        self._special_tokens = manifest.generation.special_tokens
+        template = folder / CHAT_TEMPLATE
+        self._template = template.read_text(encoding="utf-8") if CHAT_TEMPLATE in manifest.files else None
+
+    def encode(self, prompt: str, *, chat: bool) -> list[int]:
+        """The tokens of a prompt, as it stands or as a user's message in the chat template.
+
+        Raises:
+            UsageError: the prompt is empty, is not text, or the bundle has no chat template.
+        """
+        if not prompt:
+            raise UsageError("the prompt is empty", "give some text with --prompt or on standard input")
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError("the prompt is not UTF-8 text", "convert it to UTF-8") from error
+        if chat:
+            prompt = self.render([{"role": "user", "content": prompt}])
+        tokens: list[int] = self.tokenizer.encode(prompt, add_special_tokens=not chat).ids
+        if not tokens:
+            raise UsageError("the prompt has no tokens", "give some more text")
+        return tokens
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The messages in the bundle's chat template, ready for the assistant's turn.
+
+        Raises:
+            UsageError: there is no chat template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise UsageError("this bundle has no chat template", "leave --chat out, and write the prompt as the model expects it")
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            template = environment.from_string(self._template)
+            return template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except jinja2.TemplateError as error:
+            raise UsageError(f"the chat template refuses the messages: {error}", "leave --chat out") from error
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+class TextStream:
+    """Confirmed tokens in, text out: whole characters only, and nothing that may yet turn out to be a stop string."""
+
+    def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...]):
+        self._tokenizer = tokenizer
+        self._decoder: Any = DecodeStream(ids=prompt, skip_special_tokens=True)
+        self._stop = stop
+        self._held: list[Piece] = []
+        self._undecoded: list[int] = []
+        self.stopped = False
+
+    def push(self, token: int, from_draft: bool) -> list[Piece]:
+        """The text that this token sets free; `stopped` is set where it completes a stop string."""
+        self._undecoded.append(token)
+        text = self._decoder.step(self._tokenizer, token)
+        if text is None:
+            return []
+        self._undecoded.clear()
+        self._held.append((text, from_draft))
+        held = "".join(piece for piece, _ in self._held)
+        found = [at for at in (held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._release(min(found))
+        kept = max((_overlap(held, stop) for stop in self._stop), default=0)
+        return self._release(len(held) - kept)
+
+    def finish(self) -> list[Piece]:
+        """What is still held back when the text ends by itself. A character cut in half comes as U+FFFD."""
+        pieces = [] if self.stopped else self._release(sum(len(piece) for piece, _ in self._held))
+        if self._undecoded and not self.stopped:
+            rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+            pieces += [(rest, False)] if rest else []
+        return pieces
+
+    def _release(self, length: int) -> list[Piece]:
+        """The first `length` characters of what is held, piece by piece; the rest stays."""
+        out: list[Piece] = []
+        while self._held and length > 0:
+            text, from_draft = self._held.pop(0)
+            if len(text) > length:
+                self._held.insert(0, (text[length:], from_draft))
+                text = text[:length]
+            length -= len(text)
+            out.append((text, from_draft))
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
