@@ -1,0 +1,1 @@
+"""ONNX step models become engines in a bundle."""

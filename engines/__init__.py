@@ -1,0 +1,1 @@
+"""What all stages agree on: tensors, the manifest, sealed folders, errors, and sessions that run an engine."""

@@ -27,9 +27,17 @@ def thread_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Draft and target take turns; with a spinning pool each they fight over the cores. The environment of ONNX Runtime is
-# made once per process, so this stands at import.
+# Draft and target take turns; with a spinning pool each they fight over the cores. ONNX Runtime makes its environment
+# once per process, so this stands at import. From here on it refuses sessions of any owner that ask for a pool of their
+# own, so every session of ours starts from `session_options`.
 onnxruntime.set_global_thread_pool_sizes(thread_count(), 1)
+
+
+def session_options() -> Any:
+    """Fresh session options on the pool that all sessions share."""
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False
+    return options
 
 
 class OnnxRuntimeSession(Session):
@@ -51,10 +59,8 @@ class OnnxRuntimeSession(Session):
                 f"ONNX Runtime has no CPU kernels for {model.precision}",
                 "export again with --precision fp32 or --precision fp16",
             )
-        options = onnxruntime.SessionOptions()
-        options.use_per_session_threads = False
         try:
-            self._engine = onnxruntime.InferenceSession(str(path), options, providers=[CPU])
+            self._engine = onnxruntime.InferenceSession(str(path), session_options(), providers=[CPU])
         except Exception as error:  # its exceptions share no base but Exception
             raise EngineError(f"ONNX Runtime cannot load {path}: {first_line(error)}") from error
         self._ids = np.zeros(batch * max_rows, dtype=np.int64)

@@ -8,13 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import transformers
 
 import outrider
 from outrider.engines.contract import CONTRACT_VERSION
-from outrider.engines.errors import OutriderError, UnsupportedModelError
+from outrider.engines.errors import UnsupportedModelError
 from outrider.engines.folder import digest_all, staged
 from outrider.engines.manifest import CHAT_TEMPLATE, MANIFEST, SCHEMA_VERSION, TOKENIZER, Generation, Manifest, Model, model_file
 from outrider.export.parity import compare, exported_logits, reference, sample_tokens
@@ -84,7 +83,7 @@ def _export_model(
     want, layers = reference(model, sample)
     stage(f"tracing the {role}")
     path.parent.mkdir()
-    _trace(model, layers, path, source)
+    step_program(model, layers).save(path, external_data=True)
     del model
     gc.collect()
     stage(f"checking the {role}'s graph against the checkpoint")
@@ -100,32 +99,6 @@ def _export_model(
         parity=parity,
     )
     return entry, defaults
-
-
-def _trace(model: Any, layers: list[tuple[int, int, int]], path: Path, source: Source) -> None:
-    """Trace `model` and save it with its weights in one file beside the graph."""
-    try:
-        program = step_program(model, layers)
-    except OutriderError:
-        raise
-    except Exception as error:  # torch.export and the ONNX translation raise whatever they meet
-        cause = _root(error)
-        if isinstance(cause, OutriderError):
-            raise cause from error
-        reason = " ".join(str(cause).split()) or type(cause).__name__
-        raise UnsupportedModelError(
-            f"{source.name} ({model.config.model_type}) cannot be expressed as one ONNX graph: {reason[:300]}",
-            "please report the architecture",
-        ) from error
-    for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces, with the paths of this machine
-    program.save(path, external_data=True)
-
-
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _write_text(folder: Path, tokenizer: TokenizerFiles) -> None:

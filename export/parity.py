@@ -10,10 +10,12 @@ import onnx_ir as ir
 import onnxruntime
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
-from outrider.engines.errors import ParityError
+from outrider.engines.errors import ParityError, UnsupportedModelError
 from outrider.engines.manifest import Parity
+from outrider.engines.onnxruntime import CPU, session_options
 
 Floats = npt.NDArray[np.float32]
 
@@ -34,16 +36,25 @@ def sample_tokens(vocab_tokens: int) -> torch.Tensor:
 
 def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[Floats, list[tuple[int, int, int]]]:
     """The checkpoint's own logits, float32 [S, V], from one pass of its eager attention; and each layer's cache shape,
-    (key/value heads, key width, value width)."""
+    (key/value heads, key width, value width).
+
+    Raises:
+        UnsupportedModelError: its state is not one key/value cache a layer.
+    """
     with torch.no_grad():
         output = model(tokens, use_cache=True)
-    layers = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in output.past_key_values.layers]
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        raise UnsupportedModelError(f"{type(model).__name__} keeps no key/value cache")
+    if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        raise UnsupportedModelError(f"{type(model).__name__} keeps recurrent or hybrid state in its cache")
+    layers = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
     return output.logits[0].float().numpy(), layers
 
 
 def exported_logits(path: Path, tokens: torch.Tensor, layers: list[tuple[int, int, int]], precision: str) -> Floats:
     """The graph's logits, float32 [S, V], from runs of uneven length on ONNX Runtime."""
-    options = onnxruntime.SessionOptions()
+    options = session_options()
     options.log_severity_level = 3  # the cache is copied here on purpose, which it warns of
     options.add_session_config_entry("session.disable_prepacking", "1")  # packing keeps a second copy of the weights
     graph = path
@@ -51,7 +62,7 @@ def exported_logits(path: Path, tokens: torch.Tensor, layers: list[tuple[int, in
         graph = _in_fp32(path)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding would, too
     try:
-        session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(str(graph), options, providers=[CPU])
     finally:
         if graph != path:
             graph.unlink()

@@ -74,8 +74,8 @@ def read_config(source: Source) -> Any:
     """The model's configuration, refused here where its state is not a key/value cache.
 
     Raises:
-        UnsupportedModelError: encoder-decoder, recurrent or hybrid state, or attention that transformers' attention
-            interface does not reach.
+        UnsupportedModelError: encoder-decoder, recurrent or hybrid state, or a rotary embedding that depends on the
+            length of the text. Tracing refuses the rest.
     """
     config = source.read("configuration", AutoConfig)
     kind = config.model_type
@@ -88,10 +88,6 @@ def read_config(source: Source) -> Any:
     if model._is_stateful or any("attention" not in layer or "linear" in layer for layer in layer_types):
         raise UnsupportedModelError(
             f"{source.name} ({kind}) keeps recurrent or hybrid state, which cannot be taken back when a draft is rejected"
-        )
-    if not model._supports_attention_backend:
-        raise UnsupportedModelError(
-            f"{source.name} ({kind}) has attention code of its own, outside transformers' attention interface"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,16 +34,25 @@ from outrider.engines.errors import UnsupportedModelError
 OPSET = 24
 ATTENTION = "outrider_step"
 
-# What the mask function needs and transformers does not hand it: the absolute index of each row and key of this trace.
-_indices: ContextVar[tuple[torch.Tensor, torch.Tensor]] = ContextVar("_indices")
+
+@dataclass(slots=True)
+class _Trace:
+    """What our hooks need and transformers does not hand them."""
+
+    rows: torch.Tensor  # int64 [B, S], the absolute index of each row
+    keys: torch.Tensor  # int64 [L], of each key
+    attended: int = 0  # calls of step_attention
+
+
+_trace: ContextVar[_Trace] = ContextVar("_trace")
 
 
 def step_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:
     """Bool [B, 1, S, L]: the model's own mask rule (causal, sliding, chunked), asked at absolute positions."""
-    rows, keys = _indices.get()
-    batch = torch.arange(rows.shape[0])[:, None, None, None]
+    trace = _trace.get()
+    batch = torch.arange(trace.rows.shape[0])[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    return mask_function(batch, head, rows[:, None, :, None], keys[None, None, None, :])
+    return mask_function(batch, head, trace.rows[:, None, :, None], trace.keys[None, None, None, :])
 
 
 def step_attention(
@@ -56,8 +66,9 @@ def step_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """One ONNX `Attention` node: query [B, H, S, D], key and value [B, Hkv, L, D] -> [B, S, H, D]."""
-    if attention_mask is None:
+    if attention_mask is None or attention_mask.dtype != torch.bool:
         raise UnsupportedModelError(f"{type(module).__name__} asks for attention without a causal mask")
+    _trace.get().attended += 1
     for name in ("s_aux", "position_bias"):
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses `{name}`, which ONNX Attention cannot express")
@@ -152,13 +163,16 @@ class StepModel(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         rows = positions[:, None] + torch.arange(input_ids.shape[1])
         layers = [StepLayer(past[i], past[i + 1], positions, key_positions) for i in range(0, len(past), 2)]
-        token = _indices.set((rows, key_positions))
+        trace = _Trace(rows, key_positions)
+        token = _trace.set(trace)
         try:
             output = self.model(
                 input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True
             )
         finally:
-            _indices.reset(token)
+            _trace.reset(token)
+        if trace.attended != len(layers) or not all(layer.updated for layer in layers):
+            raise UnsupportedModelError("it has attention code of its own, outside transformers' attention interface")
         return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
@@ -166,8 +180,10 @@ def step_program(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> 
     """Trace `model` into an ONNX program with dynamic batch, rows, window and capacity.
 
     `layers` holds (key/value heads, key width, value width) for each layer. The weights are referenced, not copied.
+
+    Raises:
+        UnsupportedModelError: the model does something that the graph cannot express.
     """
-    model.set_attn_implementation(ATTENTION)
     batch, rows, window, capacity = 2, 3, 8, 16  # no two alike and none 0 or 1, or torch.export takes them for constants
     caches = cache_tensors(layers)
     past = tuple(torch.zeros(batch, c.heads, capacity, c.width, dtype=model.dtype) for c in caches)
@@ -184,15 +200,27 @@ def step_program(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> 
         {0: dims[WINDOW_DIM]},
         tuple({0: dims[BATCH_DIM], 2: dims[CAPACITY_DIM]} for _ in past),
     )
-    program = torch.onnx.export(
-        StepModel(model).eval(),
-        inputs,
-        dynamo=True,
-        opset_version=OPSET,
-        input_names=[INPUT_IDS, POSITIONS, KEY_POSITIONS, *(c.past for c in caches)],
-        output_names=[LOGITS, *(c.present for c in caches)],
-        dynamic_shapes=shapes,
-        verbose=False,
-    )
+    try:
+        model.set_attn_implementation(ATTENTION)
+        program = torch.onnx.export(
+            StepModel(model).eval(),
+            inputs,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=[INPUT_IDS, POSITIONS, KEY_POSITIONS, *(c.past for c in caches)],
+            output_names=[LOGITS, *(c.present for c in caches)],
+            dynamic_shapes=shapes,
+            verbose=False,
+        )
+    except Exception as error:  # torch.export and the ONNX translation raise whatever they meet
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be expressed as one ONNX graph: {reason[:300]}", "choose another architecture"
+        ) from error
     assert program is not None  # with dynamo=True it always returns one
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()  # stack traces, with the paths of this machine
     return program

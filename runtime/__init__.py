@@ -1,0 +1,1 @@
+"""The draft-verify loop, and text in and out."""

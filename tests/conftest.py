@@ -1,0 +1,55 @@
+"""Exports and bundles that several tests read: made once per run, never written to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from tests.support import PAIR, build, llama, write_checkpoint
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny random Llamas of one vocabulary: `target` and `draft`."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_checkpoint(folder / "target", llama(seed=0))
+    write_checkpoint(folder / "draft", llama(seed=1, num_hidden_layers=1))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_export(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of the tiny random pair."""
+    output = tmp_path_factory.mktemp("tiny") / "onnx"
+    export_pair(str(checkpoints / "target"), str(checkpoints / "draft"), output, precision="fp32")
+    return output
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of the tiny random pair."""
+    return build(tiny_export, tmp_path_factory.mktemp("tiny") / "bundle")
+
+
+@pytest.fixture(scope="session")
+def shipped_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped pair, with the capacity that it was trained for."""
+    folder = tmp_path_factory.mktemp("shipped")
+    export_pair(str(PAIR / "target"), str(PAIR / "draft"), folder / "onnx", precision="fp32")
+    return build(folder / "onnx", folder / "bundle", capacity=512)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_bundle: Path) -> Outrider:
+    return Outrider.load(tiny_bundle)
+
+
+@pytest.fixture(scope="session")
+def shipped(shipped_bundle: Path) -> Outrider:
+    return Outrider.load(shipped_bundle)

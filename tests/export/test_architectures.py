@@ -1,0 +1,141 @@
+"""One mechanism for every architecture: the exported graph, run in uneven chunks, is eager transformers.
+
+The run writes docs/models.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import transformers as hf
+
+from outrider.engines.errors import UnsupportedModelError
+from outrider.export.parity import CHUNKS, exported_logits, reference
+from outrider.export.source import Source, load_model, read_config
+from outrider.export.step_model import step_program
+from tests.support import ROOT, write_checkpoint
+
+COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+WINDOW = 6  # shorter than the text, so that the window matters
+GEMMA = {**COMMON, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+EXPERTS = {**COMMON, "num_experts_per_tok": 2}
+CONFIGS: dict[str, Any] = {
+    "Llama": hf.LlamaConfig(**COMMON),
+    "Qwen2": hf.Qwen2Config(**COMMON),
+    "Qwen3": hf.Qwen3Config(**COMMON, head_dim=24),
+    "Mistral, sliding window": hf.MistralConfig(**COMMON, sliding_window=WINDOW),
+    "Phi-3": hf.Phi3Config(**COMMON),
+    "Gemma-2": hf.Gemma2Config(**GEMMA),
+    "Gemma-3": hf.Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 3, "layer_types": MIXED_LAYERS}),
+    "GPT-2": hf.GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "GPT-NeoX": hf.GPTNeoXConfig(**{name: value for name, value in COMMON.items() if name != "num_key_value_heads"}),
+    "OLMo-2": hf.Olmo2Config(**COMMON),
+    "StableLM": hf.StableLmConfig(**COMMON),
+    "SmolLM3": hf.SmolLM3Config(**COMMON),
+    "Granite": hf.GraniteConfig(**COMMON),
+    "Qwen3-MoE": hf.Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=32, head_dim=16),
+    "Mixtral": hf.MixtralConfig(**EXPERTS, num_local_experts=4),
+}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "T5": (hf.T5Config(vocab_size=320, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16), "encoder-decoder"),
+    "BERT": (hf.BertConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "no key/value cache"),
+    "Mamba": (hf.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "recurrent or hybrid state"),
+    "Jamba": (hf.JambaConfig(vocab_size=320), "recurrent or hybrid state"),
+    "Qwen3-Next": (hf.Qwen3NextConfig(vocab_size=320), "recurrent or hybrid state"),
+    "LFM2": (hf.Lfm2Config(vocab_size=320, num_hidden_layers=2, layer_types=["conv", "full_attention"]), "recurrent or hybrid state"),
+    "Falcon": (hf.FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "attention code of its own"),
+    "BLOOM": (hf.BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2), "attention code of its own"),
+    "GPT-OSS": (hf.GptOssConfig(**EXPERTS, num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2), "s_aux"),
+    "Llama, dynamic RoPE": (
+        hf.LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        "by the length of the text",
+    ),
+}
+_figures: dict[str, tuple[float, str, str]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _write_the_table() -> Iterator[None]:
+    yield
+    if set(_figures) == set(CONFIGS):
+        (ROOT / "docs" / "models.md").write_text(table())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_uneven_chunks_equal_eager_transformers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = hf.AutoModelForCausalLM.from_config(CONFIGS[name])
+    for parameter in made.parameters():  # fresh norms and biases are ones and zeros, which would hide mistakes
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model = load_model(Source.parse(str(write_checkpoint(tmp_path / "model", made))), "fp32")
+    tokens = torch.randint(1, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
+    want, layers = reference(model, tokens)
+    path = tmp_path / "model.onnx"
+    step_program(model, layers).save(path, external_data=True)
+    got = exported_logits(path, tokens, layers, "fp32")
+    difference = float(np.abs(want - got).max())
+    assert difference <= 1e-4
+    assert (want.argmax(-1) == got.argmax(-1)).all()
+    graph = onnx.load(path, load_external_data=False)
+    operators = {node.op_type for node in graph.graph.node}
+    assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}
+    assert "TensorScatter" in operators
+    assert ("Attention" in operators) == (name != "Gemma-2")  # soft-capped attention is written out
+    _figures[name] = (difference, type(model).__name__, ", ".join(sorted(operators & {"Attention", "TensorScatter", "Tanh", "TopK"})))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_expressed_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[name]
+    config.save_pretrained(tmp_path)
+    source = Source.parse(str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        read_config(source)
+        model = hf.AutoModelForCausalLM.from_config(config).eval()
+        _, layers = reference(model, torch.tensor([[1, 2, 3]]))
+        step_program(model, layers)
+
+
+def table() -> str:
+    lines = [
+        "# Models",
+        "",
+        "Written by `make test` (`tests/export/test_architectures.py`): a tiny random model of each architecture, exported",
+        f"in fp32 and run on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))} tokens, against eager transformers. A difference is",
+        "rounded up to a power of ten; more than 1e-4, or another argmax in any row, fails the run.",
+        "",
+        "| architecture | class | logits differ by at most | same argmax | of note in the graph |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (difference, class_name, operators) in _figures.items():
+        bound = 10 ** math.ceil(math.log10(max(difference, 1e-9)))
+        lines.append(f"| {name} | `{class_name}` | {bound:.0e} | yes | {operators} |")
+    lines += ["", "Refused, with the reason:", "", "| architecture | reason |", "|---|---|"]
+    reasons = {
+        "encoder-decoder": "an encoder-decoder",
+        "no key/value cache": "no key/value cache",
+        "recurrent or hybrid state": "recurrent or hybrid state cannot be taken back when a draft is rejected",
+        "attention code of its own": "attention code of its own, outside transformers' attention interface",
+        "s_aux": "attention sinks, which ONNX `Attention` cannot express",
+        "by the length of the text": "rotary embedding scaled by the length of the text",
+    }
+    lines += [f"| {name} | {reasons[reason]} |" for name, (_, reason) in REFUSED.items()]
+    return "\n".join(lines) + "\n"

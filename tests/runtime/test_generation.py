@@ -1,0 +1,165 @@
+"""Requests: what ends a generation, what is refused, and that a bundle survives an abandoned one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.engines.errors import EngineError, UsageError
+from outrider.engines.folder import read_manifest
+from outrider.engines.manifest import Generation
+from outrider.export.pair import export_pair
+from outrider.runtime.acceptance import accepted_prefix, greedy
+from outrider.runtime.generation import Outrider
+from outrider.runtime.stats import Stats
+from tests.support import build, llama, reseal, write_checkpoint
+
+
+def text_of(outrider: Outrider, prompt: str, **options: object) -> str:
+    return "".join(event.text for event in outrider.generate(prompt, **options))  # type: ignore[arg-type]
+
+
+def ids_of(outrider: Outrider, prompt: str | list[int], **options: object) -> list[int]:
+    events = outrider.generate(prompt, **options)  # type: ignore[arg-type]
+    return [token for event in events for token in event.token_ids]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+def test_never_more_tokens_than_asked_for(tiny: Outrider, limit: int, k: int) -> None:
+    events = list(tiny.generate("the quick", max_new_tokens=limit, k=k))
+    assert sum(len(event.token_ids) for event in events) == limit
+    assert events[-1].finish_reason == "length"
+    assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+
+
+def test_token_ids_are_a_prompt_too(tiny: Outrider) -> None:
+    ids = tiny.text.encode("the quick", chat=False)
+    assert ids_of(tiny, ids, max_new_tokens=9) == ids_of(tiny, "the quick", max_new_tokens=9)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
+def test_the_end_of_text_token_ends_the_text_anywhere_in_a_round(tiny_export: Path, tmp_path: Path, k: int) -> None:
+    """Each of the first tokens in turn is made the end of text, so it falls on every place of a round."""
+    bundle = build(tiny_export, tmp_path / "bundle")
+    free = ids_of(Outrider.load(bundle), "the lazy dog", max_new_tokens=12, k=0)
+    for end in dict.fromkeys(free):
+        reseal(bundle, generation=Generation(eos_token_ids=[end], special_tokens={}))
+        events = list(Outrider.load(bundle).generate("the lazy dog", max_new_tokens=12, k=k))
+        stats = events[-1].stats
+        assert [token for event in events for token in event.token_ids] == free[: free.index(end) + 1]
+        assert events[-1].finish_reason == "stop"
+        assert stats.emitted == stats.accepted + stats.own == free.index(end) + 1
+        assert stats.drafted == stats.accepted + stats.rejected + stats.unexamined
+        assert stats.unexamined >= 0
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_stop_string_ends_the_text(tiny: Outrider, k: int) -> None:
+    whole = text_of(tiny, "the quick", max_new_tokens=40, k=0)
+    stop = whole[20:24]
+    events = list(tiny.generate("the quick", max_new_tokens=40, k=k, stop=[stop]))
+    assert "".join(event.text for event in events) == whole[: whole.index(stop)]
+    assert events[-1].finish_reason == "stop"
+
+
+def test_a_prompt_that_fills_the_capacity_still_gets_one_token(tiny: Outrider) -> None:
+    capacity = tiny.build.capacity
+    events = list(tiny.generate([5] * capacity, k=4))
+    assert [len(event.token_ids) for event in events] == [1]
+    assert events[-1].finish_reason == "capacity"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "prompt is empty"),
+        ([], {}, "prompt is empty"),
+        ([5] * 161, {}, "161 tokens; the bundle's capacity is 160"),
+        ([320], {}, "token id outside 0..319"),
+        ([-1], {}, "token id outside"),
+        ("a\udce9b", {}, "not UTF-8"),
+        ("the", {"k": 3}, "k = 3 was not built into this bundle; it has k = 0, 1, 2, 4, 8"),
+        ("the", {"k": -1}, "k = -1 was not built"),
+        ("the", {"max_new_tokens": 0}, "at least 1"),
+        ("the", {"stop": [""]}, "stop string is empty"),
+    ],
+)
+def test_a_wrong_request_is_refused_at_once(
+    tiny: Outrider, prompt: str | list[int], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        tiny.generate(prompt, **options)  # type: ignore[arg-type]
+    assert caught.value.mend
+
+
+def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None:
+    fresh = ids_of(tiny, "the lazy dog", max_new_tokens=20, k=4)
+    abandoned = tiny.generate("0123456789", max_new_tokens=60, k=8)
+    next(abandoned)
+    assert ids_of(tiny, "the lazy dog", max_new_tokens=20, k=4) == fresh
+    with pytest.raises(UsageError, match="another generation was started"):
+        next(abandoned)
+
+
+def test_logits_that_are_no_numbers_stop_the_request(tmp_path: Path) -> None:
+    """A weight that became NaN after the export's own check: the row of one token's embedding."""
+    model = llama(tie_word_embeddings=False)
+    write_checkpoint(tmp_path / "target", model)
+    export_pair(str(tmp_path / "target"), str(tmp_path / "target"), tmp_path / "onnx", precision="fp32")
+    bundle = build(tmp_path / "onnx", tmp_path / "bundle")
+    weights = bundle / "target" / "model.onnx.data"
+    data = weights.read_bytes()
+    row = model.model.embed_tokens.weight[300].detach().numpy().tobytes()
+    assert data.count(row) == 1
+    weights.write_bytes(data.replace(row, np.full(len(row) // 4, np.nan, dtype=np.float32).tobytes()))
+    reseal(bundle)
+    outrider = Outrider.load(bundle)
+    assert ids_of(outrider, [1, 2], max_new_tokens=1)
+    with pytest.raises(EngineError, match="not finite"):
+        ids_of(outrider, [1, 300], max_new_tokens=3)
+
+
+def test_a_token_beyond_the_drafts_padding_costs_only_acceptance(tmp_path: Path) -> None:
+    """Heads of different padded sizes: the target has rows that the draft's embedding lacks, and prefers one of them."""
+    target = llama(vocab_size=384, tie_word_embeddings=False)
+    target.lm_head.weight.data[380] = 100 * target.lm_head.weight.data[7]
+    write_checkpoint(tmp_path / "target", target)
+    write_checkpoint(tmp_path / "draft", llama(seed=1, vocab_size=352))
+    export_pair(str(tmp_path / "target"), str(tmp_path / "draft"), tmp_path / "onnx", precision="fp32")
+    outrider = Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle"))
+    assert [read_manifest(tmp_path / "bundle").models[role].vocab_rows for role in ("target", "draft")] == [384, 352]
+    plain = ids_of(outrider, "the quick brown", max_new_tokens=40, k=0)
+    assert max(plain) >= 352
+    assert ids_of(outrider, "the quick brown", max_new_tokens=40, k=4) == plain
+
+
+def test_greedy_takes_the_first_of_equals_and_finds_nan_anywhere() -> None:
+    logits = np.zeros((3, 8), dtype=np.float32)
+    logits[1, 5] = 2
+    assert greedy(logits) == [0, 5, 0]
+    for value in (np.nan, np.inf):
+        broken = logits.copy()
+        broken[2, 3] = value
+        with pytest.raises(EngineError, match="not finite"):
+            greedy(broken)
+
+
+def test_the_accepted_prefix_ends_at_the_first_difference() -> None:
+    assert accepted_prefix([1, 2, 3], [1, 2, 3, 9]) == 3
+    assert accepted_prefix([1, 2, 3], [1, 7, 3, 9]) == 1
+    assert accepted_prefix([], [4]) == 0
+
+
+def test_rates_have_the_denominators_that_they_say() -> None:
+    stats = Stats()
+    stats.count(drafted=4, accepted=4, rejected=0, own=1)
+    stats.count(drafted=4, accepted=1, rejected=1, own=1)
+    stats.count(drafted=2, accepted=0, rejected=1, own=1)
+    stats.count(drafted=0, accepted=0, rejected=0, own=1)  # a plain round at the end
+    assert stats.mean_acceptance_length == 1 + 5 / 3
+    assert stats.acceptance_rate == 5 / 10
+    assert stats.per_position_rates == [2 / 3, 1 / 3, 1 / 2, 1 / 2]
+    assert (stats.emitted, stats.rejected, stats.unexamined, stats.rounds) == (9, 2, 3, 4)

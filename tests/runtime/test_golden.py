@@ -1,0 +1,144 @@
+"""The promise: speculative greedy text is plain greedy text, token for token, whatever the draft and k.
+
+Nothing may weaken these tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from outrider.engines.bundle import open_session
+from outrider.engines.folder import read_manifest
+from outrider.export.pair import export_pair
+from outrider.runtime.drafter import prefill
+from outrider.runtime.generation import Event, Outrider
+from tests.support import PAIR, build, reseal, write_checkpoint
+
+K = (1, 2, 4, 8)
+CAPACITY = 160
+CHUNK = 16
+DRAFTS = ("trained", "self", "random")
+PROMPTS = {
+    "support": "Customer: Hi, I would like to order a coffee.\nAgent:",
+    "story": "Once upon a time there was a little",
+    "math": "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:",
+    "code": '"""Write a function to add two numbers."""\ndef',
+    "multi-byte": "naïve café, 中文 and 🙂",
+    "one token": "T",
+    "longer than a chunk": "The old man walked along the road, and the dog ran on before him. " * 4,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped target with three drafts: the trained one, itself, and a random one. No token ends the text."""
+    folder = tmp_path_factory.mktemp("golden")
+    torch.manual_seed(0)
+    random = LlamaForCausalLM(LlamaConfig.from_pretrained(PAIR / "draft"))
+    write_checkpoint(folder / "random", random, Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json")))
+    drafts = {"trained": PAIR / "draft", "self": PAIR / "target", "random": folder / "random"}
+    made = {}
+    for name, draft in drafts.items():
+        export_pair(str(PAIR / "target"), str(draft), folder / f"{name}-onnx", precision="fp32")
+        bundle = build(folder / f"{name}-onnx", folder / name, capacity=CAPACITY, max_prompt_chunk=CHUNK, k=list(K))
+        generation = msgspec.structs.replace(read_manifest(bundle).generation, eos_token_ids=[])
+        reseal(bundle, generation=generation)
+        made[name] = bundle
+    return made
+
+
+@pytest.fixture(scope="module")
+def bundles(folders: dict[str, Path]) -> dict[str, Outrider]:
+    return {name: Outrider.load(folder) for name, folder in folders.items()}
+
+
+def run(outrider: Outrider, prompt: str, k: int, limit: int = CAPACITY) -> list[Event]:
+    return list(outrider.generate(prompt, k=k, max_new_tokens=limit))
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+@pytest.fixture(scope="module")
+def plain(bundles: dict[str, Outrider]) -> dict[str, list[Event]]:
+    return {name: run(bundles["trained"], prompt, k=0) for name, prompt in PROMPTS.items()}
+
+
+@pytest.mark.parametrize("k", K)
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_speculative_text_is_plain_text_up_to_the_last_slot(
+    bundles: dict[str, Outrider], plain: dict[str, list[Event]], prompt: str, draft: str, k: int
+) -> None:
+    events = run(bundles[draft], PROMPTS[prompt], k)
+    assert tokens(events) == tokens(plain[prompt])
+    assert "".join(event.text for event in events) == "".join(event.text for event in plain[prompt])
+    assert events[-1].finish_reason == "capacity"
+    stats = events[-1].stats
+    assert stats.prompt_tokens + stats.emitted == CAPACITY + 1  # the last slot's own token too
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_plain_text_is_that_of_transformers(plain: dict[str, list[Event]], prompt: str) -> None:
+    model = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+    inputs = AutoTokenizer.from_pretrained(PAIR / "target")(PROMPTS[prompt], return_tensors="pt")
+    ours = tokens(plain[prompt])
+    model.generation_config.eos_token_id = None
+    theirs = model.generate(inputs.input_ids, do_sample=False, max_new_tokens=len(ours), pad_token_id=0)
+    assert theirs[0, inputs.input_ids.shape[1] :].tolist() == ours
+
+
+@pytest.mark.parametrize("k", K)
+def test_a_draft_that_is_the_target_is_always_accepted(bundles: dict[str, Outrider], k: int) -> None:
+    for prompt in PROMPTS.values():
+        stats = run(bundles["self"], prompt, k, limit=4 * (k + 1))[-1].stats
+        assert stats.accepted == stats.drafted == 4 * k
+        assert stats.mean_acceptance_length == k + 1
+
+
+@pytest.mark.parametrize("k", K)
+def test_a_random_draft_is_almost_never_accepted(bundles: dict[str, Outrider], k: int) -> None:
+    accepted = drafted = 0
+    for prompt in PROMPTS.values():
+        stats = run(bundles["random"], prompt, k)[-1].stats
+        accepted, drafted = accepted + stats.accepted, drafted + stats.drafted
+    assert accepted / drafted < 0.03
+
+
+@pytest.mark.parametrize("k", K)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_counters_balance(bundles: dict[str, Outrider], draft: str, k: int) -> None:
+    events = run(bundles[draft], PROMPTS["story"], k)
+    stats = events[-1].stats
+    assert stats.drafted == stats.accepted + stats.rejected + stats.unexamined
+    assert stats.emitted == stats.accepted + stats.own == len(tokens(events))
+    assert stats.accepted == sum(flag for event in events for flag in event.from_draft)
+    assert stats.rounds == len(events)
+    assert sum(stats.accepted_at) == stats.accepted
+    assert sum(stats.drafted_at) == stats.drafted
+
+
+@pytest.mark.parametrize("k", K)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_cache_is_that_of_a_fresh_prefill(
+    bundles: dict[str, Outrider], folders: dict[str, Path], draft: str, k: int
+) -> None:
+    """After rejections, what the caches hold up to the confirmed position is what a prefill of the text writes there."""
+    outrider = bundles[draft]
+    run(outrider, PROMPTS["support"], k, limit=60)
+    confirmed = outrider._loop.tokens
+    ends = {"target": len(confirmed) - 1, "draft": outrider._loop.drafter._cached}
+    for role, session in outrider.sessions.items():
+        end = ends[role]
+        fresh = open_session(folders[draft], outrider.manifest, outrider.build, role, batch=1)
+        prefill(fresh, confirmed, 0, end, CHUNK)
+        for name, kept in session.cache().items():
+            np.testing.assert_allclose(kept[:, :, :end], fresh.cache()[name][:, :, :end], atol=2e-4, rtol=1e-4)

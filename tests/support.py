@@ -1,0 +1,72 @@
+"""What the tests share: checkpoints, exports and bundles made by code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.builder.build import build_engine
+from outrider.engines.folder import digest_all, read_manifest
+from outrider.engines.manifest import MANIFEST
+
+ROOT = Path(__file__).resolve().parents[1]
+PAIR = ROOT / "examples" / "tiny-pair"
+END = "<|endoftext|>"
+TEXT = ["the quick brown fox jumps over the lazy dog", "naïve café, 中文 and 🙂 emoji", "0123456789 +-*/=()"] * 20
+
+
+def tokenizer(vocab_size: int = 320) -> Tokenizer:
+    """A small byte-level BPE with one special token, id 0."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    )
+    return made
+
+
+def write_checkpoint(folder: Path, model: PreTrainedModel, made: Tokenizer | None = None, **settings: Any) -> Path:
+    """A Hugging Face folder with `model` and a tokenizer."""
+    model.save_pretrained(folder)
+    (made or tokenizer()).save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    """A tiny random Llama."""
+    torch.manual_seed(seed)
+    options = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(options | overrides))).eval()
+
+
+def build(source: Path, output: Path, **overrides: Any) -> Path:
+    """A bundle of the export `source`."""
+    options: dict[str, Any] = {"k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
+    build_engine(source, output, backend="onnxruntime", **(options | overrides))
+    return output
+
+
+def reseal(folder: Path, **changes: Any) -> None:
+    """Make the manifest true again after a test has edited the folder, with `changes` to its fields."""
+    manifest = msgspec.structs.replace(read_manifest(folder), files=digest_all(folder), **changes)
+    (folder / MANIFEST).write_bytes(manifest.encode())

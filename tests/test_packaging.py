@@ -1,0 +1,119 @@
+"""The house: who may import whom, what ships, and what the runtime works without."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+FOLDERS = ("builder", "engines", "export", "runtime")
+MAY_IMPORT = {
+    "engines": set(),
+    "export": {"engines"},
+    "builder": {"engines"},
+    "runtime": {"engines"},
+}
+HEAVY = {"torch", "transformers", "tensorrt", "tensorrt_rtx", "onnxruntime", "onnx"}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_go_one_way(folder: str) -> None:
+    allowed = MAY_IMPORT[folder] | {folder}
+    for path in (ROOT / folder).rglob("*.py"):
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[0] == "outrider" and len(parts) > 1 and parts[1] in FOLDERS + ("cli", "tests"):
+                assert parts[1] in allowed, f"{path} imports {module}"
+            assert parts[0] not in FOLDERS, f"{path} imports {module} past the package"
+
+
+def test_only_export_knows_torch() -> None:
+    for folder in ("builder", "engines", "runtime"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not {module.split(".")[0] for module in imports(path)} & {"torch", "transformers"}, path
+
+
+def test_every_folder_of_the_package_is_in_the_tests_above() -> None:
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert folders == set(FOLDERS)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from what a source distribution holds: the way it would be published."""
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (sdist,) = out.glob("*.tar.gz")
+    assert tarfile.is_tarfile(sdist)
+    (made,) = out.glob("*.whl")
+    return made
+
+
+def test_the_wheel_holds_every_module_and_no_stray_one(wheel: Path) -> None:
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {f"outrider/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    expected |= {"outrider/__init__.py", "outrider/cli.py", "outrider/py.typed"}
+    assert shipped == expected
+
+
+def test_the_root_has_no_stray_module() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py"}
+
+
+@pytest.mark.parametrize("statement", ["import outrider", "from outrider.cli import main; main(['--help'], standalone_mode=False)"])
+def test_nothing_heavy_is_imported_before_it_is_needed(statement: str) -> None:
+    code = f"{statement}\nimport sys\nprint('loaded', sorted(set(sys.modules) & {HEAVY!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+@pytest.fixture(scope="module")
+def runtime_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with `outrider[cpu]` from the wheel and nothing else: what an edge machine has."""
+    folder = tmp_path_factory.mktemp("edge")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", f"outrider[cpu] @ file://{wheel}"], check=True, capture_output=True)
+    return python
+
+
+def test_the_runtime_needs_no_torch_no_transformers_no_onnx(runtime_python: Path, tiny_export: Path, tmp_path: Path) -> None:
+    def outrider(*arguments: str) -> str:
+        command = [str(runtime_python.parent / "outrider"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    listed = subprocess.run([runtime_python, "-m", "pip", "list"], capture_output=True, text=True, check=True).stdout
+    assert not {line.split()[0] for line in listed.splitlines() if line.strip()} & {"torch", "transformers", "onnx"}
+    bundle = str(tmp_path / "bundle")
+    outrider("build-engine", str(tiny_export), "-o", bundle, "--capacity", "64", "--max-prompt-chunk", "8")
+    assert "every file is as it was sealed" in outrider("inspect", bundle)
+    assert outrider("generate", bundle, "--prompt", "the quick", "--max-new-tokens", "4")
+
+
+def test_a_command_whose_packages_are_missing_says_what_to_install(runtime_python: Path, tmp_path: Path) -> None:
+    command = [str(runtime_python.parent / "outrider"), "export", "--target", "a", "--draft", "b", "-o", str(tmp_path / "x")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "not installed" in done.stderr
+    assert "pip install 'outrider[export" in done.stderr
+    assert "Traceback" not in done.stderr
