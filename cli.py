@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
 import outrider
 from outrider.engines.errors import OutriderError, UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from outrider.engines.manifest import Manifest
     from outrider.runtime.generation import Event
+    from rich.console import Console
 
 
 class Commands(click.Group):
@@ -58,7 +56,9 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--target", required=True, metavar="SOURCE", help="The big model: a Hugging Face folder, a hub id, or a GGUF file.")
+@click.option(
+    "--target", required=True, metavar="SOURCE", help="The big model: a Hugging Face folder, a hub id, or a GGUF file."
+)
 @click.option("--draft", required=True, metavar="SOURCE", help="The small model, of the same vocabulary.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True)
@@ -90,15 +90,35 @@ def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
 
 @main.command("build-engine")
 @click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, metavar="BUNDLE", type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="BUNDLE",
+    type=click.Path(path_type=Path),
+    help="The folder to write; it must not exist.",
+)
 @click.option("--backend", type=click.Choice(["onnxruntime"]), default="onnxruntime", show_default=True)
 @click.option("--k", callback=_sizes, default="1,2,4,8", show_default=True, help="Numbers of draft tokens a round may have.")
-@click.option("--capacity", type=int, default=1024, show_default=True, help="Positions of the cache: prompt and answer together.")
+@click.option(
+    "--capacity",
+    type=int,
+    help="Positions of the cache: prompt and answer together.  [default: 1024, or what the models allow]",
+)
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences that may run at once.")
-@click.option("--max-prompt-chunk", type=int, default=64, show_default=True, help="Longest run while reading a prompt, in tokens.")
+@click.option(
+    "--max-prompt-chunk", type=int, default=64, show_default=True, help="Longest run while reading a prompt, in tokens."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def build_engine(
-    source: Path, output: Path, backend: str, k: list[int], capacity: int, batch: int, max_prompt_chunk: int, as_json: bool
+    source: Path,
+    output: Path,
+    backend: str,
+    k: list[int],
+    capacity: int | None,
+    batch: int,
+    max_prompt_chunk: int,
+    as_json: bool,
 ) -> None:
     """Build the engines of an exported pair into a bundle."""
     from outrider.builder.build import build_engine as build
@@ -127,12 +147,21 @@ def build_engine(
 @click.option("--prompt", metavar="TEXT", help="The prompt; without it, standard input is read to its end.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the bundle's chat template.")
 @click.option("--max-new-tokens", type=int, default=256, show_default=True)
-@click.option("--k", type=int, help="Draft tokens a round: one of the built numbers, or 0 for plain decoding.  [default: up to 4]")
+@click.option(
+    "--k", type=int, help="Draft tokens a round: one of the built numbers, or 0 for plain decoding.  [default: up to 4]"
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given more than once.")
 @click.option("--show", is_flag=True, help="Colour the text by origin, and end with a line of figures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else there.")
 def generate(
-    bundle: Path, prompt: str | None, chat: bool, max_new_tokens: int, k: int | None, stop: tuple[str, ...], show: bool, as_json: bool
+    bundle: Path,
+    prompt: str | None,
+    chat: bool,
+    max_new_tokens: int,
+    k: int | None,
+    stop: tuple[str, ...],
+    show: bool,
+    as_json: bool,
 ) -> None:
     """Continue a prompt. Only confirmed tokens are ever printed."""
     if show and as_json:

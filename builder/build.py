@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-
 from outrider.engines.bundle import open_session
 from outrider.engines.contract import window_buckets
 from outrider.engines.errors import EngineError, FolderError, UsageError
@@ -19,6 +18,7 @@ from outrider.engines.manifest import MANIFEST, Build, Cost, Manifest
 from outrider.engines.session import Session
 
 BACKENDS = ("onnxruntime",)
+DEFAULT_CAPACITY = 1024
 TIMED_RUNS = 7
 
 Stage = Callable[[str], object]
@@ -31,7 +31,7 @@ def build_engine(
     *,
     backend: str,
     k: list[int],
-    capacity: int,
+    capacity: int | None = None,
     batch: int,
     max_prompt_chunk: int,
     stage: Stage = lambda _: None,
@@ -41,7 +41,8 @@ def build_engine(
 
     Args:
         k: numbers of draft tokens a round may have; 0, plain decoding, is always there.
-        capacity: positions of the cache, for prompt and answer together.
+        capacity: positions of the cache, for prompt and answer together; None is 1024, or what the models were made for
+            where that is less.
         batch: sequences that may run at once.
         max_prompt_chunk: longest run while reading a prompt, in tokens.
 
@@ -54,6 +55,8 @@ def build_engine(
     if manifest.build is not None:
         raise FolderError(f"{source} is a bundle already", "name the folder that outrider export wrote")
     k = sorted(set(k))
+    if capacity is None:
+        capacity = min([DEFAULT_CAPACITY, *(m.max_positions for m in manifest.models.values() if m.max_positions)])
     _check(manifest, k, capacity, batch, max_prompt_chunk)
     with staged(output) as folder:
         stage("checking the export")
@@ -93,11 +96,13 @@ def _check(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: i
     if capacity < k[-1] + 2:
         raise UsageError(f"a capacity of {capacity} does not hold k = {k[-1]}", f"give --capacity {k[-1] + 2} or more")
     if not 1 <= chunk <= capacity:
-        raise UsageError(f"a prompt chunk of {chunk} does not fit a capacity of {capacity}", "give a smaller --max-prompt-chunk")
+        raise UsageError(
+            f"a prompt chunk of {chunk} does not fit a capacity of {capacity}", "give a smaller --max-prompt-chunk"
+        )
     for role, model in manifest.models.items():
         if model.max_positions is not None and capacity > model.max_positions:
             raise UsageError(
-                f"the {role} ({model.source}) was made for {model.max_positions} positions; the capacity asked for is {capacity}",
+                f"the {role} ({model.source}) was made for {model.max_positions} positions; asked for are {capacity}",
                 f"give --capacity {model.max_positions} or less",
             )
 

@@ -18,9 +18,7 @@ def open_bundle(folder: Path, progress: Progress = ignore) -> tuple[Manifest, Bu
     """
     manifest = read_manifest(folder)
     if manifest.build is None:
-        raise FolderError(
-            f"{folder} is an export, not a bundle", f"build it first: outrider build-engine {folder} -o BUNDLE"
-        )
+        raise FolderError(f"{folder} is an export, not a bundle", f"build it first: outrider build-engine {folder} -o BUNDLE")
     check_files(folder, manifest, progress)
     return manifest, manifest.build
 

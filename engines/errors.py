@@ -1,13 +1,13 @@
 """Every error that Outrider raises on purpose.
 
-    OutriderError                  exit code 1: asked rightly, but it failed
-    ├── SourceError                a checkpoint that cannot be read
-    ├── UnsupportedModelError      a model that cannot be expressed as a step model
-    ├── VocabularyMismatchError    draft and target do not share a vocabulary
-    ├── ParityError                an exported graph does not give the checkpoint's numbers
-    ├── FolderError                an export or bundle that is missing, damaged, newer, or cannot be written
-    ├── EngineError                an engine that does not run, or gives logits that are no numbers
-    └── UsageError                 exit code 2: the request itself is wrong
+OutriderError                  exit code 1: asked rightly, but it failed
+├── SourceError                a checkpoint that cannot be read
+├── UnsupportedModelError      a model that cannot be expressed as a step model
+├── VocabularyMismatchError    draft and target do not share a vocabulary
+├── ParityError                an exported graph does not give the checkpoint's numbers
+├── FolderError                an export or bundle that is missing, damaged, newer, or cannot be written
+├── EngineError                an engine that does not run, or gives logits that are no numbers
+└── UsageError                 exit code 2: the request itself is wrong
 """
 
 from __future__ import annotations

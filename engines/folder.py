@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import filelock
-
 from outrider.engines.errors import FolderError
 from outrider.engines.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
 

@@ -7,7 +7,6 @@ where it was written except the measured costs, so the same inputs give the same
 from __future__ import annotations
 
 import msgspec
-
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.engines.errors import FolderError
 
@@ -27,14 +26,14 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Base of the manifest's parts: immutable, and strict when read."""
 
 
-class FileEntry(Struct):
+class FileEntry(Struct, frozen=True):
     """One file of the folder."""
 
     sha256: str
     size: int  # bytes
 
 
-class Parity(Struct):
+class Parity(Struct, frozen=True):
     """How far the exported graph's logits are from the checkpoint's own, over `rows` rows in uneven chunks."""
 
     rows: int
@@ -44,7 +43,7 @@ class Parity(Struct):
     near_ties: int  # rows whose argmax differs only where the checkpoint's two best logits are within the tolerance
 
 
-class Model(Struct):
+class Model(Struct, frozen=True):
     """One of the two models."""
 
     source: str
@@ -57,14 +56,14 @@ class Model(Struct):
     parity: Parity
 
 
-class Generation(Struct):
+class Generation(Struct, frozen=True):
     """Defaults that generation needs, from the target's checkpoint."""
 
     eos_token_ids: list[int]
     special_tokens: dict[str, str]  # bos_token, eos_token, ...: what a chat template may name
 
 
-class Cost(Struct):
+class Cost(Struct, frozen=True):
     """Milliseconds of one pass, over `runs` runs at the smallest window."""
 
     median: float
@@ -73,7 +72,7 @@ class Cost(Struct):
     runs: int
 
 
-class Build(Struct):
+class Build(Struct, frozen=True):
     """How a bundle's engines were built."""
 
     backend: str
@@ -87,7 +86,7 @@ class Build(Struct):
     costs: dict[str, dict[str, Cost]]  # role -> rows of the pass -> cost
 
 
-class Manifest(Struct):
+class Manifest(Struct, frozen=True):
     """The whole of `manifest.json`, less the version that is read first."""
 
     schema_version: int

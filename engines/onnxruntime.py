@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
-
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors
 from outrider.engines.errors import EngineError
 from outrider.engines.manifest import Model
@@ -43,17 +42,13 @@ def session_options() -> Any:
 class OnnxRuntimeSession(Session):
     """A step model on ONNX Runtime's CPU provider."""
 
-    def __init__(
-        self, path: Path, model: Model, *, batch: int, capacity: int, max_rows: int, windows: list[int]
-    ) -> None:
+    def __init__(self, path: Path, model: Model, *, batch: int, capacity: int, max_rows: int, windows: list[int]) -> None:
         """Load `path` and lay out its buffers.
 
         Raises:
             EngineError: ONNX Runtime refuses the graph, or has no kernels for its precision.
         """
-        super().__init__(
-            batch=batch, capacity=capacity, max_rows=max_rows, vocab_rows=model.vocab_rows, windows=windows
-        )
+        super().__init__(batch=batch, capacity=capacity, max_rows=max_rows, vocab_rows=model.vocab_rows, windows=windows)
         if model.precision not in CACHE_TYPES:
             raise EngineError(
                 f"ONNX Runtime has no CPU kernels for {model.precision}",

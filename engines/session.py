@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from outrider.engines.errors import EngineError
 
 Int64s = npt.NDArray[np.int64]

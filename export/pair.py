@@ -9,13 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import transformers
-
 import outrider
+import transformers
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.engines.errors import UnsupportedModelError
 from outrider.engines.folder import digest_all, staged
-from outrider.engines.manifest import CHAT_TEMPLATE, MANIFEST, SCHEMA_VERSION, TOKENIZER, Generation, Manifest, Model, model_file
+from outrider.engines.manifest import (
+    CHAT_TEMPLATE,
+    MANIFEST,
+    SCHEMA_VERSION,
+    TOKENIZER,
+    Generation,
+    Manifest,
+    Model,
+    model_file,
+)
 from outrider.export.parity import compare, exported_logits, reference, sample_tokens
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.step_model import step_program

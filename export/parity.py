@@ -9,18 +9,18 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
-
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
 from outrider.engines.errors import ParityError, UnsupportedModelError
 from outrider.engines.manifest import Parity
 from outrider.engines.onnxruntime import CPU, session_options
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 Floats = npt.NDArray[np.float32]
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows of each run: prefill, decode and verify shapes, none a multiple of another
 CAPACITY = 32
+BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
 # Relative to the largest logit in magnitude, but no less than 1. fp32 differs by summation order only. In fp16 and bf16
 # the checkpoint itself rounds after each operation (11 and 8 significant bits), where the graph on ONNX Runtime rounds
@@ -89,27 +89,23 @@ def _in_fp32(path: Path) -> Path:
     ONNX Runtime's CPU provider has no bf16 kernels but `Cast`.
     """
     model = ir.load(path)
-    bf16, fp32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+    first = model.graph[0]
     for node in list(model.graph.all_nodes()):
         for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.INT and name in ("to", "dtype") and attribute.as_int() == bf16:
-                node.attributes[name] = ir.AttrInt64(name, int(fp32))
-            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == bf16:
-                value = attribute.as_tensor().numpy().astype(np.float32)
-                node.attributes[name] = ir.AttrTensor(name, ir.tensor(value))
-        for output in node.outputs:
-            if output.dtype == bf16:
-                output.dtype = fp32
-    for value in model.graph.inputs:
-        if value.dtype == bf16:
-            value.dtype = fp32
-    first = model.graph[0]
-    for value in list(model.graph.initializers.values()):
-        if value.dtype == bf16:
-            cast = ir.node("Cast", [value], {"to": int(fp32)})
-            cast.outputs[0].dtype, cast.outputs[0].shape = fp32, value.shape
-            value.replace_all_uses_with(cast.outputs[0])
-            cast.replace_input_with(0, value)
+            if attribute.type == ir.AttributeType.INT and name in ("to", "dtype") and attribute.as_int() == BF16:
+                node.attributes[name] = ir.AttrInt64(name, int(FP32))
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == BF16:
+                constant = attribute.as_tensor().numpy().astype(np.float32)
+                node.attributes[name] = ir.AttrTensor(name, ir.tensor(constant))
+    for value in [*model.graph.inputs, *(output for node in model.graph.all_nodes() for output in node.outputs)]:
+        if value.dtype == BF16:
+            value.dtype = FP32
+    for weight in list(model.graph.initializers.values()):
+        if weight.dtype == BF16:
+            cast = ir.node("Cast", [weight], {"to": int(FP32)})
+            (cast.outputs[0].dtype, cast.outputs[0].shape) = (FP32, weight.shape)
+            weight.replace_all_uses_with(cast.outputs[0])
+            cast.replace_input_with(0, weight)
             model.graph.insert_before(first, cast)
     copy = path.with_name("parity.onnx")
     ir.save(model, copy)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
 from outrider.engines.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.engines.manifest import Generation
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -114,6 +113,7 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
         dtype=PRECISIONS[precision],
         attn_implementation="eager",
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, by name
         **options,
     )
     lost = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])

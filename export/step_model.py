@@ -12,12 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.onnx.ops import symbolic
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import AttentionMaskInterface
-
 from outrider.engines.contract import (
     BATCH_DIM,
     CAPACITY_DIM,
@@ -30,6 +24,11 @@ from outrider.engines.contract import (
     cache_tensors,
 )
 from outrider.engines.errors import UnsupportedModelError
+from torch import nn
+from torch.onnx.ops import symbolic
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface
 
 OPSET = 24
 ATTENTION = "outrider_step"
@@ -166,9 +165,7 @@ class StepModel(nn.Module):
         trace = _Trace(rows, key_positions)
         token = _trace.set(trace)
         try:
-            output = self.model(
-                input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True
-            )
+            output = self.model(input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True)
         finally:
             _trace.reset(token)
         if trace.attended != len(layers) or not all(layer.updated for layer in layers):

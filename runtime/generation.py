@@ -110,7 +110,9 @@ class Outrider:
             raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be at least 1", "ask for at least one token")
         if k != 0 and k not in self.build.k:
             built = ", ".join(str(size) for size in [0, *self.build.k])
-            raise UsageError(f"k = {k} was not built into this bundle; it has k = {built}", "choose one, or build again with --k")
+            raise UsageError(
+                f"k = {k} was not built into this bundle; it has k = {built}", "choose one, or build again with --k"
+            )
         if not all(stop):
             raise UsageError("a stop string is empty", "give at least one character")
 

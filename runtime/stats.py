@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 
 
 @dataclass(slots=True)
@@ -41,6 +42,13 @@ class Stats:
         for index in range(drafted):
             self.drafted_at[index] += 1
             self.accepted_at[index] += index < accepted
+
+    def add(self, other: Stats) -> None:
+        """Add another generation's counters, for totals over several."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            added = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if isinstance(mine, list) else mine + theirs
+            setattr(self, each.name, added)
 
     @property
     def emitted(self) -> int:

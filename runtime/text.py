@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2.sandbox
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
-
 from outrider.engines.errors import FolderError, UsageError
 from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 Piece = tuple[str, bool]
 """Text, and whether the token that completed it came from the draft."""
@@ -56,7 +55,9 @@ class Text:
             UsageError: there is no chat template, or it refuses the messages.
         """
         if self._template is None:
-            raise UsageError("this bundle has no chat template", "leave --chat out, and write the prompt as the model expects it")
+            raise UsageError(
+                "this bundle has no chat template", "leave --chat out, and write the prompt as the model expects it"
+            )
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

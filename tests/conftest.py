@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from tests.support import PAIR, build, llama, write_checkpoint
+from outrider.tests.support import PAIR, build, llama, write_checkpoint
 
 torch.set_num_threads(2)
 

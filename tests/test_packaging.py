@@ -11,8 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-from tests.support import ROOT
+from outrider.tests.support import ROOT
 
 FOLDERS = ("builder", "engines", "export", "runtime")
 MAY_IMPORT = {
@@ -41,7 +40,7 @@ def test_imports_go_one_way(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
         for module in imports(path):
             parts = module.split(".")
-            if parts[0] == "outrider" and len(parts) > 1 and parts[1] in FOLDERS + ("cli", "tests"):
+            if parts[0] == "outrider" and len(parts) > 1 and parts[1] in (*FOLDERS, "cli", "tests"):
                 assert parts[1] in allowed, f"{path} imports {module}"
             assert parts[0] not in FOLDERS, f"{path} imports {module} past the package"
 
@@ -80,7 +79,9 @@ def test_the_root_has_no_stray_module() -> None:
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py"}
 
 
-@pytest.mark.parametrize("statement", ["import outrider", "from outrider.cli import main; main(['--help'], standalone_mode=False)"])
+@pytest.mark.parametrize(
+    "statement", ["import outrider", "from outrider.cli import main; main(['--help'], standalone_mode=False)"]
+)
 def test_nothing_heavy_is_imported_before_it_is_needed(statement: str) -> None:
     code = f"{statement}\nimport sys\nprint('loaded', sorted(set(sys.modules) & {HEAVY!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,7 +4,9 @@
     python examples/tiny-pair/train.py tokenizer --corpora DIR --work DIR
     python examples/tiny-pair/train.py target    --corpora DIR --work DIR --tokens 30e6
     python examples/tiny-pair/train.py draft     --corpora DIR --work DIR --tokens 30e6
-    python examples/tiny-pair/train.py publish   --work DIR          (fp16 folders beside this script)
+    python examples/tiny-pair/train.py publish   --corpora DIR --work DIR
+
+`publish` writes both models in fp16 beside this script, and `heldout.jsonl`, the beginnings of held-out documents.
 
 DIR holds stories, support, math and code as `NAME.jsonl.gz`, one `{"text"}` a line. The code part is topped up with
 the Python standard library's own source. Needs `outrider[export]` and a C++ compiler; two cores take under two hours.
@@ -18,6 +20,7 @@ import json
 import math
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +35,23 @@ CONTEXT = 512
 BATCH = 16
 VOCABULARY = 4096
 STDLIB_BYTES = 3_000_000
+PROMPTS, PROMPT_CHARACTERS = 20, 160  # of each style
 END = "<|endoftext|>"
 SHAPES = {
-    "target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4),
-    "draft": dict(hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1),
+    "target": {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "draft": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
 }
 PEAK_RATE = {"target": 2e-3, "draft": 4e-3}
 
@@ -113,8 +129,8 @@ def new_model(role: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def batches(data: dict[str, tuple[torch.Tensor, torch.Tensor]], steps: int) -> list[torch.Tensor]:
-    """A lazy sequence of int64 [BATCH, CONTEXT + 1] windows, styles mixed by their share."""
+def batches(data: dict[str, tuple[torch.Tensor, torch.Tensor]], steps: int) -> Iterator[torch.Tensor]:
+    """Yields int64 [BATCH, CONTEXT + 1] windows, styles mixed by their share."""
     random = torch.Generator().manual_seed(1)
     names, shares = list(STYLES), torch.tensor(list(STYLES.values()))
     for _ in range(steps):
@@ -137,7 +153,9 @@ def held_out_loss(model: torch.nn.Module, data: dict[str, tuple[torch.Tensor, to
         for rows in windows.split(BATCH):
             with torch.autocast("cpu", torch.bfloat16):
                 logits = model(rows[:, :-1]).logits
-            total += float(torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"))
+            total += float(
+                torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+            )
         losses[style] = round(total / (count * CONTEXT), 3)
     return losses
 
@@ -188,8 +206,14 @@ def train(role: str, corpora: Path, work: Path, tokens: float) -> None:
             model.save_pretrained(work / role)
 
 
-def publish(work: Path) -> None:
-    """Write both models as fp16 safetensors beside this script, with the tokenizer and the chat template."""
+def publish(corpora: Path, work: Path) -> None:
+    """Write both models as fp16 safetensors beside this script, with the tokenizer, chat template and held-out prompts."""
+    with open(HERE / "heldout.jsonl", "w", encoding="utf-8") as lines:
+        for style in STYLES:
+            held = [text for text in split(documents(corpora, style))[1] if len(text) > 2 * PROMPT_CHARACTERS]
+            for text in held[:: max(1, len(held) // PROMPTS)][:PROMPTS]:
+                prompt = text[:PROMPT_CHARACTERS].rsplit(maxsplit=1)[0]
+                lines.write(json.dumps({"workload": style, "prompt": prompt}, ensure_ascii=False) + "\n")
     template = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -208,17 +232,14 @@ def publish(work: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["tokenizer", "target", "draft", "publish"])
-    parser.add_argument("--corpora", type=Path)
+    parser.add_argument("--corpora", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tokens", type=float, default=30e6)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     if options.stage == "publish":
-        publish(options.work)
-        return
-    if options.corpora is None:
-        parser.error("--corpora DIR is needed for this stage")
-    if options.stage == "tokenizer":
+        publish(options.corpora, options.work)
+    elif options.stage == "tokenizer":
         train_tokenizer(options.corpora, options.work)
     else:
         train(options.stage, options.corpora, options.work, options.tokens)

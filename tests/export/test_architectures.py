@@ -15,12 +15,11 @@ import onnx
 import pytest
 import torch
 import transformers as hf
-
 from outrider.engines.errors import UnsupportedModelError
 from outrider.export.parity import CHUNKS, exported_logits, reference
 from outrider.export.source import Source, load_model, read_config
 from outrider.export.step_model import step_program
-from tests.support import ROOT, write_checkpoint
+from outrider.tests.support import ROOT, write_checkpoint
 
 COMMON = {
     "vocab_size": 320,
@@ -59,8 +58,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "Mamba": (hf.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "recurrent or hybrid state"),
     "Jamba": (hf.JambaConfig(vocab_size=320), "recurrent or hybrid state"),
     "Qwen3-Next": (hf.Qwen3NextConfig(vocab_size=320), "recurrent or hybrid state"),
-    "LFM2": (hf.Lfm2Config(vocab_size=320, num_hidden_layers=2, layer_types=["conv", "full_attention"]), "recurrent or hybrid state"),
-    "Falcon": (hf.FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "attention code of its own"),
+    "LFM2": (
+        hf.Lfm2Config(vocab_size=320, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+        "recurrent or hybrid state",
+    ),
+    "Falcon": (
+        hf.FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+        "attention code of its own",
+    ),
     "BLOOM": (hf.BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2), "attention code of its own"),
     "GPT-OSS": (hf.GptOssConfig(**EXPERTS, num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2), "s_aux"),
     "Llama, dynamic RoPE": (
@@ -99,7 +104,11 @@ def test_uneven_chunks_equal_eager_transformers(name: str, tmp_path: Path) -> No
     assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}
     assert "TensorScatter" in operators
     assert ("Attention" in operators) == (name != "Gemma-2")  # soft-capped attention is written out
-    _figures[name] = (difference, type(model).__name__, ", ".join(sorted(operators & {"Attention", "TensorScatter", "Tanh", "TopK"})))
+    _figures[name] = (
+        difference,
+        type(model).__name__,
+        ", ".join(sorted(operators & {"Attention", "TensorScatter", "Tanh", "TopK"})),
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -119,8 +128,8 @@ def table() -> str:
         "# Models",
         "",
         "Written by `make test` (`tests/export/test_architectures.py`): a tiny random model of each architecture, exported",
-        f"in fp32 and run on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))} tokens, against eager transformers. A difference is",
-        "rounded up to a power of ten; more than 1e-4, or another argmax in any row, fails the run.",
+        f"in fp32 and run on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))} tokens, against eager transformers.",
+        "A difference is rounded up to a power of ten; more than 1e-4, or another argmax in any row, fails the run.",
         "",
         "| architecture | class | logits differ by at most | same argmax | of note in the graph |",
         "|---|---|---|---|---|",

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import Generation
@@ -14,7 +13,7 @@ from outrider.export.pair import export_pair
 from outrider.runtime.acceptance import accepted_prefix, greedy
 from outrider.runtime.generation import Outrider
 from outrider.runtime.stats import Stats
-from tests.support import build, llama, reseal, write_checkpoint
+from outrider.tests.support import build, llama, reseal, write_checkpoint
 
 
 def text_of(outrider: Outrider, prompt: str, **options: object) -> str:
@@ -163,3 +162,12 @@ def test_rates_have_the_denominators_that_they_say() -> None:
     assert stats.acceptance_rate == 5 / 10
     assert stats.per_position_rates == [2 / 3, 1 / 3, 1 / 2, 1 / 2]
     assert (stats.emitted, stats.rejected, stats.unexamined, stats.rounds) == (9, 2, 3, 4)
+
+
+def test_totals_are_the_sums_of_the_counters() -> None:
+    one, other = Stats(prompt_tokens=3, seconds=1.5), Stats(prompt_tokens=4, seconds=0.5)
+    one.count(drafted=1, accepted=1, rejected=0, own=1)
+    other.count(drafted=3, accepted=2, rejected=1, own=1)
+    one.add(other)
+    assert (one.prompt_tokens, one.seconds, one.rounds, one.emitted) == (7, 2.0, 2, 5)
+    assert (one.drafted_at, one.accepted_at) == ([2, 1, 1], [2, 1, 0])

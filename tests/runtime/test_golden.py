@@ -11,15 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
 from outrider.engines.bundle import open_session
 from outrider.engines.folder import read_manifest
 from outrider.export.pair import export_pair
 from outrider.runtime.drafter import prefill
 from outrider.runtime.generation import Event, Outrider
-from tests.support import PAIR, build, reseal, write_checkpoint
+from outrider.tests.support import PAIR, build, reseal, write_checkpoint
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 K = (1, 2, 4, 8)
 CAPACITY = 160
@@ -41,13 +40,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The shipped target with three drafts: the trained one, itself, and a random one. No token ends the text."""
     folder = tmp_path_factory.mktemp("golden")
     torch.manual_seed(0)
-    random = LlamaForCausalLM(LlamaConfig.from_pretrained(PAIR / "draft"))
+    # Untied: with tied weights even random ones favour saying the last token again.
+    random = LlamaForCausalLM(LlamaConfig.from_pretrained(PAIR / "draft", tie_word_embeddings=False))
     write_checkpoint(folder / "random", random, Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json")))
     drafts = {"trained": PAIR / "draft", "self": PAIR / "target", "random": folder / "random"}
     made = {}
     for name, draft in drafts.items():
         export_pair(str(PAIR / "target"), str(draft), folder / f"{name}-onnx", precision="fp32")
-        bundle = build(folder / f"{name}-onnx", folder / name, capacity=CAPACITY, max_prompt_chunk=CHUNK, k=list(K))
+        bundle = build(folder / f"{name}-onnx", folder / f"{name}-bundle", capacity=CAPACITY, max_prompt_chunk=CHUNK, k=list(K))
         generation = msgspec.structs.replace(read_manifest(bundle).generation, eos_token_ids=[])
         reseal(bundle, generation=generation)
         made[name] = bundle
@@ -59,7 +59,7 @@ def bundles(folders: dict[str, Path]) -> dict[str, Outrider]:
     return {name: Outrider.load(folder) for name, folder in folders.items()}
 
 
-def run(outrider: Outrider, prompt: str, k: int, limit: int = CAPACITY) -> list[Event]:
+def run(outrider: Outrider, prompt: str, k: int, limit: int = 2 * CAPACITY) -> list[Event]:
     return list(outrider.generate(prompt, k=k, max_new_tokens=limit))
 
 

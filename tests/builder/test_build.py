@@ -1,0 +1,96 @@
+"""Bundles: sealed, measured, and refused where the numbers do not fit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outrider.builder.build import build_engine
+from outrider.engines.errors import EngineError, FolderError, UsageError
+from outrider.engines.folder import read_manifest
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.tests.support import build
+
+
+def test_the_manifest_says_how_it_was_built(tiny_bundle: Path, tiny_export: Path) -> None:
+    import onnxruntime
+
+    manifest = read_manifest(tiny_bundle)
+    made = manifest.build
+    assert made is not None
+    assert (made.backend, made.backend_version, made.k) == ("onnxruntime", onnxruntime.__version__, [1, 2, 4, 8])
+    assert (made.capacity, made.batch, made.max_prompt_chunk, made.windows) == (160, 1, 16, [64, 128, 160])
+    assert manifest.models == read_manifest(tiny_export).models
+    for role in ("target", "draft"):
+        assert set(made.costs[role]) == {"1", "2", "3", "5", "9", "16"}
+        for cost in made.costs[role].values():
+            assert 0 < cost.fastest <= cost.median <= cost.slowest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": []}, "k is empty"),
+        ({"k": [0, 4]}, "each must be at least 1"),
+        ({"k": [-1]}, "each must be at least 1"),
+        ({"batch": 0}, "batch is 0"),
+        ({"capacity": 9}, "does not hold k = 8"),
+        ({"capacity": 257}, "made for 256 positions"),
+        ({"max_prompt_chunk": 0}, "prompt chunk of 0"),
+        ({"max_prompt_chunk": 161}, "prompt chunk of 161"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        build(tiny_export, tmp_path / "bundle", **options)
+    assert caught.value.mend
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_an_export_can_be_built(tiny_bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match="is a bundle already"):
+        build(tiny_bundle, tmp_path / "bundle")
+    with pytest.raises(FolderError, match="no export and no bundle"):
+        build(tmp_path, tmp_path / "bundle")
+
+
+def test_a_damaged_export_is_refused_and_nothing_is_written(tiny_export: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_export, tmp_path / "onnx"))
+    (copy / "draft" / "model.onnx.data").write_bytes(b"")
+    with pytest.raises(FolderError, match="the manifest says"):
+        build(copy, tmp_path / "bundle")
+    assert [path.name for path in tmp_path.iterdir()] == ["onnx"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_on_the_cpu(checkpoints: Path, tmp_path: Path, precision: str) -> None:
+    """fp16 runs (ONNX Runtime computes it in fp32); bf16 has no kernels there, and is refused with the mend."""
+    export_pair(str(checkpoints / "target"), str(checkpoints / "draft"), tmp_path / "onnx", precision=precision)
+    if precision == "bf16":
+        with pytest.raises(EngineError, match="no CPU kernels for bf16") as caught:
+            build(tmp_path / "onnx", tmp_path / "bundle")
+        assert "--precision fp32" in caught.value.mend
+        assert not (tmp_path / "bundle").exists()
+        return
+    outrider = Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle"))
+    plain, speculative = (
+        [token for event in outrider.generate("the quick", max_new_tokens=60, k=k) for token in event.token_ids] for k in (0, 4)
+    )
+    assert plain == speculative
+
+
+def test_the_capacity_defaults_to_what_the_models_were_made_for(tiny_export: Path, tmp_path: Path) -> None:
+    made = build_engine(tiny_export, tmp_path / "b", backend="onnxruntime", k=[4], batch=1, max_prompt_chunk=8).build
+    assert made is not None
+    assert made.capacity == 256
+
+
+def test_k_is_sorted_and_each_is_built_once(tiny_export: Path, tmp_path: Path) -> None:
+    manifest = build_engine(
+        tiny_export, tmp_path / "b", backend="onnxruntime", k=[4, 1, 4], capacity=64, batch=1, max_prompt_chunk=8
+    )
+    assert manifest.build is not None
+    assert manifest.build.k == [1, 4]

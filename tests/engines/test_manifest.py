@@ -1,0 +1,60 @@
+"""The manifest is read strictly: other versions and damage are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outrider.engines.errors import FolderError
+from outrider.engines.folder import read_manifest
+from outrider.engines.manifest import MANIFEST, SCHEMA_VERSION, decode_manifest
+
+
+@pytest.fixture
+def data(tiny_bundle: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((tiny_bundle / MANIFEST).read_text())
+    return loaded
+
+
+def decode(data: dict[str, Any]) -> None:
+    decode_manifest(json.dumps(data).encode())
+
+
+def test_a_manifest_reads_back_as_it_was_written(tiny_bundle: Path) -> None:
+    manifest = read_manifest(tiny_bundle)
+    assert decode_manifest(manifest.encode()) == manifest
+
+
+@pytest.mark.parametrize("name", ["schema_version", "contract_version"])
+def test_a_newer_version_is_refused_even_where_its_fields_are_unknown(data: dict[str, Any], name: str) -> None:
+    data[name] += 1
+    data["invented_later"] = True
+    with pytest.raises(FolderError, match="this outrider reads up to") as caught:
+        decode(data)
+    assert "upgrade outrider" in caught.value.mend
+
+
+def test_an_older_version_is_refused(data: dict[str, Any]) -> None:
+    data["schema_version"] = SCHEMA_VERSION - 1
+    with pytest.raises(FolderError, match="older outrider"):
+        decode(data)
+
+
+def test_damage_is_named(data: dict[str, Any]) -> None:
+    with pytest.raises(FolderError, match="damaged"):
+        decode_manifest(b"{")
+    with pytest.raises(FolderError, match=r"unknown field `surprise`"):
+        decode(data | {"surprise": 1})
+    with pytest.raises(FolderError, match="missing required field `files`"):
+        decode({name: value for name, value in data.items() if name != "files"})
+    data["build"]["capacity"] = "160"
+    with pytest.raises(FolderError, match=r"Expected `int`, got `str` - at `\$\.build\.capacity`"):
+        decode(data)
+
+
+def test_a_manifest_without_a_draft_is_refused(data: dict[str, Any]) -> None:
+    del data["models"]["draft"]
+    with pytest.raises(FolderError, match=r"names the models \['target'\]"):
+        decode(data)

@@ -1,0 +1,211 @@
+"""Checkpoints: folders, hub ids and GGUF files are read; damaged ones are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from outrider.engines.errors import SourceError, UnsupportedModelError
+from outrider.export.source import Source, load_model, load_tokenizer, read_config
+from outrider.tests.support import END, llama, tokenizer, write_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+
+def load(path: Path | str) -> None:
+    source = Source.parse(str(path))
+    read_config(source)
+    load_model(source, "fp32")
+    load_tokenizer(source)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", llama())
+
+
+def test_a_folder_is_read(folder: Path) -> None:
+    load(folder)
+
+
+def test_a_source_that_is_nothing_is_refused(tmp_path: Path) -> None:
+    for text in (str(tmp_path / "absent"), "no/such/thing", "absent.gguf", ".."):
+        with pytest.raises(SourceError, match=r"does not exist|no config\.json"):
+            Source.parse(text)
+
+
+def test_a_folder_without_a_model_is_refused_and_a_gguf_in_it_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no config\.json"):
+        Source.parse(str(tmp_path))
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(SourceError) as caught:
+        Source.parse(str(tmp_path))
+    assert "some.gguf" in caught.value.mend
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"not a model")
+    with pytest.raises(SourceError, match="is not a GGUF file"):
+        Source.parse(str(path))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 1000, -1000])
+def test_truncated_weights_are_refused(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(SourceError, match="cannot read the weights of model"):
+        load(folder)
+
+
+def test_absent_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match="cannot read the weights"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_refused_not_made_up(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=r"lacks 1 of its weights.*layers\.1\.mlp\.up_proj"):
+        load(folder)
+
+
+def test_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=r"model\.norm\.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "{}", '{"model_type": "no_such_model"}', '{"model_type": 7}'])
+def test_a_bad_configuration_is_refused(folder: Path, config: str) -> None:
+    (folder / "config.json").write_text(config)
+    with pytest.raises(SourceError, match="cannot read the configuration of model"):
+        load(folder)
+
+
+def test_a_model_of_another_kind_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(UnsupportedModelError, match="no causal language model"):
+        load(folder)
+
+
+@pytest.mark.parametrize("damage", ["absent", "{", '{"model": {}}'])
+def test_a_bad_tokenizer_is_refused(folder: Path, damage: str) -> None:
+    path = folder / "tokenizer.json"
+    if damage == "absent":
+        path.unlink()
+        (folder / "tokenizer_config.json").unlink()
+    else:
+        path.write_text(damage)
+    with pytest.raises(SourceError, match="tokenizer"):
+        load(folder)
+
+
+def write_gguf(path: Path) -> Qwen2ForCausalLM:
+    """A tiny Qwen2 as llama.cpp would write it, and the same model in transformers."""
+    torch.manual_seed(0)
+    made = tokenizer()
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    writer = gguf.GGUFWriter(str(path), "qwen2")
+    writer.add_name("tiny")
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(320)
+    data = json.loads(made.to_str())
+    vocabulary = sorted(data["model"]["vocab"], key=data["model"]["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([gguf.TokenType.CONTROL if token == END else gguf.TokenType.NORMAL for token in vocabulary])
+    merges = data["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(0)
+    writer.add_pad_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
+    for name, tensor in model.state_dict().items():
+        base, kind = name.rsplit(".", 1)
+        writer.add_tensor(f"{names.get_name(base)}.{kind}", tensor.numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def test_a_gguf_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    want = write_gguf(path)
+    source = Source.parse(str(path))
+    assert source.name == "tiny.gguf"
+    model = load_model(source, "fp32")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    torch.testing.assert_close(model(ids).logits, want(ids).logits)
+    files = load_tokenizer(source)
+    assert files.vocabulary()[0] == END
+    assert len(files.vocabulary()) == 320
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1000])
+def test_a_truncated_gguf_is_refused(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(SourceError, match=r"cannot read the \w+ of tiny.gguf"):
+        load(path)
+
+
+HUB = """
+from outrider.export.source import Source, load_model, load_tokenizer, read_config
+source = Source.parse("someone/some-model")
+read_config(source)
+print(source.name, load_model(source, "fp32").num_parameters(), len(load_tokenizer(source).vocabulary()))
+"""
+
+
+def in_hub_cache(cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, "-c", HUB], env=environment, capture_output=True, text=True)
+
+
+def test_a_hub_id_is_read(tmp_path: Path) -> None:
+    """From the hub client's own cache, laid out as it does, with the network off."""
+    repository = tmp_path / "models--someone--some-model"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    model = llama()
+    write_checkpoint(repository / "snapshots" / commit, model)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    done = in_hub_cache(tmp_path)
+    assert done.stdout.split()[-3:] == ["someone/some-model", str(model.num_parameters()), "320"], done.stderr
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_refused(tmp_path: Path) -> None:
+    done = in_hub_cache(tmp_path)
+    assert "SourceError: cannot read the configuration of someone/some-model" in done.stderr
