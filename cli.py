@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
 import outrider
 from outrider.engines.errors import OutriderError, UsageError
+from outrider.engines.progress import Progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
     from outrider.engines.manifest import Manifest
     from outrider.runtime.generation import Event
-    from rich.console import Console
 
 
 class Commands(click.Group):
@@ -67,8 +72,8 @@ def export(target: str, draft: str, output: Path, precision: str, as_json: bool)
     """Export a checkpoint pair as standard ONNX, each graph checked against its checkpoint."""
     from outrider.export.pair import export_pair
 
-    with _progress() as (stage, _):
-        manifest = export_pair(target, draft, output, precision=precision, stage=stage)
+    with _progress() as progress:
+        manifest = export_pair(target, draft, output, precision=precision, progress=progress)
     if as_json:
         click.echo(manifest.encode().decode(), nl=False)
         return
@@ -123,7 +128,7 @@ def build_engine(
     """Build the engines of an exported pair into a bundle."""
     from outrider.builder.build import build_engine as build
 
-    with _progress() as (stage, advance):
+    with _progress() as progress:
         manifest = build(
             source,
             output,
@@ -132,8 +137,7 @@ def build_engine(
             capacity=capacity,
             batch=batch,
             max_prompt_chunk=max_prompt_chunk,
-            stage=stage,
-            progress=advance,
+            progress=progress,
         )
     if as_json:
         click.echo(manifest.encode().decode(), nl=False)
@@ -169,9 +173,8 @@ def generate(
     from outrider.runtime.generation import Outrider
 
     text = _read_prompt() if prompt is None else prompt
-    with _progress() as (stage, advance):
-        stage("checking the bundle")
-        loaded = Outrider.load(bundle, advance)
+    with _progress() as progress:
+        loaded = Outrider.load(bundle, progress)
     events = loaded.generate(text, max_new_tokens=max_new_tokens, k=k, stop=stop, chat=chat)
     if as_json:
         _print_json(events)
@@ -235,9 +238,8 @@ def inspect(bundle: Path, as_json: bool) -> None:
     """Show what a bundle holds, and check every file's digest."""
     from outrider.engines.bundle import open_bundle
 
-    with _progress() as (stage, advance):
-        stage("checking every file")
-        manifest, _ = open_bundle(bundle, advance)
+    with _progress() as progress:
+        manifest, _ = open_bundle(bundle, progress)
     if as_json:
         click.echo(manifest.encode().decode(), nl=False)
         return
@@ -287,18 +289,35 @@ def _console() -> Console:
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """(begin a stage, report bytes): a live line on a terminal's standard error, one plain line a stage elsewhere."""
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal's standard error, one plain line a stage elsewhere."""
     if not sys.stderr.isatty():
-        yield lambda name: click.echo(f"{name} ...", err=True), lambda _: None
+        yield Lines()
         return
     from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("")
-        yield (
-            lambda name: bars.reset(task, description=name),
-            lambda size: bars.advance(task, size),
-        )
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        yield Bar(bars, bars.add_task("", total=None))
+
+
+class Lines(Progress):
+    """One line a stage."""
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        click.echo(f"{name} ...", err=True)
+
+
+class Bar(Progress):
+    """One bar, which begins anew with each stage; it only pulses where the total is not known."""
+
+    def __init__(self, bars: Bars, task: TaskID):
+        self._bars, self._task = bars, task
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self._bars.reset(self._task, description=name, total=total)
+
+    def advance(self, size: int) -> None:
+        self._bars.advance(self._task, size)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
+
 from outrider.engines.bundle import open_session
 from outrider.engines.contract import window_buckets
 from outrider.engines.errors import EngineError, FolderError, UsageError
-from outrider.engines.folder import Progress, check_files, ignore, read_manifest, staged
+from outrider.engines.folder import check_files, read_manifest, staged
 from outrider.engines.manifest import MANIFEST, Build, Cost, Manifest
+from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Session
 
 BACKENDS = ("onnxruntime",)
 DEFAULT_CAPACITY = 1024
 TIMED_RUNS = 7
-
-Stage = Callable[[str], object]
-"""Called with the name of each stage as it begins."""
 
 
 def build_engine(
@@ -34,8 +32,7 @@ def build_engine(
     capacity: int | None = None,
     batch: int,
     max_prompt_chunk: int,
-    stage: Stage = lambda _: None,
-    progress: Progress = ignore,
+    progress: Progress = SILENT,
 ) -> Manifest:
     """Build the bundle `output` from the export `source`, and return its manifest.
 
@@ -59,13 +56,13 @@ def build_engine(
         capacity = min([DEFAULT_CAPACITY, *(m.max_positions for m in manifest.models.values() if m.max_positions)])
     _check(manifest, k, capacity, batch, max_prompt_chunk)
     with staged(output) as folder:
-        stage("checking the export")
         check_files(source, manifest, progress)
         _check_room(folder, output, manifest)
-        stage("copying the graphs and weights")
-        for name in manifest.files:
+        progress.stage("copying the graphs and weights", sum(entry.size for entry in manifest.files.values()))
+        for name, entry in manifest.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
+            progress.advance(entry.size)
         build = Build(
             backend=backend,
             backend_version=_backend_version(),
@@ -79,7 +76,7 @@ def build_engine(
         )
         costs = {}
         for role in manifest.models:
-            stage(f"measuring the {role}")
+            progress.stage(f"measuring the {role}")
             session = open_session(folder, manifest, build, role, batch)
             costs[role] = _measure(session, [1, 2, max_prompt_chunk, *(size + 1 for size in k)])
             del session  # one model in memory at a time

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.engines.errors import EngineError, FolderError
-from outrider.engines.folder import Progress, check_files, ignore, read_manifest
+from outrider.engines.folder import check_files, read_manifest
 from outrider.engines.manifest import Build, Manifest, model_file
+from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Session
 
 
-def open_bundle(folder: Path, progress: Progress = ignore) -> tuple[Manifest, Build]:
+def open_bundle(folder: Path, progress: Progress = SILENT) -> tuple[Manifest, Build]:
     """The manifest of a bundle and how it was built, every file's digest checked.
 
     Raises:

@@ -6,22 +6,17 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import filelock
+
 from outrider.engines.errors import FolderError
 from outrider.engines.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
+from outrider.engines.progress import SILENT, Progress
 
 BLOCK = 1 << 22
-
-Progress = Callable[[int], object]
-"""Called with a number of bytes whenever that many more are done."""
-
-
-def ignore(_: int) -> None:
-    """No progress wanted."""
 
 
 @contextmanager
@@ -77,7 +72,7 @@ def write_error(destination: Path, error: OSError) -> FolderError:
     return FolderError(f"cannot write {destination}: {error.strerror or error}", "choose an output that can be written")
 
 
-def digest(path: Path, progress: Progress = ignore) -> FileEntry:
+def digest(path: Path, progress: Progress = SILENT) -> FileEntry:
     """The size and SHA-256 of one file."""
     sha256 = hashlib.sha256()
     size = 0
@@ -85,13 +80,14 @@ def digest(path: Path, progress: Progress = ignore) -> FileEntry:
         while block := file.read(BLOCK):
             sha256.update(block)
             size += len(block)
-            progress(len(block))
+            progress.advance(len(block))
     return FileEntry(sha256=sha256.hexdigest(), size=size)
 
 
-def digest_all(folder: Path, progress: Progress = ignore) -> dict[str, FileEntry]:
+def digest_all(folder: Path, progress: Progress = SILENT) -> dict[str, FileEntry]:
     """The entry of every file below `folder`, by its relative path with forward slashes."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, ".lock"))
+    progress.stage("sealing", sum(path.stat().st_size for path in paths))
     return {path.relative_to(folder).as_posix(): digest(path, progress) for path in paths}
 
 
@@ -115,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest, progress: Progress = ignore) -> None:
+def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> None:
     """Check that every file of the manifest is there, lies in the folder, and is the one that was sealed.
 
     Raises:
@@ -123,6 +119,7 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = ignore) -
     """
     again = "copy the folder again from where it was made, or make it anew"
     root = folder.resolve()
+    progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()))
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.resolve().is_relative_to(root):

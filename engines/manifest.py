@@ -7,6 +7,7 @@ where it was written except the measured costs, so the same inputs give the same
 from __future__ import annotations
 
 import msgspec
+
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.engines.errors import FolderError
 

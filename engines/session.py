@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from outrider.engines.errors import EngineError
 
 Int64s = npt.NDArray[np.int64]

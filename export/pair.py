@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import outrider
 import transformers
+
+import outrider
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.engines.errors import UnsupportedModelError
 from outrider.engines.folder import digest_all, staged
@@ -24,16 +25,14 @@ from outrider.engines.manifest import (
     Model,
     model_file,
 )
+from outrider.engines.progress import SILENT, Progress
 from outrider.export.parity import compare, exported_logits, reference, sample_tokens
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
-from outrider.export.step_model import step_program
+from outrider.export.step_model import save_step_model
 from outrider.export.vocabulary import check_same_vocabulary
 
-Stage = Callable[[str], object]
-"""Called with the name of each stage as it begins."""
 
-
-def export_pair(target: str, draft: str, output: Path, *, precision: str, stage: Stage = lambda _: None) -> Manifest:
+def export_pair(target: str, draft: str, output: Path, *, precision: str, progress: Progress = SILENT) -> Manifest:
     """Export both models of a pair into the folder `output`, and return its manifest.
 
     One model is in memory at a time. The folder is written whole or not at all.
@@ -46,7 +45,7 @@ def export_pair(target: str, draft: str, output: Path, *, precision: str, stage:
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():
             read_config(source)
-        stage("comparing the vocabularies")
+        progress.stage("comparing the vocabularies")
         tokenizers = {role: load_tokenizer(source) for role, source in sources.items()}
         vocabulary = tokenizers["target"].vocabulary()
         count = check_same_vocabulary(vocabulary, tokenizers["draft"].vocabulary())
@@ -54,11 +53,10 @@ def export_pair(target: str, draft: str, output: Path, *, precision: str, stage:
         generation = None
         for role, source in sources.items():
             models[role], defaults = _export_model(
-                source, folder / model_file(role), precision, max(vocabulary) + 1, tokenizers[role], role, stage
+                source, folder / model_file(role), precision, max(vocabulary) + 1, tokenizers[role], role, progress
             )
             generation = generation or defaults
         _write_text(folder, tokenizers["target"])
-        stage("sealing")
         assert generation is not None
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -67,17 +65,17 @@ def export_pair(target: str, draft: str, output: Path, *, precision: str, stage:
             vocab_tokens=count,
             models=models,
             generation=generation,
-            files=digest_all(folder),
+            files=digest_all(folder, progress),
         )
         (folder / MANIFEST).write_bytes(manifest.encode())
     return manifest
 
 
 def _export_model(
-    source: Source, path: Path, precision: str, tokens: int, tokenizer: TokenizerFiles, role: str, stage: Stage
+    source: Source, path: Path, precision: str, tokens: int, tokenizer: TokenizerFiles, role: str, progress: Progress
 ) -> tuple[Model, Generation]:
     """Load, trace, save and check one model. Everything it held is free again when it returns."""
-    stage(f"loading the {role}")
+    progress.stage(f"loading the {role}")
     model = load_model(source, precision)
     rows = model.get_output_embeddings().weight.shape[0]
     if tokens > rows:
@@ -87,14 +85,14 @@ def _export_model(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     positions = getattr(model.config, "max_position_embeddings", None)
     sample = sample_tokens(tokens)
-    stage(f"running the {role}")
+    progress.stage(f"running the {role}")
     want, layers = reference(model, sample)
-    stage(f"tracing the {role}")
+    progress.stage(f"tracing the {role}")
     path.parent.mkdir()
-    step_program(model, layers).save(path, external_data=True)
+    save_step_model(model, layers, path)
     del model
     gc.collect()
-    stage(f"checking the {role}'s graph against the checkpoint")
+    progress.stage(f"checking the {role}'s graph against the checkpoint")
     parity = compare(want, exported_logits(path, sample, layers, precision), precision)
     entry = Model(
         source=source.name,

@@ -9,12 +9,13 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
 from outrider.engines.errors import ParityError, UnsupportedModelError
 from outrider.engines.manifest import Parity
 from outrider.engines.onnxruntime import CPU, session_options
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 Floats = npt.NDArray[np.float32]
 

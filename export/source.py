@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from outrider.engines.errors import OutriderError, SourceError, UnsupportedModelError
-from outrider.engines.manifest import Generation
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from outrider.engines.errors import OutriderError, SourceError, UnsupportedModelError
+from outrider.engines.manifest import Generation
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.onnx.ops import symbolic
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface
+
 from outrider.engines.contract import (
     BATCH_DIM,
     CAPACITY_DIM,
@@ -24,11 +31,6 @@ from outrider.engines.contract import (
     cache_tensors,
 )
 from outrider.engines.errors import UnsupportedModelError
-from torch import nn
-from torch.onnx.ops import symbolic
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import AttentionMaskInterface
 
 OPSET = 24
 ATTENTION = "outrider_step"
@@ -43,12 +45,12 @@ class _Trace:
     attended: int = 0  # calls of step_attention
 
 
-_trace: ContextVar[_Trace] = ContextVar("_trace")
+_current: ContextVar[_Trace] = ContextVar("_current")
 
 
 def step_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:
     """Bool [B, 1, S, L]: the model's own mask rule (causal, sliding, chunked), asked at absolute positions."""
-    trace = _trace.get()
+    trace = _current.get()
     batch = torch.arange(trace.rows.shape[0])[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     return mask_function(batch, head, trace.rows[:, None, :, None], trace.keys[None, None, None, :])
@@ -67,7 +69,7 @@ def step_attention(
     """One ONNX `Attention` node: query [B, H, S, D], key and value [B, Hkv, L, D] -> [B, S, H, D]."""
     if attention_mask is None or attention_mask.dtype != torch.bool:
         raise UnsupportedModelError(f"{type(module).__name__} asks for attention without a causal mask")
-    _trace.get().attended += 1
+    _current.get().attended += 1
     for name in ("s_aux", "position_bias"):
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses `{name}`, which ONNX Attention cannot express")
@@ -163,18 +165,23 @@ class StepModel(nn.Module):
         rows = positions[:, None] + torch.arange(input_ids.shape[1])
         layers = [StepLayer(past[i], past[i + 1], positions, key_positions) for i in range(0, len(past), 2)]
         trace = _Trace(rows, key_positions)
-        token = _trace.set(trace)
+        token = _current.set(trace)
         try:
             output = self.model(input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True)
         finally:
-            _trace.reset(token)
+            _current.reset(token)
         if trace.attended != len(layers) or not all(layer.updated for layer in layers):
             raise UnsupportedModelError("it has attention code of its own, outside transformers' attention interface")
         return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def step_program(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> torch.onnx.ONNXProgram:
-    """Trace `model` into an ONNX program with dynamic batch, rows, window and capacity.
+def save_step_model(model: PreTrainedModel, layers: list[tuple[int, int, int]], path: Path) -> None:
+    """Trace `model` and save it at `path`, its weights in one file beside it; see `trace`."""
+    trace(model, layers).save(path, external_data=True)
+
+
+def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> torch.onnx.ONNXProgram:
+    """An ONNX program of `model` with dynamic batch, rows, window and capacity.
 
     `layers` holds (key/value heads, key width, value width) for each layer. The weights are referenced, not copied.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from outrider.engines.errors import EngineError
 from outrider.engines.session import Floats
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from outrider.engines.session import Session
 from outrider.runtime.acceptance import greedy
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from outrider.engines.bundle import open_bundle, open_session
 from outrider.engines.errors import UsageError
-from outrider.engines.folder import Progress, ignore
 from outrider.engines.manifest import Build, Manifest
+from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Session
 from outrider.runtime.drafter import ModelDrafter
 from outrider.runtime.loop import Loop
@@ -52,7 +52,7 @@ class Outrider:
         self._running: object = None
 
     @classmethod
-    def load(cls, bundle: str | Path, progress: Progress = ignore) -> Outrider:
+    def load(cls, bundle: str | Path, progress: Progress = SILENT) -> Outrider:
         """Check every file of a bundle and load its engines.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from outrider.engines.session import Session
 from outrider.runtime.acceptance import accepted_prefix, greedy
 from outrider.runtime.drafter import ModelDrafter, prefill

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2.sandbox
-from outrider.engines.errors import FolderError, UsageError
-from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from outrider.engines.errors import FolderError, UsageError
+from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 
 Piece = tuple[str, bool]
 """Text, and whether the token that completed it came from the draft."""

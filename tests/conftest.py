@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.support import PAIR, build, llama, write_checkpoint

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
 from outrider.builder.build import build_engine
 from outrider.engines.folder import digest_all, read_manifest
 from outrider.engines.manifest import MANIFEST
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "examples" / "tiny-pair"

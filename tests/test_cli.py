@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from outrider.engines.folder import read_manifest
 from outrider.tests.support import PAIR, llama, reseal, tokenizer, write_checkpoint
 

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from outrider.tests.support import ROOT
 
 FOLDERS = ("builder", "engines", "export", "runtime")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from outrider.builder.build import build_engine
 from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import read_manifest

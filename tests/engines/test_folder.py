@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from outrider.engines.bundle import open_bundle
 from outrider.engines.errors import FolderError
 from outrider.engines.folder import read_manifest, staged

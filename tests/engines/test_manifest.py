@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from outrider.engines.errors import FolderError
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import MANIFEST, SCHEMA_VERSION, decode_manifest

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+
 from outrider.engines.bundle import open_bundle, open_session
 from outrider.engines.contract import window_buckets
 from outrider.engines.errors import EngineError

@@ -15,10 +15,11 @@ import onnx
 import pytest
 import torch
 import transformers as hf
+
 from outrider.engines.errors import UnsupportedModelError
 from outrider.export.parity import CHUNKS, exported_logits, reference
 from outrider.export.source import Source, load_model, read_config
-from outrider.export.step_model import step_program
+from outrider.export.step_model import save_step_model, trace
 from outrider.tests.support import ROOT, write_checkpoint
 
 COMMON = {
@@ -94,7 +95,7 @@ def test_uneven_chunks_equal_eager_transformers(name: str, tmp_path: Path) -> No
     tokens = torch.randint(1, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
     want, layers = reference(model, tokens)
     path = tmp_path / "model.onnx"
-    step_program(model, layers).save(path, external_data=True)
+    save_step_model(model, layers, path)
     got = exported_logits(path, tokens, layers, "fp32")
     difference = float(np.abs(want - got).max())
     assert difference <= 1e-4
@@ -120,7 +121,7 @@ def test_what_cannot_be_expressed_is_refused_with_the_reason(name: str, tmp_path
         read_config(source)
         model = hf.AutoModelForCausalLM.from_config(config).eval()
         _, layers = reference(model, torch.tensor([[1, 2, 3]]))
-        step_program(model, layers)
+        trace(model, layers)
 
 
 def table() -> str:

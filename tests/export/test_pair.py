@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+
 from outrider.engines.errors import ParityError, UnsupportedModelError, VocabularyMismatchError
 from outrider.engines.folder import check_files, read_manifest
 from outrider.export.pair import export_pair

@@ -12,11 +12,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
 from outrider.engines.errors import SourceError, UnsupportedModelError
 from outrider.export.source import Source, load_model, load_tokenizer, read_config
 from outrider.tests.support import END, llama, tokenizer, write_checkpoint
-from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 def load(path: Path | str) -> None:

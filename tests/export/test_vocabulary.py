@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from outrider.engines.errors import VocabularyMismatchError
 from outrider.export.source import TokenizerFiles
 from outrider.export.vocabulary import check_same_vocabulary

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import Generation

@@ -11,14 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
 from outrider.engines.bundle import open_session
 from outrider.engines.folder import read_manifest
 from outrider.export.pair import export_pair
 from outrider.runtime.drafter import prefill
 from outrider.runtime.generation import Event, Outrider
 from outrider.tests.support import PAIR, build, reseal, write_checkpoint
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 K = (1, 2, 4, 8)
 CAPACITY = 160

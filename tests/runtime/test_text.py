@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from outrider.engines.errors import UsageError
 from outrider.engines.manifest import CHAT_TEMPLATE, Generation
 from outrider.runtime.generation import Outrider
