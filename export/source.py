@@ -106,8 +106,6 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
     Raises:
         SourceError: it cannot be read, or weights are missing or of the wrong shape.
     """
-    config = read_config(source)
-    options: dict[str, Any] = {} if source.options else {"config": config}
     model, report = source.read(
         "weights",
         AutoModelForCausalLM,
@@ -115,7 +113,6 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
         attn_implementation="eager",
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, by name
-        **options,
     )
     lost = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if lost:

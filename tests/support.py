@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from outrider.builder.build import build_engine
 from outrider.engines.folder import digest_all, read_manifest
 from outrider.engines.manifest import MANIFEST
+from outrider.export.pair import export_pair
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "examples" / "tiny-pair"
@@ -70,3 +72,18 @@ def reseal(folder: Path, **changes: Any) -> None:
     """Make the manifest true again after a test has edited the folder, with `changes` to its fields."""
     manifest = msgspec.structs.replace(read_manifest(folder), files=digest_all(folder), **changes)
     (folder / MANIFEST).write_bytes(manifest.encode())
+
+
+def broken_bundle(folder: Path, token: int) -> Path:
+    """A bundle whose target has a NaN embedding of `token`, put there after the export's own check."""
+    model = llama(tie_word_embeddings=False)
+    checkpoint = str(write_checkpoint(folder / "target", model))
+    export_pair(checkpoint, checkpoint, folder / "onnx", precision="fp32")
+    bundle = build(folder / "onnx", folder / "bundle")
+    weights = bundle / "target" / "model.onnx.data"
+    data = weights.read_bytes()
+    row = model.model.embed_tokens.weight[token].detach().numpy()
+    assert data.count(row.tobytes()) == 1
+    weights.write_bytes(data.replace(row.tobytes(), np.full_like(row, np.nan).tobytes()))
+    reseal(bundle)
+    return bundle

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from outrider.engines.folder import read_manifest
-from outrider.tests.support import PAIR, llama, reseal, tokenizer, write_checkpoint
+from outrider.tests.support import PAIR, broken_bundle, llama, reseal, tokenizer, write_checkpoint
 
 COMMAND = [sys.executable, "-c", "from outrider.cli import main; main()"]
 
@@ -251,6 +251,12 @@ class TestBadInput:
 
     def test_no_bundle(self, tmp_path: Path) -> None:
         refused(run("generate", tmp_path / "absent", "--prompt", "x"), 1, "no export and no bundle")
+
+    @pytest.mark.parametrize("options", [[], ["--json"], ["--show"]])
+    def test_logits_that_are_no_numbers(self, tmp_path: Path, options: list[str]) -> None:
+        bundle = broken_bundle(tmp_path, token=tokenizer().encode("a").ids[0])
+        done = run("generate", bundle, "--prompt", "a", *options)
+        refused(done, 1, "not finite numbers")
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

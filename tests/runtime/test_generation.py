@@ -14,7 +14,7 @@ from outrider.export.pair import export_pair
 from outrider.runtime.acceptance import accepted_prefix, greedy
 from outrider.runtime.generation import Outrider
 from outrider.runtime.stats import Stats
-from outrider.tests.support import build, llama, reseal, write_checkpoint
+from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
 
 
 def text_of(outrider: Outrider, prompt: str, **options: object) -> str:
@@ -105,18 +105,7 @@ def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None
 
 
 def test_logits_that_are_no_numbers_stop_the_request(tmp_path: Path) -> None:
-    """A weight that became NaN after the export's own check: the row of one token's embedding."""
-    model = llama(tie_word_embeddings=False)
-    write_checkpoint(tmp_path / "target", model)
-    export_pair(str(tmp_path / "target"), str(tmp_path / "target"), tmp_path / "onnx", precision="fp32")
-    bundle = build(tmp_path / "onnx", tmp_path / "bundle")
-    weights = bundle / "target" / "model.onnx.data"
-    data = weights.read_bytes()
-    row = model.model.embed_tokens.weight[300].detach().numpy().tobytes()
-    assert data.count(row) == 1
-    weights.write_bytes(data.replace(row, np.full(len(row) // 4, np.nan, dtype=np.float32).tobytes()))
-    reseal(bundle)
-    outrider = Outrider.load(bundle)
+    outrider = Outrider.load(broken_bundle(tmp_path, token=300))
     assert ids_of(outrider, [1, 2], max_new_tokens=1)
     with pytest.raises(EngineError, match="not finite"):
         ids_of(outrider, [1, 300], max_new_tokens=3)
