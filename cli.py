@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -31,20 +34,26 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except OutriderError as error:
-            click.echo(f"error: {_one_line(str(error))}", err=True)
-            if error.mend:
-                click.echo(f"mend:  {_one_line(error.mend)}", err=True)
-            ctx.exit(error.exit_code)
+            _fail(ctx, str(error), error.mend, error.exit_code)
         except ImportError as error:
             if error.name is None or error.name.startswith("outrider"):
                 raise
-            click.echo(f"error: this command needs the package {error.name}, which is not installed", err=True)
-            click.echo("mend:  pip install 'outrider[export,cpu]'", err=True)
-            ctx.exit(1)
+            message = f"this command needs the package {error.name}, which is not installed"
+            _fail(ctx, message, "pip install 'outrider[export,cpu]'")
         except MemoryError:
-            click.echo("error: out of memory", err=True)
-            click.echo("mend:  use a smaller model, precision, capacity or batch", err=True)
-            ctx.exit(1)
+            _fail(ctx, "out of memory", "use a smaller model, precision, capacity or batch")
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has seen enough; click ends quietly
+                raise
+            # What is left in the buffer would fail once more when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _fail(ctx, f"input or output failed: {error}", "check where standard input and output lead")
+
+
+def _fail(ctx: click.Context, message: str, mend: str, code: int = 1) -> NoReturn:
+    click.echo(f"error: {_one_line(message)}", err=True)
+    click.echo(f"mend:  {_one_line(mend)}", err=True)
+    ctx.exit(code)
 
 
 def _one_line(text: str) -> str:
@@ -58,6 +67,9 @@ def main() -> None:
 
     The stages, in order: export, build-engine, generate.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
 
 
 @main.command()
@@ -111,9 +123,7 @@ def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
     help="Positions of the cache: prompt and answer together.  [default: 1024, or what the models allow]",
 )
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences that may run at once.")
-@click.option(
-    "--max-prompt-chunk", type=int, default=64, show_default=True, help="Longest run while reading a prompt, in tokens."
-)
+@click.option("--max-prompt-chunk", type=int, help="Longest run while reading a prompt, in tokens.  [default: 64]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def build_engine(
     source: Path,
@@ -122,7 +132,7 @@ def build_engine(
     k: list[int],
     capacity: int | None,
     batch: int,
-    max_prompt_chunk: int,
+    max_prompt_chunk: int | None,
     as_json: bool,
 ) -> None:
     """Build the engines of an exported pair into a bundle."""
@@ -183,6 +193,8 @@ def generate(
 
 
 def _read_prompt() -> str:
+    if sys.stdin is None:  # closed by whoever started us
+        raise UsageError("there is no prompt: standard input is closed", "give one with --prompt")
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -267,7 +279,7 @@ def _build_table(manifest: Manifest) -> Any:
         table.add_row("k", ", ".join(str(k) for k in build.k))
         table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
         table.add_section()
-        for rows in sorted(build.costs["target"], key=int):
+        for rows in sorted(build.costs["target"].keys() & build.costs["draft"].keys(), key=int):
             costs = [build.costs[role][rows] for role in ("target", "draft")]
             table.add_row(f"{rows} rows, ms", *(f"{c.median:.2f} ({c.fastest:.2f}-{c.slowest:.2f})" for c in costs))
     return table

@@ -18,8 +18,8 @@ from outrider.engines.manifest import MANIFEST, Build, Cost, Manifest
 from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Session
 
-BACKENDS = ("onnxruntime",)
 DEFAULT_CAPACITY = 1024
+DEFAULT_CHUNK = 64
 TIMED_RUNS = 7
 
 
@@ -31,7 +31,7 @@ def build_engine(
     k: list[int],
     capacity: int | None = None,
     batch: int,
-    max_prompt_chunk: int,
+    max_prompt_chunk: int | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
     """Build the bundle `output` from the export `source`, and return its manifest.
@@ -41,7 +41,7 @@ def build_engine(
         capacity: positions of the cache, for prompt and answer together; None is 1024, or what the models were made for
             where that is less.
         batch: sequences that may run at once.
-        max_prompt_chunk: longest run while reading a prompt, in tokens.
+        max_prompt_chunk: longest run while reading a prompt, in tokens; None is 64, or the capacity where that is less.
 
     Raises:
         UsageError: the numbers do not fit each other or the models.
@@ -54,6 +54,8 @@ def build_engine(
     k = sorted(set(k))
     if capacity is None:
         capacity = min([DEFAULT_CAPACITY, *(m.max_positions for m in manifest.models.values() if m.max_positions)])
+    if max_prompt_chunk is None:
+        max_prompt_chunk = min(DEFAULT_CHUNK, capacity)
     _check(manifest, k, capacity, batch, max_prompt_chunk)
     with staged(output) as folder:
         check_files(source, manifest, progress)

@@ -18,7 +18,7 @@ class OutriderError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str, mend: str = ""):
+    def __init__(self, message: str, mend: str):
         super().__init__(message)
         self.mend = mend
 
@@ -29,6 +29,9 @@ class SourceError(OutriderError):
 
 class UnsupportedModelError(OutriderError):
     """A model that cannot be expressed as a step model."""
+
+    def __init__(self, message: str, mend: str = "choose a model of another architecture; docs/models.md lists what works"):
+        super().__init__(message, mend)
 
 
 class VocabularyMismatchError(OutriderError):

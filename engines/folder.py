@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import filelock
@@ -23,46 +23,47 @@ BLOCK = 1 << 22
 def staged(destination: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `destination` when the block ends well and vanishes when it does not.
 
-    A process killed in the middle leaves only `.NAME.partial` beside the destination; the next one clears it away.
+    A process killed in the middle leaves only `.NAME.partial` and `.NAME.lock` beside the destination; the next one
+    clears them away.
 
     Raises:
         FolderError: the destination exists, cannot be written, or is being written; or the disk is full.
     """
     if os.path.lexists(destination):
         raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
-    partial = destination.absolute().parent / f".{destination.absolute().name}.partial"
-    lock = filelock.FileLock(partial / ".lock", timeout=0)
+    parent, name = destination.absolute().parent, destination.absolute().name
+    partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout:
         raise FolderError(f"another process is writing {destination}", "wait for it, or choose another output") from None
     except OSError as error:
+        _remove_empty(made)
         raise write_error(destination, error) from error
     try:
-        _clear(partial)
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+        partial.mkdir()
         yield partial
         if os.path.lexists(destination):  # rename would silently replace an empty folder
             raise FolderError(f"{destination} appeared while it was being made", "choose another output")
-        lock.release()
-        Path(lock.lock_file).unlink(missing_ok=True)
         os.rename(partial, destination)
     except OSError as error:
         raise write_error(destination, error) from error
     finally:
-        lock.release()
+        # The lock is held to the very end, or another writer's folder could be the one that is cleared away here.
         shutil.rmtree(partial, ignore_errors=True)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+        _remove_empty(made)
 
 
-def _clear(partial: Path) -> None:
-    """Remove what a killed process left, but for the lock."""
-    for entry in partial.iterdir():
-        if entry.name == ".lock":
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove those of `folders`, innermost first, that hold nothing."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def write_error(destination: Path, error: OSError) -> FolderError:
@@ -86,7 +87,7 @@ def digest(path: Path, progress: Progress = SILENT) -> FileEntry:
 
 def digest_all(folder: Path, progress: Progress = SILENT) -> dict[str, FileEntry]:
     """The entry of every file below `folder`, by its relative path with forward slashes."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, ".lock"))
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     progress.stage("sealing", sum(path.stat().st_size for path in paths))
     return {path.relative_to(folder).as_posix(): digest(path, progress) for path in paths}
 
@@ -112,19 +113,20 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> None:
-    """Check that every file of the manifest is there, lies in the folder, and is the one that was sealed.
+    """Check that every file of the manifest is there, lies in the folder, and is the one that was sealed; and that there
+    is no other.
 
     Raises:
-        FolderError: the first file that is missing, is a link to outside, or differs.
+        FolderError: the first file that is missing, is a link to outside, differs, or is not in the manifest.
     """
     again = "copy the folder again from where it was made, or make it anew"
     root = folder.resolve()
     progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()))
     for name, entry in manifest.files.items():
         path = folder / name
-        if not path.resolve().is_relative_to(root):
-            raise FolderError(f"{path} is a link that leaves the folder", "do not use this folder")
         try:
+            if not path.resolve(strict=True).is_relative_to(root):
+                raise FolderError(f"{path} is a link that leaves the folder", "do not use this folder")
             size = path.stat().st_size
             if size != entry.size:
                 raise FolderError(f"{path} has {size:,} bytes; the manifest says {entry.size:,}", again)
@@ -132,3 +134,9 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
                 raise FolderError(f"{path} is not the file that was sealed: its SHA-256 differs", again)
         except OSError as error:
             raise FolderError(f"{path} cannot be read: {error.strerror}", again) from error
+        except (ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
+            raise FolderError(f"{folder}/{MANIFEST} names a path that cannot be: {name!r}", again) from error
+    listed = {folder / name for name in (*manifest.files, MANIFEST)}
+    for path in sorted(folder.rglob("*")):
+        if path not in listed and not path.is_dir():
+            raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from where it was made")

@@ -6,9 +6,11 @@ where it was written except the measured costs, so the same inputs give the same
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION
+from outrider.engines.contract import CONTRACT_VERSION, window_buckets
 from outrider.engines.errors import FolderError
 
 SCHEMA_VERSION = 1
@@ -16,6 +18,9 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 ROLES = ("target", "draft")
+
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
+Rows = Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,14}$")]
 
 
 def model_file(role: str) -> str:
@@ -31,7 +36,7 @@ class FileEntry(Struct, frozen=True):
     """One file of the folder."""
 
     sha256: str
-    size: int  # bytes
+    size: Annotated[int, msgspec.Meta(ge=0)]  # bytes
 
 
 class Parity(Struct, frozen=True):
@@ -41,7 +46,6 @@ class Parity(Struct, frozen=True):
     max_abs_diff: float
     tolerance: float
     argmax_agreement: float  # share of rows, 0..1
-    near_ties: int  # rows whose argmax differs only where the checkpoint's two best logits are within the tolerance
 
 
 class Model(Struct, frozen=True):
@@ -51,9 +55,9 @@ class Model(Struct, frozen=True):
     architecture: str
     parameters: int
     precision: str  # fp32, fp16 or bf16
-    vocab_rows: int  # width of the logits, padding included
-    max_positions: int | None  # positions the model was made for; None where it knows no bound
-    layers: list[tuple[int, int, int]]  # (key/value heads, key width, value width) of each
+    vocab_rows: Positive  # width of the logits, padding included
+    max_positions: Positive | None  # positions the model was made for; None where it knows no bound
+    layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each
     parity: Parity
 
 
@@ -79,12 +83,12 @@ class Build(Struct, frozen=True):
     backend: str
     backend_version: str
     device: str  # what it was built on or for
-    k: list[int]
-    capacity: int
-    batch: int
-    max_prompt_chunk: int
-    windows: list[int]
-    costs: dict[str, dict[str, Cost]]  # role -> rows of the pass -> cost
+    k: list[Positive]  # in order
+    capacity: Positive
+    batch: Positive
+    max_prompt_chunk: Positive
+    windows: list[Positive]
+    costs: dict[str, dict[Rows, Cost]]  # role -> rows of the pass -> cost
 
 
 class Manifest(Struct, frozen=True):
@@ -98,11 +102,6 @@ class Manifest(Struct, frozen=True):
     generation: Generation
     files: dict[str, FileEntry]
     build: Build | None = None
-
-    @property
-    def precision(self) -> str:
-        """The precision of the pair."""
-        return self.models["target"].precision
 
     def encode(self) -> bytes:
         """Readable JSON."""
@@ -134,8 +133,28 @@ def decode_manifest(data: bytes) -> Manifest:
         if versions.schema_version < SCHEMA_VERSION or versions.contract_version < CONTRACT_VERSION:
             raise FolderError(f"{MANIFEST} is of an older outrider, whose engines have another contract", again)
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:  # ValidationError is one too
-        raise FolderError(f"{MANIFEST} is damaged: {error}", again) from error
-    if sorted(manifest.models) != sorted(ROLES):
-        raise FolderError(f"{MANIFEST} is damaged: it names the models {sorted(manifest.models)}, not {sorted(ROLES)}", again)
+        _check(manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # a ValidationError is a DecodeError
+        raise FolderError(f"{MANIFEST} is damaged: {' '.join(str(error).split())}", again) from error
     return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """What types alone cannot say. Raises `msgspec.ValidationError`."""
+    if sorted(manifest.models) != sorted(ROLES):
+        raise msgspec.ValidationError(f"it names the models {sorted(manifest.models)}, not {sorted(ROLES)}")
+    needed = {TOKENIZER} | {name for role in ROLES for name in (model_file(role), model_file(role) + ".data")}
+    if missing := sorted(needed - manifest.files.keys()):
+        raise msgspec.ValidationError(f"it does not list {missing[0]}")
+    build = manifest.build
+    if build is None:
+        return
+    if not build.k or build.k != sorted(set(build.k)):
+        raise msgspec.ValidationError("its k are not in order - at `$.build.k`")
+    if build.windows != window_buckets(build.capacity):
+        raise msgspec.ValidationError("its windows do not fit its capacity - at `$.build.windows`")
+    if build.capacity < max(build.k[-1] + 2, build.max_prompt_chunk):
+        raise msgspec.ValidationError("its capacity does not hold its k or prompt chunk - at `$.build.capacity`")
+    for role in ROLES:
+        if not {str(k + 1) for k in build.k} <= build.costs.get(role, {}).keys():
+            raise msgspec.ValidationError(f"costs of the {role} are missing - at `$.build.costs`")

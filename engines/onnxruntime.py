@@ -22,7 +22,7 @@ CPU = "CPUExecutionProvider"
 def thread_count() -> int:
     """Threads for the one pool that all sessions share: `OMP_NUM_THREADS`, or the cores this process may use."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
+    if asked.isdecimal() and int(asked) > 0:
         return int(asked)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -58,18 +58,28 @@ class OnnxRuntimeSession(Session):
         try:
             self._engine = onnxruntime.InferenceSession(str(path), session_options(), providers=[CPU])
         except Exception as error:  # its exceptions share no base but Exception
-            raise EngineError(f"ONNX Runtime cannot load {path}: {first_line(error)}") from error
-        self._ids = np.zeros(batch * max_rows, dtype=np.int64)
-        self._positions = np.zeros(batch, dtype=np.int64)
-        self._key_positions = np.arange(capacity, dtype=np.int64)
-        self._logits = np.empty(batch * max_rows * model.vocab_rows, dtype=np.float32)
+            raise EngineError(
+                f"ONNX Runtime cannot load {path}: {first_line(error)}", "build the bundle again, with this onnxruntime"
+            ) from error
         self._tensors = cache_tensors(model.layers)
-        shape = (batch, capacity)
         dtype = CACHE_TYPES[model.precision]
-        self._cache = {
-            tensor.past: np.zeros((shape[0], tensor.heads, shape[1], tensor.width), dtype=dtype) for tensor in self._tensors
+        try:
+            self._allocate(dtype, max_rows)
+        except (MemoryError, ValueError, OverflowError) as error:  # numpy's for sizes that no memory has
+            raise EngineError(
+                f"no memory for a cache of {batch} x {capacity:,} positions", "build with a smaller --capacity or --batch"
+            ) from error
+        self._bindings: dict[tuple[int, int], Any] = {}  # by (rows, window)
+
+    def _allocate(self, dtype: type, max_rows: int) -> None:
+        self._ids = np.zeros(self.batch * max_rows, dtype=np.int64)
+        self._positions = np.zeros(self.batch, dtype=np.int64)
+        self._key_positions = np.arange(self.capacity, dtype=np.int64)
+        self._logits = np.empty(self.batch * max_rows * self.vocab_rows, dtype=np.float32)
+        self._cache: dict[str, npt.NDArray[Any]] = {
+            tensor.past: np.zeros((self.batch, tensor.heads, self.capacity, tensor.width), dtype=dtype)
+            for tensor in self._tensors
         }
-        self._bindings: dict[tuple[int, int], Any] = {}
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         return self._cache
@@ -83,7 +93,7 @@ class OnnxRuntimeSession(Session):
         try:
             self._engine.run_with_iobinding(self._bindings[rows, window])
         except Exception as error:
-            raise EngineError(f"ONNX Runtime failed in a run: {first_line(error)}") from error
+            raise EngineError(f"ONNX Runtime failed in a run: {first_line(error)}", "build the bundle again") from error
         return self._logits[: self.batch * rows * self.vocab_rows].reshape(self.batch, rows, self.vocab_rows)
 
     def _bind(self, rows: int, window: int) -> Any:

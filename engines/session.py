@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Session(ABC):
-    """A step model with its cache, ready to run. `seconds` and `runs` count what the engine itself took."""
+    """A step model with its cache, ready to run. `seconds` is what the engine's own runs took."""
 
     def __init__(self, *, batch: int, capacity: int, max_rows: int, vocab_rows: int, windows: list[int]):
         self.batch = batch
@@ -25,7 +25,6 @@ class Session(ABC):
         self.max_rows = max_rows
         self.vocab_rows = vocab_rows
         self.seconds = 0.0
-        self.runs = 0
         self._windows = windows
 
     def run(self, input_ids: Int64s, positions: Int64s) -> Floats:
@@ -47,13 +46,13 @@ class Session(ABC):
         if batch != self.batch or rows > self.max_rows or end > self.capacity or int(positions.min()) < 0:
             raise EngineError(
                 f"a run of {batch}x{rows} rows up to position {end} does not fit an engine of {self.batch}x{self.max_rows}"
-                f" rows and a capacity of {self.capacity}"
+                f" rows and a capacity of {self.capacity}",
+                "build the bundle with a larger --capacity or --max-prompt-chunk",
             )
         window = self._windows[bisect_left(self._windows, end)]
         started = time.perf_counter()
         logits = self._run(input_ids, positions, window)
         self.seconds += time.perf_counter() - started
-        self.runs += 1
         return logits
 
     @abstractmethod

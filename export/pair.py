@@ -77,13 +77,16 @@ def _export_model(
     """Load, trace, save and check one model. Everything it held is free again when it returns."""
     progress.stage(f"loading the {role}")
     model = load_model(source, precision)
-    rows = model.get_output_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(f"{source.name} ({type(model).__name__}) has no head that gives logits")
+    rows = head.weight.shape[0]
     if tokens > rows:
         raise UnsupportedModelError(f"{source.name} has {tokens:,} tokens but only {rows:,} rows of logits")
     defaults = generation_defaults(model, tokenizer)
     architecture = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     sample = sample_tokens(tokens)
     progress.stage(f"running the {role}")
     want, layers = reference(model, sample)

@@ -37,28 +37,32 @@ class Source:
             SourceError: it is none of them.
         """
         path = Path(text)
-        if path.is_dir():
+        try:
+            kind = "folder" if path.is_dir() else "file" if path.is_file() else ""
+        except (OSError, ValueError):  # too long, or with a NUL
+            kind = ""
+        if kind == "folder":
             if not (path / "config.json").is_file():
                 found = sorted(entry.name for entry in path.glob("*.gguf"))
                 mend = f"name the GGUF file itself: {path / found[0]}" if found else "name a Hugging Face checkpoint folder"
                 raise SourceError(f"{text} has no config.json", mend)
             return cls(path.resolve().name, str(path), {})
-        if path.is_file():
+        if kind == "file":
             with open(path, "rb") as file:
                 if file.read(4) != b"GGUF":
                     raise SourceError(f"{text} is not a GGUF file", "name a Hugging Face folder, a hub id or a GGUF file")
             return cls(path.name, str(path.parent), {"gguf_file": path.name})
         if not HUB_ID.fullmatch(text) or text in (".", "..") or path.suffix == ".gguf":
-            raise SourceError(f"{text} does not exist", "name a Hugging Face folder, a hub id or a GGUF file")
+            raise SourceError(f"{text[:200]} does not exist", "name a Hugging Face folder, a hub id or a GGUF file")
         return cls(text, text, {})
 
     def read(self, what: str, loader: Any, **options: Any) -> Any:
         """`loader.from_pretrained` on this source, every failure as a `SourceError` that names it."""
         try:
-            return loader.from_pretrained(self.location, **self.options, **options)
+            return loader.from_pretrained(self.location, **self.options, **options, trust_remote_code=False)
         except OutriderError:
             raise
-        except (MemoryError, KeyboardInterrupt):
+        except MemoryError:
             raise
         except Exception as error:  # transformers, safetensors, gguf and the hub client share no base
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -84,12 +88,13 @@ def read_config(source: Source) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{source.name} ({kind}) is no causal language model in transformers")
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    layer_types = set(getattr(config, "layer_types", None) or [])
+    text = config.get_text_config()  # itself, but for models that also see or hear
+    layer_types = set(getattr(text, "layer_types", None) or [])
     if model._is_stateful or any("attention" not in layer or "linear" in layer for layer in layer_types):
         raise UnsupportedModelError(
             f"{source.name} ({kind}) keeps recurrent or hybrid state, which cannot be taken back when a draft is rejected"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(text, "rope_parameters", None) or {}
     ropes = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
     for entry in ropes:
         if entry.get("rope_type") in LENGTH_DEPENDENT_ROPE:
@@ -164,8 +169,8 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
 
 def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Generation:
     """End-of-text ids from the generation configuration, else the model's, else the tokenizer's."""
-    for found in (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
-        if found is not None:
-            break
+    configs = (model.generation_config, model.config, model.config.get_text_config())
+    declared = [getattr(config, "eos_token_id", None) for config in configs]
+    found = next((eos for eos in (*declared, tokenizer.eos_token_id) if eos is not None), None)
     ids = [] if found is None else [found] if isinstance(found, int) else [int(token) for token in found]
     return Generation(eos_token_ids=ids, special_tokens=tokenizer.special_tokens)

@@ -216,14 +216,14 @@ def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> torch.o
             dynamic_shapes=shapes,
             verbose=False,
         )
+    except MemoryError:
+        raise
     except Exception as error:  # torch.export and the ONNX translation raise whatever they meet
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be expressed as one ONNX graph: {reason[:300]}", "choose another architecture"
-        ) from error
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be expressed as one ONNX graph: {reason[:300]}") from error
     assert program is not None  # with dynamo=True it always returns one
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with the paths of this machine

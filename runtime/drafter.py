@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.engines.session import Session
+from outrider.engines.session import Floats, Session
 from outrider.runtime.acceptance import greedy
-
-
-def prefill(session: Session, tokens: list[int], start: int, end: int, chunk: int) -> None:
-    """Write the cache entries of `tokens[start:end]`, at most `chunk` rows a run."""
-    for at in range(start, end, chunk):
-        session.run(np.array([tokens[at : min(at + chunk, end)]], dtype=np.int64), np.array([at], dtype=np.int64))
 
 
 class ModelDrafter:
     """Proposes tokens with the draft model, one sequence at a time."""
 
     def __init__(self, session: Session, chunk: int, vocab_rows: int):
-        """`vocab_rows` is the width of the target's logits: nothing beyond it is ever proposed."""
+        """`chunk` is the longest prefill run; `vocab_rows` the width of the target's logits: nothing beyond it is ever
+        proposed."""
         self.session = session
         self._chunk = chunk
         self._width = min(vocab_rows, session.vocab_rows)
-        self._cached = 0  # positions of the cache that hold confirmed tokens
+        self.written: list[int] = []  # the token behind each entry of the cache, confirmed or only drafted
+        self._agreed = 0  # of these, how many are known to be confirmed
 
     def reset(self) -> None:
         """Forget the sequence."""
-        self._cached = 0
+        self.written = []
+        self._agreed = 0
+
+    def catch_up(self, tokens: list[int]) -> None:
+        """Write whatever the cache lacks of all confirmed tokens but the last two, with which `propose` begins."""
+        end = min(len(self.written), len(tokens))
+        while self._agreed < end and self.written[self._agreed] == tokens[self._agreed]:
+            self._agreed += 1
+        for at in range(self._agreed, len(tokens) - 2, self._chunk):
+            self._run(tokens[at : min(at + self._chunk, len(tokens) - 2)], at)
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
         """The draft's greedy continuation of `tokens`, `count` tokens long.
@@ -35,22 +40,24 @@ class ModelDrafter:
         entry of the last but one is not in the cache yet; otherwise it is written again with what it was. So both
         cases are one shape.
         """
-        known = self._clip(tokens)
-        last = len(tokens) - 1
-        first = max(last - 1, 0)
-        prefill(self.session, known, min(self._cached, first), first, self._chunk)
+        self.catch_up(tokens)
         drafted: list[int] = []
-        rows, position = known[first:], first
+        position = max(len(tokens) - 2, 0)
+        rows = tokens[position:]
         while len(drafted) < count:
-            logits = self.session.run(np.array([rows], dtype=np.int64), np.array([position], dtype=np.int64))
+            logits = self._run(rows, position)
             drafted += greedy(logits[0, -1:, : self._width])
             position += len(rows)
             rows = drafted[-1:]
-        self._cached = last + 1
         return drafted
 
-    def _clip(self, tokens: list[int]) -> list[int]:
-        """Ids that fit the draft's embedding. A target with more padding rows could emit one that does not; what the
-        draft then makes of it costs acceptance and nothing else."""
+    def _run(self, tokens: list[int], position: int) -> Floats:
+        """One run, remembered in `written`.
+
+        A target with more padding rows than the draft could emit a token that the draft's embedding lacks; it is fed
+        the nearest it has, and what it makes of that costs acceptance and nothing else.
+        """
         top = self.session.vocab_rows - 1
-        return [min(token, top) for token in tokens]
+        ids = np.array([[min(token, top) for token in tokens]], dtype=np.int64)
+        self.written[position:] = tokens
+        return self.session.run(ids, np.array([position], dtype=np.int64))

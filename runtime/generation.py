@@ -75,7 +75,7 @@ class Outrider:
         *,
         max_new_tokens: int = 256,
         k: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         chat: bool = False,
     ) -> Iterator[Event]:
         """Greedy continuation of a prompt (text, or token ids), one event a round.
@@ -83,7 +83,7 @@ class Outrider:
         Args:
             max_new_tokens: at least 1.
             k: draft tokens a round: 0 is plain decoding, else one that was built; None is `default_k`.
-            stop: strings that end the text; they are not part of it.
+            stop: a string or several that end the text; they are not part of it.
             chat: put the prompt into the bundle's chat template.
 
         Raises:
@@ -92,10 +92,11 @@ class Outrider:
         """
         tokens = self.text.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         k = self.default_k if k is None else k
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self._check(tokens, max_new_tokens, k, stop)
-        return self._events(tokens, max_new_tokens, k, TextStream(self.text.tokenizer, tokens, tuple(stop)))
+        return self._events(tokens, max_new_tokens, k, TextStream(self.text.tokenizer, tokens, stop))
 
-    def _check(self, tokens: list[int], max_new_tokens: int, k: int, stop: Sequence[str]) -> None:
+    def _check(self, tokens: list[int], max_new_tokens: int, k: int, stop: tuple[str, ...]) -> None:
         rows = self.manifest.models["target"].vocab_rows
         if not tokens:
             raise UsageError("the prompt is empty", "give at least one token")
@@ -120,7 +121,7 @@ class Outrider:
         ticket = self._running = object()
         stats = Stats(prompt_tokens=len(prompt))
         started = time.perf_counter()
-        self._loop.start(prompt)
+        self._loop.start(prompt, k)
         stats.prompt_seconds = time.perf_counter() - started
         spent = stats.prompt_seconds
         finish_reason = None

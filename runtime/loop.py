@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.engines.session import Session
 from outrider.runtime.acceptance import accepted_prefix, greedy
-from outrider.runtime.drafter import ModelDrafter, prefill
+from outrider.runtime.drafter import ModelDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,14 @@ class Loop:
         self._k = sorted({0, *k})
         self._chunk = chunk
 
-    def start(self, prompt: list[int]) -> None:
-        """Put the prompt into the target's cache, but for its last token, with which the first round begins."""
+    def start(self, prompt: list[int], k: int) -> None:
+        """Put the prompt into the target's cache, but for its last token, with which the first round begins; and into
+        the draft's, where `k` says that one will be asked."""
         self.tokens = list(prompt)
         self.drafter.reset()
-        prefill(self.target, self.tokens, 0, len(prompt) - 1, self._chunk)
+        prefill(self.target, self.tokens[:-1], self._chunk)
+        if k:
+            self.drafter.catch_up(self.tokens)
 
     @property
     def room(self) -> int:
@@ -70,3 +73,9 @@ class Loop:
         built = [size for size in self._k if size <= min(k, slots)]
         size = next((size for size in built if size >= useful), built[-1])
         return size + 1, min(size, useful)
+
+
+def prefill(session: Session, tokens: list[int], chunk: int) -> None:
+    """Write the cache entries of `tokens`, from the first slot on, at most `chunk` rows a run."""
+    for at in range(0, len(tokens), chunk):
+        session.run(np.array([tokens[at : at + chunk]], dtype=np.int64), np.array([at], dtype=np.int64))

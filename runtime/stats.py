@@ -25,7 +25,7 @@ class Stats:
     drafted_at: list[int] = field(default_factory=list)  # rounds drafting position i
     accepted_at: list[int] = field(default_factory=list)  # rounds accepting position i
     seconds: float = 0.0  # from the request to the last token
-    prompt_seconds: float = 0.0  # of these, until the prompt was in the target's cache
+    prompt_seconds: float = 0.0  # of these, until the prompt was in the caches
     engine_seconds: float = 0.0  # of the rounds' time, what the engines' own runs took
 
     def count(self, drafted: int, accepted: int, rejected: int, own: int) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -24,6 +28,8 @@ class Text:
         """Raises `FolderError` where the tokenizer cannot be read."""
         try:
             self.tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER))
+            self.tokenizer.no_truncation()  # some checkpoints' files cut every text, in silence
+            self.tokenizer.no_padding()
         except Exception as error:  # tokenizers raises bare Exceptions
             raise FolderError(f"{folder / TOKENIZER} cannot be read: {error}", "make the bundle again") from error
         self._special_tokens = manifest.generation.special_tokens
@@ -59,16 +65,33 @@ class Text:
             raise UsageError(
                 "this bundle has no chat template", "leave --chat out, and write the prompt as the model expects it"
             )
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            template = environment.from_string(self._template)
-            return template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
-        except jinja2.TemplateError as error:
-            raise UsageError(f"the chat template refuses the messages: {error}", "leave --chat out") from error
+            return _chat_environment().from_string(self._template).render({**self._special_tokens, **given})
+        except Exception as error:  # a template is a program, and may fail in any way
+            reason = " ".join(str(error).split())
+            raise UsageError(f"the chat template refuses the messages: {reason}", "leave --chat out") from error
+
+
+def _chat_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """What transformers gives a chat template to run in, which checkpoints' templates rely on."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's part, for training; here its contents stand as they are."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2's own form
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -80,19 +103,23 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...]):
         self._tokenizer = tokenizer
-        self._decoder: Any = DecodeStream(ids=prompt, skip_special_tokens=True)
+        self._decoder: Any = DecodeStream(skip_special_tokens=True)
+        self._undecoded: list[int] = []
+        for token in prompt:  # what follows may depend on what came before: a space, the rest of a character
+            self._step(token)
+        self._echo: str = tokenizer.decode(self._undecoded)  # of the prompt, and still to come out of the decoder
         self._stop = stop
         self._held: list[Piece] = []
-        self._undecoded: list[int] = []
+        self._from_draft = False
         self.stopped = False
 
     def push(self, token: int, from_draft: bool) -> list[Piece]:
         """The text that this token sets free; `stopped` is set where it completes a stop string."""
-        self._undecoded.append(token)
-        text = self._decoder.step(self._tokenizer, token)
+        self._from_draft = from_draft
+        text = self._step(token)
         if text is None:
             return []
-        self._undecoded.clear()
+        text, self._echo = text.removeprefix(self._echo), ""
         self._held.append((text, from_draft))
         held = "".join(piece for piece, _ in self._held)
         found = [at for at in (held.find(stop) for stop in self._stop) if at >= 0]
@@ -106,9 +133,17 @@ class TextStream:
         """What is still held back when the text ends by itself. A character cut in half comes as U+FFFD."""
         pieces = [] if self.stopped else self._release(sum(len(piece) for piece, _ in self._held))
         if self._undecoded and not self.stopped:
-            rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
-            pieces += [(rest, False)] if rest else []
+            rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True).removeprefix(self._echo)
+            pieces += [(rest, self._from_draft)] if rest else []
         return pieces
+
+    def _step(self, token: int) -> str | None:
+        """The text that is whole with this token, if any is."""
+        self._undecoded.append(token)
+        text: str | None = self._decoder.step(self._tokenizer, token)
+        if text is not None:
+            self._undecoded.clear()
+        return text
 
     def _release(self, length: int) -> list[Piece]:
         """The first `length` characters of what is held, piece by piece; the rest stays."""

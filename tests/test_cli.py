@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -78,12 +79,15 @@ def test_the_prompt_may_come_on_standard_input(shipped_bundle: Path) -> None:
 
 def test_chat_and_stop(shipped_bundle: Path) -> None:
     arguments = ("generate", shipped_bundle, "--prompt", "Hi, I would like a coffee.", "--chat", "--max-new-tokens", "60")
-    done = run(*arguments, "--stop", "Customer:", "--json")
+    whole = json.loads(run(*arguments, "--json").stdout)["text"]
+    stop = whole.split()[3]
+    done = run(*arguments, "--stop", stop, "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["text"].strip()
-    assert "Customer:" not in said["text"]
+    assert said["text"] == whole[: whole.index(stop)]
     assert said["finish_reason"] == "stop"
+    bare = json.loads(run(*(word for word in arguments if word != "--chat"), "--json").stdout)["text"]
+    assert bare != whole  # the template makes it an agent's answer
 
 
 def test_a_full_cache_says_so(shipped_bundle: Path, tmp_path: Path) -> None:
@@ -123,6 +127,24 @@ def test_help_lists_the_stages() -> None:
     assert done.returncode == 0
     for command in ("export", "build-engine", "generate", "inspect"):
         assert command in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="shows what an output that takes nothing gets")
+@pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["generate", "--prompt", "x", "--json"], ["inspect"]])
+def test_an_output_that_takes_nothing(tiny_bundle: Path, arguments: list[str]) -> None:
+    command, *options = arguments
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, command, str(tiny_bundle), *options], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "error: input or output failed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_an_output_that_lacks_characters(shipped_bundle: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = run("generate", shipped_bundle, "--prompt", "naïve café", "--max-new-tokens", "9", "--show", env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 class TestBadInput:
@@ -282,6 +304,23 @@ class TestBadInput:
     def test_wrong_standard_input(self, tiny_bundle: Path, text: bytes, message: str) -> None:
         done = subprocess.run([*COMMAND, "generate", str(tiny_bundle)], input=text, capture_output=True)
         refused(subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode()), 2, message)
+
+    def test_closed_standard_input(self, tiny_bundle: Path) -> None:
+        command = " ".join(
+            [sys.executable, "-c", "'from outrider.cli import main; main()'", "generate", str(tiny_bundle), "<&-"]
+        )
+        refused(subprocess.run(command, shell=True, capture_output=True, text=True), 2, "standard input is closed")
+
+    def test_a_checkpoint_with_code_of_its_own(self, tmp_path: Path) -> None:
+        """It is not run, and nobody is asked whether it may."""
+        copy = Path(shutil.copytree(PAIR / "target", tmp_path / "coded"))
+        config = json.loads((copy / "config.json").read_text())
+        own = {"model_type": "coded", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+        (copy / "config.json").write_text(json.dumps(config | own))
+        (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        refused(self.export(tmp_path, target=copy, input="y\ny\n", timeout=120), 1, "cannot read the configuration of coded")
+        assert not (tmp_path / "ran").exists()
+        assert self.nothing_written(tmp_path)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -51,6 +51,12 @@ def test_numbers_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_that_no_memory_holds_is_refused(tiny_export: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no memory for a cache of 1000000000000000 x 160"):
+        build(tiny_export, tmp_path / "bundle", batch=10**15)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_an_export_can_be_built(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="is a bundle already"):
         build(tiny_bundle, tmp_path / "bundle")
@@ -87,6 +93,9 @@ def test_the_capacity_defaults_to_what_the_models_were_made_for(tiny_export: Pat
     made = build_engine(tiny_export, tmp_path / "b", backend="onnxruntime", k=[4], batch=1, max_prompt_chunk=8).build
     assert made is not None
     assert made.capacity == 256
+    small = build_engine(tiny_export, tmp_path / "small", backend="onnxruntime", k=[4], capacity=20, batch=1).build
+    assert small is not None
+    assert small.max_prompt_chunk == 20
 
 
 def test_k_is_sorted_and_each_is_built_once(tiny_export: Path, tmp_path: Path) -> None:

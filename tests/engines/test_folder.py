@@ -62,6 +62,32 @@ def test_a_path_that_leaves_the_folder_is_refused(copy: Path, name: str) -> None
         read_manifest(copy)
 
 
+def test_a_path_that_cannot_be_is_refused(copy: Path) -> None:
+    files = read_manifest(copy).files
+    rewrite(copy, files={**files, "a\0b": files["tokenizer.json"]})
+    with pytest.raises(FolderError, match="a path that cannot be"):
+        open_bundle(copy)
+    (copy / "loop").symlink_to(copy / "loop")
+    rewrite(copy, files={**files, "loop": files["tokenizer.json"]})
+    with pytest.raises(FolderError, match="cannot be"):
+        open_bundle(copy)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "target/model.onnx", "draft/model.onnx.data"])
+def test_a_file_that_the_manifest_leaves_out_is_not_trusted(copy: Path, name: str) -> None:
+    files = dict(read_manifest(copy).files)
+    del files[name]
+    rewrite(copy, files=files)
+    with pytest.raises(FolderError, match=f"does not list {name}"):
+        open_bundle(copy)
+
+
+def test_a_file_that_the_manifest_does_not_know_is_refused(copy: Path) -> None:
+    (copy / "target" / "more.bin").touch()
+    with pytest.raises(FolderError, match=r"more\.bin is not in the manifest"):
+        open_bundle(copy)
+
+
 def test_a_link_that_leaves_the_folder_is_refused(copy: Path, tmp_path: Path) -> None:
     (copy / "tokenizer.json").rename(tmp_path / "elsewhere.json")
     (copy / "tokenizer.json").symlink_to(tmp_path / "elsewhere.json")
@@ -104,6 +130,28 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_folders_made_on_the_way_vanish_with_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), staged(tmp_path / "a" / "b" / "out"):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_may_write_until_the_folder_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, refused = os.rename, []
+
+    def watched(source: Path, destination: Path) -> None:
+        with pytest.raises(FolderError, match="another process is writing") as caught, staged(tmp_path / "out"):
+            pass
+        refused.append(caught.value)
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "rename", watched)
+    with staged(tmp_path / "out") as folder:
+        (folder / "whole").touch()
+    assert refused
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]
+
+
 WRITER = """
 import sys, time
 from pathlib import Path
@@ -127,7 +175,7 @@ def test_two_writers_do_not_mix_and_a_killed_one_is_cleared_away(tmp_path: Path)
     assert not output.exists()
     assert (tmp_path / ".out.partial" / "half").exists()
     with staged(output) as folder:
-        assert [path.name for path in folder.iterdir()] == [".lock"]
+        assert list(folder.iterdir()) == []
         (folder / "whole").touch()
     assert [path.name for path in output.iterdir()] == ["whole"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

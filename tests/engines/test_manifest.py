@@ -55,6 +55,41 @@ def test_damage_is_named(data: dict[str, Any]) -> None:
         decode(data)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"k": []},
+        {"k": [-1]},
+        {"k": [4, 2]},
+        {"windows": []},
+        {"windows": [64, 128, 4096]},
+        {"capacity": -1},
+        {"capacity": 4096},
+        {"max_prompt_chunk": 0},
+        {"max_prompt_chunk": 161},
+        {"batch": 10**30},
+        {"costs": {}},
+        {"costs": {"target": {"many": {}}, "draft": {}}},
+    ],
+)
+def test_numbers_that_cannot_be_are_damage(data: dict[str, Any], change: dict[str, Any]) -> None:
+    data["build"] |= change
+    with pytest.raises(FolderError, match="damaged"):
+        decode(data)
+
+
+def test_a_k_that_was_not_built_cannot_be_written_in(data: dict[str, Any]) -> None:
+    data["build"]["k"] = [1, 2, 3, 4, 8]
+    with pytest.raises(FolderError, match="costs of the target are missing"):
+        decode(data)
+
+
+def test_bytes_that_are_no_text_are_damage() -> None:
+    for broken in (b'{"schema_version": 1, "a": "\xff"}', b'{"schema_version": 1, "a": ' + b"[" * 100_000):
+        with pytest.raises(FolderError, match="damaged"):
+            decode_manifest(broken)
+
+
 def test_a_manifest_without_a_draft_is_refused(data: dict[str, Any]) -> None:
     del data["models"]["draft"]
     with pytest.raises(FolderError, match=r"names the models \['target'\]"):

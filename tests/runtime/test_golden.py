@@ -5,6 +5,7 @@ Nothing may weaken these tests.
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from outrider.engines.bundle import open_session
 from outrider.engines.folder import read_manifest
+from outrider.engines.session import Floats, Int64s
 from outrider.export.pair import export_pair
-from outrider.runtime.drafter import prefill
 from outrider.runtime.generation import Event, Outrider
+from outrider.runtime.loop import prefill
 from outrider.tests.support import PAIR, build, reseal, write_checkpoint
 
 K = (1, 2, 4, 8)
@@ -136,10 +138,37 @@ def test_the_cache_is_that_of_a_fresh_prefill(
     outrider = bundles[draft]
     run(outrider, PROMPTS["support"], k, limit=60)
     confirmed = outrider._loop.tokens
-    ends = {"target": len(confirmed) - 1, "draft": outrider._loop.drafter._cached}
+    written = outrider._loop.drafter.written
+    agreed = next((at for at, (a, b) in enumerate(zip(written, confirmed, strict=False)) if a != b), len(written))
+    assert agreed >= len(confirmed) - k - 1
+    ends = {"target": len(confirmed) - 1, "draft": agreed}
     for role, session in outrider.sessions.items():
         end = ends[role]
         fresh = open_session(folders[draft], outrider.manifest, outrider.build, role, batch=1)
-        prefill(fresh, confirmed, 0, end, CHUNK)
+        prefill(fresh, confirmed[:end], CHUNK)
         for name, kept in session.cache().items():
             np.testing.assert_allclose(kept[:, :, :end], fresh.cache()[name][:, :, :end], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("draft", ["self", "random"])
+def test_the_draft_runs_two_rows_and_then_single_ones(
+    bundles: dict[str, Outrider], draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every round, whether all or none of the last one's tokens were accepted: nothing is read twice or left out."""
+    outrider, k, prompt = bundles[draft], 4, PROMPTS["longer than a chunk"]
+    session = outrider.sessions["draft"]
+    runs: list[tuple[int, int]] = []
+    run_engine = session._run
+
+    def watched(input_ids: Int64s, positions: Int64s, window: int) -> Floats:
+        runs.append((int(positions[0]), input_ids.shape[1]))
+        return run_engine(input_ids, positions, window)
+
+    monkeypatch.setattr(session, "_run", watched)
+    length = len(outrider.text.encode(prompt, chat=False))
+    want = [(at, min(CHUNK, length - 2 - at)) for at in range(0, length - 2, CHUNK)]
+    for event in islice(outrider.generate(prompt, k=k, max_new_tokens=60), 6):
+        want += [(length - 2, 2), *((length + at, 1) for at in range(k - 1))]
+        assert runs == want
+        length += len(event.token_ids)
+    assert len(runs) > 3 * k

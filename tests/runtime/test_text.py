@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from outrider.engines.errors import UsageError
-from outrider.engines.manifest import CHAT_TEMPLATE, Generation
+from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text import Text, TextStream
-from outrider.tests.support import END, reseal, tokenizer
+from outrider.tests.support import END, tokenizer
 
 MIXED = "naïve café — 中文 🙂👩‍👩‍👧 done"
 
@@ -66,6 +67,19 @@ def test_what_only_looked_like_a_stop_string_comes_out() -> None:
     assert texts[-1] == "qui"  # held back until the end
 
 
+@pytest.mark.parametrize("prompt", ["say ", "ends in \ufffd", "🙂", "a\ufffd\ufffd"])
+def test_nothing_of_the_prompt_is_said_again(prompt: str) -> None:
+    made = tokenizer(vocab_size=258)
+    text = "b 🙂 c"
+    assert "".join(pushed(TextStream(made, made.encode(prompt).ids, ()), made.encode(text).ids)) == text
+
+
+def test_a_character_that_the_prompt_began_comes_whole() -> None:
+    made = tokenizer(vocab_size=258)
+    ids = made.encode("x🙂y").ids
+    assert "".join(pushed(TextStream(made, ids[:3], ()), ids[3:])) == "🙂y"
+
+
 def test_special_tokens_are_no_text() -> None:
     made = tokenizer()
     ids = [*made.encode("the").ids, 0]
@@ -91,26 +105,44 @@ def test_the_chat_template_is_applied(tiny_bundle: Path, tiny: Outrider, tmp_pat
     assert text.render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no system') }}", "{{ nothing.at.all }}", "{% for %}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no system') }}",
+        "{{ nothing.at.all }}",
+        "{% for %}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",  # the sandbox: a template cannot reach the machine
+    ],
+)
 def test_a_chat_template_that_fails_is_one_error(tiny_bundle: Path, tiny: Outrider, tmp_path: Path, template: str) -> None:
     with pytest.raises(UsageError, match="chat template refuses"):
         templated(tiny_bundle, tiny, template, tmp_path).render([{"role": "user", "content": "hi"}])
 
 
-def test_a_chat_template_cannot_reach_the_machine(tiny_bundle: Path, tiny: Outrider, tmp_path: Path) -> None:
-    template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(UsageError, match="chat template refuses"):
-        templated(tiny_bundle, tiny, template, tmp_path).render([{"role": "user", "content": "hi"}])
+def test_what_transformers_gives_a_template_is_there(tiny_bundle: Path, tiny: Outrider, tmp_path: Path) -> None:
+    template = (
+        "{% generation %}{{ messages[0] | tojson }}{% endgeneration %}{% if tools is not none %}tools{% endif %}"
+        "{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y')[:2] }}"
+    )
+    text = templated(tiny_bundle, tiny, template, tmp_path)
+    assert text.render([{"role": "user", "content": "<é>"}]) == '{"role": "user", "content": "<é>"}20'
 
 
-def templated(bundle: Path, loaded: Outrider, template: str, folder: Path) -> Text:
-    """The text side of a bundle with this chat template."""
-    copy = folder / "bundle"
-    copy.mkdir()
-    for name in ("tokenizer.json", "manifest.json"):
-        (copy / name).write_bytes((bundle / name).read_bytes())
-    (copy / CHAT_TEMPLATE).write_text(template)
-    reseal(copy, generation=Generation(eos_token_ids=[0], special_tokens={"bos_token": "<s>"}))
-    from outrider.engines.folder import read_manifest
+def test_a_tokenizer_that_would_cut_the_prompt_does_not(tiny_bundle: Path, tiny: Outrider, tmp_path: Path) -> None:
+    whole = tiny.text.encode("the quick brown fox jumps", chat=False)
+    cutting = tokenizer()
+    cutting.enable_truncation(3)
+    cutting.enable_padding(length=50)
+    text = templated(tiny_bundle, tiny, "", tmp_path, cutting.to_str())
+    assert text.encode("the quick brown fox jumps", chat=False) == whole
 
-    return Text(copy, read_manifest(copy))
+
+def templated(bundle: Path, loaded: Outrider, template: str, folder: Path, made: str | None = None) -> Text:
+    """The text side of a bundle with this chat template, and with the tokenizer `made` where one is given."""
+    (folder / CHAT_TEMPLATE).write_text(template)
+    (folder / TOKENIZER).write_text(made or (bundle / TOKENIZER).read_text())
+    generation = Generation(eos_token_ids=[0], special_tokens={"bos_token": "<s>", "messages": "no"})
+    files = {**loaded.manifest.files, CHAT_TEMPLATE: loaded.manifest.files[TOKENIZER]}
+    return Text(folder, msgspec.structs.replace(loaded.manifest, generation=generation, files=files))
