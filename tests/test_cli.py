@@ -306,9 +306,7 @@ class TestBadInput:
         refused(subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode()), 2, message)
 
     def test_closed_standard_input(self, tiny_bundle: Path) -> None:
-        command = " ".join(
-            [sys.executable, "-c", "'from outrider.cli import main; main()'", "generate", str(tiny_bundle), "<&-"]
-        )
+        command = shlex.join([*COMMAND, "generate", str(tiny_bundle)]) + " <&-"
         refused(subprocess.run(command, shell=True, capture_output=True, text=True), 2, "standard input is closed")
 
     def test_a_checkpoint_with_code_of_its_own(self, tmp_path: Path) -> None:
