@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "examples" / "tiny-pair"
 END = "<|endoftext|>"
 TEXT = ["the quick brown fox jumps over the lazy dog", "naïve café, 中文 and 🙂 emoji", "0123456789 +-*/=()"] * 20
+
+
+COMMAND = [sys.executable, "-c", "from outrider.cli import main; main()"]
+
+
+def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options)
 
 
 def tokenizer(vocab_size: int = 320) -> Tokenizer:

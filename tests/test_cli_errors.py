@@ -1,0 +1,242 @@
+"""Bad input: one line that says what happened, one with the mend, the right exit code, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.engines.folder import read_manifest
+from outrider.tests.support import COMMAND, PAIR, broken_bundle, llama, run, tokenizer, write_checkpoint
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, message: str) -> None:
+    """One line that says what happened, one that says how to mend it, and no more."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    error = [line for line in done.stderr.splitlines() if not line.endswith("...")]
+    if code == 2 and error[0].startswith(("Usage:", "Error:")):  # click's own
+        assert message in done.stderr
+        return
+    assert len(error) == 2, done.stderr
+    assert error[0].startswith("error: ")
+    assert message in error[0]
+    assert error[1].startswith("mend:  ")
+    assert done.stdout == ""
+
+
+def export(tmp_path: Path, target: Path | str = PAIR / "target", draft: Path | str = PAIR / "draft", **options: Any) -> Any:
+    return run("export", "--target", target, "--draft", draft, "-o", tmp_path / "out", **options)
+
+
+def nothing_written(folder: Path) -> bool:
+    return not any(path.name in ("out", ".out.partial") for path in folder.iterdir())
+
+
+def test_missing_checkpoint(tmp_path: Path) -> None:
+    refused(export(tmp_path, target=tmp_path / "absent"), 1, "does not exist")
+    assert nothing_written(tmp_path)
+
+
+def test_truncated_checkpoint(tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(PAIR / "target", tmp_path / "cut"))
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    refused(export(tmp_path, target=copy), 1, "cannot read the weights of cut")
+    assert nothing_written(tmp_path)
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(PAIR / "target", tmp_path / "odd"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "no_such_model", "architectures": ["NoSuchModel"]}))
+    refused(export(tmp_path, draft=copy), 1, "no_such_model")
+    assert nothing_written(tmp_path)
+
+
+def test_vocabulary_mismatch(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "other", llama(), tokenizer())
+    refused(export(tmp_path, draft=tmp_path / "other"), 1, "different tokenizers: token ")
+    assert nothing_written(tmp_path)
+
+
+def test_existing_output(tmp_path: Path, tiny_export: Path) -> None:
+    (tmp_path / "out").mkdir()
+    refused(export(tmp_path), 1, "exists already")
+    refused(run("build-engine", tiny_export, "-o", tmp_path / "out"), 1, "exists already")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_unwritable_output(tmp_path: Path, tiny_export: Path) -> None:
+    (tmp_path / "file").touch()
+    refused(run("build-engine", tiny_export, "-o", tmp_path / "file" / "out"), 1, "cannot write")
+    refused(run("build-engine", tiny_export, "-o", "/proc/out"), 1, "cannot write")
+
+
+def test_full_disk(tmp_path: Path, tiny_export: Path) -> None:
+    """Simulated by a limit on the size of a file, which fails a write in the middle as a full disk does."""
+    limit: dict[str, Any] = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))}
+    refused(run("build-engine", tiny_export, "-o", tmp_path / "out", "--capacity", "100", **limit), 1, "no room to write")
+    assert nothing_written(tmp_path)
+    refused(export(tmp_path, **limit), 1, "no room to write")
+    assert nothing_written(tmp_path)
+
+
+def test_killed_export_then_again(tmp_path: Path, checkpoints: Path) -> None:
+    arguments = [
+        "export",
+        "--target",
+        str(checkpoints / "target"),
+        "--draft",
+        str(checkpoints / "draft"),
+        "-o",
+        str(tmp_path / "out"),
+    ]
+    kill_in_the_middle(arguments, "loading the draft", tmp_path)
+    assert run(*arguments).returncode == 0
+    read_manifest(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_killed_build_then_again(tmp_path: Path, tiny_export: Path) -> None:
+    arguments = ["build-engine", str(tiny_export), "-o", str(tmp_path / "out"), "--capacity", "100"]
+    kill_in_the_middle(arguments, "measuring the target", tmp_path)
+    assert run(*arguments).returncode == 0
+    assert run("inspect", tmp_path / "out").returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def kill_in_the_middle(arguments: list[str], stage: str, folder: Path) -> None:
+    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if stage in line:
+                process.send_signal(signal.SIGKILL)
+                break
+    assert process.wait() == -signal.SIGKILL
+    assert not (folder / "out").exists()
+
+
+def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    arguments = ["export", "--target", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "-o", str(tmp_path / "out")]
+    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "tracing the target" in line:
+                time.sleep(0.3)
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+    assert process.wait() == 1
+    assert "Traceback" not in rest
+    assert nothing_written(tmp_path)
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+def manifest(bundle: Path, change: dict[str, Any]) -> None:
+    data = json.loads((bundle / "manifest.json").read_text())
+    (bundle / "manifest.json").write_text(json.dumps(data | change))
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_corrupted_bundle(bundle: Path, command: str) -> None:
+    weights = bundle / "draft" / "model.onnx.data"
+    data = bytearray(weights.read_bytes())
+    data[5000] ^= 1
+    weights.write_bytes(data)
+    refused(run(command, bundle, *(["--prompt", "x"] if command == "generate" else [])), 1, "not the file that was sealed")
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_newer_schema(bundle: Path, command: str) -> None:
+    manifest(bundle, {"schema_version": 99, "later": {}})
+    refused(run(command, bundle, *(["--prompt", "x"] if command == "generate" else [])), 1, "schema 99")
+
+
+def test_path_that_leaves_the_folder(bundle: Path) -> None:
+    manifest(bundle, {"files": {"../../etc/passwd": {"sha256": "0" * 64, "size": 1}}})
+    refused(run("inspect", bundle), 1, "leaves the folder")
+
+
+def test_no_bundle(tmp_path: Path) -> None:
+    refused(run("generate", tmp_path / "absent", "--prompt", "x"), 1, "no export and no bundle")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--show"]])
+def test_logits_that_are_no_numbers(tmp_path: Path, options: list[str]) -> None:
+    bundle = broken_bundle(tmp_path, token=tokenizer().encode("a").ids[0])
+    done = run("generate", bundle, "--prompt", "a", *options)
+    refused(done, 1, "not finite numbers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", b"caf\xe9"], "not UTF-8"),
+        (["--prompt", "word " * 200], "the bundle's capacity is 160"),
+        (["--prompt", "x", "--k", "3"], "it has k = 0, 1, 2, 4, 8"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
+        (["--prompt", "x", "--chat"], "no chat template"),
+        (["--prompt", "x", "--stop", ""], "stop string is empty"),
+        (["--prompt", "x", "--show", "--json"], "exclude each other"),
+        (["--prompt", "x", "--k", "many"], "not a valid integer"),
+        (["--prompt"], "requires an argument"),
+    ],
+)
+def test_wrong_requests(tiny_bundle: Path, arguments: list[Any], message: str) -> None:
+    done = subprocess.run([*COMMAND, "generate", str(tiny_bundle), *arguments], capture_output=True)
+    text = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+    refused(text, 2, message)
+
+
+@pytest.mark.parametrize(("text", "message"), [(b"", "prompt is empty"), (b"caf\xe9", "not UTF-8")])
+def test_wrong_standard_input(tiny_bundle: Path, text: bytes, message: str) -> None:
+    done = subprocess.run([*COMMAND, "generate", str(tiny_bundle)], input=text, capture_output=True)
+    refused(subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode()), 2, message)
+
+
+def test_closed_standard_input(tiny_bundle: Path) -> None:
+    command = shlex.join([*COMMAND, "generate", str(tiny_bundle)]) + " <&-"
+    refused(subprocess.run(command, shell=True, capture_output=True, text=True), 2, "standard input is closed")
+
+
+def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
+    """It is not run, and nobody is asked whether it may."""
+    copy = Path(shutil.copytree(PAIR / "target", tmp_path / "coded"))
+    config = json.loads((copy / "config.json").read_text())
+    own = {"model_type": "coded", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (copy / "config.json").write_text(json.dumps(config | own))
+    (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    refused(export(tmp_path, target=copy, input="y\ny\n", timeout=120), 1, "cannot read the configuration of coded")
+    assert not (tmp_path / "ran").exists()
+    assert nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--k", "1,x"], "no list of numbers"),
+        (["--k", "0"], "at least 1"),
+        (["--capacity", "4"], "does not hold k = 8"),
+        (["--capacity", "100000"], "made for 256 positions"),
+        (["--batch", "0"], "batch is 0"),
+        (["--backend", "abacus"], "is not 'onnxruntime'"),
+    ],
+)
+def test_wrong_builds(tiny_export: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = run("build-engine", tiny_export, "-o", tmp_path / "out", *arguments)
+    refused(done, 2, message)
+    assert nothing_written(tmp_path)
