@@ -35,7 +35,7 @@ def staged(destination: Path) -> Iterator[Path]:
     partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
     made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)  # says first, and better than the lock, whether one may write here
         lock.acquire()
     except filelock.Timeout:
         raise FolderError(f"another process is writing {destination}", "wait for it, or choose another output") from None

@@ -126,8 +126,11 @@ def kill_in_the_middle(arguments: list[str], stage: str, folder: Path) -> None:
 
 
 def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    def heed() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background is started deaf to it
+
     arguments = ["export", "--target", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "-o", str(tmp_path / "out")]
-    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "tracing the target" in line:
@@ -166,7 +169,8 @@ def test_newer_schema(bundle: Path, command: str) -> None:
 
 
 def test_path_that_leaves_the_folder(bundle: Path) -> None:
-    manifest(bundle, {"files": {"../../etc/passwd": {"sha256": "0" * 64, "size": 1}}})
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    manifest(bundle, {"files": files | {"../../etc/passwd": {"sha256": "0" * 64, "size": 1}}})
     refused(run("inspect", bundle), 1, "leaves the folder")
 
 
