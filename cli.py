@@ -67,6 +67,10 @@ def main() -> None:
 
     The stages, in order: export, build-engine, generate.
     """
+    if sys.stderr is None:  # closed by whoever started us
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the life of the process
+    if sys.stdout is None:
+        raise UsageError("standard output is closed", "lead it somewhere, /dev/null if need be")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark

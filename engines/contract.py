@@ -13,8 +13,9 @@ rows of the model's head.
 | `present_key_i`, `present_value_i` | [B, Hkv, C, D] | the same memory, after this run |
 | `logits` | float32 [B, S, V] | all S rows |
 
-A row sees the keys at `key_positions <= positions + row`. Whatever lies in the cache past that is never read, so
-rejecting draft tokens costs nothing: the next run writes from a smaller position. Engines do not check
+A row sees the keys at `key_positions <= positions + row`. Whatever lies in the cache past that weighs nothing, so rejecting
+draft tokens costs nothing: the next run writes from a smaller position. (It must be finite, though: nothing times NaN is
+NaN. So a session that met NaN is cleared.) Engines do not check
 `positions + S <= C`; sessions do.
 """
 

@@ -29,12 +29,14 @@ def staged(destination: Path) -> Iterator[Path]:
     Raises:
         FolderError: the destination exists, cannot be written, or is being written; or the disk is full.
     """
-    if os.path.lexists(destination):
+    if os.path.lexists(os.path.abspath(destination)):
         raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
-    parent, name = destination.absolute().parent, destination.absolute().name
+    whole = Path(os.path.abspath(destination))  # without `..`, which nothing can be renamed to
+    parent, name = whole.parent, whole.name
     partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
-    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    made: list[Path] = []
     try:
+        made += [folder for folder in (parent, *parent.parents) if not folder.exists()]
         partial.mkdir(parents=True, exist_ok=True)  # says first, and better than the lock, whether one may write here
         lock.acquire()
     except filelock.Timeout:
@@ -46,9 +48,9 @@ def staged(destination: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
         partial.mkdir()
         yield partial
-        if os.path.lexists(destination):  # rename would silently replace an empty folder
+        if os.path.lexists(whole):  # rename would silently replace an empty folder
             raise FolderError(f"{destination} appeared while it was being made", "choose another output")
-        os.rename(partial, destination)
+        os.rename(partial, whole)
     except OSError as error:
         raise write_error(destination, error) from error
     finally:
@@ -99,6 +101,8 @@ def read_manifest(folder: Path) -> Manifest:
         FolderError: there is none, or it is damaged, of another version, or names a path that leaves the folder.
     """
     try:
+        if not (folder / MANIFEST).resolve(strict=True).is_relative_to(folder.resolve()):
+            raise FolderError(f"{folder / MANIFEST} is a link that leaves the folder", "do not use this folder")
         manifest = decode_manifest((folder / MANIFEST).read_bytes())
     except OSError as error:
         raise FolderError(

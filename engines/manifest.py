@@ -146,9 +146,14 @@ def _check(manifest: Manifest) -> None:
     needed = {TOKENIZER} | {name for role in ROLES for name in (model_file(role), model_file(role) + ".data")}
     if missing := sorted(needed - manifest.files.keys()):
         raise msgspec.ValidationError(f"it does not list {missing[0]}")
+    rows = manifest.models["target"].vocab_rows
+    if not all(0 <= token < rows for token in manifest.generation.eos_token_ids):
+        raise msgspec.ValidationError("an end-of-text id is no token - at `$.generation.eos_token_ids`")
     build = manifest.build
     if build is None:
         return
+    if any(build.capacity > model.max_positions for model in manifest.models.values() if model.max_positions):
+        raise msgspec.ValidationError("its capacity is more than a model was made for - at `$.build.capacity`")
     if not build.k or build.k != sorted(set(build.k)):
         raise msgspec.ValidationError("its k are not in order - at `$.build.k`")
     if build.windows != window_buckets(build.capacity):

@@ -62,6 +62,7 @@ class OnnxRuntimeSession(Session):
                 f"ONNX Runtime cannot load {path}: {first_line(error)}", "build the bundle again, with this onnxruntime"
             ) from error
         self._tensors = cache_tensors(model.layers)
+        self._check_contract(path, model)
         dtype = CACHE_TYPES[model.precision]
         try:
             self._allocate(dtype, max_rows)
@@ -70,6 +71,28 @@ class OnnxRuntimeSession(Session):
                 f"no memory for a cache of {batch} x {capacity:,} positions", "build with a smaller --capacity or --batch"
             ) from error
         self._bindings: dict[tuple[int, int], Any] = {}  # by (rows, window)
+
+    def _check_contract(self, path: Path, model: Model) -> None:
+        """Refuse a graph whose tensors are not those that the manifest says."""
+        kind = {"fp32": "tensor(float)", "fp16": "tensor(float16)"}[model.precision]
+        want: dict[str, tuple[str, tuple[int | None, ...]]] = {
+            INPUT_IDS: ("tensor(int64)", (None, None)),
+            POSITIONS: ("tensor(int64)", (None,)),
+            KEY_POSITIONS: ("tensor(int64)", (None,)),
+            LOGITS: ("tensor(float)", (None, None, model.vocab_rows)),
+        }
+        for tensor in self._tensors:
+            shape = (None, tensor.heads, None, tensor.width)
+            want[tensor.past] = want[tensor.present] = (kind, shape)
+        found = {}
+        for value in (*self._engine.get_inputs(), *self._engine.get_outputs()):
+            found[value.name] = (value.type, tuple(size if isinstance(size, int) else None for size in value.shape))
+        for name in sorted(want.keys() | found.keys()):
+            if want.get(name) != found.get(name):
+                raise EngineError(
+                    f"{path} is not the engine that the manifest describes: {name} is {found.get(name)}, not {want.get(name)}",
+                    "make the bundle again: outrider export, then outrider build-engine",
+                )
 
     def _allocate(self, dtype: type, max_rows: int) -> None:
         self._ids = np.zeros(self.batch * max_rows, dtype=np.int64)

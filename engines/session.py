@@ -59,6 +59,11 @@ class Session(ABC):
     def _run(self, input_ids: Int64s, positions: Int64s, window: int) -> Floats:
         """The pass itself, over the first `window` positions of the cache."""
 
+    def clear(self) -> None:
+        """Zero the cache, for what was NaN in one sequence would be NaN in the next: masked values still multiply."""
+        for tensor in self.cache().values():
+            tensor[...] = 0
+
     @abstractmethod
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         """The cache tensors by name, [B, Hkv, C, D]; for tests and tools."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engines.bundle import open_bundle, open_session
-from outrider.engines.errors import UsageError
+from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.manifest import Build, Manifest
 from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Session
@@ -130,7 +130,12 @@ class Outrider:
                 raise UsageError("another generation was started on this bundle", "finish one before starting the next")
             begun, engines = time.perf_counter(), self._engine_seconds()
             wanted = min(limit - stats.emitted, self._loop.room)
-            outcome = self._loop.round(k, wanted)
+            try:
+                outcome = self._loop.round(k, wanted)
+            except EngineError:
+                for session in self.sessions.values():
+                    session.clear()
+                raise
             ids, pieces, finish_reason = self._emit(outcome.drafted[: outcome.accepted], outcome.own, stream)
             accepted = min(outcome.accepted, len(ids))
             own = len(ids) - accepted

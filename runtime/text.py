@@ -17,6 +17,8 @@ from tokenizers.decoders import DecodeStream
 from outrider.engines.errors import FolderError, UsageError
 from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 
+PRIMED = 64  # tokens of the prompt; no character is longer, and undecodable runs cost the square of their length
+
 Piece = tuple[str, bool]
 """Text, and whether the token that completed it came from the draft."""
 
@@ -105,7 +107,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder: Any = DecodeStream(skip_special_tokens=True)
         self._undecoded: list[int] = []
-        for token in prompt:  # what follows may depend on what came before: a space, the rest of a character
+        for token in prompt[-PRIMED:]:  # what follows may depend on what came before: a space, the rest of a character
             self._step(token)
         self._echo: str = tokenizer.decode(self._undecoded)  # of the prompt, and still to come out of the decoder
         self._stop = stop

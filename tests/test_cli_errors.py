@@ -217,6 +217,15 @@ def test_closed_standard_input(tiny_bundle: Path) -> None:
     refused(subprocess.run(command, shell=True, capture_output=True, text=True), 2, "standard input is closed")
 
 
+@pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["generate", "--prompt", "x", "--json"], ["inspect"]])
+def test_closed_standard_output(tiny_bundle: Path, arguments: list[str]) -> None:
+    command = shlex.join([*COMMAND, arguments[0], str(tiny_bundle), *arguments[1:]])
+    refused(subprocess.run(command + " >&-", shell=True, capture_output=True, text=True), 2, "standard output is closed")
+    done = subprocess.run(command + " 2>&-", shell=True, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout
+
+
 def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
     """It is not run, and nobody is asked whether it may."""
     copy = Path(shutil.copytree(PAIR / "target", tmp_path / "coded"))

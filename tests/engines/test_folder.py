@@ -73,6 +73,13 @@ def test_a_path_that_cannot_be_is_refused(copy: Path) -> None:
         open_bundle(copy)
 
 
+def test_a_manifest_that_is_a_link_to_elsewhere_is_refused(copy: Path, tmp_path: Path) -> None:
+    (copy / MANIFEST).rename(tmp_path / "elsewhere.json")
+    (copy / MANIFEST).symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(FolderError, match="link that leaves the folder"):
+        read_manifest(copy)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "target/model.onnx", "draft/model.onnx.data"])
 def test_a_file_that_the_manifest_leaves_out_is_not_trusted(copy: Path, name: str) -> None:
     files = dict(read_manifest(copy).files)
@@ -126,7 +133,10 @@ def test_an_output_that_appears_meanwhile_is_refused(tmp_path: Path) -> None:
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(FolderError, match="cannot write"), staged(tmp_path / "file" / "out"):
+    for output in (tmp_path / "file" / "out", tmp_path / ("a" * 300) / "out"):
+        with pytest.raises(FolderError, match="cannot write"), staged(output):
+            pass
+    with pytest.raises(FolderError, match="exists already"), staged(tmp_path / "new" / ".."):
         pass
 
 

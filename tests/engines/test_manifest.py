@@ -84,6 +84,15 @@ def test_a_k_that_was_not_built_cannot_be_written_in(data: dict[str, Any]) -> No
         decode(data)
 
 
+def test_a_capacity_beyond_the_models_or_an_end_of_text_beyond_the_vocabulary_is_damage(data: dict[str, Any]) -> None:
+    data["models"]["draft"]["max_positions"] = 16
+    with pytest.raises(FolderError, match="more than a model was made for"):
+        decode(data)
+    data["generation"]["eos_token_ids"] = [320]
+    with pytest.raises(FolderError, match="end-of-text id is no token"):
+        decode(data)
+
+
 def test_bytes_that_are_no_text_are_damage() -> None:
     for broken in (b'{"schema_version": 1, "a": "\xff"}', b'{"schema_version": 1, "a": ' + b"[" * 100_000):
         with pytest.raises(FolderError, match="damaged"):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -101,6 +102,23 @@ def test_an_unknown_backend_is_refused(tiny_bundle: Path) -> None:
     manifest, made = open_bundle(tiny_bundle)
     with pytest.raises(EngineError, match="no backend 'abacus'"):
         open_session(tiny_bundle, manifest, msgspec.structs.replace(made, backend="abacus"), "target", batch=1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": [(2, 8, 8)] * 3},
+        {"layers": [(2, 8, 8)]},
+        {"layers": [(2, 8, 8), (2, 8, 4)]},
+        {"vocab_rows": 384},
+        {"precision": "fp16"},
+    ],
+)
+def test_an_engine_that_is_not_what_the_manifest_says_is_refused(tiny_bundle: Path, change: dict[str, Any]) -> None:
+    manifest, made = open_bundle(tiny_bundle)
+    models = {**manifest.models, "target": msgspec.structs.replace(manifest.models["target"], **change)}
+    with pytest.raises(EngineError, match="is not the engine that the manifest describes"):
+        open_session(tiny_bundle, msgspec.structs.replace(manifest, models=models), made, "target", batch=1)
 
 
 THREADS = """

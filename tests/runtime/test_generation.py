@@ -107,8 +107,10 @@ def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None
 def test_logits_that_are_no_numbers_stop_the_request(tmp_path: Path) -> None:
     outrider = Outrider.load(broken_bundle(tmp_path, token=300))
     assert ids_of(outrider, [1, 2], max_new_tokens=1)
+    before = ids_of(outrider, [1, 2, 3], max_new_tokens=1)
     with pytest.raises(EngineError, match="not finite"):
-        ids_of(outrider, [1, 300], max_new_tokens=3)
+        ids_of(outrider, [1, 2, 3, 4, 300], max_new_tokens=3)
+    assert ids_of(outrider, [1, 2, 3], max_new_tokens=1) == before  # the NaN in the cache is gone
 
 
 def test_a_token_beyond_the_drafts_padding_costs_only_acceptance(tmp_path: Path) -> None:
