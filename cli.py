@@ -35,6 +35,9 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except OutriderError as error:
             _fail(ctx, str(error), error.mend, error.exit_code)
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else "outrider"
+            _fail(ctx, error.format_message(), f"see {command} --help", error.exit_code)
         except ImportError as error:
             if error.name is None or error.name.startswith("outrider"):
                 raise
@@ -268,23 +271,33 @@ def inspect(bundle: Path, as_json: bool) -> None:
 def _build_table(manifest: Manifest) -> Any:
     from rich.table import Table
 
-    table = Table("", "target", "draft", title="models", title_justify="left")
-    models = [manifest.models[role] for role in ("target", "draft")]
+    from outrider.engines.manifest import ROLES
+
+    table = Table("", *ROLES, title="models", title_justify="left")
+    models = [manifest.models[role] for role in ROLES]
     table.add_row("source", *(model.source for model in models))
     table.add_row("architecture", *(model.architecture for model in models))
     table.add_row("parameters", *(f"{model.parameters:,}" for model in models))
     table.add_row("precision", *(model.precision for model in models))
     table.add_row("rows of logits", *(f"{model.vocab_rows:,}" for model in models))
+    table.add_row("positions made for", *(f"{model.max_positions:,}" if model.max_positions else "any" for model in models))
+    table.add_row("layers", *(str(len(model.layers)) for model in models))
     table.add_row("logits off the checkpoint's", *(f"{model.parity.max_abs_diff:.1e}" for model in models))
+    table.add_section()
+    table.add_row("schema, contract", f"{manifest.schema_version}, {manifest.contract_version}")
+    table.add_row("outrider", manifest.outrider_version)
+    table.add_row("tokens", f"{manifest.vocab_tokens:,}")
+    table.add_row("end of text", ", ".join(str(token) for token in manifest.generation.eos_token_ids) or "none")
     build = manifest.build
     if build is not None:
-        table.add_section()
         table.add_row("backend", f"{build.backend} {build.backend_version}", build.device)
         table.add_row("k", ", ".join(str(k) for k in build.k))
         table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
+        table.add_row("longest prompt chunk", str(build.max_prompt_chunk))
+        table.add_row("windows", ", ".join(str(window) for window in build.windows))
         table.add_section()
         for rows in sorted(build.costs["target"].keys() & build.costs["draft"].keys(), key=int):
-            costs = [build.costs[role][rows] for role in ("target", "draft")]
+            costs = [build.costs[role][rows] for role in ROLES]
             table.add_row(f"{rows} rows, ms", *(f"{c.median:.2f} ({c.fastest:.2f}-{c.slowest:.2f})" for c in costs))
     return table
 

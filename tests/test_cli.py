@@ -29,6 +29,8 @@ def test_the_three_commands(checkpoints: Path, tmp_path: Path) -> None:
     assert inspected.returncode == 0, inspected.stderr
     assert "every file is as it was sealed" in inspected.stdout
     assert "target/model.onnx.data" in inspected.stdout
+    for row in ("schema, contract", "tokens", "end of text", "capacity, batch", "windows", "longest prompt chunk", "layers"):
+        assert row in inspected.stdout
 
 
 def test_json_is_one_object_and_nothing_else(shipped_bundle: Path) -> None:
