@@ -29,9 +29,9 @@ def staged(destination: Path) -> Iterator[Path]:
     Raises:
         FolderError: the destination exists, cannot be written, or is being written; or the disk is full.
     """
-    if os.path.lexists(os.path.abspath(destination)):
-        raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
     whole = Path(os.path.abspath(destination))  # without `..`, which nothing can be renamed to
+    if os.path.lexists(whole):
+        raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
     parent, name = whole.parent, whole.name
     partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
     made: list[Path] = []

@@ -28,7 +28,7 @@ from outrider.engines.manifest import (
 from outrider.engines.progress import SILENT, Progress
 from outrider.export.parity import compare, exported_logits, reference, sample_tokens
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
-from outrider.export.step_model import save_step_model
+from outrider.export.step_model import trace
 from outrider.export.vocabulary import check_same_vocabulary
 
 
@@ -92,7 +92,7 @@ def _export_model(
     want, layers = reference(model, sample)
     progress.stage(f"tracing the {role}")
     path.parent.mkdir()
-    save_step_model(model, layers, path)
+    trace(model, layers).save(path, external_data=True)
     del model
     gc.collect()
     progress.stage(f"checking the {role}'s graph against the checkpoint")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
@@ -16,8 +15,7 @@ from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache
 from outrider.engines.errors import ParityError, UnsupportedModelError
 from outrider.engines.manifest import Parity
 from outrider.engines.onnxruntime import CPU, first_line, session_options
-
-Floats = npt.NDArray[np.float32]
+from outrider.engines.session import Floats
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows of each run: prefill, decode and verify shapes, none a multiple of another
 CAPACITY = 32

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -173,11 +172,6 @@ class StepModel(nn.Module):
         if trace.attended != len(layers) or not all(layer.updated for layer in layers):
             raise UnsupportedModelError("it has attention code of its own, outside transformers' attention interface")
         return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
-
-
-def save_step_model(model: PreTrainedModel, layers: list[tuple[int, int, int]], path: Path) -> None:
-    """Trace `model` and save it at `path`, its weights in one file beside it; see `trace`."""
-    trace(model, layers).save(path, external_data=True)
 
 
 def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> torch.onnx.ONNXProgram:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outrider.engines.bundle import open_bundle, open_session
 from outrider.engines.errors import EngineError, UsageError
-from outrider.engines.manifest import Build, Manifest
+from outrider.engines.manifest import ROLES, Build, Manifest
 from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Session
 from outrider.runtime.drafter import ModelDrafter
@@ -61,7 +61,7 @@ class Outrider:
         """
         folder = Path(bundle)
         manifest, build = open_bundle(folder, progress)
-        target, draft = (open_session(folder, manifest, build, role, batch=1) for role in ("target", "draft"))
+        target, draft = (open_session(folder, manifest, build, role, batch=1) for role in ROLES)
         return cls(manifest, build, Text(folder, manifest), target, draft)
 
     @property

@@ -19,7 +19,7 @@ import transformers as hf
 from outrider.engines.errors import UnsupportedModelError
 from outrider.export.parity import CHUNKS, exported_logits, reference
 from outrider.export.source import Source, load_model, read_config
-from outrider.export.step_model import save_step_model, trace
+from outrider.export.step_model import trace
 from outrider.tests.support import ROOT, write_checkpoint
 
 COMMON = {
@@ -96,7 +96,7 @@ def test_uneven_chunks_equal_eager_transformers(name: str, tmp_path: Path) -> No
     tokens = torch.randint(1, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
     want, layers = reference(model, tokens)
     path = tmp_path / "model.onnx"
-    save_step_model(model, layers, path)
+    trace(model, layers).save(path, external_data=True)
     got = exported_logits(path, tokens, layers, "fp32")
     difference = float(np.abs(want - got).max())
     assert difference <= 1e-4
