@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shutil
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from outrider.engines.bundle import open_session
-from outrider.engines.contract import window_buckets
+from outrider.engines.bundle import open_sampler, open_session
+from outrider.engines.contract import SAMPLERS, sampler_tensors, window_buckets
 from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import check_files, read_manifest, staged
-from outrider.engines.manifest import MANIFEST, Build, Cost, Manifest
+from outrider.engines.manifest import MANIFEST, ROLES, Build, Cost, Manifest
 from outrider.engines.progress import SILENT, Progress
-from outrider.engines.session import Session
+from outrider.engines.session import Sampler, Session
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
@@ -70,12 +71,7 @@ def build_engine(
             windows=window_buckets(capacity),
             costs={},
         )
-        costs = {}
-        for role in manifest.models:
-            progress.stage(f"measuring the {role}")
-            session = open_session(folder, manifest, build, role, batch)
-            costs[role] = _measure(session, [1, 2, max_prompt_chunk, *(size + 1 for size in k)])
-            del session  # one model in memory at a time
+        costs = _measure(folder, manifest, build, progress)
         sealed = msgspec.structs.replace(manifest, build=msgspec.structs.replace(build, costs=costs))
         (folder / MANIFEST).write_bytes(sealed.encode())
     return sealed
@@ -122,17 +118,60 @@ def _backend_version() -> str:
     return version
 
 
-def _measure(session: Session, shapes: list[int]) -> dict[str, Cost]:
-    """The cost of a pass of each number of rows; that it runs at all is checked with it."""
+def _measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, Cost]]:
+    """The cost of every pass that a round may make; that the engines run at all is checked with it."""
+    passes = [k + 1 for k in build.k]
     costs = {}
-    for rows in sorted(set(shapes)):
-        ids = np.zeros((session.batch, rows), dtype=np.int64)
-        positions = np.zeros(session.batch, dtype=np.int64)
-        session.run(ids, positions)
-        times = []
-        for _ in range(TIMED_RUNS):
-            before = session.seconds
-            session.run(ids, positions)
-            times.append(round(1000 * (session.seconds - before), 4))
-        costs[str(rows)] = Cost(median=statistics.median(times), fastest=min(times), slowest=max(times), runs=TIMED_RUNS)
+    for role in ROLES:
+        progress.stage(f"measuring the {role}")
+        session = open_session(folder, manifest, build, role, build.batch)
+        costs[role] = {str(rows): _cost(_step(session, rows)) for rows in sorted({1, 2, build.max_prompt_chunk, *passes})}
+        del session  # one model in memory at a time
+    progress.stage("measuring the samplers")
+    sizes = {"drafter": [1], "verifier": [1, *passes], "logprobs": [1, *passes]}
+    for name in SAMPLERS:
+        sampler = open_sampler(folder, manifest, build, name)
+        costs[name] = {str(rows): _cost(_sampling(sampler, name, manifest, rows)) for rows in sizes[name]}
     return costs
+
+
+def _step(session: Session, rows: int) -> Callable[[], float]:
+    """A pass of so many rows, which returns its seconds."""
+    ids = np.zeros((session.batch, rows), dtype=np.int64)
+    positions = np.zeros(session.batch, dtype=np.int64)
+
+    def run() -> float:
+        before = session.seconds
+        session.run(ids, positions)
+        return session.seconds - before
+
+    return run
+
+
+def _sampling(sampler: Sampler, name: str, manifest: Manifest, rows: int) -> Callable[[], float]:
+    """A run of a sampler at temperature 1, for one sequence, which returns its seconds."""
+    sizes = {"batch": 1, "rows": rows, "edits": 1, "top": 1}
+    rows_of = {role: model.vocab_rows for role, model in manifest.models.items()}
+    inputs, outputs = (
+        {
+            each.name: np.zeros([size if isinstance(size, int) else sizes[size] for size in each.shape], np.dtype(each.dtype))
+            for each in tensors
+        }
+        for tensors in sampler_tensors(name, rows_of["target"], rows_of["draft"])
+    )
+    inputs["candidates"][:] = 1
+    if "settings" in inputs:
+        inputs["settings"][:] = [1, 0, 1, 0, 1, 0, 0, 0]
+
+    def run() -> float:
+        before = sampler.seconds
+        sampler.run(inputs, outputs)
+        return sampler.seconds - before
+
+    return run
+
+
+def _cost(run: Callable[[], float]) -> Cost:
+    run()
+    times = [round(1000 * run(), 4) for _ in range(TIMED_RUNS)]
+    return Cost(median=statistics.median(times), fastest=min(times), slowest=max(times), runs=TIMED_RUNS)

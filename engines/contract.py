@@ -1,5 +1,7 @@
-"""The step model's contract: the names, types and shapes of an engine's tensors, which every stage agrees on.
+"""The engines' contract: the names, types and shapes of their tensors, which every stage agrees on.
 
+The step model
+--------------
 B is the batch, S the rows of this run (k+1 to verify, 1 to decode, a chunk to prefill), L the window of the cache
 that this run looks at, C the capacity, Hkv and D the key/value heads of one layer and their width, V the vocabulary
 rows of the model's head.
@@ -17,13 +19,39 @@ A row sees the keys at `key_positions <= positions + row`. Whatever lies in the 
 draft tokens costs nothing: the next run writes from a smaller position. (It must be finite, though: nothing times NaN is
 NaN. So a session that met NaN is cleared.) Engines do not check
 `positions + S <= C`; sessions do.
+
+The samplers
+------------
+Three graphs turn logits into tokens: the `drafter` after each step of the draft model, the `verifier` after a pass of the
+target, and `logprobs` where a request asks for them. What they compute is in `export/sampler.py`. Here V is the width of
+the target's logits, Vd the draft's, S the rows of the target's pass, N the entries of the edit table, K the candidates
+that top_k and top_p choose from.
+
+| tensor | type, shape | meaning |
+|---|---|---|
+| `logits` | float32 [B, S, V]; drafter [B, 1, Vd] | a step model's |
+| `drafted` | int64 [B, S] | the drafted tokens, the one after row i at i; what lies beyond them is not looked at |
+| `drafted_count` | int64 [B] | how many they are, 0..S-1: 0 is plain decoding |
+| `first_row` | int64 [1] | drafter only: how many tokens are drafted already |
+| `q` | float32 [B, V] out of the drafter, [S, B, V] into the verifier | what each drafted token was drawn from |
+| `settings` | float32 [B, 8] | see `SETTINGS` |
+| `edit_ids` | int64 [B, N] | tokens whose logits are changed; entries of one token must be equal; N at least 1 |
+| `edits` | float32 [B, N, 4] | see `EDITS` |
+| `uniforms` | float32 in [0, 1): drafter [B, 2], verifier [B, S, 3] | drawing: block and token; accepting, block and token |
+| `candidates` | int64 [1] | K |
+| `token` | int64 [B, 1] | the drafted token |
+| `accepted` | int64 [B] | drafted tokens accepted, from the first on |
+| `tokens` | int64 [B, S] | those and the target's own after them, then -1 |
+| `status` | int64 [B] | `FINE`, `WIDE` or `NOT_FINITE` |
+| `logprobs` | float32 [B, S] | natural logarithm of the target's own probability of `tokens`, before edits and warping |
+| `top_ids`, `top_logprobs` | [B, S, n] | the n most likely tokens, n being `candidates` |
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2
 
 INPUT_IDS = "input_ids"
 POSITIONS = "positions"
@@ -36,6 +64,38 @@ WINDOW_DIM = "window"
 CAPACITY_DIM = "capacity"
 
 SMALLEST_WINDOW = 64
+
+SETTINGS = (
+    "temperature",  # 0 is greedy
+    "top_k",  # 0 keeps all
+    "top_p",  # 1 keeps all
+    "min_p",  # 0 keeps all
+    "repetition_penalty",  # 1 changes nothing
+    "presence_penalty",
+    "frequency_penalty",
+    "exact_match",  # the acceptance rule: 0 rejection, 1 exact-match
+)
+EDITS = (
+    "bias",  # added to the logit
+    "count",  # how often the answer has the token
+    "seen",  # 1 where prompt or answer has it
+    "banned_rows",  # in rows before this one its logit is minus infinity
+)
+
+FINE = 0
+WIDE = 1  # top_k or top_p reach beyond the candidates: run again with more
+NOT_FINITE = 2  # the logits hold NaN or infinity
+
+SAMPLERS = ("drafter", "verifier", "logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One input or output of a sampler; a dimension is a size or a name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +128,41 @@ def window_buckets(capacity: int) -> list[int]:
         buckets.append(window)
         window *= 2
     return [*buckets, capacity]
+
+
+def sampler_tensors(sampler: str, vocab_rows: int, draft_rows: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The inputs and outputs, in order, of one of `SAMPLERS`."""
+    drafted = Tensor("drafted", "int64", ("batch", "rows"))
+    request = [
+        Tensor("settings", "float32", ("batch", len(SETTINGS))),
+        Tensor("edit_ids", "int64", ("batch", "edits")),
+        Tensor("edits", "float32", ("batch", "edits", len(EDITS))),
+    ]
+    candidates = Tensor("candidates", "int64", (1,))
+    logits = Tensor("logits", "float32", ("batch", "rows", vocab_rows))
+    status = Tensor("status", "int64", ("batch",))
+    if sampler == "drafter":
+        return [
+            Tensor("logits", "float32", ("batch", 1, draft_rows)),
+            drafted,
+            Tensor("first_row", "int64", (1,)),
+            *request,
+            Tensor("uniforms", "float32", ("batch", 2)),
+            candidates,
+        ], [Tensor("token", "int64", ("batch", 1)), Tensor("q", "float32", ("batch", vocab_rows)), status]
+    if sampler == "verifier":
+        return [
+            logits,
+            drafted,
+            Tensor("drafted_count", "int64", ("batch",)),
+            Tensor("q", "float32", ("rows", "batch", vocab_rows)),
+            *request,
+            Tensor("uniforms", "float32", ("batch", "rows", 3)),
+            candidates,
+        ], [Tensor("accepted", "int64", ("batch",)), Tensor("tokens", "int64", ("batch", "rows")), status]
+    top = ("batch", "rows", "top")
+    return [logits, Tensor("tokens", "int64", ("batch", "rows")), candidates], [
+        Tensor("logprobs", "float32", ("batch", "rows")),
+        Tensor("top_ids", "int64", top),
+        Tensor("top_logprobs", "float32", top),
+    ]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION, window_buckets
+from outrider.engines.contract import CONTRACT_VERSION, SAMPLERS, window_buckets
 from outrider.engines.errors import FolderError
 
 SCHEMA_VERSION = 1
@@ -26,6 +26,11 @@ Rows = Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,14}$")]
 def model_file(role: str) -> str:
     """The path of a role's graph inside an export or a bundle; its weights lie beside it with `.data` added."""
     return f"{role}/model.onnx"
+
+
+def sampler_file(name: str) -> str:
+    """The path of one of `contract.SAMPLERS` inside an export or a bundle."""
+    return f"sampler/{name}.onnx"
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -88,7 +93,12 @@ class Build(Struct, frozen=True):
     batch: Positive
     max_prompt_chunk: Positive
     windows: list[Positive]
-    costs: dict[str, dict[Rows, Cost]]  # role -> rows of the pass -> cost
+    costs: dict[str, dict[Rows, Cost]]  # role or sampler -> rows of the pass -> cost
+
+    @property
+    def max_rows(self) -> int:
+        """The longest pass that an engine is built for."""
+        return max(self.max_prompt_chunk, self.k[-1] + 1, 2)
 
 
 class Manifest(Struct, frozen=True):
@@ -144,6 +154,7 @@ def _check(manifest: Manifest) -> None:
     if sorted(manifest.models) != sorted(ROLES):
         raise msgspec.ValidationError(f"it names the models {sorted(manifest.models)}, not {sorted(ROLES)}")
     needed = {TOKENIZER} | {name for role in ROLES for name in (model_file(role), model_file(role) + ".data")}
+    needed |= {sampler_file(name) for name in SAMPLERS}
     if missing := sorted(needed - manifest.files.keys()):
         raise msgspec.ValidationError(f"it does not list {missing[0]}")
     rows = manifest.models["target"].vocab_rows

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors
+from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors, sampler_tensors
 from outrider.engines.errors import EngineError
 from outrider.engines.manifest import Model
-from outrider.engines.session import Floats, Int64s, Session
+from outrider.engines.session import Floats, Int64s, Sampler, Session, Tensors
 
 CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}
 CPU = "CPUExecutionProvider"
@@ -55,12 +55,7 @@ class OnnxRuntimeSession(Session):
                 f"ONNX Runtime has no CPU kernels for {model.precision}",
                 "export again with --precision fp32 or --precision fp16",
             )
-        try:
-            self._engine = onnxruntime.InferenceSession(str(path), session_options(), providers=[CPU])
-        except Exception as error:  # its exceptions share no base but Exception
-            raise EngineError(
-                f"ONNX Runtime cannot load {path}: {first_line(error)}", "build the bundle again, with this onnxruntime"
-            ) from error
+        self._engine = _load(path)
         self._tensors = cache_tensors(model.layers)
         self._check_contract(path, model)
         dtype = CACHE_TYPES[model.precision]
@@ -75,7 +70,7 @@ class OnnxRuntimeSession(Session):
     def _check_contract(self, path: Path, model: Model) -> None:
         """Refuse a graph whose tensors are not those that the manifest says."""
         kind = {"fp32": "tensor(float)", "fp16": "tensor(float16)"}[model.precision]
-        want: dict[str, tuple[str, tuple[int | None, ...]]] = {
+        want: Want = {
             INPUT_IDS: ("tensor(int64)", (None, None)),
             POSITIONS: ("tensor(int64)", (None,)),
             KEY_POSITIONS: ("tensor(int64)", (None,)),
@@ -84,15 +79,7 @@ class OnnxRuntimeSession(Session):
         for tensor in self._tensors:
             shape = (None, tensor.heads, None, tensor.width)
             want[tensor.past] = want[tensor.present] = (kind, shape)
-        found = {}
-        for value in (*self._engine.get_inputs(), *self._engine.get_outputs()):
-            found[value.name] = (value.type, tuple(size if isinstance(size, int) else None for size in value.shape))
-        for name in sorted(want.keys() | found.keys()):
-            if want.get(name) != found.get(name):
-                raise EngineError(
-                    f"{path} is not the engine that the manifest describes: {name} is {found.get(name)}, not {want.get(name)}",
-                    "make the bundle again: outrider export, then outrider build-engine",
-                )
+        _check_tensors(path, self._engine, want)
 
     def _allocate(self, dtype: type, max_rows: int) -> None:
         self._ids = np.zeros(self.batch * max_rows, dtype=np.int64)
@@ -113,28 +100,87 @@ class OnnxRuntimeSession(Session):
             self._bindings[rows, window] = self._bind(rows, window)
         self._ids[: input_ids.size] = input_ids.reshape(-1)
         self._positions[:] = positions
-        try:
-            self._engine.run_with_iobinding(self._bindings[rows, window])
-        except Exception as error:
-            raise EngineError(f"ONNX Runtime failed in a run: {first_line(error)}", "build the bundle again") from error
+        _run(self._engine, self._bindings[rows, window])
         return self._logits[: self.batch * rows * self.vocab_rows].reshape(self.batch, rows, self.vocab_rows)
 
     def _bind(self, rows: int, window: int) -> Any:
         """The binding for one shape. Past and present get the same address, or ONNX Runtime copies the cache."""
         binding = self._engine.io_binding()
 
-        def bind(bound: Any, name: str, buffer: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-            bound(name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data)
-
-        bind(binding.bind_input, INPUT_IDS, self._ids, (self.batch, rows))
-        bind(binding.bind_input, POSITIONS, self._positions, (self.batch,))
-        bind(binding.bind_input, KEY_POSITIONS, self._key_positions, (window,))
-        bind(binding.bind_output, LOGITS, self._logits, (self.batch, rows, self.vocab_rows))
+        _bind(binding.bind_input, INPUT_IDS, self._ids, (self.batch, rows))
+        _bind(binding.bind_input, POSITIONS, self._positions, (self.batch,))
+        _bind(binding.bind_input, KEY_POSITIONS, self._key_positions, (window,))
+        _bind(binding.bind_output, LOGITS, self._logits, (self.batch, rows, self.vocab_rows))
         for tensor in self._tensors:
             buffer = self._cache[tensor.past]
-            bind(binding.bind_input, tensor.past, buffer, buffer.shape)
-            bind(binding.bind_output, tensor.present, buffer, buffer.shape)
+            _bind(binding.bind_input, tensor.past, buffer, buffer.shape)
+            _bind(binding.bind_output, tensor.present, buffer, buffer.shape)
         return binding
+
+
+class OnnxRuntimeSampler(Sampler):
+    """A sampler graph on ONNX Runtime's CPU provider."""
+
+    def __init__(self, path: Path, name: str, vocab_rows: int, draft_rows: int) -> None:
+        """Load `path`, one of `contract.SAMPLERS`.
+
+        Raises:
+            EngineError: ONNX Runtime refuses the graph, or it is not the one that the contract describes.
+        """
+        self._engine = _load(path)
+        inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
+        types = {"int64": "tensor(int64)", "float32": "tensor(float)"}
+        _check_tensors(path, self._engine, {each.name: (types[each.dtype], _sizes(each.shape)) for each in inputs + outputs})
+        self._outputs = [each.name for each in outputs]
+
+    def _run(self, inputs: Tensors, outputs: Tensors) -> None:
+        binding = self._engine.io_binding()
+        for name, tensor in inputs.items():
+            _bind(binding.bind_input, name, tensor, tensor.shape)
+        for name in self._outputs:
+            if name in outputs:
+                _bind(binding.bind_output, name, outputs[name], outputs[name].shape)
+            else:
+                binding.bind_output(name)
+        _run(self._engine, binding)
+
+
+Want = dict[str, tuple[str, tuple[int | None, ...]]]
+"""ONNX Runtime's type and the shape of each tensor; None where the size is free."""
+
+
+def _load(path: Path) -> Any:
+    try:
+        return onnxruntime.InferenceSession(str(path), session_options(), providers=[CPU])
+    except Exception as error:  # its exceptions share no base but Exception
+        raise EngineError(
+            f"ONNX Runtime cannot load {path}: {first_line(error)}", "build the bundle again, with this onnxruntime"
+        ) from error
+
+
+def _run(engine: Any, binding: Any) -> None:
+    try:
+        engine.run_with_iobinding(binding)
+    except Exception as error:
+        raise EngineError(f"ONNX Runtime failed in a run: {first_line(error)}", "build the bundle again") from error
+
+
+def _bind(bound: Any, name: str, buffer: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    bound(name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data)
+
+
+def _sizes(shape: Any) -> tuple[int | None, ...]:
+    return tuple(size if isinstance(size, int) else None for size in shape)
+
+
+def _check_tensors(path: Path, engine: Any, want: Want) -> None:
+    found = {each.name: (each.type, _sizes(each.shape)) for each in (*engine.get_inputs(), *engine.get_outputs())}
+    for name in sorted(want.keys() | found.keys()):
+        if want.get(name) != found.get(name):
+            raise EngineError(
+                f"{path} is not the engine that the manifest describes: {name} is {found.get(name)}, not {want.get(name)}",
+                "make the bundle again: outrider export, then outrider build-engine",
+            )
 
 
 def first_line(error: Exception) -> str:

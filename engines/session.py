@@ -1,10 +1,12 @@
-"""The one place where backends differ: a session runs a step model over a cache that it keeps in place."""
+"""The one place where backends differ: a session runs a step model over a cache that it keeps in place, a sampler one of
+the sampler graphs."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from outrider.engines.errors import EngineError
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Tensors = Mapping[str, npt.NDArray[Any]]
 
 
 class Session(ABC):
@@ -67,3 +70,24 @@ class Session(ABC):
     @abstractmethod
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         """The cache tensors by name, [B, Hkv, C, D]; for tests and tools."""
+
+
+class Sampler(ABC):
+    """One of the sampler graphs, ready to run. `seconds` is what its own runs took."""
+
+    seconds = 0.0
+
+    def run(self, inputs: Tensors, outputs: Tensors) -> None:
+        """Read `inputs` and fill `outputs`, both by the names of the contract, each a contiguous array of the contract's
+        type and shape. What an output has no array for is computed and dropped.
+
+        Raises:
+            EngineError: the backend failed.
+        """
+        started = time.perf_counter()
+        self._run(inputs, outputs)
+        self.seconds += time.perf_counter() - started
+
+    @abstractmethod
+    def _run(self, inputs: Tensors, outputs: Tensors) -> None:
+        """The run itself."""

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import onnx_ir as ir
 import transformers
 
 import outrider
-from outrider.engines.contract import CONTRACT_VERSION
+from outrider.engines.contract import CONTRACT_VERSION, SAMPLERS
 from outrider.engines.errors import UnsupportedModelError
 from outrider.engines.folder import digest_all, staged
 from outrider.engines.manifest import (
@@ -24,9 +25,11 @@ from outrider.engines.manifest import (
     Manifest,
     Model,
     model_file,
+    sampler_file,
 )
 from outrider.engines.progress import SILENT, Progress
 from outrider.export.parity import compare, exported_logits, reference, sample_tokens
+from outrider.export.sampler import sampler
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.step_model import trace
 from outrider.export.vocabulary import check_same_vocabulary
@@ -57,6 +60,7 @@ def export_pair(target: str, draft: str, output: Path, *, precision: str, progre
             )
             generation = generation or defaults
         _write_text(folder, tokenizers["target"])
+        _write_samplers(folder, models["target"].vocab_rows, models["draft"].vocab_rows)
         assert generation is not None
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -114,6 +118,13 @@ def _write_text(folder: Path, tokenizer: TokenizerFiles) -> None:
     (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8")
     if tokenizer.chat_template is not None:
         (folder / CHAT_TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")
+
+
+def _write_samplers(folder: Path, vocab_rows: int, draft_rows: int) -> None:
+    for name in SAMPLERS:
+        path = folder / sampler_file(name)
+        path.parent.mkdir(exist_ok=True)
+        ir.save(sampler(name, vocab_rows, draft_rows), path)
 
 
 @contextmanager

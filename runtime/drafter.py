@@ -5,25 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from outrider.engines.session import Floats, Session
-from outrider.runtime.acceptance import greedy
+from outrider.runtime.sampler import Request, TokenSampler
 
 
 class ModelDrafter:
     """Proposes tokens with the draft model, one sequence at a time."""
 
-    def __init__(self, session: Session, chunk: int, vocab_rows: int):
-        """`chunk` is the longest prefill run; `vocab_rows` the width of the target's logits: nothing beyond it is ever
-        proposed."""
+    def __init__(self, session: Session, chunk: int):
+        """`chunk` is the longest prefill run."""
         self.session = session
         self._chunk = chunk
-        self._width = min(vocab_rows, session.vocab_rows)
         self.written: list[int] = []  # the token behind each entry of the cache, confirmed or only drafted
         self._agreed = 0  # of these, how many are known to be confirmed
 
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self.written = []
-        self._agreed = 0
+    def rewind(self, length: int) -> None:
+        """Expect another continuation of the first `length` tokens."""
+        del self.written[length:]
+        self._agreed = min(self._agreed, length)
 
     def catch_up(self, tokens: list[int]) -> None:
         """Write whatever the cache lacks of all confirmed tokens but the last two, with which `propose` begins."""
@@ -33,8 +31,8 @@ class ModelDrafter:
         for at in range(self._agreed, len(tokens) - 2, self._chunk):
             self._run(tokens[at : min(at + self._chunk, len(tokens) - 2)], at)
 
-    def propose(self, tokens: list[int], count: int) -> list[int]:
-        """The draft's greedy continuation of `tokens`, `count` tokens long.
+    def propose(self, tokens: list[int], count: int, sampler: TokenSampler, request: Request) -> list[int]:
+        """The draft's continuation of `tokens`, `count` tokens long, drawn by `sampler`.
 
         The first run takes the last two confirmed tokens: after a round in which every drafted token was accepted, the
         entry of the last but one is not in the cache yet; otherwise it is written again with what it was. So both
@@ -46,7 +44,7 @@ class ModelDrafter:
         rows = tokens[position:]
         while len(drafted) < count:
             logits = self._run(rows, position)
-            drafted += greedy(logits[0, -1:, : self._width])
+            drafted.append(sampler.draft(request, logits[:, -1:], len(drafted)))
             position += len(rows)
             rows = drafted[-1:]
         return drafted

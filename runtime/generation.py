@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engines.bundle import open_bundle, open_session
+from outrider.engines.bundle import open_bundle, open_sampler, open_session
+from outrider.engines.contract import SAMPLERS
 from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.manifest import ROLES, Build, Manifest
 from outrider.engines.progress import SILENT, Progress
-from outrider.engines.session import Session
+from outrider.engines.session import Sampler, Session
 from outrider.runtime.drafter import ModelDrafter
-from outrider.runtime.loop import Loop
+from outrider.runtime.loop import Loop, Round
+from outrider.runtime.params import DEFAULTS, SamplingParams
+from outrider.runtime.sampler import Logprobs, Request, TokenSampler
 from outrider.runtime.stats import Stats
 from outrider.runtime.text import Piece, Text, TextStream
 
@@ -23,7 +26,7 @@ class Event:
     """What one round confirmed.
 
     `pieces` may lag behind `token_ids`: a character may need more tokens, and text that may become a stop string is
-    held back. `finish_reason` is None but on the last event: "stop" (end of text, or a stop string), "length"
+    held back. `finish_reason` is None but on the last event: "stop" (end of text, a stop string or stop token), "length"
     (`max_new_tokens`) or "capacity" (the bundle's cache is full).
     """
 
@@ -32,6 +35,7 @@ class Event:
     pieces: tuple[Piece, ...]
     stats: Stats  # of the whole generation so far; one object, which grows
     finish_reason: str | None = None
+    logprobs: tuple[Logprobs, ...] | None = None  # of each token, where they were asked for
 
     @property
     def text(self) -> str:
@@ -42,13 +46,18 @@ class Event:
 class Outrider:
     """A loaded bundle. One generation at a time: starting another ends the one before."""
 
-    def __init__(self, manifest: Manifest, build: Build, text: Text, target: Session, draft: Session):
+    def __init__(
+        self, manifest: Manifest, build: Build, text: Text, sessions: dict[str, Session], samplers: dict[str, Sampler]
+    ):
         self.manifest = manifest
         self.build = build
         self.text = text
-        self.sessions = {"target": target, "draft": draft}
-        chunk = build.max_prompt_chunk
-        self._loop = Loop(target, ModelDrafter(draft, chunk, target.vocab_rows), build.k, chunk)
+        self.sessions = sessions
+        self.samplers = samplers
+        self.vocab_rows = manifest.models["target"].vocab_rows
+        drafter = ModelDrafter(sessions["draft"], build.max_prompt_chunk)
+        sampler = TokenSampler(samplers, self.vocab_rows, build.k[-1] + 1)
+        self.loop = Loop(sessions["target"], drafter, sampler, build.k, build.max_prompt_chunk)
         self._running: object = None
 
     @classmethod
@@ -61,8 +70,9 @@ class Outrider:
         """
         folder = Path(bundle)
         manifest, build = open_bundle(folder, progress)
-        target, draft = (open_session(folder, manifest, build, role, batch=1) for role in ROLES)
-        return cls(manifest, build, Text(folder, manifest), target, draft)
+        sessions = {role: open_session(folder, manifest, build, role, batch=1) for role in ROLES}
+        samplers = {name: open_sampler(folder, manifest, build, name) for name in SAMPLERS}
+        return cls(manifest, build, Text(folder, manifest), sessions, samplers)
 
     @property
     def default_k(self) -> int:
@@ -72,18 +82,16 @@ class Outrider:
     def generate(
         self,
         prompt: str | Sequence[int],
+        params: SamplingParams = DEFAULTS,
         *,
-        max_new_tokens: int = 256,
         k: int | None = None,
-        stop: str | Sequence[str] = (),
         chat: bool = False,
     ) -> Iterator[Event]:
-        """Greedy continuation of a prompt (text, or token ids), one event a round.
+        """The continuation of a prompt (text, or token ids), one event a round.
 
         Args:
-            max_new_tokens: at least 1.
+            params: how tokens are chosen, and when the text ends; greedy and 256 tokens where nothing is said.
             k: draft tokens a round: 0 is plain decoding, else one that was built; None is `default_k`.
-            stop: a string or several that end the text; they are not part of it.
             chat: put the prompt into the bundle's chat template.
 
         Raises:
@@ -92,36 +100,37 @@ class Outrider:
         """
         tokens = self.text.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         k = self.default_k if k is None else k
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._check(tokens, max_new_tokens, k, stop)
-        return self._events(tokens, max_new_tokens, k, TextStream(self.text.tokenizer, tokens, stop))
+        self._check(tokens, k)
+        params.check_tokens(self.vocab_rows)
+        return self._events(tokens, params, k)
 
-    def _check(self, tokens: list[int], max_new_tokens: int, k: int, stop: tuple[str, ...]) -> None:
-        rows = self.manifest.models["target"].vocab_rows
+    def request(self, params: SamplingParams, prompt: list[int]) -> Request:
+        """The state of a new generation."""
+        return Request(params, prompt, [*self.manifest.generation.eos_token_ids, *params.stop_token_ids], self.vocab_rows)
+
+    def _check(self, tokens: list[int], k: int) -> None:
         if not tokens:
             raise UsageError("the prompt is empty", "give at least one token")
-        if not all(0 <= token < rows for token in tokens):
-            raise UsageError(f"the prompt has a token id outside 0..{rows - 1}", "use the bundle's own tokenizer")
+        if not all(0 <= token < self.vocab_rows for token in tokens):
+            raise UsageError(f"the prompt has a token id outside 0..{self.vocab_rows - 1}", "use the bundle's own tokenizer")
         if len(tokens) > self.build.capacity:
             raise UsageError(
                 f"the prompt has {len(tokens):,} tokens; the bundle's capacity is {self.build.capacity:,}",
                 "shorten it, or build the engine with a larger --capacity",
             )
-        if max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be at least 1", "ask for at least one token")
         if k != 0 and k not in self.build.k:
             built = ", ".join(str(size) for size in [0, *self.build.k])
             raise UsageError(
                 f"k = {k} was not built into this bundle; it has k = {built}", "choose one, or build again with --k"
             )
-        if not all(stop):
-            raise UsageError("a stop string is empty", "give at least one character")
 
-    def _events(self, prompt: list[int], limit: int, k: int, stream: TextStream) -> Iterator[Event]:
+    def _events(self, prompt: list[int], params: SamplingParams, k: int) -> Iterator[Event]:
         ticket = self._running = object()
         stats = Stats(prompt_tokens=len(prompt))
         started = time.perf_counter()
-        self._loop.start(prompt, k)
+        stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
+        request = self.request(params, prompt)
+        self.loop.start(prompt, request, k)
         stats.prompt_seconds = time.perf_counter() - started
         spent = stats.prompt_seconds
         finish_reason = None
@@ -129,38 +138,43 @@ class Outrider:
             if self._running is not ticket:
                 raise UsageError("another generation was started on this bundle", "finish one before starting the next")
             begun, engines = time.perf_counter(), self._engine_seconds()
-            wanted = min(limit - stats.emitted, self._loop.room)
+            wanted = min(params.max_new_tokens - stats.emitted, self.loop.room)
             try:
-                outcome = self._loop.round(k, wanted)
+                done = self.loop.round(k, wanted)
             except EngineError:
                 for session in self.sessions.values():
                     session.clear()
                 raise
-            ids, pieces, finish_reason = self._emit(outcome.drafted[: outcome.accepted], outcome.own, stream)
-            accepted = min(outcome.accepted, len(ids))
+            ids, pieces, finish_reason = self._emit(done, request, stats.emitted, stream)
+            accepted = min(len(done.tokens) - 1, len(ids))
             own = len(ids) - accepted
-            rejected = own if outcome.accepted < len(outcome.drafted) else 0  # the text may have ended before it
-            stats.count(len(outcome.drafted), accepted, rejected, own)
+            rejected = own if len(done.tokens) - 1 < done.drafted else 0  # the text may have ended before it
+            stats.count(done.drafted, accepted, rejected, own)
             if finish_reason is None and len(ids) == wanted:
-                finish_reason = "length" if stats.emitted == limit else "capacity"
+                finish_reason = "length" if stats.emitted == params.max_new_tokens else "capacity"
             if finish_reason is not None:
                 pieces += stream.finish()
             stats.engine_seconds += self._engine_seconds() - engines
             spent += time.perf_counter() - begun
             stats.seconds = spent  # the time between events is the caller's
             from_draft = tuple(index < accepted for index in range(len(ids)))
-            yield Event(tuple(ids), from_draft, tuple(pieces), stats, finish_reason)
+            logprobs = None if done.logprobs is None else tuple(done.logprobs[: len(ids)])
+            yield Event(tuple(ids), from_draft, tuple(pieces), stats, finish_reason, logprobs)
 
     def _engine_seconds(self) -> float:
-        return sum(session.seconds for session in self.sessions.values())
+        sessions = sum(session.seconds for session in self.sessions.values())
+        return sessions + sum(sampler.seconds for sampler in self.samplers.values())
 
-    def _emit(self, accepted: list[int], own: int, stream: TextStream) -> tuple[list[int], list[Piece], str | None]:
+    def _emit(
+        self, done: Round, request: Request, emitted: int, stream: TextStream
+    ) -> tuple[list[int], list[Piece], str | None]:
         """The round's tokens up to where the text ends, their text, and "stop" where it does end."""
         ids: list[int] = []
         pieces: list[Piece] = []
-        for token in [*accepted, own]:
-            pieces += stream.push(token, from_draft=len(ids) < len(accepted))
+        for token in done.tokens:
+            free = emitted + len(ids) < request.params.min_new_tokens
+            pieces += stream.push(token, from_draft=len(ids) < len(done.tokens) - 1, may_stop=not free)
             ids.append(token)
-            if stream.stopped or token in self.manifest.generation.eos_token_ids:
+            if stream.stopped or token in request.end_ids:
                 return ids, pieces, "stop"
         return ids, pieces, None

@@ -7,42 +7,51 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.engines.session import Session
-from outrider.runtime.acceptance import accepted_prefix, greedy
 from outrider.runtime.drafter import ModelDrafter
+from outrider.runtime.sampler import Logprobs, Request, TokenSampler
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """What one pass of the target decided."""
 
-    drafted: list[int]
-    accepted: int  # how many of them, from the first on
-    own: int  # the target's own token after those
+    drafted: int  # tokens that it checked
+    tokens: list[int]  # the accepted ones, and one of the target's own
+    logprobs: list[Logprobs] | None  # of each, where the request asks for them
 
 
 class Loop:
-    """One sequence on one pair of sessions.
+    """One sequence at a time on one pair of sessions.
 
     `tokens` are the confirmed ones. All but the last are in the target's cache, at their own index; whatever a rejected
     token left behind it is overwritten by the next round, because that round writes from a smaller position.
     """
 
-    def __init__(self, target: Session, drafter: ModelDrafter, k: list[int], chunk: int):
+    tokens: list[int]
+    request: Request
+
+    def __init__(self, target: Session, drafter: ModelDrafter, sampler: TokenSampler, k: list[int], chunk: int):
         """`k` are the built numbers of draft tokens, `chunk` the longest prefill run."""
         self.target = target
         self.drafter = drafter
-        self.tokens: list[int] = []
+        self.sampler = sampler
         self._k = sorted({0, *k})
         self._chunk = chunk
 
-    def start(self, prompt: list[int], k: int) -> None:
+    def start(self, prompt: list[int], request: Request, k: int) -> None:
         """Put the prompt into the target's cache, but for its last token, with which the first round begins; and into
         the draft's, where `k` says that one will be asked."""
-        self.tokens = list(prompt)
-        self.drafter.reset()
-        prefill(self.target, self.tokens[:-1], self._chunk)
+        self.drafter.rewind(0)
+        self.restart(prompt, request)
+        prefill(self.target, prompt[:-1], self._chunk)
         if k:
-            self.drafter.catch_up(self.tokens)
+            self.drafter.catch_up(prompt)
+
+    def restart(self, prompt: list[int], request: Request) -> None:
+        """Answer once more the prompt that the caches hold."""
+        self.drafter.rewind(len(prompt))
+        self.tokens = list(prompt)
+        self.request = request
 
     @property
     def room(self) -> int:
@@ -56,14 +65,17 @@ class Loop:
         shape are padding that nobody looks at.
         """
         rows, count = self._shape(k, wanted)
-        drafted = self.drafter.propose(self.tokens, count) if count else []
+        drafted = self.drafter.propose(self.tokens, count, self.sampler, self.request) if count else []
         padding = [self.tokens[-1]] * (rows - 1 - count)
         batch = np.array([[self.tokens[-1], *drafted, *padding]], dtype=np.int64)
         logits = self.target.run(batch, np.array([len(self.tokens) - 1], dtype=np.int64))
-        targets = greedy(logits[0, : count + 1])
-        accepted = accepted_prefix(drafted, targets)
-        self.tokens += targets[: accepted + 1]
-        return Round(drafted, accepted, targets[accepted])
+        tokens = self.sampler.verify(self.request, logits, count)
+        logprobs = None
+        if self.request.params.logprobs is not None:
+            logprobs = self.sampler.logprobs(self.request, logits, tokens)
+        self.tokens += tokens
+        self.request.advance(tokens)
+        return Round(count, tokens, logprobs)
 
     def _shape(self, k: int, wanted: int) -> tuple[int, int]:
         """(rows of the target's pass, tokens to draft): the smallest built shape for as many tokens as are useful, or

@@ -115,8 +115,8 @@ class TextStream:
         self._from_draft = False
         self.stopped = False
 
-    def push(self, token: int, from_draft: bool) -> list[Piece]:
-        """The text that this token sets free; `stopped` is set where it completes a stop string."""
+    def push(self, token: int, from_draft: bool, may_stop: bool = True) -> list[Piece]:
+        """The text that this token sets free; `stopped` is set where it completes a stop string, if it may."""
         self._from_draft = from_draft
         text = self._step(token)
         if text is None:
@@ -124,6 +124,8 @@ class TextStream:
         text, self._echo = text.removeprefix(self._echo), ""
         self._held.append((text, from_draft))
         held = "".join(piece for piece, _ in self._held)
+        if not may_stop:
+            return self._release(len(held))
         found = [at for at in (held.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.stopped = True

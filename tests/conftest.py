@@ -9,6 +9,7 @@ import torch
 
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.tests.samplers import Graphs, sampler_graphs
 from outrider.tests.support import PAIR, build, llama, write_checkpoint
 
 torch.set_num_threads(2)
@@ -53,3 +54,8 @@ def tiny(tiny_bundle: Path) -> Outrider:
 @pytest.fixture(scope="session")
 def shipped(shipped_bundle: Path) -> Outrider:
     return Outrider.load(shipped_bundle)
+
+
+@pytest.fixture(scope="session")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
+    return sampler_graphs(tmp_path_factory.mktemp("samplers"))

@@ -11,7 +11,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from outrider import Outrider
+from outrider import Outrider, SamplingParams
 from outrider.runtime.stats import Stats
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +27,7 @@ def main() -> None:
     found: dict[str, list[Stats]] = defaultdict(list)
     for line in (HERE / "heldout.jsonl").read_text(encoding="utf-8").splitlines():
         prompt = json.loads(line)
-        *_, last = outrider.generate(prompt["prompt"], k=options.k, max_new_tokens=options.tokens)
+        *_, last = outrider.generate(prompt["prompt"], SamplingParams(max_new_tokens=options.tokens), k=options.k)
         found[prompt["workload"]].append(last.stats)
     print(f"| workload | prompts | tokens | mean acceptance length, k = {options.k} | acceptance rate | by position |")
     print("|---|---|---|---|---|---|")

@@ -13,6 +13,7 @@ from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import read_manifest
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
 from outrider.tests.support import build
 
 
@@ -83,8 +84,9 @@ def test_half_precision_on_the_cpu(checkpoints: Path, tmp_path: Path, precision:
         assert not (tmp_path / "bundle").exists()
         return
     outrider = Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle"))
+    params = SamplingParams(max_new_tokens=60)
     plain, speculative = (
-        [token for event in outrider.generate("the quick", max_new_tokens=60, k=k) for token in event.token_ids] for k in (0, 4)
+        [token for event in outrider.generate("the quick", params, k=k) for token in event.token_ids] for k in (0, 4)
     )
     assert plain == speculative
 

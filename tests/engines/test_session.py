@@ -17,6 +17,7 @@ from outrider.engines.contract import window_buckets
 from outrider.engines.errors import EngineError
 from outrider.engines.session import Session
 from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
 from outrider.tests.support import build
 
 IDS = np.array([[5, 9, 11, 40, 2, 77, 8, 30, 4]], dtype=np.int64)
@@ -56,8 +57,8 @@ def test_the_cache_is_written_in_place(session: Session) -> None:
 
 RUN = """
 import sys
-from outrider import Outrider
-events = Outrider.load(sys.argv[1]).generate("the quick brown fox", max_new_tokens=80, k=4)
+from outrider import Outrider, SamplingParams
+events = Outrider.load(sys.argv[1]).generate("the quick brown fox", SamplingParams(max_new_tokens=80), k=4)
 print(len([token for event in events for token in event.token_ids]))
 """
 
@@ -123,10 +124,10 @@ def test_an_engine_that_is_not_what_the_manifest_says_is_refused(tiny_bundle: Pa
 
 THREADS = """
 import os, sys
-from outrider import Outrider
+from outrider import Outrider, SamplingParams
 before = len(os.listdir("/proc/self/task"))
 loaded = Outrider.load(sys.argv[1])
-list(loaded.generate("the", max_new_tokens=9))
+list(loaded.generate("the", SamplingParams(max_new_tokens=9)))
 print(len(os.listdir("/proc/self/task")) - before)
 """
 
@@ -142,6 +143,6 @@ def test_both_sessions_share_one_pool_of_the_size_asked_for(tiny_bundle: Path) -
 
 
 def test_time_in_the_engine_is_counted(tiny: Outrider) -> None:
-    stats = list(tiny.generate("the quick", max_new_tokens=30, k=4))[-1].stats
+    stats = list(tiny.generate("the quick", SamplingParams(max_new_tokens=30), k=4))[-1].stats
     assert 0 < stats.engine_seconds < stats.seconds - stats.prompt_seconds
     assert 0 < stats.outside_engines < 1

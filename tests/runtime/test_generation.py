@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import Generation
 from outrider.export.pair import export_pair
-from outrider.runtime.acceptance import accepted_prefix, greedy
 from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
 from outrider.runtime.stats import Stats
 from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
 
 
-def text_of(outrider: Outrider, prompt: str, **options: object) -> str:
-    return "".join(event.text for event in outrider.generate(prompt, **options))  # type: ignore[arg-type]
+def text_of(outrider: Outrider, prompt: str, *, k: int | None = None, **params: Any) -> str:
+    return "".join(event.text for event in outrider.generate(prompt, SamplingParams(**params), k=k))
 
 
-def ids_of(outrider: Outrider, prompt: str | list[int], **options: object) -> list[int]:
-    events = outrider.generate(prompt, **options)  # type: ignore[arg-type]
+def ids_of(outrider: Outrider, prompt: str | list[int], *, k: int | None = None, **params: Any) -> list[int]:
+    events = outrider.generate(prompt, SamplingParams(**params), k=k)
     return [token for event in events for token in event.token_ids]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 def test_never_more_tokens_than_asked_for(tiny: Outrider, limit: int, k: int) -> None:
-    events = list(tiny.generate("the quick", max_new_tokens=limit, k=k))
+    events = list(tiny.generate("the quick", SamplingParams(max_new_tokens=limit), k=k))
     assert sum(len(event.token_ids) for event in events) == limit
     assert events[-1].finish_reason == "length"
     assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
@@ -47,7 +47,7 @@ def test_the_end_of_text_token_ends_the_text_anywhere_in_a_round(tiny_export: Pa
     free = ids_of(Outrider.load(bundle), "the lazy dog", max_new_tokens=12, k=0)
     for end in dict.fromkeys(free):
         reseal(bundle, generation=Generation(eos_token_ids=[end], special_tokens={}))
-        events = list(Outrider.load(bundle).generate("the lazy dog", max_new_tokens=12, k=k))
+        events = list(Outrider.load(bundle).generate("the lazy dog", SamplingParams(max_new_tokens=12), k=k))
         stats = events[-1].stats
         assert [token for event in events for token in event.token_ids] == free[: free.index(end) + 1]
         assert events[-1].finish_reason == "stop"
@@ -60,7 +60,7 @@ def test_the_end_of_text_token_ends_the_text_anywhere_in_a_round(tiny_export: Pa
 def test_a_stop_string_ends_the_text(tiny: Outrider, k: int) -> None:
     whole = text_of(tiny, "the quick", max_new_tokens=40, k=0)
     stop = whole[20:24]
-    events = list(tiny.generate("the quick", max_new_tokens=40, k=k, stop=[stop]))
+    events = list(tiny.generate("the quick", SamplingParams(max_new_tokens=40, stop=[stop]), k=k))
     assert "".join(event.text for event in events) == whole[: whole.index(stop)]
     assert events[-1].finish_reason == "stop"
 
@@ -83,8 +83,6 @@ def test_a_prompt_that_fills_the_capacity_still_gets_one_token(tiny: Outrider) -
         ("a\udce9b", {}, "not UTF-8"),
         ("the", {"k": 3}, "k = 3 was not built into this bundle; it has k = 0, 1, 2, 4, 8"),
         ("the", {"k": -1}, "k = -1 was not built"),
-        ("the", {"max_new_tokens": 0}, "at least 1"),
-        ("the", {"stop": [""]}, "stop string is empty"),
     ],
 )
 def test_a_wrong_request_is_refused_at_once(
@@ -97,7 +95,7 @@ def test_a_wrong_request_is_refused_at_once(
 
 def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None:
     fresh = ids_of(tiny, "the lazy dog", max_new_tokens=20, k=4)
-    abandoned = tiny.generate("0123456789", max_new_tokens=60, k=8)
+    abandoned = tiny.generate("0123456789", SamplingParams(max_new_tokens=60), k=8)
     next(abandoned)
     assert ids_of(tiny, "the lazy dog", max_new_tokens=20, k=4) == fresh
     with pytest.raises(UsageError, match="another generation was started"):
@@ -125,23 +123,6 @@ def test_a_token_beyond_the_drafts_padding_costs_only_acceptance(tmp_path: Path)
     plain = ids_of(outrider, "the quick brown", max_new_tokens=40, k=0)
     assert max(plain) >= 352
     assert ids_of(outrider, "the quick brown", max_new_tokens=40, k=4) == plain
-
-
-def test_greedy_takes_the_first_of_equals_and_finds_nan_anywhere() -> None:
-    logits = np.zeros((3, 8), dtype=np.float32)
-    logits[1, 5] = 2
-    assert greedy(logits) == [0, 5, 0]
-    for value in (np.nan, np.inf):
-        broken = logits.copy()
-        broken[2, 3] = value
-        with pytest.raises(EngineError, match="not finite"):
-            greedy(broken)
-
-
-def test_the_accepted_prefix_ends_at_the_first_difference() -> None:
-    assert accepted_prefix([1, 2, 3], [1, 2, 3, 9]) == 3
-    assert accepted_prefix([1, 2, 3], [1, 7, 3, 9]) == 1
-    assert accepted_prefix([], [4]) == 0
 
 
 def test_rates_have_the_denominators_that_they_say() -> None:

@@ -21,6 +21,7 @@ from outrider.engines.session import Floats, Int64s
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.loop import prefill
+from outrider.runtime.params import SamplingParams
 from outrider.tests.support import PAIR, build, reseal, write_checkpoint
 
 K = (1, 2, 4, 8)
@@ -63,7 +64,7 @@ def bundles(folders: dict[str, Path]) -> dict[str, Outrider]:
 
 
 def run(outrider: Outrider, prompt: str, k: int, limit: int = 2 * CAPACITY) -> list[Event]:
-    return list(outrider.generate(prompt, k=k, max_new_tokens=limit))
+    return list(outrider.generate(prompt, SamplingParams(max_new_tokens=limit), k=k))
 
 
 def tokens(events: list[Event]) -> list[int]:
@@ -137,8 +138,8 @@ def test_the_cache_is_that_of_a_fresh_prefill(
     """After rejections, what the caches hold up to the confirmed position is what a prefill of the text writes there."""
     outrider = bundles[draft]
     run(outrider, PROMPTS["support"], k, limit=60)
-    confirmed = outrider._loop.tokens
-    written = outrider._loop.drafter.written
+    confirmed = outrider.loop.tokens
+    written = outrider.loop.drafter.written
     agreed = next((at for at, (a, b) in enumerate(zip(written, confirmed, strict=False)) if a != b), len(written))
     assert agreed >= len(confirmed) - k - 1
     ends = {"target": len(confirmed) - 1, "draft": agreed}
@@ -167,7 +168,7 @@ def test_the_draft_runs_two_rows_and_then_single_ones(
     monkeypatch.setattr(session, "_run", watched)
     length = len(outrider.text.encode(prompt, chat=False))
     want = [(at, min(CHUNK, length - 2 - at)) for at in range(0, length - 2, CHUNK)]
-    for event in islice(outrider.generate(prompt, k=k, max_new_tokens=60), 6):
+    for event in islice(outrider.generate(prompt, SamplingParams(max_new_tokens=60), k=k), 6):
         want += [(length - 2, 2), *((length + at, 1) for at in range(k - 1))]
         assert runs == want
         length += len(event.token_ids)

@@ -1,0 +1,1 @@
+"""The losslessness audit: does a bundle emit what its target alone would?"""

@@ -1,0 +1,116 @@
+"""What an audit found, part by part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+
+from outrider.audit.statistics import Comparison
+
+NEAR_TIES = 0.05  # share of the greedy comparisons that may end in one
+
+
+@dataclass(frozen=True, slots=True)
+class NearTie:
+    """Where greedy texts part, and the plain model's own choice changes with the number of rows of a pass."""
+
+    prompt: str
+    k: int
+    place: int  # tokens of the answer before it
+    plain: int
+    speculative: int
+
+
+@dataclass(slots=True)
+class Greedy:
+    """Speculative against plain text."""
+
+    compared: int = 0
+    near_ties: list[NearTie] = field(default_factory=list)
+    differences: list[NearTie] = field(default_factory=list)  # which the number of rows does not explain
+
+    @property
+    def allowed(self) -> int:
+        """Near-ties that pass."""
+        return math.ceil(NEAR_TIES * self.compared)
+
+    @property
+    def passed(self) -> bool:
+        return not self.differences and len(self.near_ties) <= self.allowed
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Speculative against plain draws at one setting."""
+
+    setting: str
+    k: int
+    comparisons: list[Comparison]
+    emitted: int
+    excluded: int  # emitted although truncation excludes it
+
+    @property
+    def passed(self) -> bool:
+        return all(each.passed for each in self.comparisons)
+
+
+@dataclass(slots=True)
+class Control:
+    """A sampler that must fail; without a fault, one that must pass."""
+
+    fault: str | None
+    sampled: Sampled
+
+    @property
+    def found(self) -> bool:
+        return not self.sampled.passed or self.sampled.excluded > 0
+
+    @property
+    def passed(self) -> bool:
+        return self.found == (self.fault is not None)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums over the greedy and some sampled generations, counted once by the runtime and once from its events."""
+
+    generations: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    unexamined: int = 0
+    emitted: int = 0
+    own: int = 0
+    unbalanced: int = 0  # generations that do not balance
+
+    @property
+    def passed(self) -> bool:
+        return self.unbalanced == 0
+
+
+@dataclass(slots=True)
+class Audit:
+    """All five parts."""
+
+    greedy: Greedy
+    sampled: list[Sampled]
+    controls: list[Control]
+    counters: Counters
+
+    def verdicts(self) -> dict[str, bool]:
+        """Which part passed."""
+        return {
+            "greedy": self.greedy.passed,
+            "sampled": all(each.passed for each in self.sampled),
+            "support": not any(each.excluded for each in self.sampled),
+            "controls": all(each.passed for each in self.controls),
+            "counters": self.counters.passed,
+        }
+
+    @property
+    def passed(self) -> bool:
+        return all(self.verdicts().values())
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, for JSON."""
+        return {"passed": self.passed, "verdicts": self.verdicts(), **asdict(self)}

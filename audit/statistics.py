@@ -1,0 +1,83 @@
+"""Do two samples of tokens come from one distribution? A test, a distance, and what both can see."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+RARE = 10  # tokens seen less often, in both samples together, are counted as one: the test's approximation needs it
+POWER = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two samples of one place in the text."""
+
+    place: str
+    draws: tuple[int, int]
+    p_value: float  # of Pearson's chi-square test of homogeneity
+    distance: float  # total variation between the two samples
+    bound: float  # what chance alone exceeds with less than the significance
+    distance_at_most: float  # between the two distributions, except with the significance's probability
+    finds: float  # a distance between the distributions that the bound finds with a probability of POWER or more
+    significance: float
+
+    @property
+    def passed(self) -> bool:
+        """Neither the test nor the bound sees a difference."""
+        return self.p_value >= self.significance and self.distance <= self.bound
+
+
+def compare(place: str, one: npt.NDArray[np.int64], other: npt.NDArray[np.int64], significance: float) -> Comparison:
+    """Compare two independent samples of tokens.
+
+    The bound on the distance of two samples from one distribution: its expectation is at most
+    1/2 sum sqrt(p_i (1 - p_i) (1/m + 1/n)) (Jensen; p from both samples together), and it exceeds that by t with a
+    probability of at most exp(-2 t^2 / (1/m + 1/n)) (McDiarmid's inequality: one draw moves it by 1/m or 1/n).
+    """
+    tokens = np.union1d(one, other)
+    counts = np.stack([np.bincount(np.searchsorted(tokens, each), minlength=len(tokens)) for each in (one, other)])
+    sizes = counts.sum(axis=1)
+    spread = float((1 / sizes).sum())
+    shares = counts / sizes[:, None]
+    distance = float(np.abs(shares[0] - shares[1]).sum() / 2)
+    pooled = counts.sum(axis=0) / sizes.sum()
+    expected = float(np.sqrt(pooled * (1 - pooled) * spread).sum() / 2)
+    deviation = math.sqrt(-math.log(significance) * spread / 2)
+    return Comparison(
+        place=place,
+        draws=(int(sizes[0]), int(sizes[1])),
+        p_value=homogeneity(counts),
+        distance=distance,
+        bound=expected + deviation,
+        distance_at_most=min(1.0, distance + deviation),
+        finds=min(1.0, expected + deviation + math.sqrt(-math.log(1 - POWER) * spread / 2)),
+        significance=significance,
+    )
+
+
+def homogeneity(counts: npt.NDArray[np.integer]) -> float:
+    """The p-value of Pearson's chi-square test that both rows of counts [2, n] come from one distribution."""
+    both = counts.sum(axis=0)
+    common = counts[:, both >= RARE]
+    table = np.column_stack([common, counts[:, both < RARE].sum(axis=1)])
+    table = table[:, table.sum(axis=0) > 0]
+    freedom = table.shape[1] - 1
+    if freedom == 0:
+        return 1.0
+    expected = table.sum(axis=1, keepdims=True) * table.sum(axis=0, keepdims=True) / table.sum()
+    statistic = float(((table - expected) ** 2 / expected).sum())
+    return chi_square_tail(statistic, freedom)
+
+
+def chi_square_tail(statistic: float, freedom: int) -> float:
+    """P(a chi-square variable of `freedom` degrees > statistic), by its finite sum (Abramowitz and Stegun, 26.4.4-5)."""
+    half = statistic / 2
+    if half == 0:
+        return 1.0
+    powers = [freedom % 2 / 2 + at for at in range(freedom // 2)]
+    tail = sum(math.exp(power * math.log(half) - half - math.lgamma(power + 1)) for power in powers)
+    return min(1.0, tail + (math.erfc(math.sqrt(half)) if freedom % 2 else 0.0))

@@ -1,0 +1,94 @@
+"""What commands print: tables, and progress on what takes long."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.engines.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
+    from outrider.engines.manifest import Manifest
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=100, soft_wrap=False)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on a terminal's standard error, one plain line a stage elsewhere."""
+    if not sys.stderr.isatty():
+        yield Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        yield Bar(bars, bars.add_task("", total=None))
+
+
+class Lines(Progress):
+    """One line a stage."""
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        click.echo(f"{name} ...", err=True)
+
+
+class Bar(Progress):
+    """One bar, which begins anew with each stage; it only pulses where the total is not known."""
+
+    def __init__(self, bars: Bars, task: TaskID):
+        self._bars, self._task = bars, task
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self._bars.reset(self._task, description=name, total=total)
+
+    def advance(self, size: int) -> None:
+        self._bars.advance(self._task, size)
+
+
+def bundle_table(manifest: Manifest) -> Any:
+    from rich.table import Table
+
+    from outrider.engines.manifest import ROLES
+
+    table = Table("", *ROLES, title="models", title_justify="left")
+    models = [manifest.models[role] for role in ROLES]
+    table.add_row("source", *(model.source for model in models))
+    table.add_row("architecture", *(model.architecture for model in models))
+    table.add_row("parameters", *(f"{model.parameters:,}" for model in models))
+    table.add_row("precision", *(model.precision for model in models))
+    table.add_row("rows of logits", *(f"{model.vocab_rows:,}" for model in models))
+    table.add_row("positions made for", *(f"{model.max_positions:,}" if model.max_positions else "any" for model in models))
+    table.add_row("layers", *(str(len(model.layers)) for model in models))
+    table.add_row("logits off the checkpoint's", *(f"{model.parity.max_abs_diff:.1e}" for model in models))
+    table.add_section()
+    table.add_row("schema, contract", f"{manifest.schema_version}, {manifest.contract_version}")
+    table.add_row("outrider", manifest.outrider_version)
+    table.add_row("tokens", f"{manifest.vocab_tokens:,}")
+    table.add_row("end of text", ", ".join(str(token) for token in manifest.generation.eos_token_ids) or "none")
+    build = manifest.build
+    if build is not None:
+        table.add_row("backend", f"{build.backend} {build.backend_version}", build.device)
+        table.add_row("k", ", ".join(str(k) for k in build.k))
+        table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
+        table.add_row("longest prompt chunk", str(build.max_prompt_chunk))
+        table.add_row("windows", ", ".join(str(window) for window in build.windows))
+        table.add_section()
+        for rows in sorted(build.costs["target"].keys() & build.costs["draft"].keys(), key=int):
+            costs = [build.costs[role][rows] for role in ROLES]
+            table.add_row(f"{rows} rows, ms", *(f"{c.median:.2f} ({c.fastest:.2f}-{c.slowest:.2f})" for c in costs))
+    return table

@@ -1,0 +1,96 @@
+"""`outrider verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.show import console, progress_bar
+
+if TYPE_CHECKING:
+    from outrider.audit.report import Audit, Sampled
+
+
+@click.command("verify")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--draws", type=click.IntRange(min=100), help="Sampled texts for each setting and k.  [default: 500]")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole report as one JSON object.")
+@click.pass_context
+def command(ctx: click.Context, bundle: Path, draws: int | None, as_json: bool) -> None:
+    """Prove that a bundle emits what its target alone would: exit code 0 if it does, 1 if not."""
+    from outrider.audit.audit import DRAWS, audit
+    from outrider.runtime.generation import Outrider
+
+    with progress_bar() as progress:
+        found = audit(Outrider.load(bundle, progress), draws=draws or DRAWS, progress=progress)
+    if as_json:
+        click.echo(json.dumps(found.as_dict()))
+    else:
+        _print(found)
+    ctx.exit(0 if found.passed else 1)
+
+
+def _print(found: Audit) -> None:
+    verdicts = {name: "pass" if passed else "FAIL" for name, passed in found.verdicts().items()}
+    screen = console()
+    greedy = found.greedy
+    click.echo(
+        f"greedy    {verdicts['greedy']}  {greedy.compared} texts compared with plain decoding: {len(greedy.differences)}"
+        f" differ, {len(greedy.near_ties)} part at a near-tie ({greedy.allowed} allowed)"
+    )
+    for tie in (*greedy.differences, *greedy.near_ties):
+        click.echo(
+            f"          k = {tie.k}, token {tie.place}: plain {tie.plain}, speculative {tie.speculative}; {tie.prompt!r}"
+        )
+    least = min(each.p_value for cell in found.sampled for each in cell.comparisons)
+    comparisons = sum(len(cell.comparisons) for cell in found.sampled)
+    click.echo(
+        f"sampled   {verdicts['sampled']}  {comparisons} comparisons with plain decoding, smallest p-value {least:.1e}"
+        f" (fails below {found.sampled[0].comparisons[0].significance:.1e})"
+    )
+    screen.print(_sampled_table(found))
+    emitted = sum(cell.emitted for cell in found.sampled)
+    click.echo(
+        f"support   {verdicts['support']}  {sum(cell.excluded for cell in found.sampled)} of {emitted:,} sampled tokens"
+        " excluded by truncation"
+    )
+    click.echo(f"controls  {verdicts['controls']}  wrong samplers must be found by the same test, the right one must not")
+    screen.print(_control_table(found))
+    if not found.verdicts()["controls"]:
+        click.echo("          a wrong sampler that is not found: the test is too weak for this pair; raise --draws")
+    counters = found.counters
+    click.echo(
+        f"counters  {verdicts['counters']}  {counters.generations} generations: {counters.drafted:,} drafted ="
+        f" {counters.accepted:,} accepted + {counters.rejected:,} rejected + {counters.unexamined:,} unexamined;"
+        f" {counters.emitted:,} emitted = {counters.accepted:,} accepted + {counters.own:,} the target's own"
+    )
+    click.echo("the bundle passes" if found.passed else "the bundle FAILS")
+
+
+def _sampled_table(found: Audit) -> Any:
+    from rich.table import Table
+
+    table = Table("sampled", "k", "p-value", "distance (chance alone reaches)", "finds at 99%")
+    for cell in found.sampled:
+        table.add_row(cell.setting, str(cell.k), *_figures(cell))
+    return table
+
+
+def _control_table(found: Audit) -> Any:
+    from rich.table import Table
+
+    table = Table("control", "p-value", "distance (chance alone reaches)", "finds at 99%", "excluded", "")
+    for control in found.controls:
+        verdict = ("found" if control.found else "not found") + ("" if control.passed else ": WRONG")
+        name = control.fault or "none: the reference as it is"
+        table.add_row(name, *_figures(control.sampled), str(control.sampled.excluded), verdict)
+    return table
+
+
+def _figures(cell: Sampled) -> list[str]:
+    """Of the place where the two samples differ most for their size."""
+    worst = min(cell.comparisons, key=lambda each: each.p_value)
+    return [f"{worst.p_value:.1e}", f"{worst.distance:.2f} ({worst.bound:.2f}), {worst.place} token", f"{worst.finds:.2f}"]

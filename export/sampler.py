@@ -1,0 +1,238 @@
+"""Samplers as ONNX graphs: what turns logits into tokens, beside the model, on any backend.
+
+The arithmetic (the tensors are in `engines.contract`), for every row x of logits:
+
+1. *edits*: bias, bans and penalties, as vLLM applies them and in its order. A row sees its own drafted prefix.
+2. *warping*: e = exp((x - max x) / temperature). Kept are the tokens with e >= min_p, then the top_k greatest of these,
+   then the fewest of these whose share reaches top_p. Tokens equal to the last kept one are kept too. So p = w / sum w,
+   where w is e for kept tokens and 0 for the others.
+3. *drawing*: inverse CDF in two levels, first a block of 256 tokens and then a token of it, each by a uniform number of
+   its own. So fp32 is exact enough for any vocabulary, and a token of weight 0 is never drawn.
+4. *accepting*, by rule:
+   rejection: a token d drawn from q is accepted if u q(d) < p(d); else the row's own token is drawn from max(0, p - q),
+   and after the last drafted token from p (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1).
+   exact-match: the row's own token is drawn from p, and d is accepted if it is that token.
+   At temperature 0 both mean: accepted if it is the most likely token.
+
+Only operators that TensorRT takes: no NonZero, Multinomial, CumProd, scatter with a reduction, If or Loop. How many
+candidates TopK looks at is an input, because TensorRT takes no more than 3840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import GraphBuilder
+
+from outrider.engines.contract import FINE, NOT_FINITE, SAMPLERS, SETTINGS, WIDE, sampler_tensors
+
+BLOCK = 256  # tokens that share a first-level sum
+OPSET = 21
+INT64 = ir.DataType.INT64
+FLOAT = ir.DataType.FLOAT
+LARGEST = 3e38  # nothing finite that a sum of weights can be is above it
+Value = Any  # an `ir.Value`; GraphBuilder's nodes are typed as Any
+
+
+class Graph:
+    """A graph in the making. Methods name their shapes; `op` adds a node."""
+
+    def __init__(self, vocab_rows: int) -> None:
+        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="sampler")
+        self.builder = GraphBuilder(self.graph)
+        self.op: Any = self.builder.op
+        self.vocab_rows = vocab_rows
+
+    def size(self, x: Value, axis: int) -> Value:
+        """The size [1] of one axis."""
+        return self.op.Shape(x, start=axis, end=axis + 1)
+
+    def indices(self, size: Value) -> Value:
+        """0..size-1."""
+        return self.op.Range(0, self.op.Squeeze(size), 1)
+
+    def setting(self, settings: Value, name: str) -> Value:
+        """One setting, [B, 1]."""
+        column = SETTINGS.index(name)
+        return self.op.Slice(settings, [column], [column + 1], [1])
+
+    def floats(self, x: Value) -> Value:
+        return self.op.Cast(x, to=FLOAT)
+
+    def count(self, x: Value, axis: int) -> Value:
+        """How many of the booleans along `axis` are true; the axis stays, as 1."""
+        return self.op.ReduceSum(self.op.Cast(x, to=INT64), [axis], keepdims=1)
+
+    def edited(self, logits: Value, drafted: Value, first_row: Value, request: dict[str, Value]) -> Value:
+        """Logits [B, S, V] with bias, bans and penalties; row i sees the first `first_row` + i tokens of drafted [B, D]."""
+        op = self.op
+        settings, table_ids, table = request["settings"], request["edit_ids"], request["edits"]
+        row = op.Add(self.indices(self.size(logits, 1)), first_row)  # [S]
+        # A drafted token's own edits: those of the table, where the table has the token.
+        entry = self.indices(self.size(table_ids, 1))
+        listed = op.Equal(op.Unsqueeze(drafted, [2]), op.Unsqueeze(table_ids, [1]))  # [B, D, N]
+        found = op.ReduceMax(op.Where(listed, entry, op.Constant(value_int=-1)), [2], keepdims=1)  # [B, D, 1]
+        looked_up = op.GatherElements(table, op.Expand(op.Max(found, [0]), [1, 1, 4]), axis=1)
+        looked_up = op.Where(op.GreaterOrEqual(found, [0]), looked_up, 0.0)
+        ids = op.Concat(table_ids, drafted, axis=1)  # [B, M], M = N + D
+        values = op.Unsqueeze(op.Concat(table, looked_up, axis=1), [1])  # [B, 1, M, 4]
+        bias, count, seen, banned_rows = op.Split(values, [1, 1, 1, 1], axis=3, _outputs=4)
+        # How often the drafted prefix of each row has each of them.
+        before = op.Less(op.Unsqueeze(self.indices(self.size(drafted, 1)), [0]), op.Unsqueeze(row, [1]))  # [S, D]
+        same = op.Equal(op.Unsqueeze(ids, [2]), op.Unsqueeze(drafted, [1]))  # [B, M, D]
+        repeats = op.And(op.Unsqueeze(same, [1]), op.Unsqueeze(before, [0, 2]))  # [B, S, M, D]
+        more = op.ReduceSum(self.floats(repeats), [3], keepdims=1)
+        count = op.Squeeze(op.Add(count, more), [3])  # [B, S, M], as all that follow
+        seen = op.Greater(op.Squeeze(op.Add(seen, more), [3]), 0.0)
+        at = op.Expand(op.Unsqueeze(ids, [1]), op.Shape(count))
+        x = op.Add(op.GatherElements(logits, at, axis=2), op.Squeeze(bias, [3]))
+        banned = op.Less(self.floats(op.Unsqueeze(row, [0, 2])), op.Squeeze(banned_rows, [3]))
+        x = op.Where(banned, float("-inf"), x)
+        repetition = op.Unsqueeze(self.setting(settings, "repetition_penalty"), [2])
+        x = op.Where(seen, op.Where(op.Greater(x, 0.0), op.Div(x, repetition), op.Mul(x, repetition)), x)
+        x = op.Sub(x, op.Mul(op.Unsqueeze(self.setting(settings, "frequency_penalty"), [2]), count))
+        presence = op.Unsqueeze(self.setting(settings, "presence_penalty"), [2])
+        x = op.Sub(x, op.Mul(presence, self.floats(op.Greater(count, 0.0))))
+        return op.ScatterElements(logits, at, x, axis=2)
+
+    def warped(self, x: Value, settings: Value, candidates: Value) -> tuple[Value, Value, Value]:
+        """Weights [B, S, V], their sums [B, S], and the state [B, S] of each row."""
+        op = self.op
+        temperature = op.Unsqueeze(self.setting(settings, "temperature"), [2])
+        top_k = op.Cast(op.Unsqueeze(self.setting(settings, "top_k"), [2]), to=INT64)
+        top_p = op.Unsqueeze(self.setting(settings, "top_p"), [2])
+        scale = op.Reciprocal(op.Where(op.Greater(temperature, 0.0), temperature, 1.0))
+        e = op.Exp(op.Mul(op.Sub(x, op.ReduceMax(x, [2], keepdims=1)), scale))
+        best, _ = op.TopK(e, candidates, axis=2, _outputs=2)  # [B, S, K], greatest first
+        size = self.size(best, 2)
+        rows = op.Concat(op.Shape(best, end=2), [1], axis=0)  # B, S, 1
+        kth = op.Expand(op.Sub(op.Min(op.Max(top_k, [1]), size), [1]), rows)
+        kth = op.Where(op.Greater(top_k, [0]), op.GatherElements(best, kth, axis=2), 0.0)
+        floor = op.Max(kth, op.Unsqueeze(self.setting(settings, "min_p"), [2]))  # [B, S, 1]
+        # What is below goes, rather than what is above stays: so NaN stays in the weights, where `state` finds it.
+        total = op.ReduceSum(op.Where(op.Less(e, floor), 0.0, e), [2], keepdims=1)
+        share = op.CumSum(op.Where(op.Less(best, floor), 0.0, best), op.Constant(value_int=2))
+        short = self.count(op.Less(share, op.Mul(top_p, total)), 2)  # candidates whose share does not reach top_p yet
+        last = op.GatherElements(best, op.Min(short, op.Sub(size, [1])), axis=2)
+        limited = op.Less(top_p, 1.0)
+        floor = op.Max(floor, op.Where(limited, last, 0.0))
+        weights = op.Where(op.Less(e, floor), 0.0, e)
+        beyond = op.Or(op.Greater(top_k, size), op.And(limited, op.Equal(short, size)))
+        wide = op.And(beyond, op.Less(size, [self.vocab_rows]))
+        total = op.ReduceSum(weights, [2], keepdims=1)
+        finite = op.Less(total, LARGEST)  # false for NaN, too
+        state = op.Where(finite, op.Where(wide, [WIDE], [FINE]), [NOT_FINITE])
+        return weights, op.Squeeze(total, [2]), op.Squeeze(state, [2])
+
+    def drawn(self, weights: Value, uniforms: Value) -> Value:
+        """Tokens [B, S] drawn from weights [B, S, V], each by two uniforms [B, S, 2]."""
+        op = self.op
+        padding = -self.vocab_rows % BLOCK
+        if padding:
+            weights = op.Pad(weights, [0, 0, 0, 0, 0, padding])
+        blocks = op.Reshape(weights, [0, 0, (self.vocab_rows + padding) // BLOCK, BLOCK])
+        first, second = op.Split(uniforms, [1, 1], axis=2, _outputs=2)
+        block = self.picked(op.ReduceSum(blocks, [3], keepdims=0), first)  # [B, S, 1]
+        at = op.Expand(op.Unsqueeze(block, [3]), [1, 1, 1, BLOCK])
+        inside = self.picked(op.Squeeze(op.GatherElements(blocks, at, axis=2), [2]), second)
+        return op.Squeeze(op.Add(op.Mul(block, [BLOCK]), inside), [2])
+
+    def picked(self, weights: Value, uniforms: Value) -> Value:
+        """The index [B, S, 1] of the weight, of [B, S, n], into which the share `uniforms` [B, S, 1] of their sum falls."""
+        op = self.op
+        end = self.size(weights, 2)
+        index = self.indices(end)
+        share = op.CumSum(weights, op.Constant(value_int=2))
+        sought = op.Mul(uniforms, op.ReduceMax(share, [2], keepdims=1))
+        positive = op.Greater(weights, 0.0)
+        past = op.And(positive, op.Greater(share, sought))
+        first = op.ReduceMin(op.Where(past, index, end), [2], keepdims=1)
+        last = op.ReduceMax(op.Where(positive, index, [0]), [2], keepdims=1)
+        return op.Min(first, last)  # where rounding left no share past what is sought, the last token of any weight
+
+
+def drafter(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
+    """token, q, status: a token drawn from the draft's warped distribution, which is laid out as the target's."""
+    op, settings, logits = graph.op, given["settings"], given["logits"]
+    if draft_rows > graph.vocab_rows:  # what the target's logits lack is never proposed
+        logits = op.Slice(logits, [0], [graph.vocab_rows], [2])
+    elif draft_rows < graph.vocab_rows:
+        logits = op.Pad(logits, [0, 0, 0, 0, 0, graph.vocab_rows - draft_rows], float("-inf"))
+    x = graph.edited(logits, given["drafted"], given["first_row"], given)
+    weights, total, state = graph.warped(x, settings, given["candidates"])
+    sampled = op.Greater(graph.setting(settings, "temperature"), 0.0)
+    own = graph.drawn(weights, op.Unsqueeze(given["uniforms"], [1]))
+    token = op.Where(sampled, own, op.ArgMax(x, axis=2, keepdims=0))
+    return [token, op.Div(op.Squeeze(weights, [1]), total), op.Squeeze(state, [1])]
+
+
+def verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
+    """accepted, tokens, status: the accepted prefix of the drafted tokens and the target's own token after it."""
+    op, settings, drafted, q = graph.op, given["settings"], given["drafted"], given["q"]
+    drafted_count = op.Unsqueeze(given["drafted_count"], [1])  # [B, 1]
+    accepting, drawing = op.Split(given["uniforms"], [1, 2], axis=2, _outputs=2)
+    x = graph.edited(given["logits"], drafted, op.Constant(value_ints=[0]), given)
+    weights, total, state = graph.warped(x, settings, given["candidates"])
+    greedy = op.Not(op.Greater(graph.setting(settings, "temperature"), 0.0))  # [B, 1]
+    exact = op.Or(greedy, op.Greater(graph.setting(settings, "exact_match"), 0.0))
+    own = op.Where(greedy, op.ArgMax(x, axis=2, keepdims=0), graph.drawn(weights, drawing))  # [B, S]
+
+    # Which drafted tokens are accepted; u q < p, both sides times the sum of the weights.
+    w_drafted = op.Squeeze(op.GatherElements(weights, op.Unsqueeze(drafted, [2]), axis=2), [2])
+    q_drafted = op.GatherElements(q, op.Unsqueeze(op.Transpose(drafted, perm=[1, 0]), [2]), axis=2)  # [S, B, 1]
+    q_drafted = op.Transpose(op.Squeeze(q_drafted, [2]), perm=[1, 0])
+    likely = op.Less(op.Mul(op.Mul(op.Squeeze(accepting, [2]), q_drafted), total), w_drafted)
+    row = op.Unsqueeze(graph.indices(graph.size(drafted, 1)), [0])  # [1, S]
+    right = op.Or(op.And(exact, op.Equal(drafted, own)), op.And(op.Not(exact), likely))
+    kept = op.And(right, op.Less(row, drafted_count))
+    failures = op.CumSum(op.Cast(op.Not(kept), to=INT64), op.Constant(value_int=1))
+    accepted = graph.count(op.Equal(failures, [0]), 1)  # [B, 1], at most the drafted count, so below S
+
+    # The target's own token, from what p has more than q at the row of the first rejected token.
+    rows, batch = graph.size(drafted, 1), graph.size(drafted, 0)
+    sequence = op.Unsqueeze(graph.indices(batch), [1])
+    flat = [-1, graph.vocab_rows]
+    w_there = op.Gather(op.Reshape(weights, flat), op.Add(op.Mul(sequence, rows), accepted), axis=0)  # [B, 1, V]
+    q_there = op.Gather(op.Reshape(q, flat), op.Add(op.Mul(accepted, batch), sequence), axis=0)
+    total_there = op.Unsqueeze(op.GatherElements(total, accepted, axis=1), [2])
+    residual = op.Max(op.Sub(w_there, op.Mul(q_there, total_there)), 0.0)
+    at = op.Expand(op.Unsqueeze(accepted, [2]), [1, 1, 2])
+    resampled = graph.drawn(residual, op.GatherElements(drawing, at, axis=1))  # [B, 1]
+    # Where p and q are equal, rounding may reject a token and leave no residual; then p itself is as right.
+    left = op.Greater(op.ReduceMax(residual, [2], keepdims=0), 0.0)
+    use_residual = op.And(op.And(op.Not(exact), op.Less(accepted, drafted_count)), left)
+    last = op.Where(use_residual, resampled, op.GatherElements(own, accepted, axis=1))
+
+    tokens = op.Where(op.Less(row, accepted), drafted, op.Where(op.Equal(row, accepted), last, [-1]))
+    status = op.ReduceMax(op.Where(op.LessOrEqual(row, accepted), state, [FINE]), [1], keepdims=0)
+    return [op.Squeeze(accepted, [1]), tokens, status]
+
+
+def logprobs(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
+    """logprobs, top_ids, top_logprobs of the logits as they are."""
+    op = graph.op
+    normal = op.LogSoftmax(given["logits"], axis=2)
+    of_tokens = op.GatherElements(normal, op.Unsqueeze(op.Max(given["tokens"], [0]), [2]), axis=2)
+    top_logprobs, top_ids = op.TopK(normal, given["candidates"], axis=2, _outputs=2)
+    return [op.Squeeze(of_tokens, [2]), top_ids, top_logprobs]
+
+
+MAKERS: dict[str, Callable[[Graph, dict[str, Value], int], list[Value]]] = dict(
+    zip(SAMPLERS, (drafter, verifier, logprobs), strict=True)
+)
+
+
+def sampler(name: str, vocab_rows: int, draft_rows: int) -> ir.Model:
+    """The graph of one of `contract.SAMPLERS` for a target of `vocab_rows` and a draft of `draft_rows` logits."""
+    graph = Graph(vocab_rows)
+    inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
+    given = {
+        each.name: graph.builder.input(each.name, ir.DataType[{"int64": "INT64", "float32": "FLOAT"}[each.dtype]], each.shape)
+        for each in inputs
+    }
+    for made, each in zip(MAKERS[name](graph, given, draft_rows), outputs, strict=True):
+        made.shape = ir.Shape(each.shape)
+        graph.builder.add_output(made, each.name)
+    return ir.Model(graph.graph, ir_version=10)

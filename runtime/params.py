@@ -1,0 +1,96 @@
+"""What a request may ask for: names, ranges and meanings as in the OpenAI and vLLM APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.engines.errors import UsageError
+
+RULES = ("rejection", "exact-match")
+COLDEST = 1e-5  # below it fp32 leaves nothing to draw
+
+# Of each number: its type, what it must be, and that in words. The command line's help takes the words from here.
+RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (float, lambda value: value == 0 or value >= COLDEST, "0, or 0.00001 and more"),
+    "top_k": (int, lambda value: value >= -1, "-1 or more"),
+    "top_p": (float, lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "min_p": (float, lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "repetition_penalty": (float, lambda value: value > 0, "above 0"),
+    "presence_penalty": (float, lambda value: -2 <= value <= 2, "from -2 to 2"),
+    "frequency_penalty": (float, lambda value: -2 <= value <= 2, "from -2 to 2"),
+    "seed": (int, lambda value: -(2**63) <= value < 2**64, "a whole number of 64 bits"),
+    "max_new_tokens": (int, lambda value: value >= 1, "at least 1"),
+    "min_new_tokens": (int, lambda value: value >= 0, "from 0 to max_new_tokens"),
+    "logprobs": (int, lambda value: 0 <= value <= 20, "from 0 to 20"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when the text ends. Draft and target are treated alike.
+
+    In this order: logit bias and bans, penalties, temperature, min_p, top_k, top_p.
+
+    Raises:
+        UsageError: a value is out of range; the message names the range.
+    """
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
+    top_p: float = 1.0  # keep the fewest tokens whose probabilities reach this sum; 1 keeps all
+    min_p: float = 0.0  # keep tokens at least this likely, compared with the most likely one; 0 keeps all
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or answer
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has
+    frequency_penalty: float = 0.0  # subtracted for each time that the answer has the token
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id: added to the logit, -100 to 100
+    seed: int | None = None  # fixes the answer; None draws one
+    rule: str = "rejection"  # which drafted tokens are accepted: one of RULES
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0  # before it no end-of-text or stop token is chosen, and no stop string looked for
+    stop: str | Sequence[str] = ()  # strings that end the text, and are not part of it
+    stop_token_ids: Sequence[int] = ()  # tokens that end the text, besides the model's own
+    logprobs: int | None = None  # with each token, its logprob and those of so many most likely tokens
+
+    def __post_init__(self) -> None:
+        for name in RANGES:
+            value, (kind, fits, wanted) = getattr(self, name), RANGES[name]
+            unset = value is None and name in ("seed", "logprobs")
+            _check(name, value, unset or (_is_number(value, kind) and fits(value)), wanted)
+        _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens")
+        _check("rule", self.rule, self.rule in RULES, " or ".join(RULES))
+        for text in self.stop_strings:
+            _check("stop", text, isinstance(text, str) and text != "", "text, and not empty")
+        for bias in self.logit_bias.values():
+            _check("logit_bias", bias, _is_number(bias, float) and -100 <= bias <= 100, "from -100 to 100")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def check_tokens(self, vocab_rows: int) -> None:
+        """Raise `UsageError` where a token id is none of a target with so many rows of logits."""
+        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in tokens:
+                _check(
+                    name,
+                    token,
+                    _is_number(token, int) and 0 <= token < vocab_rows,
+                    f"one of the token ids 0 to {vocab_rows - 1}",
+                )
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """A finite number; an int where `kind` is int."""
+    known = isinstance(value, kind | int) and not isinstance(value, bool)
+    return known and value - value == 0  # not so of NaN and infinity
+
+
+def _check(name: str, value: object, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise UsageError(f"{name} is {value!r}; it must be {wanted}", f"give a {name} that is {wanted}")
+
+
+DEFAULTS = SamplingParams()

@@ -1,0 +1,193 @@
+"""One request's side of the sampler graphs: its settings, its random numbers, and what it has seen."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engines.contract import EDITS, NOT_FINITE, SETTINGS, WIDE
+from outrider.engines.errors import EngineError
+from outrider.engines.session import Floats, Int64s, Sampler, Tensors
+from outrider.runtime.params import SamplingParams
+
+CANDIDATES = 256  # top_p nearly always ends among so many; where it does not, the graph says so and is run again
+MORE_CANDIDATES = 3840  # as many as TensorRT's TopK takes
+DRAWS = 64  # positions whose random numbers are made at once
+DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # what a position's five numbers are for
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of the target's probabilities for one token, before bias, penalties and warping."""
+
+    logprob: float  # of the token itself
+    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely ones, best first
+
+
+class Request:
+    """What the samplers must know of one generation."""
+
+    def __init__(self, params: SamplingParams, prompt: list[int], end_ids: list[int], vocab_rows: int):
+        """`end_ids` are the tokens that end the text; before `min_new_tokens` they are banned."""
+        self.params = params
+        self.end_ids = end_ids
+        self.settings = np.array([[float(_setting(params, name, vocab_rows)) for name in SETTINGS]], dtype=np.float32)
+        self.exact = params.rule == "exact-match"
+        self.candidates = 1
+        if params.temperature > 0 and params.top_k > 0:
+            self.candidates = min(params.top_k, vocab_rows)
+        elif params.temperature > 0 and params.top_p < 1:
+            self.candidates = min(CANDIDATES, vocab_rows)
+        self.emitted = 0
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        # The raw numbers of a bit generator are the same in every release of NumPy; what its Generator makes of them is not.
+        self._random = np.random.Philox(key=seed % 2**64)
+        self._uniforms = np.empty((0, 5), dtype=np.float32)
+        self._edits: dict[int, list[float]] = {}
+        self._table: tuple[Int64s, Floats] | None = None
+        for token, bias in params.logit_bias.items():
+            self._edit(token, "bias", bias)
+        if params.min_new_tokens:
+            for token in end_ids:
+                self._edit(token, "banned_rows", params.min_new_tokens)
+        self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        if self._penalized:
+            for token in prompt:
+                self._edit(token, "seen", 1)
+
+    def advance(self, tokens: list[int]) -> None:
+        """Take notice of emitted tokens."""
+        self.emitted += len(tokens)
+        if self._penalized:
+            for token in tokens:
+                self._edit(token, "seen", 1)
+                self._edit(token, "count", self._edits[token][EDITS.index("count")] + 1)
+        if self.params.min_new_tokens:
+            self._table = None  # the ban is nearer its end
+
+    def uniforms(self, first: int, count: int) -> Floats:
+        """float32 [count, 5] in [0, 1), for the answer's tokens from `first` on.
+
+        They depend on the seed and the place in the answer alone, so a token does not depend on how many tokens were
+        drafted and thrown away before it, or on other requests. A place may be drafted more than once, but what an
+        earlier round drew there had no part in what was emitted before it.
+        """
+        while len(self._uniforms) < first + count:
+            bits = self._random.random_raw(5 * DRAWS) >> np.uint64(40)
+            drawn = (bits.astype(np.float32) * np.float32(2**-24)).reshape(DRAWS, 5)
+            self._uniforms = np.concatenate([self._uniforms, drawn])
+        return self._uniforms[first : first + count]
+
+    def table(self) -> tuple[Int64s, Floats]:
+        """`edit_ids` and `edits`; without any, one entry that changes nothing."""
+        if self._table is None:
+            rows = np.array(list(self._edits.values()) or [[0.0] * len(EDITS)], dtype=np.float32)
+            rows[:, EDITS.index("banned_rows")] -= self.emitted
+            self._table = np.array([list(self._edits) or [0]], dtype=np.int64), rows[None]
+        return self._table
+
+    def _edit(self, token: int, kind: str, value: float) -> None:
+        self._edits.setdefault(token, [0.0] * len(EDITS))[EDITS.index(kind)] = value
+        self._table = None
+
+
+def _setting(params: SamplingParams, name: str, vocab_rows: int) -> float:
+    if name == "exact_match":
+        return params.rule == "exact-match"
+    if name == "top_k":
+        return min(max(params.top_k, 0), vocab_rows)
+    value: float = getattr(params, name)
+    return value
+
+
+class TokenSampler:
+    """The sampler graphs of a bundle, for one sequence at a time. No backend in it."""
+
+    def __init__(self, samplers: dict[str, Sampler], vocab_rows: int, max_rows: int):
+        """`vocab_rows` is the width of the target's logits, `max_rows` the rows of its longest verifying pass."""
+        self.samplers = samplers
+        self._vocab_rows = vocab_rows
+        self.q = np.zeros((max_rows, 1, vocab_rows), dtype=np.float32)
+        self.drafted = np.zeros((1, max_rows), dtype=np.int64)
+        self._token = np.zeros((1, 1), dtype=np.int64)
+        self._accepted = np.zeros(1, dtype=np.int64)
+        self._status = np.zeros(1, dtype=np.int64)
+
+    def draft(self, request: Request, logits: Floats, row: int) -> int:
+        """A token drawn from the draft's logits [1, 1, Vd], as the one after `row` others of this round.
+
+        Raises:
+            EngineError: the logits are not finite numbers.
+        """
+        draws = request.uniforms(request.emitted + row, 1)[:, DRAWING if request.exact else DRAFTING]
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "logits": logits,
+            "drafted": self.drafted,
+            "first_row": np.array([row], dtype=np.int64),
+            "uniforms": np.ascontiguousarray(draws),
+        }
+        self._run("drafter", request, inputs, {"token": self._token, "q": self.q[row], "status": self._status})
+        token = int(self._token[0, 0])
+        self.drafted[0, row] = token
+        return token
+
+    def verify(self, request: Request, logits: Floats, drafted_count: int) -> list[int]:
+        """What a round emits: the drafted tokens that are accepted, and one of the target's own.
+
+        Args:
+            logits: the target's, float32 [1, S, V], for the last confirmed token and the drafted ones.
+
+        Raises:
+            EngineError: the logits are not finite numbers.
+        """
+        rows = logits.shape[1]
+        draws = request.uniforms(request.emitted, rows)[None, :, ACCEPTING.start : DRAWING.stop]
+        tokens = np.zeros((1, rows), dtype=np.int64)
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "logits": logits,
+            "drafted": self.drafted[:, :rows],
+            "drafted_count": np.array([drafted_count], dtype=np.int64),
+            "q": self.q[:rows],
+            "uniforms": np.ascontiguousarray(draws),
+        }
+        self._run("verifier", request, inputs, {"accepted": self._accepted, "tokens": tokens, "status": self._status})
+        emitted: list[int] = tokens[0, : int(self._accepted[0]) + 1].tolist()
+        return emitted
+
+    def logprobs(self, request: Request, logits: Floats, tokens: list[int]) -> list[Logprobs]:
+        """The logprobs of `tokens`, each emitted by its row of the target's logits [1, S, V]."""
+        top, rows = request.params.logprobs or 0, len(tokens)
+        shape = (1, rows, max(top, 1))
+        chosen = np.zeros((1, rows), dtype=np.float32)
+        ids, values = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "logits": logits[:, :rows],
+            "tokens": np.array([tokens], dtype=np.int64),
+            "candidates": np.array([shape[2]], dtype=np.int64),
+        }
+        self.samplers["logprobs"].run(inputs, {"logprobs": chosen, "top_ids": ids, "top_logprobs": values})
+        return [
+            Logprobs(float(chosen[0, row]), tuple(zip(ids[0, row, :top].tolist(), values[0, row, :top].tolist(), strict=True)))
+            for row in range(rows)
+        ]
+
+    def _run(self, name: str, request: Request, inputs: dict[str, npt.NDArray[Any]], outputs: Tensors) -> None:
+        """Run one graph; once more with more candidates where top_k or top_p reached beyond them."""
+        edit_ids, edits = request.table()
+        candidates = request.candidates
+        inputs |= {"settings": request.settings, "edit_ids": edit_ids, "edits": edits}
+        while True:
+            inputs["candidates"] = np.array([candidates], dtype=np.int64)
+            self.samplers[name].run(inputs, outputs)
+            if self._status[0] != WIDE:
+                break
+            candidates = MORE_CANDIDATES if candidates < MORE_CANDIDATES < self._vocab_rows else self._vocab_rows
+        if self._status[0] == NOT_FINITE:
+            raise EngineError(
+                "the model's logits are not finite numbers (NaN or infinity)",
+                "check the checkpoint; an fp16 export may overflow where fp32 or bf16 does not",
+            )

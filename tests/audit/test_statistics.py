@@ -1,0 +1,48 @@
+"""The audit's tests find what they should, and raise false alarms no more often than they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from outrider.audit.statistics import POWER, chi_square_tail, compare, homogeneity
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 5, 20, 100, 400])
+@pytest.mark.parametrize("p", [0.999, 0.5, 1e-2, 1e-6, 1e-30])
+def test_the_tail_is_that_of_scipy(freedom: int, p: float) -> None:
+    statistic = float(scipy.stats.chi2.isf(p, freedom))
+    assert chi_square_tail(statistic, freedom) == pytest.approx(p, rel=1e-6)
+
+
+def test_homogeneity_is_that_of_scipy() -> None:
+    counts = np.random.default_rng(0).multinomial(2000, [0.4, 0.3, 0.2, 0.1], size=2)
+    want = scipy.stats.chi2_contingency(counts, correction=False).pvalue
+    assert homogeneity(counts) == pytest.approx(want, rel=1e-6)
+    assert homogeneity(np.array([[5, 0], [5, 0]])) == 1.0
+
+
+def test_samples_of_one_distribution_pass_and_their_p_values_are_as_often_small_as_they_say() -> None:
+    random = np.random.default_rng(1)
+    p = random.dirichlet(np.full(60, 0.3))
+    samples = random.choice(60, (1000, 2, 500), p=p)
+    found = [compare("first", one, other, 1e-6) for one, other in samples]
+    assert all(each.passed for each in found)
+    for level in (0.1, 0.01):
+        assert 0.3 * level < np.mean([each.p_value < level for each in found]) < 2.5 * level
+
+
+def test_the_bound_holds_and_what_it_says_to_find_it_finds() -> None:
+    random = np.random.default_rng(2)
+    p = random.dirichlet(np.full(30, 0.5))
+    alike = compare("first", random.choice(30, 1000, p=p), random.choice(30, 1000, p=p), 1e-3)
+    shift = min(1.0, alike.finds)
+    q = (1 - shift) * p  # the share `shift` of p goes to a token that p lacks: a distance of `shift`
+    missed = 0
+    for _ in range(300):
+        other = np.where(random.random(1000) < shift, 99, random.choice(30, 1000, p=q / q.sum()))
+        found = compare("first", random.choice(30, 1000, p=p), other, significance=1e-3)
+        missed += found.distance <= found.bound
+        assert found.distance_at_most >= shift
+    assert missed <= 300 * (1 - POWER)

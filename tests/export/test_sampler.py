@@ -1,0 +1,388 @@
+"""The sampler graphs, run by ONNX Runtime, against the float64 reference: the arithmetic and its edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.special
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.audit.reference import BLOCK, Edit, draw, edit, excluded, named_settings, verify, warp
+from outrider.engines.contract import EDITS, FINE, NOT_FINITE, WIDE
+from outrider.tests.samplers import UNEDITED, Array, Graphs, row, run
+
+
+class Case:
+    """A random round of a random batch: everything that the verifier is given."""
+
+    def __init__(self, seed: int, vocab_rows: int | None = None):
+        random = self.random = np.random.default_rng(seed)
+        self.vocab_rows = vocab_rows or int(random.choice([2, 5, 64, 255, 256, 257, 700]))
+        self.batch, self.rows = int(random.integers(1, 4)), int(random.integers(1, 10))
+        shape = (self.batch, self.rows, self.vocab_rows)
+        self.logits = (random.standard_normal(shape) * random.choice([0.1, 1, 5, 20])).astype(np.float32)
+        if random.random() < 0.3:
+            self.logits = self.logits.round()  # ties
+        pick = random.choice
+        self.settings = np.stack(
+            [
+                row(
+                    temperature=pick([0, 1e-3, 0.3, 0.7, 1, 2.5]),
+                    top_k=min(pick([0, 0, 1, 3, 40]), self.vocab_rows),
+                    top_p=pick([1e-6, 0.1, 0.5, 0.9, 0.999, 1, 1]),
+                    min_p=pick([0, 0, 0.05, 0.5, 1]),
+                    repetition_penalty=pick([1, 1.3, 0.8]),
+                    presence_penalty=pick([0, 0.7, -2]),
+                    frequency_penalty=pick([0, 0.4, -1]),
+                    exact_match=pick([0, 0, 1]),
+                )
+                for _ in range(self.batch)
+            ]
+        )
+        self.drafted_count = random.integers(0, self.rows, self.batch)
+        self._table()
+        self._draft()
+        self.uniforms = random.random((self.batch, self.rows, 3), dtype=np.float32)
+
+    def _table(self) -> None:
+        """Edits of up to 6 tokens; a shorter table repeats its last entry."""
+        self.edits_of: list[dict[int, Edit]] = []
+        self.edit_ids = np.zeros((self.batch, 6), dtype=np.int64)
+        self.edits = np.zeros((self.batch, 6, len(EDITS)), dtype=np.float32)
+        for sequence in range(self.batch):
+            tokens = self.random.choice(self.vocab_rows, min(6, self.vocab_rows), replace=False).tolist()
+            known = {
+                token: Edit(
+                    bias=float(np.float32(self.random.choice([0, 0, 2.5, -100]))),
+                    count=int(count := self.random.integers(0, 3)),
+                    seen=bool(count or self.random.random() < 0.5),
+                    banned_rows=int(self.random.choice([-4, 0, 0, 2])) if index else 0,
+                )
+                for index, token in enumerate(tokens)
+            }
+            self.edits_of.append(known)
+            entries = list(known.items())
+            for index in range(6):
+                token, each = entries[min(index, len(entries) - 1)]
+                self.edit_ids[sequence, index] = token
+                self.edits[sequence, index] = [each.bias, each.count, each.seen, each.banned_rows]
+
+    def _draft(self) -> None:
+        """Drafted tokens, each drawn from its q: the target's distribution blurred, or with tokens that it lacks."""
+        self.q = np.zeros((self.rows, self.batch, self.vocab_rows), dtype=np.float32)
+        self.drafted = np.zeros((self.batch, self.rows), dtype=np.int64)
+        for sequence in range(self.batch):
+            chosen = named_settings(self.settings[sequence]) | {"temperature": max(self.settings[sequence, 0], 0.3)}
+            for at in range(self.rows):
+                noise = self.random.standard_normal(self.vocab_rows) * self.random.choice([0, 0.5, 3])
+                self.q[at, sequence] = warp(self.logits[sequence, at] + noise, chosen)
+                self.drafted[sequence, at] = self.random.choice(
+                    self.vocab_rows, p=self.q[at, sequence].astype(np.float64) / self.q[at, sequence].astype(np.float64).sum()
+                )
+
+    def verdicts(self, graphs: Graphs) -> list[list[int]]:
+        """What the graph emits for each sequence."""
+        accepted, tokens, status = run(
+            graphs,
+            "verifier",
+            self.vocab_rows,
+            self.vocab_rows,
+            logits=self.logits,
+            drafted=self.drafted,
+            drafted_count=self.drafted_count,
+            q=self.q,
+            settings=self.settings,
+            edit_ids=self.edit_ids,
+            edits=self.edits,
+            uniforms=self.uniforms,
+            candidates=np.array([self.vocab_rows]),
+        )
+        assert (status == FINE).all()
+        for sequence, count in enumerate(accepted):
+            assert (tokens[sequence, count + 1 :] == -1).all()
+        return [tokens[sequence, : count + 1].tolist() for sequence, count in enumerate(accepted)]
+
+    def reference(self, sequence: int) -> list[int]:
+        count = self.drafted_count[sequence]
+        return verify(
+            self.logits[sequence].astype(np.float64),
+            self.drafted[sequence, :count].tolist(),
+            self.q[:, sequence].astype(np.float64),
+            named_settings(self.settings[sequence]),
+            self.uniforms[sequence],
+            self.edits_of[sequence],
+        )
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_verifier_decides_as_the_reference_does(graphs: Graphs, seed: int) -> None:
+    """Random p, q, k and V, settings and edits, in batches that mix them."""
+    case = Case(seed)
+    assert case.verdicts(graphs) == [case.reference(sequence) for sequence in range(case.batch)]
+
+
+def test_the_cases_above_are_not_all_alike() -> None:
+    """They accept, reject, edit and truncate: a test of the test."""
+    cases = [Case(seed) for seed in range(200)]
+    emitted = [(case, sequence, case.reference(sequence)) for case in cases for sequence in range(case.batch)]
+    lengths = [(len(tokens) - 1, case.drafted_count[sequence]) for case, sequence, tokens in emitted]
+    assert sum(0 < accepted < count for accepted, count in lengths) > 40
+    assert sum(accepted == count > 2 for accepted, count in lengths) > 20
+    without_edits = [verify_without_edits(case, sequence) for case, sequence, _ in emitted]
+    assert sum(tokens != bare for (_, _, tokens), bare in zip(emitted, without_edits, strict=True)) > 40
+
+
+def verify_without_edits(case: Case, sequence: int) -> list[int]:
+    case.edits_of[sequence] = {}
+    return case.reference(sequence)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 8), st.sampled_from([(64, 64), (300, 256), (257, 400)]))
+def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, first_row: int, widths: tuple[int, int]) -> None:
+    """q is the draft's warped distribution, laid out as the target's, and the token is drawn from it."""
+    vocab_rows, draft_rows = widths
+    case = Case(seed, vocab_rows)
+    logits = (case.random.standard_normal((case.batch, 1, draft_rows)) * 3).astype(np.float32)
+    drafted = case.random.integers(0, vocab_rows, (case.batch, 8))
+    uniforms = case.random.random((case.batch, 2), dtype=np.float32)
+    token, q, status = run(
+        graphs,
+        "drafter",
+        vocab_rows,
+        draft_rows,
+        logits=logits,
+        drafted=drafted,
+        first_row=np.array([first_row]),
+        settings=case.settings,
+        edit_ids=case.edit_ids,
+        edits=case.edits,
+        uniforms=uniforms,
+        candidates=np.array([vocab_rows]),
+    )
+    assert (status == FINE).all()
+    for sequence in range(case.batch):
+        laid_out = np.full(vocab_rows, -np.inf)
+        width = min(widths)
+        laid_out[:width] = logits[sequence, 0, :width]
+        chosen = named_settings(case.settings[sequence])
+        prefix = drafted[sequence, :first_row].tolist()
+        p = warp(edit(laid_out, chosen, case.edits_of[sequence], prefix, first_row), chosen)
+        if chosen["temperature"] == 0:
+            assert token[sequence, 0] == p.argmax()
+            continue
+        np.testing.assert_allclose(q[sequence], p, atol=2e-6, rtol=2e-4)
+        assert token[sequence, 0] == draw(p, uniforms[sequence])
+
+
+def one_row(graphs: Graphs, logits: Array, candidates: int = 0, **values: Any) -> tuple[Array, int, int]:
+    """q, a token and the status of the drafter, for one row of logits [V]."""
+    size = len(logits)
+    token, q, status = run(
+        graphs,
+        "drafter",
+        size,
+        size,
+        logits=logits[None, None].astype(np.float32),
+        drafted=np.zeros((1, 1)),
+        first_row=np.zeros(1),
+        settings=row(**values)[None],
+        edit_ids=UNEDITED[0],
+        edits=UNEDITED[1],
+        uniforms=np.array([[0.37, 0.62]]),
+        candidates=np.array([candidates or size]),
+    )
+    return q[0], int(token[0, 0]), int(status[0])
+
+
+def round_of(
+    graphs: Graphs, logits: Array, drafted: list[int], q: Array, uniforms: Array, candidates: int = 1, **values: Any
+) -> tuple[list[int], int]:
+    """What the verifier emits for one sequence and its status: logits [S, V], q [k, V], uniforms [S, 3]."""
+    rows, size = logits.shape
+    accepted, tokens, status = run(
+        graphs,
+        "verifier",
+        size,
+        size,
+        logits=logits[None],
+        drafted=np.array([drafted + [0] * (rows - len(drafted))]),
+        drafted_count=np.array([len(drafted)]),
+        q=np.concatenate([q, np.zeros((rows - len(q), size))])[:, None],
+        settings=row(**values)[None],
+        edit_ids=UNEDITED[0],
+        edits=UNEDITED[1],
+        uniforms=uniforms[None],
+        candidates=np.array([candidates]),
+    )
+    return tokens[0, : accepted[0] + 1].tolist(), int(status[0])
+
+
+RULES = pytest.mark.parametrize("exact_match", [0, 1])
+
+
+@RULES
+def test_q_zero_where_p_is_not(graphs: Graphs, exact_match: int) -> None:
+    """The draft proposes nothing but token 0, which the target hardly wants: the rest comes from the residual."""
+    logits = np.log(np.array([[0.01, 0.09, 0.4, 0.5]] * 2))
+    q = np.array([[1.0, 0, 0, 0]])
+    for uniform in np.linspace(0, 0.999, 40):
+        uniforms = np.array([[uniform, 0.5, uniform], [0.5, 0.5, 0.5]])
+        tokens, _ = round_of(graphs, logits, [0], q, uniforms, exact_match=exact_match)
+        assert tokens == verify(logits, [0], q, named_settings(row(exact_match=exact_match)), uniforms)
+        assert (tokens[0] == 0) == (uniform < 0.01)  # u q(0) < p(0), and the first hundredth of the inverse CDF
+
+
+@RULES
+@pytest.mark.parametrize("drafted", [0, 1])
+def test_p_one_hot(graphs: Graphs, exact_match: int, drafted: int) -> None:
+    logits = np.array([[-1000.0, 1000, -1000]] * 2)
+    tokens, status = round_of(
+        graphs, logits, [drafted], np.full((1, 3), 1 / 3), np.full((2, 3), 0.999), exact_match=exact_match
+    )
+    assert (tokens, status) == ([1, 1] if drafted == 1 else [1], FINE)
+
+
+@pytest.mark.parametrize("values", [{}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.3}, {"min_p": 0.1}])
+def test_identical_p_and_q_accept_everything(graphs: Graphs, values: dict[str, float]) -> None:
+    random = np.random.default_rng(5)
+    for _ in range(50):
+        logits = random.standard_normal((9, 700)).astype(np.float32) * 2
+        drawn = [one_row(graphs, each, 0, **values) for each in logits[:8]]
+        uniforms = np.minimum(random.random((9, 3)), 1 - 1e-5)  # q is rounded: u must not be 1 but for rounding
+        tokens, _ = round_of(
+            graphs, logits, [token for _, token, _ in drawn], np.stack([q for q, _, _ in drawn]), uniforms, 700, **values
+        )
+        assert tokens[:8] == [token for _, token, _ in drawn]
+
+
+@RULES
+@pytest.mark.parametrize("temperature", [0, 1e-3, 0.7, 1.5])
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.9}, {"top_k": 50, "min_p": 0.01}])
+def test_a_vocabulary_of_151936(graphs: Graphs, exact_match: int, temperature: float, truncation: dict[str, float]) -> None:
+    random = np.random.default_rng(3)
+    logits = (random.standard_normal((9, 151_936)) * 3).astype(np.float32)
+    chosen = row(temperature=temperature, exact_match=exact_match, **truncation)
+    near = logits[:8] + random.standard_normal((8, 151_936)).astype(np.float32) * 0.3
+    q = np.stack([warp(each.astype(np.float64), named_settings(chosen)) for each in near]).astype(np.float32)
+    for _ in range(3):
+        uniforms = random.random((9, 3), dtype=np.float32)
+        drafted = [draw(each.astype(np.float64), random.random(2)) for each in q]
+        tokens, status = round_of(
+            graphs,
+            logits,
+            drafted,
+            q,
+            uniforms,
+            151_936,
+            temperature=temperature,
+            exact_match=exact_match,
+            **truncation,
+        )
+        want = verify(logits.astype(np.float64), drafted, q.astype(np.float64), named_settings(chosen), uniforms)
+        assert (tokens, status) == (want, FINE)
+
+
+@pytest.mark.parametrize("values", [{"top_p": 1e-6}, {"top_k": 1}, {"temperature": 1e-3}, {"min_p": 1}, {"temperature": 0}])
+def test_only_the_best_token_is_left(graphs: Graphs, values: dict[str, float]) -> None:
+    logits = np.random.default_rng(1).standard_normal(257) * 5
+    q, token, status = one_row(graphs, logits, 0, **values)
+    assert (token, status) == (int(logits.argmax()), FINE)
+    if values != {"temperature": 0}:
+        assert q[token] == 1
+        assert np.count_nonzero(q) == 1
+
+
+def test_a_top_p_of_one_keeps_everything(graphs: Graphs) -> None:
+    logits = np.random.default_rng(1).standard_normal(700)
+    q, _, _ = one_row(graphs, logits, top_p=1)
+    assert np.count_nonzero(q) == 700
+    np.testing.assert_allclose(q.sum(), 1, atol=1e-6)
+
+
+def test_tokens_equal_to_the_last_kept_one_are_kept(graphs: Graphs) -> None:
+    logits = np.array([3.0, 2, 2, 2, 0])
+    for values in ({"top_k": 2}, {"top_p": 0.7}):
+        q, _, _ = one_row(graphs, logits, 0, **values)
+        assert np.flatnonzero(q).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("values", [{"top_p": 0.95}, {"top_k": 500}, {"top_k": 600, "top_p": 0.5}])
+def test_what_reaches_beyond_the_candidates_is_said_and_more_of_them_mend_it(graphs: Graphs, values: dict[str, float]) -> None:
+    logits = np.random.default_rng(1).standard_normal(700)
+    assert one_row(graphs, logits, candidates=64, **values)[2] == WIDE
+    q, token, status = one_row(graphs, logits, candidates=700, **values)
+    assert status == FINE
+    np.testing.assert_allclose(q, warp(logits.astype(np.float32).astype(np.float64), named_settings(row(**values))), atol=1e-6)
+    assert not excluded(logits, named_settings(row(**values)), token)
+    # The number of candidates changes nothing where they are enough.
+    enough = one_row(graphs, logits, candidates=690, **values)
+    assert enough[2] == WIDE or np.array_equal(enough[0], q)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_no_numbers_are_said(graphs: Graphs, value: float, temperature: float) -> None:
+    """In any row up to the one of the target's own token; what comes after it is not looked at."""
+    logits = np.zeros((3, 300), dtype=np.float32)
+    logits[:, 7] = 50
+    q = np.eye(1, 300, 7).repeat(2, axis=0)
+    for at in range(3):
+        broken = logits.copy()
+        broken[at, 299] = value
+        assert one_row(graphs, broken[at], temperature=temperature)[2] == NOT_FINITE
+        uniforms = np.full((3, 3), 0.5)
+        assert round_of(graphs, broken, [7, 7], q, uniforms, 300, temperature=temperature, top_p=0.9)[1] == NOT_FINITE
+        rejecting = round_of(graphs, broken, [3, 7], np.eye(1, 300, 3).repeat(2, axis=0), uniforms, temperature=temperature)
+        assert rejecting[1] == (NOT_FINITE if at == 0 else FINE)
+
+
+def test_greedy_takes_the_first_of_equals(graphs: Graphs) -> None:
+    logits = np.zeros((1, 300))
+    assert round_of(graphs, logits, [], np.zeros((0, 300)), np.full((1, 3), 0.9), temperature=0) == ([0], FINE)
+
+
+def test_a_sequence_does_not_depend_on_its_company(graphs: Graphs) -> None:
+    """Each of a mixed batch alone gives what it gave among the others."""
+    for seed in range(60):
+        case = Case(seed)
+        together = case.verdicts(graphs)
+        for sequence in range(case.batch):
+            alone = Case(seed)
+            for name in ("logits", "settings", "drafted_count", "edit_ids", "edits", "drafted", "uniforms"):
+                setattr(alone, name, getattr(case, name)[sequence : sequence + 1])
+            alone.q, alone.batch = case.q[:, sequence : sequence + 1], 1
+            assert alone.verdicts(graphs) == [together[sequence]]
+
+
+def test_uniforms_at_their_ends_never_draw_a_token_of_no_weight(graphs: Graphs) -> None:
+    logits = np.full(700, -np.inf)
+    logits[[5, 300, 301]] = [0, 1, -3]
+    for uniform in (0.0, 1 - 2**-24):
+        tokens, _ = round_of(graphs, logits[None], [], np.zeros((0, 700)), np.full((1, 3), uniform))
+        assert tokens == [5 if uniform == 0 else 301]
+
+
+def test_logprobs_are_those_of_the_logits_as_they_are(graphs: Graphs) -> None:
+    logits = (np.random.default_rng(2).standard_normal((2, 3, 300)) * 4).astype(np.float32)
+    tokens = np.array([[4, 5, -1], [7, 8, 9]])
+    chosen, ids, values = run(graphs, "logprobs", 300, 300, logits=logits, tokens=tokens, candidates=np.array([4]))
+    want = scipy.special.log_softmax(logits.astype(np.float64), axis=2)
+    np.testing.assert_allclose(chosen[1], want[1, [0, 1, 2], [7, 8, 9]], atol=1e-5)
+    np.testing.assert_array_equal(ids, np.argsort(-want, axis=2)[:, :, :4])
+    np.testing.assert_allclose(values, np.sort(want, axis=2)[:, :, ::-1][:, :, :4], atol=1e-5)
+
+
+def test_blocks_are_drawn_with_a_uniform_of_their_own(graphs: Graphs) -> None:
+    """One fp32 uniform over 151,936 equal tokens would leave some of them undrawable; two reach all of a block."""
+    size = 151_936
+    reached = set()
+    for step in range(BLOCK):
+        uniforms = np.array([[0.5, 0.5, (step + 0.5) / BLOCK]])
+        tokens, _ = round_of(graphs, np.zeros((1, size), dtype=np.float32), [], np.zeros((0, size)), uniforms)
+        reached.add(tokens[0])
+    assert len(reached) == BLOCK

@@ -1,0 +1,263 @@
+"""Sampling through the whole loop, on real sessions: parameters, seeds, logprobs, and the distribution of what comes out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import scipy.stats
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from outrider.audit.controls import ReferenceSampler
+from outrider.audit.reference import Fault, named_settings, warp
+from outrider.engines.manifest import Generation
+from outrider.runtime.generation import Event, Outrider
+from outrider.runtime.loop import prefill
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.sampler import Request
+from outrider.tests.support import PAIR, reseal, run
+
+Doubles = npt.NDArray[np.float64]
+K = (1, 2, 4, 8)
+PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
+
+
+def events(outrider: Outrider, prompt: str | list[int] = PROMPT, k: int = 0, **params: Any) -> list[Event]:
+    return list(outrider.generate(prompt, SamplingParams(**{"max_new_tokens": 60, **params}), k=k))
+
+
+def ids(outrider: Outrider, prompt: str | list[int] = PROMPT, k: int = 0, **params: Any) -> list[int]:
+    return [token for event in events(outrider, prompt, k, **params) for token in event.token_ids]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+
+
+PENALTIES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 1.2},
+    "reward": {"frequency_penalty": -0.3, "presence_penalty": -1},
+    "bias": {"logit_bias": {token: (-100 if token % 2 else 2.5) for token in range(300, 700)}},
+    "at least": {"min_new_tokens": 50, "stop_token_ids": list(range(300, 420))},
+    "all": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3, "min_new_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("k", K)
+@pytest.mark.parametrize("name", PENALTIES)
+def test_greedy_with_penalties_is_plain_greedy_with_penalties(shipped: Outrider, name: str, k: int) -> None:
+    """Each verified position sees the drafted prefix before it, exactly as plain decoding would."""
+    plain = ids(shipped, **PENALTIES[name])
+    assert plain != ids(shipped)
+    assert ids(shipped, k=k, **PENALTIES[name]) == plain
+
+
+@pytest.mark.parametrize("k", K)
+@pytest.mark.parametrize("name", ["none", *PENALTIES])
+def test_exact_match_gives_plain_decodings_tokens_whatever_k(shipped: Outrider, name: str, k: int) -> None:
+    chosen: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, **PENALTIES.get(name, {})}
+    plain = events(shipped, rule="exact-match", **chosen)
+    speculative = events(shipped, k=k, rule="exact-match", **chosen)
+    assert [t for e in speculative for t in e.token_ids] == [t for e in plain for t in e.token_ids]
+    assert speculative[-1].stats.accepted > 0
+    assert ids(shipped, rule="rejection", **chosen) == [t for e in plain for t in e.token_ids]  # plain knows no rule
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_repetition_penalty_is_that_of_transformers(shipped: Outrider, model: LlamaForCausalLM, penalty: float) -> None:
+    inputs = AutoTokenizer.from_pretrained(PAIR / "target")(PROMPT, return_tensors="pt")
+    ours = ids(shipped, k=4, repetition_penalty=penalty)
+    theirs = model.generate(
+        inputs.input_ids, do_sample=False, max_new_tokens=len(ours), repetition_penalty=penalty, pad_token_id=0
+    )
+    assert theirs[0, inputs.input_ids.shape[1] :].tolist() == ours
+
+
+def test_penalties_subtract_what_the_apis_say(shipped: Outrider, model: LlamaForCausalLM) -> None:
+    """Plain decoding, written down once more: logits - frequency * count - presence * (count > 0), of the answer alone."""
+    tokens = shipped.text.encode(PROMPT, chat=False)
+    answer: list[int] = []
+    for _ in range(40):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens + answer])).logits[0, -1].double().numpy()
+        counts = np.bincount(answer, minlength=len(logits))
+        answer.append(int((logits - 0.9 * counts - 0.6 * (counts > 0)).argmax()))
+    got = ids(shipped, k=4, frequency_penalty=0.9, presence_penalty=0.6, max_new_tokens=40)
+    assert got == answer[: len(got)]
+    assert len(got) > 20
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_bias_bans_or_forces_a_token(shipped: Outrider, k: int) -> None:
+    token = ids(shipped)[5]
+    assert token not in ids(shipped, k=k, logit_bias={token: -100})
+    assert set(ids(shipped, k=k, logit_bias={77: 100}, max_new_tokens=9)) == {77}
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_stop_tokens_end_the_text_and_are_banned_before_the_least_length(shipped: Outrider, k: int, temperature: float) -> None:
+    free = ids(shipped, k=k, temperature=temperature, seed=5)
+    end = free[12]
+    stopped = events(shipped, k=k, temperature=temperature, seed=5, stop_token_ids=[end])
+    assert [t for e in stopped for t in e.token_ids] == free[: free.index(end) + 1]
+    assert stopped[-1].finish_reason == "stop"
+    longer = ids(shipped, k=k, temperature=temperature, seed=5, stop_token_ids=[end], min_new_tokens=30)
+    assert end not in longer[:30]
+    assert len(longer) >= 30
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_stop_strings_are_not_looked_for_before_the_least_length(shipped: Outrider, k: int) -> None:
+    whole = "".join(event.text for event in events(shipped, k=k))
+    stop = whole.split()[1]
+    short = events(shipped, k=k, stop=stop)
+    assert "".join(event.text for event in short) == whole[: whole.index(stop)]
+    late = events(shipped, k=k, stop=stop, min_new_tokens=20)
+    assert "".join(event.text for event in late).startswith(whole[: whole.index(stop) + len(stop)])
+    assert late[-1].stats.emitted >= 20
+
+
+def test_the_end_of_text_is_banned_before_the_least_length(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    free = ids(Outrider.load(bundle), "the lazy dog", max_new_tokens=12)
+    reseal(bundle, generation=Generation(eos_token_ids=[free[3]], special_tokens={}))
+    outrider = Outrider.load(bundle)
+    assert len(ids(outrider, "the lazy dog", max_new_tokens=12)) == free.index(free[3]) + 1
+    for k in (0, 1, 4):
+        got = ids(outrider, "the lazy dog", k=k, max_new_tokens=12, min_new_tokens=9)
+        assert free[3] not in got[:9]
+        assert got == ids(outrider, "the lazy dog", max_new_tokens=12, min_new_tokens=9)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_logprobs_are_the_targets_own(shipped: Outrider, model: LlamaForCausalLM, k: int, temperature: float) -> None:
+    """Of the logits as they are: neither the temperature nor a penalty changes them."""
+    prompt = shipped.text.encode(PROMPT, chat=False)
+    chosen: dict[str, Any] = {"temperature": temperature, "seed": 3, "repetition_penalty": 1.1, "max_new_tokens": 30}
+    got = events(shipped, k=k, logprobs=3, **chosen)
+    tokens = [token for event in got for token in event.token_ids]
+    assert tokens == ids(shipped, k=k, **chosen)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+    want = torch.log_softmax(logits, dim=-1).numpy()
+    each = [logprobs for event in got for logprobs in event.logprobs or ()]
+    assert len(each) == len(tokens)
+    for row, (token, logprobs) in enumerate(zip(tokens, each, strict=True)):
+        assert logprobs.logprob == pytest.approx(want[row, token], abs=2e-4)
+        best = np.argsort(-want[row])[:3]
+        assert [top for top, _ in logprobs.top] == best.tolist()
+        assert [value for _, value in logprobs.top] == pytest.approx(want[row, best].tolist(), abs=2e-4)
+    assert all(not logprobs.top for event in events(shipped, k=k, logprobs=0, **chosen) for logprobs in event.logprobs or ())
+    assert events(shipped, k=k, **chosen)[0].logprobs is None
+
+
+# ------------------------------------------------------------------------------------------------ seeds
+
+
+@pytest.mark.parametrize("rule", ["rejection", "exact-match"])
+def test_a_seed_fixes_the_answer_across_processes_and_in_company(shipped_bundle: Path, shipped: Outrider, rule: str) -> None:
+    chosen: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "rule": rule, "k": 4, "max_new_tokens": 40}
+    here = ids(shipped, seed=11, **chosen)
+    ids(shipped, "Once upon a time", seed=12, **chosen)  # another request between
+    assert ids(shipped, seed=11, **chosen) == here
+    assert ids(shipped, seed=12, **chosen) != here
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+    for _ in range(2):
+        done = run("generate", shipped_bundle, "--prompt", PROMPT, "--json", "--seed=11", *options)
+        assert json.loads(done.stdout)["token_ids"] == here
+
+
+def test_without_a_seed_answers_differ(shipped: Outrider) -> None:
+    assert len({tuple(ids(shipped, temperature=1.0, max_new_tokens=30)) for _ in range(4)}) == 4
+
+
+def test_the_random_numbers_of_a_seed_never_change() -> None:
+    """They are part of the promise: another release must give the same answer."""
+    request = Request(SamplingParams(seed=1), [1], [], 10)
+    first = [[int(number * 2**24) for number in place] for place in request.uniforms(0, 2)]
+    assert first == RECORDED
+    assert np.array_equal(request.uniforms(63, 70)[:1], Request(SamplingParams(seed=1), [1], [], 10).uniforms(63, 1))
+    assert not np.array_equal(Request(SamplingParams(seed=-1), [1], [], 10).uniforms(0, 2), request.uniforms(0, 2))
+
+
+RECORDED = [[5093026, 14238970, 2619506, 521879, 15103998], [873533, 12500498, 4131658, 6849496, 2834617]]
+
+
+# ------------------------------------------------------------------------------------------------ distribution
+# Against the exact distribution of the first two tokens, computed from the target's logits alone. Of a right loop a p-value
+# is below FALSE_ALARM with that probability, and the seeds are fixed.
+FALSE_ALARM = 1e-6
+DRAWS = 2500
+CHOSEN: dict[str, Any] = {"temperature": 0.12, "top_k": 40}  # the tiny pair is random: without this it would be nearly uniform
+
+
+@pytest.fixture(scope="module")
+def endless(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Outrider:
+    """The tiny pair, without a token that ends the text."""
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("endless") / "bundle"))
+    reseal(bundle, generation=Generation(eos_token_ids=[], special_tokens={}))
+    return Outrider.load(bundle)
+
+
+@pytest.fixture(scope="module")
+def exact(endless: Outrider) -> tuple[list[int], Doubles, Doubles]:
+    """A prompt, and the exact distributions of the first and the second token after it."""
+    prompt = endless.text.encode("the quick", chat=False)
+    session = endless.sessions["target"]
+    settings = named_settings(Request(SamplingParams(**CHOSEN), prompt, [], endless.vocab_rows).settings[0])
+
+    def after(token: int, at: int) -> Doubles:
+        logits = session.run(np.array([[token]]), np.array([at]))
+        return warp(logits[0, 0].astype(np.float64), settings)
+
+    prefill(session, prompt[:-1], 16)
+    first = after(prompt[-1], len(prompt) - 1)
+    second = sum(share * after(token, len(prompt)) for token, share in enumerate(first) if share > 0)
+    return prompt, first, np.asarray(second)
+
+
+def drawn(outrider: Outrider, prompt: list[int], k: int, rule: str) -> Doubles:
+    return np.array(
+        [ids(outrider, prompt, k, max_new_tokens=2, seed=10_000 * k + index, rule=rule, **CHOSEN) for index in range(DRAWS)]
+    )
+
+
+def p_value(tokens: Doubles, p: Doubles) -> float:
+    counts = np.bincount(tokens, minlength=len(p))
+    if counts[p == 0].any():
+        return 0.0
+    common = p * len(tokens) >= 5
+    observed, expected = (np.append(each[common], each[~common].sum()) for each in (counts, p * len(tokens)))
+    known = expected > 0
+    return float(scipy.stats.chisquare(observed[known], expected[known]).pvalue)
+
+
+@pytest.mark.parametrize(("k", "rule"), [(0, "rejection"), (1, "rejection"), (4, "rejection"), (4, "exact-match")])
+def test_the_loop_emits_the_targets_distribution(endless: Outrider, exact: Any, k: int, rule: str) -> None:
+    prompt, *distributions = exact
+    tokens = drawn(endless, prompt, k, rule)
+    for at, p in enumerate(distributions):
+        assert p_value(tokens[:, at], p) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_the_same_test_finds_each_wrong_sampler(
+    endless: Outrider, exact: Any, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, *distributions = exact
+    sampler = ReferenceSampler(endless.samplers, endless.vocab_rows, 9)
+    sampler.fault = fault
+    monkeypatch.setattr(endless.loop, "sampler", sampler)
+    tokens = drawn(endless, prompt, 4, "rejection")
+    assert min(p_value(tokens[:, at], p) for at, p in enumerate(distributions)) < FALSE_ALARM / 1000
