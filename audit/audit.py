@@ -18,7 +18,7 @@ from outrider.audit.controls import ReferenceSampler, WatchedSampler
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.reference import Fault
 from outrider.audit.report import Audit, Control, Counters, Greedy, NearTie, Sampled
-from outrider.audit.statistics import compare
+from outrider.audit.statistics import Comparison, compare
 from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.loop import prefill
@@ -47,7 +47,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     """Audit a loaded bundle. The same bundle on the same machine gives the same report.
 
     Args:
-        draws: sampled texts for each setting and k, and as many plain ones; more find smaller differences.
+        draws: sampled texts for each setting and k; more find smaller differences.
 
     Raises:
         EngineError: a run failed.
@@ -55,18 +55,24 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     counters = Counters()
     greedy = _greedy(outrider, counters, progress)
     _count_sampled(outrider, counters)
-    cells = len(SAMPLED) * len(outrider.build.k) + 1 + len(Fault)
-    significance = FALSE_ALARM / (2 * len(PLACES) * cells)  # two criteria at each place
+    compared = len(SAMPLED) * (len(outrider.build.k) + 1) + 1 + len(Fault)
+    significance = FALSE_ALARM / (2 * len(PLACES) * compared)  # two criteria at each place
     sampled, controls = [], []
-    progress.stage("drawing texts", draws * (cells + len(SAMPLED)))
+    progress.stage("drawing texts", draws * (compared + len(SAMPLED)))
     for number, (params, text) in enumerate(SAMPLED):
         cell = Cell(outrider, params, outrider.text.encode(text, chat=False), number, significance, progress)
-        plain = cell.draw(cell.watched(), 0, draws)
-        sampled += [cell.compare(plain, cell.watched(), k) for k in outrider.build.k]
+        watched = cell.watched()
+        plain = cell.draw(watched, 0, 2 * draws)
+        drawn = {k: cell.draw(watched, k, draws) for k in outrider.build.k}
+        sampled += [Sampled(_named(params), k, cell.compare(plain, tokens)) for k, tokens in drawn.items()]
+        together = cell.compare(plain, np.concatenate(list(drawn.values())))
+        sampled.append(Sampled(_named(params), None, together, watched.emitted, watched.excluded))
         if (params, text) == CONTROLLED:
             for fault in (None, *Fault):
-                found = cell.compare(plain, cell.reference(fault), outrider.default_k)
-                controls.append(Control(fault.value if fault else None, found))
+                faulty = cell.reference(fault)
+                found = cell.compare(plain, cell.draw(faulty, outrider.default_k, draws))
+                sample = Sampled(_named(params), outrider.default_k, found, faulty.emitted, faulty.excluded)
+                controls.append(Control(fault.value if fault else None, sample))
     return Audit(greedy, sampled, controls, counters)
 
 
@@ -161,11 +167,9 @@ class Cell:
         sampler.fault = fault
         return sampler
 
-    def compare(self, plain: Tokens, sampler: WatchedSampler, k: int) -> Sampled:
-        """As many texts as the plain ones, by a sampler and k, against those."""
-        drawn = self.draw(sampler, k, len(plain))
-        comparisons = [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
-        return Sampled(_named(self.params), k, comparisons, sampler.emitted, sampler.excluded)
+    def compare(self, plain: Tokens, drawn: Tokens) -> list[Comparison]:
+        """Both samples at each place."""
+        return [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
 
     def draw(self, sampler: WatchedSampler, k: int, draws: int) -> Tokens:
         """The tokens of so many short texts, [draws, SAMPLED_TOKENS]; after an early end stand -1 and, last, the end.

@@ -44,10 +44,10 @@ class Sampled:
     """Speculative against plain draws at one setting."""
 
     setting: str
-    k: int
+    k: int | None  # None is the texts of every k together
     comparisons: list[Comparison]
-    emitted: int
-    excluded: int  # emitted although truncation excludes it
+    emitted: int = 0
+    excluded: int = 0  # emitted although truncation excludes it
 
     @property
     def passed(self) -> bool:

@@ -51,6 +51,8 @@ def _print(found: Audit) -> None:
         f"sampled   {verdicts['sampled']}  {comparisons} comparisons with plain decoding, smallest p-value {least:.1e}"
         f" (fails below {found.sampled[0].comparisons[0].significance:.1e})"
     )
+    click.echo("          distance: total variation between the two samples; above the bound it is no chance, and fails;")
+    click.echo("          a bundle whose distribution is off by as much as 'finds' says fails with a probability of 99%")
     screen.print(_sampled_table(found))
     emitted = sum(cell.emitted for cell in found.sampled)
     click.echo(
@@ -70,19 +72,22 @@ def _print(found: Audit) -> None:
     click.echo("the bundle passes" if found.passed else "the bundle FAILS")
 
 
+FIGURES = ("p-value", "distance", "bound", "finds", "token")
+
+
 def _sampled_table(found: Audit) -> Any:
     from rich.table import Table
 
-    table = Table("sampled", "k", "p-value", "distance (chance alone reaches)", "finds at 99%")
+    table = Table("sampled", "k", *FIGURES)
     for cell in found.sampled:
-        table.add_row(cell.setting, str(cell.k), *_figures(cell))
+        table.add_row(cell.setting, str(cell.k or "all"), *_figures(cell), end_section=cell.k is None)
     return table
 
 
 def _control_table(found: Audit) -> Any:
     from rich.table import Table
 
-    table = Table("control", "p-value", "distance (chance alone reaches)", "finds at 99%", "excluded", "")
+    table = Table("control", *FIGURES, "excluded", "")
     for control in found.controls:
         verdict = ("found" if control.found else "not found") + ("" if control.passed else ": WRONG")
         name = control.fault or "none: the reference as it is"
@@ -93,4 +98,4 @@ def _control_table(found: Audit) -> Any:
 def _figures(cell: Sampled) -> list[str]:
     """Of the place where the two samples differ most for their size."""
     worst = min(cell.comparisons, key=lambda each: each.p_value)
-    return [f"{worst.p_value:.1e}", f"{worst.distance:.2f} ({worst.bound:.2f}), {worst.place} token", f"{worst.finds:.2f}"]
+    return [f"{worst.p_value:.1e}", f"{worst.distance:.2f}", f"{worst.bound:.2f}", f"{worst.finds:.2f}", worst.place]
