@@ -76,18 +76,18 @@ FIGURES = ("p-value", "distance", "bound", "finds", "token")
 
 
 def _sampled_table(found: Audit) -> Any:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("sampled", "k", *FIGURES)
+    table = Table(Column("sampled", no_wrap=True), "k", *FIGURES)
     for cell in found.sampled:
         table.add_row(cell.setting, str(cell.k or "all"), *_figures(cell), end_section=cell.k is None)
     return table
 
 
 def _control_table(found: Audit) -> Any:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("control", *FIGURES, "excluded", "")
+    table = Table(Column("control", no_wrap=True), *FIGURES, "excluded", "")
     for control in found.controls:
         verdict = ("found" if control.found else "not found") + ("" if control.passed else ": WRONG")
         name = control.fault or "none: the reference as it is"

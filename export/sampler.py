@@ -53,10 +53,10 @@ class Graph:
         """0..size-1."""
         return self.op.Range(0, self.op.Squeeze(size), 1)
 
-    def setting(self, settings: Value, name: str) -> Value:
-        """One setting, [B, 1]."""
-        column = SETTINGS.index(name)
-        return self.op.Slice(settings, [column], [column + 1], [1])
+    def settings(self, settings: Value) -> dict[str, Value]:
+        """Each setting by name, [B, 1, 1]."""
+        columns = self.op.Split(self.op.Unsqueeze(settings, [1]), [1] * len(SETTINGS), axis=2, _outputs=len(SETTINGS))
+        return dict(zip(SETTINGS, columns, strict=True))
 
     def floats(self, x: Value) -> Value:
         return self.op.Cast(x, to=FLOAT)
@@ -65,11 +65,10 @@ class Graph:
         """How many of the booleans along `axis` are true; the axis stays, as 1."""
         return self.op.ReduceSum(self.op.Cast(x, to=INT64), [axis], keepdims=1)
 
-    def edited(self, logits: Value, drafted: Value, first_row: Value, request: dict[str, Value]) -> Value:
-        """Logits [B, S, V] with bias, bans and penalties; row i sees the first `first_row` + i tokens of drafted [B, D]."""
+    def edited(self, logits: Value, drafted: Value, row: Value, given: dict[str, Value], settings: dict[str, Value]) -> Value:
+        """Logits [B, S, V] with bias, bans and penalties; a row sees as many of drafted [B, D] as its number in `row` [S]."""
         op = self.op
-        settings, table_ids, table = request["settings"], request["edit_ids"], request["edits"]
-        row = op.Add(self.indices(self.size(logits, 1)), first_row)  # [S]
+        table_ids, table = given["edit_ids"], given["edits"]
         # A drafted token's own edits: those of the table, where the table has the token.
         entry = self.indices(self.size(table_ids, 1))
         listed = op.Equal(op.Unsqueeze(drafted, [2]), op.Unsqueeze(table_ids, [1]))  # [B, D, N]
@@ -77,32 +76,29 @@ class Graph:
         looked_up = op.GatherElements(table, op.Expand(op.Max(found, [0]), [1, 1, 4]), axis=1)
         looked_up = op.Where(op.GreaterOrEqual(found, [0]), looked_up, 0.0)
         ids = op.Concat(table_ids, drafted, axis=1)  # [B, M], M = N + D
-        values = op.Unsqueeze(op.Concat(table, looked_up, axis=1), [1])  # [B, 1, M, 4]
-        bias, count, seen, banned_rows = op.Split(values, [1, 1, 1, 1], axis=3, _outputs=4)
+        values = op.Transpose(op.Concat(table, looked_up, axis=1), perm=[0, 2, 1])  # [B, 4, M]
+        bias, count, seen, banned_rows = op.Split(values, [1, 1, 1, 1], axis=1, _outputs=4)  # [B, 1, M]
         # How often the drafted prefix of each row has each of them.
-        before = op.Less(op.Unsqueeze(self.indices(self.size(drafted, 1)), [0]), op.Unsqueeze(row, [1]))  # [S, D]
-        same = op.Equal(op.Unsqueeze(ids, [2]), op.Unsqueeze(drafted, [1]))  # [B, M, D]
-        repeats = op.And(op.Unsqueeze(same, [1]), op.Unsqueeze(before, [0, 2]))  # [B, S, M, D]
-        more = op.ReduceSum(self.floats(repeats), [3], keepdims=1)
-        count = op.Squeeze(op.Add(count, more), [3])  # [B, S, M], as all that follow
-        seen = op.Greater(op.Squeeze(op.Add(seen, more), [3]), 0.0)
+        place = op.Unsqueeze(row, [0, 2])  # [1, S, 1]
+        before = self.floats(op.Less(self.indices(self.size(drafted, 1)), place))  # [1, S, D]
+        same = self.floats(op.Equal(op.Unsqueeze(drafted, [2]), op.Unsqueeze(ids, [1])))  # [B, D, M]
+        more = op.MatMul(before, same)  # [B, S, M], as all that follow
+        count = op.Add(count, more)
+        seen = op.Greater(op.Add(seen, more), 0.0)
         at = op.Expand(op.Unsqueeze(ids, [1]), op.Shape(count))
-        x = op.Add(op.GatherElements(logits, at, axis=2), op.Squeeze(bias, [3]))
-        banned = op.Less(self.floats(op.Unsqueeze(row, [0, 2])), op.Squeeze(banned_rows, [3]))
-        x = op.Where(banned, float("-inf"), x)
-        repetition = op.Unsqueeze(self.setting(settings, "repetition_penalty"), [2])
+        x = op.Add(op.GatherElements(logits, at, axis=2), bias)
+        x = op.Where(op.Less(self.floats(place), banned_rows), float("-inf"), x)
+        repetition = settings["repetition_penalty"]
         x = op.Where(seen, op.Where(op.Greater(x, 0.0), op.Div(x, repetition), op.Mul(x, repetition)), x)
-        x = op.Sub(x, op.Mul(op.Unsqueeze(self.setting(settings, "frequency_penalty"), [2]), count))
-        presence = op.Unsqueeze(self.setting(settings, "presence_penalty"), [2])
-        x = op.Sub(x, op.Mul(presence, self.floats(op.Greater(count, 0.0))))
+        x = op.Sub(x, op.Mul(settings["frequency_penalty"], count))
+        x = op.Sub(x, op.Mul(settings["presence_penalty"], self.floats(op.Greater(count, 0.0))))
         return op.ScatterElements(logits, at, x, axis=2)
 
-    def warped(self, x: Value, settings: Value, candidates: Value) -> tuple[Value, Value, Value]:
+    def warped(self, x: Value, settings: dict[str, Value], candidates: Value) -> tuple[Value, Value, Value]:
         """Weights [B, S, V], their sums [B, S], and the state [B, S] of each row."""
         op = self.op
-        temperature = op.Unsqueeze(self.setting(settings, "temperature"), [2])
-        top_k = op.Cast(op.Unsqueeze(self.setting(settings, "top_k"), [2]), to=INT64)
-        top_p = op.Unsqueeze(self.setting(settings, "top_p"), [2])
+        temperature, top_p = settings["temperature"], settings["top_p"]
+        top_k = op.Cast(settings["top_k"], to=INT64)
         scale = op.Reciprocal(op.Where(op.Greater(temperature, 0.0), temperature, 1.0))
         e = op.Exp(op.Mul(op.Sub(x, op.ReduceMax(x, [2], keepdims=1)), scale))
         best, _ = op.TopK(e, candidates, axis=2, _outputs=2)  # [B, S, K], greatest first
@@ -110,7 +106,7 @@ class Graph:
         rows = op.Concat(op.Shape(best, end=2), [1], axis=0)  # B, S, 1
         kth = op.Expand(op.Sub(op.Min(op.Max(top_k, [1]), size), [1]), rows)
         kth = op.Where(op.Greater(top_k, [0]), op.GatherElements(best, kth, axis=2), 0.0)
-        floor = op.Max(kth, op.Unsqueeze(self.setting(settings, "min_p"), [2]))  # [B, S, 1]
+        floor = op.Max(kth, settings["min_p"])  # [B, S, 1]
         # What is below goes, rather than what is above stays: so NaN stays in the weights, where `state` finds it.
         total = op.ReduceSum(op.Where(op.Less(e, floor), 0.0, e), [2], keepdims=1)
         share = op.CumSum(op.Where(op.Less(best, floor), 0.0, best), op.Constant(value_int=2))
@@ -132,37 +128,39 @@ class Graph:
         padding = -self.vocab_rows % BLOCK
         if padding:
             weights = op.Pad(weights, [0, 0, 0, 0, 0, padding])
-        blocks = op.Reshape(weights, [0, 0, (self.vocab_rows + padding) // BLOCK, BLOCK])
+        blocks = op.Reshape(weights, [0, 0, -1, BLOCK])
         first, second = op.Split(uniforms, [1, 1], axis=2, _outputs=2)
-        block = self.picked(op.ReduceSum(blocks, [3], keepdims=0), first)  # [B, S, 1]
+        count = (self.vocab_rows + padding) // BLOCK
+        block = self.picked(op.ReduceSum(blocks, [3], keepdims=0), count, first)  # [B, S, 1]
         at = op.Expand(op.Unsqueeze(block, [3]), [1, 1, 1, BLOCK])
-        inside = self.picked(op.Squeeze(op.GatherElements(blocks, at, axis=2), [2]), second)
+        inside = self.picked(op.Squeeze(op.GatherElements(blocks, at, axis=2), [2]), BLOCK, second)
         return op.Squeeze(op.Add(op.Mul(block, [BLOCK]), inside), [2])
 
-    def picked(self, weights: Value, uniforms: Value) -> Value:
-        """The index [B, S, 1] of the weight, of [B, S, n], into which the share `uniforms` [B, S, 1] of their sum falls."""
+    def picked(self, weights: Value, count: int, uniforms: Value) -> Value:
+        """The index [B, S, 1] of the weight, of [B, S, count], into which the share `uniforms` [B, S, 1] of their sum
+        falls."""
         op = self.op
-        end = self.size(weights, 2)
-        index = self.indices(end)
+        index = list(range(count))
         share = op.CumSum(weights, op.Constant(value_int=2))
         sought = op.Mul(uniforms, op.ReduceMax(share, [2], keepdims=1))
         positive = op.Greater(weights, 0.0)
         past = op.And(positive, op.Greater(share, sought))
-        first = op.ReduceMin(op.Where(past, index, end), [2], keepdims=1)
+        first = op.ReduceMin(op.Where(past, index, [count]), [2], keepdims=1)
         last = op.ReduceMax(op.Where(positive, index, [0]), [2], keepdims=1)
         return op.Min(first, last)  # where rounding left no share past what is sought, the last token of any weight
 
 
 def drafter(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
     """token, q, status: a token drawn from the draft's warped distribution, which is laid out as the target's."""
-    op, settings, logits = graph.op, given["settings"], given["logits"]
+    op, logits = graph.op, given["logits"]
+    settings = graph.settings(given["settings"])
     if draft_rows > graph.vocab_rows:  # what the target's logits lack is never proposed
         logits = op.Slice(logits, [0], [graph.vocab_rows], [2])
     elif draft_rows < graph.vocab_rows:
         logits = op.Pad(logits, [0, 0, 0, 0, 0, graph.vocab_rows - draft_rows], float("-inf"))
-    x = graph.edited(logits, given["drafted"], given["first_row"], given)
+    x = graph.edited(logits, given["drafted"], given["first_row"], given, settings)
     weights, total, state = graph.warped(x, settings, given["candidates"])
-    sampled = op.Greater(graph.setting(settings, "temperature"), 0.0)
+    sampled = op.Squeeze(op.Greater(settings["temperature"], 0.0), [2])
     own = graph.drawn(weights, op.Unsqueeze(given["uniforms"], [1]))
     token = op.Where(sampled, own, op.ArgMax(x, axis=2, keepdims=0))
     return [token, op.Div(op.Squeeze(weights, [1]), total), op.Squeeze(state, [1])]
@@ -170,13 +168,15 @@ def drafter(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Valu
 
 def verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
     """accepted, tokens, status: the accepted prefix of the drafted tokens and the target's own token after it."""
-    op, settings, drafted, q = graph.op, given["settings"], given["drafted"], given["q"]
+    op, drafted, q = graph.op, given["drafted"], given["q"]
+    settings = graph.settings(given["settings"])
     drafted_count = op.Unsqueeze(given["drafted_count"], [1])  # [B, 1]
     accepting, drawing = op.Split(given["uniforms"], [1, 2], axis=2, _outputs=2)
-    x = graph.edited(given["logits"], drafted, op.Constant(value_ints=[0]), given)
+    row = graph.indices(graph.size(drafted, 1))  # [S]
+    x = graph.edited(given["logits"], drafted, row, given, settings)
     weights, total, state = graph.warped(x, settings, given["candidates"])
-    greedy = op.Not(op.Greater(graph.setting(settings, "temperature"), 0.0))  # [B, 1]
-    exact = op.Or(greedy, op.Greater(graph.setting(settings, "exact_match"), 0.0))
+    greedy = op.Squeeze(op.LessOrEqual(settings["temperature"], 0.0), [2])  # [B, 1]
+    exact = op.Or(greedy, op.Squeeze(op.Greater(settings["exact_match"], 0.0), [2]))
     own = op.Where(greedy, op.ArgMax(x, axis=2, keepdims=0), graph.drawn(weights, drawing))  # [B, S]
 
     # Which drafted tokens are accepted; u q < p, both sides times the sum of the weights.
@@ -184,7 +184,6 @@ def verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Val
     q_drafted = op.GatherElements(q, op.Unsqueeze(op.Transpose(drafted, perm=[1, 0]), [2]), axis=2)  # [S, B, 1]
     q_drafted = op.Transpose(op.Squeeze(q_drafted, [2]), perm=[1, 0])
     likely = op.Less(op.Mul(op.Mul(op.Squeeze(accepting, [2]), q_drafted), total), w_drafted)
-    row = op.Unsqueeze(graph.indices(graph.size(drafted, 1)), [0])  # [1, S]
     right = op.Or(op.And(exact, op.Equal(drafted, own)), op.And(op.Not(exact), likely))
     kept = op.And(right, op.Less(row, drafted_count))
     failures = op.CumSum(op.Cast(op.Not(kept), to=INT64), op.Constant(value_int=1))

@@ -183,6 +183,12 @@ def test_what_is_no_command_or_option(arguments: list[str], message: str) -> Non
     refused(run(*arguments), 2, message)
 
 
+def test_an_audit_of_no_bundle_or_of_too_few_draws(tiny_export: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    refused(run("verify", tmp_path / "absent"), 1, "no export and no bundle")
+    refused(run("verify", tiny_export), 1, "is an export, not a bundle")
+    refused(run("verify", tiny_bundle, "--draws", "99"), 2, "99 is not in the range x>=100")
+
+
 @pytest.mark.parametrize("options", [[], ["--json"], ["--show"]])
 def test_logits_that_are_no_numbers(tmp_path: Path, options: list[str]) -> None:
     bundle = broken_bundle(tmp_path, token=tokenizer().encode("a").ids[0])
