@@ -1,15 +1,22 @@
 """`outrider verify`: evidence that a bundle emits what its target alone would, and that the evidence means something.
 
-1. Greedy: the speculative text is the plain text, for every k.
-2. Sampled: tokens at several places of the text, speculative against plain, are of one distribution.
-3. Support: no token is emitted that truncation excludes.
-4. Negative controls: the same test finds each of four wrong samplers, and passes the right one written down again.
-5. Counters: every drafted and every emitted token is accounted for.
+1. Arithmetic: what the sampler graphs decide, in plain and in speculative rounds, the float64 reference decides too.
+2. Greedy: the speculative text is the plain text, for every k.
+3. Sampled: tokens at several places of the text, speculative against plain, are of one distribution.
+4. Support: no token is emitted that truncation excludes.
+5. Negative controls: the same test finds each of four wrong samplers, and passes the right one written down again.
+6. Counters: every drafted and every emitted token is accounted for.
+
+The first looks at one decision at a time, so it sees a wrong graph that is wrong in plain decoding too; the third sees
+what no single decision shows, such as drafted tokens that were not drawn from the q that they claim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +24,9 @@ import numpy.typing as npt
 from outrider.audit.controls import ReferenceSampler, WatchedSampler
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.reference import Fault
-from outrider.audit.report import Audit, Control, Counters, Greedy, NearTie, Sampled
+from outrider.audit.report import Arithmetic, Audit, Control, Counters, Greedy, NearTie, Sampled
 from outrider.audit.statistics import Comparison, compare
+from outrider.engines.errors import EngineError
 from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.loop import prefill
@@ -36,7 +44,10 @@ SAMPLED = (
     (SamplingParams(temperature=0.7, top_p=0.9), PROMPTS[8]),
     (SamplingParams(temperature=1.0, top_k=20), PROMPTS[2]),
     (SamplingParams(temperature=1.3, top_p=0.95, min_p=0.05), PROMPTS[6]),
-    (SamplingParams(temperature=1.0, rule="exact-match"), PROMPTS[0]),
+    (
+        SamplingParams(temperature=1.0, rule="exact-match", repetition_penalty=1.2, frequency_penalty=0.5, min_new_tokens=3),
+        PROMPTS[0],
+    ),
 )
 CONTROLLED = SAMPLED[1]
 
@@ -52,9 +63,12 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     Raises:
         EngineError: a run failed.
     """
-    counters = Counters()
-    greedy = _greedy(outrider, counters, progress)
-    _count_sampled(outrider, counters)
+    _check_capacity(outrider)
+    counters, arithmetic = Counters(), Arithmetic()
+    with _installed(outrider, WatchedSampler(outrider.samplers, outrider.vocab_rows, outrider.build.k[-1] + 1)) as watched:
+        greedy = _greedy(outrider, watched, counters, progress)
+        _count_sampled(outrider, watched, counters)
+    arithmetic.add(watched)
     compared = len(SAMPLED) * (len(outrider.build.k) + 1) + 1 + len(Fault)
     significance = FALSE_ALARM / (2 * len(PLACES) * compared)  # two criteria at each place
     sampled, controls = [], []
@@ -64,6 +78,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         watched = cell.watched()
         plain = cell.draw(watched, 0, 2 * draws)
         drawn = {k: cell.draw(watched, k, draws) for k in outrider.build.k}
+        arithmetic.add(watched)
         sampled += [Sampled(_named(params), k, cell.compare(plain, tokens)) for k, tokens in drawn.items()]
         together = cell.compare(plain, np.concatenate(list(drawn.values())))
         sampled.append(Sampled(_named(params), None, together, watched.emitted, watched.excluded))
@@ -73,76 +88,109 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
                 found = cell.compare(plain, cell.draw(faulty, outrider.default_k, draws))
                 sample = Sampled(_named(params), outrider.default_k, found, faulty.emitted, faulty.excluded)
                 controls.append(Control(fault.value if fault else None, sample))
-    return Audit(greedy, sampled, controls, counters)
+    return Audit(arithmetic, greedy, sampled, controls, counters)
 
 
-def _greedy(outrider: Outrider, counters: Counters, progress: Progress) -> Greedy:
+def _check_capacity(outrider: Outrider) -> None:
+    needed = max(len(outrider.text.encode(text, chat=False)) for text in PROMPTS) + GREEDY_TOKENS
+    if needed > outrider.build.capacity:
+        raise EngineError(
+            f"the audit's texts need a capacity of {needed}; the bundle has {outrider.build.capacity}",
+            f"build it with --capacity {needed} or more",
+        )
+
+
+@contextmanager
+def _installed(outrider: Outrider, sampler: WatchedSampler) -> Iterator[WatchedSampler]:
+    """That sampler in the loop, for a while."""
+    usual, outrider.loop.sampler = outrider.loop.sampler, sampler
+    try:
+        yield sampler
+    finally:
+        outrider.loop.sampler = usual
+
+
+def _greedy(outrider: Outrider, watched: WatchedSampler, counters: Counters, progress: Progress) -> Greedy:
     found = Greedy()
     progress.stage("comparing greedy texts", len(PROMPTS) * (1 + len(outrider.build.k)))
     params = SamplingParams(max_new_tokens=GREEDY_TOKENS)
     for text in PROMPTS:
         prompt = outrider.text.encode(text, chat=False)
-        plain = _generate(outrider, prompt, params, 0, counters)
+        plain = _generate(outrider, watched, prompt, params, 0, counters)
         progress.advance(1)
         for k in outrider.build.k:
             found.compared += 1
-            answer = _generate(outrider, prompt, params, k, counters)
+            answer = _generate(outrider, watched, prompt, params, k, counters)
             progress.advance(1)
             if answer == plain:
                 continue
-            place = next(at for at in range(len(plain) + 1) if plain[at : at + 1] != answer[at : at + 1])
-            context = prompt + plain[:place]
-            choices = {_choice(outrider, context, len(prompt), rows) for rows in (1, k + 1)}
-            tie = NearTie(text, k, place, plain[place], answer[place])
-            (found.near_ties if choices == {plain[place], answer[place]} else found.differences).append(tie)
+            place = next(at for at, (one, other) in enumerate(zip_longest(plain, answer)) if one != other)
+            ours, theirs = (tokens[place] if place < len(tokens) else -1 for tokens in (plain, answer))
+            choices = _choices(outrider, prompt + plain[:place], len(prompt), k)
+            tie = NearTie(text, k, place, ours, theirs)
+            (found.near_ties if {ours, theirs} <= choices else found.differences).append(tie)
     return found
 
 
-def _choice(outrider: Outrider, context: list[int], start: int, rows: int) -> int:
-    """The target's most likely token after a context of which all from `start` on was read in passes of `rows` rows."""
+def _choices(outrider: Outrider, context: list[int], start: int, k: int) -> set[int]:
+    """The target's most likely tokens after a context, in any row of any pass that plain decoding or a round of at most k
+    drafted tokens may make; all passes from the prompt's end on have as many rows."""
     session = outrider.sessions["target"]
-    first = start - 1 + (len(context) - start + 1) % rows
-    prefill(session, context[:first], outrider.build.max_prompt_chunk)
-    for at in range(first, len(context), rows):
-        logits = session.run(np.array([context[at : at + rows]], dtype=np.int64), np.array([at], dtype=np.int64))
-    return int(logits[0, -1].argmax())
+    found = set()
+    for rows in {1, *(size + 1 for size in outrider.build.k if size <= k)}:
+        for row in range(rows):
+            end = len(context) + rows - 1 - row
+            if end > session.capacity:
+                continue
+            first = start - 1 + (end - start + 1) % rows
+            padded = context + context[-1:] * (end - len(context))
+            prefill(session, context[:first], outrider.build.max_prompt_chunk)
+            for at in range(first, end, rows):
+                logits = session.run(np.array([padded[at : at + rows]], dtype=np.int64), np.array([at], dtype=np.int64))
+            found.add(int(logits[0, row].argmax()))
+    return found
 
 
-def _count_sampled(outrider: Outrider, counters: Counters) -> None:
-    """Some sampled texts by the public interface, for the counters' sake."""
+def _count_sampled(outrider: Outrider, watched: WatchedSampler, counters: Counters) -> None:
+    """Some sampled texts by the public interface, for the counters' sake, with logprobs."""
     for params, text in SAMPLED:
         prompt = outrider.text.encode(text, chat=False)
         for k in outrider.build.k:
-            _generate(outrider, prompt, replace(params, max_new_tokens=GREEDY_TOKENS, seed=k), k, counters)
+            asked = replace(params, max_new_tokens=GREEDY_TOKENS, seed=k, logprobs=3)
+            _generate(outrider, watched, prompt, asked, k, counters)
 
 
-def _generate(outrider: Outrider, prompt: list[int], params: SamplingParams, k: int, counters: Counters) -> list[int]:
-    """One generation's tokens; its counters are counted again from what its events show."""
+def _generate(
+    outrider: Outrider, watched: WatchedSampler, prompt: list[int], params: SamplingParams, k: int, counters: Counters
+) -> list[int]:
+    """One generation's tokens. What each verifying pass was given and emitted says what the counters must be."""
     tokens: list[int] = []
-    drafted = accepted = rejected = unexamined = 0
+    drafted = accepted = rejected = 0
     balanced = True
+    watched.rounds.clear()
     for event in outrider.generate(prompt, params, k=k):
-        tokens += event.token_ids
-        checked = event.stats.drafted - drafted
-        kept = sum(event.from_draft)
+        checked, emitted = watched.rounds[-1]
+        kept = min(len(emitted) - 1, len(event.token_ids))
         own = len(event.token_ids) - kept
-        refused = own if kept < checked else 0
-        balanced &= own == 1 or (own == 0 and event.finish_reason is not None)
-        balanced &= kept + refused <= checked
-        drafted, accepted, rejected = drafted + checked, accepted + kept, rejected + refused
-        unexamined += checked - kept - refused
+        balanced &= list(event.token_ids) == emitted[: len(event.token_ids)]
+        balanced &= event.from_draft == (True,) * kept + (False,) * own
+        balanced &= len(event.token_ids) == len(emitted) or event.finish_reason is not None
+        tokens += event.token_ids
+        drafted, accepted = drafted + checked, accepted + kept
+        rejected += own if len(emitted) - 1 < checked else 0
     stats = event.stats
-    balanced &= (stats.accepted, stats.rejected, stats.unexamined) == (accepted, rejected, unexamined)
-    balanced &= stats.drafted == accepted + rejected + unexamined == sum(stats.drafted_at)
-    balanced &= stats.emitted == len(tokens) == accepted + stats.own
+    own = len(tokens) - accepted
+    balanced &= stats.rounds == len(watched.rounds) and stats.drafted == drafted == sum(stats.drafted_at)
+    balanced &= (stats.accepted, stats.rejected, stats.own) == (accepted, rejected, own)
+    balanced &= stats.unexamined == drafted - accepted - rejected >= 0 and stats.emitted == len(tokens)
     counters.generations += 1
     counters.unbalanced += not balanced
     counters.drafted += drafted
     counters.accepted += accepted
     counters.rejected += rejected
-    counters.unexamined += unexamined
+    counters.unexamined += stats.unexamined
     counters.emitted += len(tokens)
-    counters.own += stats.own
+    counters.own += own
     return tokens
 
 
@@ -177,9 +225,8 @@ class Cell:
         Every text has a seed of its own, also across settings and k, so the samples are independent.
         """
         loop = self.outrider.loop
-        usual, loop.sampler = loop.sampler, sampler
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
-        try:
+        with _installed(self.outrider, sampler):
             loop.start(self.prompt, self.outrider.request(self.params, self.prompt), k)
             for index in range(draws):
                 params = replace(self.params, seed=(self.number << 48) + (k << 32) + index)
@@ -192,8 +239,6 @@ class Cell:
                 drawn[index, :end] = tokens[:end]
                 drawn[index, -1] = tokens[end - 1]
                 self.progress.advance(1)
-        finally:
-            loop.sampler = usual
         return drawn
 
 
@@ -201,4 +246,5 @@ def _named(params: SamplingParams) -> str:
     """The settings that are not the usual ones."""
     usual = SamplingParams()
     names = ("temperature", "top_k", "top_p", "min_p", "rule")
-    return ", ".join(f"{name} {getattr(params, name)}" for name in names if getattr(params, name) != getattr(usual, name))
+    named = [f"{name} {getattr(params, name)}" for name in names if getattr(params, name) != getattr(usual, name)]
+    return ", ".join(named) + (", penalties" if params.repetition_penalty != 1 else "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-RARE = 10  # tokens seen less often, in both samples together, are counted as one: the test's approximation needs it
+RARE = 10  # tokens seen less often, in both samples together, are counted in groups: the test's approximation needs it
 POWER = 0.99
 
 
@@ -22,7 +22,7 @@ class Comparison:
     distance: float  # total variation between the two samples
     bound: float  # what chance alone exceeds with less than the significance
     distance_at_most: float  # between the two distributions, except with the significance's probability
-    finds: float  # a distance between the distributions that the bound finds with a probability of POWER or more
+    finds: float | None  # the distance that the bound finds with a probability of POWER or more; None where it finds none
     significance: float
 
     @property
@@ -47,6 +47,7 @@ def compare(place: str, one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
     pooled = counts.sum(axis=0) / sizes.sum()
     expected = float(np.sqrt(pooled * (1 - pooled) * spread).sum() / 2)
     deviation = math.sqrt(-math.log(significance) * spread / 2)
+    finds = expected + deviation + math.sqrt(-math.log(1 - POWER) * spread / 2)
     return Comparison(
         place=place,
         draws=(int(sizes[0]), int(sizes[1])),
@@ -54,7 +55,7 @@ def compare(place: str, one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
         distance=distance,
         bound=expected + deviation,
         distance_at_most=min(1.0, distance + deviation),
-        finds=min(1.0, expected + deviation + math.sqrt(-math.log(1 - POWER) * spread / 2)),
+        finds=finds if finds <= 1 else None,
         significance=significance,
     )
 
@@ -62,8 +63,12 @@ def compare(place: str, one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
 def homogeneity(counts: npt.NDArray[np.integer]) -> float:
     """The p-value of Pearson's chi-square test that both rows of counts [2, n] come from one distribution."""
     both = counts.sum(axis=0)
-    common = counts[:, both >= RARE]
-    table = np.column_stack([common, counts[:, both < RARE].sum(axis=1)])
+    # Rare tokens in the order of their ids, as many to a group as it takes. That depends on both samples together only, so
+    # it favours neither; and what is rare in one sample alone still shows.
+    rare = counts[:, both < RARE]
+    group = (np.cumsum(rare.sum(axis=0)) - 1) // (2 * RARE)
+    grouped = np.stack([np.bincount(group, weights=each, minlength=1) for each in rare])
+    table = np.column_stack([counts[:, both >= RARE], grouped])
     table = table[:, table.sum(axis=0) > 0]
     freedom = table.shape[1] - 1
     if freedom == 0:

@@ -71,9 +71,12 @@ def number(name: str, group: str, text: str) -> Callable[[Command], Command]:
 
 def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> dict[int, float]:
     try:
-        return {int(token): float(bias) for token, bias in (text.split(":") for text in texts)}
+        biases = [(int(token), float(bias)) for token, bias in (text.split(":") for text in texts)]
     except ValueError:
         raise click.BadParameter(f"{' '.join(texts)!r} is not of the form TOKEN_ID:BIAS, such as 42:-100") from None
+    if len(dict(biases)) < len(biases):
+        raise click.BadParameter("a token has two biases")
+    return dict(biases)
 
 
 @click.command("generate", cls=Grouped)

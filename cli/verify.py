@@ -36,36 +36,40 @@ def command(ctx: click.Context, bundle: Path, draws: int | None, as_json: bool) 
 def _print(found: Audit) -> None:
     verdicts = {name: "pass" if passed else "FAIL" for name, passed in found.verdicts().items()}
     screen = console()
-    greedy = found.greedy
+    arithmetic, greedy = found.arithmetic, found.greedy
     click.echo(
-        f"greedy    {verdicts['greedy']}  {greedy.compared} texts compared with plain decoding: {len(greedy.differences)}"
+        f"arithmetic {verdicts['arithmetic']}  {arithmetic.checked:,} decisions of the graphs taken again in float64:"
+        f" {arithmetic.disagreed} differ ({arithmetic.allowed} allowed)"
+    )
+    click.echo(
+        f"greedy     {verdicts['greedy']}  {greedy.compared} texts compared with plain decoding: {len(greedy.differences)}"
         f" differ, {len(greedy.near_ties)} part at a near-tie ({greedy.allowed} allowed)"
     )
     for tie in (*greedy.differences, *greedy.near_ties):
         click.echo(
-            f"          k = {tie.k}, token {tie.place}: plain {tie.plain}, speculative {tie.speculative}; {tie.prompt!r}"
+            f"           k = {tie.k}, token {tie.place}: plain {tie.plain}, speculative {tie.speculative}; {tie.prompt!r}"
         )
     least = min(each.p_value for cell in found.sampled for each in cell.comparisons)
     comparisons = sum(len(cell.comparisons) for cell in found.sampled)
     click.echo(
-        f"sampled   {verdicts['sampled']}  {comparisons} comparisons with plain decoding, smallest p-value {least:.1e}"
+        f"sampled    {verdicts['sampled']}  {comparisons} comparisons with plain decoding, smallest p-value {least:.1e}"
         f" (fails below {found.sampled[0].comparisons[0].significance:.1e})"
     )
-    click.echo("          distance: total variation between the two samples; above the bound it is no chance, and fails;")
-    click.echo("          a bundle whose distribution is off by as much as 'finds' says fails with a probability of 99%")
+    click.echo("           distance: total variation between the two samples; above the bound it is no chance, and fails;")
+    click.echo("           a bundle whose distribution is off by as much as 'finds' says fails with a probability of 99%")
     screen.print(_sampled_table(found))
     emitted = sum(cell.emitted for cell in found.sampled)
     click.echo(
-        f"support   {verdicts['support']}  {sum(cell.excluded for cell in found.sampled)} of {emitted:,} sampled tokens"
+        f"support    {verdicts['support']}  {sum(cell.excluded for cell in found.sampled)} of {emitted:,} sampled tokens"
         " excluded by truncation"
     )
-    click.echo(f"controls  {verdicts['controls']}  wrong samplers must be found by the same test, the right one must not")
+    click.echo(f"controls   {verdicts['controls']}  wrong samplers must be found by the same test, the right one must not")
     screen.print(_control_table(found))
     if not found.verdicts()["controls"]:
-        click.echo("          a wrong sampler that is not found: the test is too weak for this pair; raise --draws")
+        click.echo("           a wrong sampler that is not found: the test is too weak for this pair; raise --draws")
     counters = found.counters
     click.echo(
-        f"counters  {verdicts['counters']}  {counters.generations} generations: {counters.drafted:,} drafted ="
+        f"counters   {verdicts['counters']}  {counters.generations} generations: {counters.drafted:,} drafted ="
         f" {counters.accepted:,} accepted + {counters.rejected:,} rejected + {counters.unexamined:,} unexamined;"
         f" {counters.emitted:,} emitted = {counters.accepted:,} accepted + {counters.own:,} the target's own"
     )
@@ -76,26 +80,29 @@ FIGURES = ("p-value", "distance", "bound", "finds", "token")
 
 
 def _sampled_table(found: Audit) -> Any:
-    from rich.table import Column, Table
-
-    table = Table(Column("sampled", no_wrap=True), "k", *FIGURES)
+    table = _table("sampled", "k", *FIGURES)
     for cell in found.sampled:
         table.add_row(cell.setting, str(cell.k or "all"), *_figures(cell), end_section=cell.k is None)
     return table
 
 
 def _control_table(found: Audit) -> Any:
-    from rich.table import Column, Table
-
-    table = Table(Column("control", no_wrap=True), *FIGURES, "excluded", "")
+    table = _table("control", *FIGURES[:3], "excluded", "")
     for control in found.controls:
         verdict = ("found" if control.found else "not found") + ("" if control.passed else ": WRONG")
         name = control.fault or "none: the reference as it is"
-        table.add_row(name, *_figures(control.sampled), str(control.sampled.excluded), verdict)
+        table.add_row(name, *_figures(control.sampled)[:3], str(control.sampled.excluded), verdict)
     return table
+
+
+def _table(*names: str) -> Any:
+    from rich.table import Column, Table
+
+    return Table(*(Column(name, no_wrap=True) for name in names))
 
 
 def _figures(cell: Sampled) -> list[str]:
     """Of the place where the two samples differ most for their size."""
     worst = min(cell.comparisons, key=lambda each: each.p_value)
-    return [f"{worst.p_value:.1e}", f"{worst.distance:.2f}", f"{worst.bound:.2f}", f"{worst.finds:.2f}", worst.place]
+    finds = "-" if worst.finds is None else f"{worst.finds:.2f}"
+    return [f"{worst.p_value:.1e}", f"{worst.distance:.2f}", f"{worst.bound:.2f}", finds, worst.place]

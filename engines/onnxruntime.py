@@ -17,6 +17,7 @@ from outrider.engines.session import Floats, Int64s, Sampler, Session, Tensors
 
 CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}
 CPU = "CPUExecutionProvider"
+MOST_BINDINGS = 256  # a binding costs more than a small sampler's run, but callers may come with ever new arrays
 
 
 def thread_count() -> int:
@@ -131,17 +132,21 @@ class OnnxRuntimeSampler(Sampler):
         inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
         types = {"int64": "tensor(int64)", "float32": "tensor(float)"}
         _check_tensors(path, self._engine, {each.name: (types[each.dtype], _sizes(each.shape)) for each in inputs + outputs})
-        self._outputs = [each.name for each in outputs]
+        self._inputs, self._outputs = ([each.name for each in tensors] for tensors in (inputs, outputs))
+        self._bindings: dict[tuple[Any, ...], Any] = {}  # by every tensor's address and shape
 
     def _run(self, inputs: Tensors, outputs: Tensors) -> None:
-        binding = self._engine.io_binding()
-        for name, tensor in inputs.items():
-            _bind(binding.bind_input, name, tensor, tensor.shape)
-        for name in self._outputs:
-            if name in outputs:
+        tensors = [*(inputs[name] for name in self._inputs), *(outputs[name] for name in self._outputs)]
+        key = tuple((tensor.__array_interface__["data"][0], tensor.shape) for tensor in tensors)
+        binding = self._bindings.get(key)
+        if binding is None:
+            if len(self._bindings) == MOST_BINDINGS:
+                self._bindings.clear()
+            binding = self._bindings[key] = self._engine.io_binding()
+            for name in self._inputs:
+                _bind(binding.bind_input, name, inputs[name], inputs[name].shape)
+            for name in self._outputs:
                 _bind(binding.bind_output, name, outputs[name], outputs[name].shape)
-            else:
-                binding.bind_output(name)
         _run(self._engine, binding)
 
 

@@ -79,7 +79,7 @@ class Sampler(ABC):
 
     def run(self, inputs: Tensors, outputs: Tensors) -> None:
         """Read `inputs` and fill `outputs`, both by the names of the contract, each a contiguous array of the contract's
-        type and shape. What an output has no array for is computed and dropped.
+        type and shape. Arrays that are used again are cheaper than new ones.
 
         Raises:
             EngineError: the backend failed.

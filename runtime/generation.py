@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from outrider.engines.bundle import open_bundle, open_sampler, open_session
@@ -98,27 +99,40 @@ class Outrider:
             UsageError: at once, before the first event, where an argument is wrong.
             EngineError: from the iterator, where the logits are no numbers.
         """
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params is {params!r}", "give SamplingParams(...)")
         tokens = self.text.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         k = self.default_k if k is None else k
-        self._check(tokens, k)
         params.check_tokens(self.vocab_rows)
+        self._check(tokens, params, k)
         return self._events(tokens, params, k)
 
     def request(self, params: SamplingParams, prompt: list[int]) -> Request:
         """The state of a new generation."""
-        return Request(params, prompt, [*self.manifest.generation.eos_token_ids, *params.stop_token_ids], self.vocab_rows)
+        return Request(params, prompt, self._end_ids(params), self.vocab_rows)
 
-    def _check(self, tokens: list[int], k: int) -> None:
+    def _end_ids(self, params: SamplingParams) -> list[int]:
+        return [*self.manifest.generation.eos_token_ids, *params.stop_tokens]
+
+    def _check(self, tokens: list[int], params: SamplingParams, k: int) -> None:
         if not tokens:
             raise UsageError("the prompt is empty", "give at least one token")
-        if not all(0 <= token < self.vocab_rows for token in tokens):
+        if not all(isinstance(token, Integral) and 0 <= token < self.vocab_rows for token in tokens):
             raise UsageError(f"the prompt has a token id outside 0..{self.vocab_rows - 1}", "use the bundle's own tokenizer")
         if len(tokens) > self.build.capacity:
             raise UsageError(
                 f"the prompt has {len(tokens):,} tokens; the bundle's capacity is {self.build.capacity:,}",
                 "shorten it, or build the engine with a larger --capacity",
             )
-        if k != 0 and k not in self.build.k:
+        room = self.build.capacity - len(tokens) + 1
+        if params.min_new_tokens > room:
+            raise UsageError(
+                f"min_new_tokens is {params.min_new_tokens}; after this prompt the bundle's capacity leaves {room}",
+                "ask for fewer, or build the engine with a larger --capacity",
+            )
+        if params.min_new_tokens and len(set(self._end_ids(params))) == self.vocab_rows:
+            raise UsageError("every token is a stop token, and min_new_tokens bans them all", "leave some tokens out")
+        if type(k) is not int or (k != 0 and k not in self.build.k):
             built = ", ".join(str(size) for size in [0, *self.build.k])
             raise UsageError(
                 f"k = {k} was not built into this bundle; it has k = {built}", "choose one, or build again with --k"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from outrider.engines.errors import UsageError
 
 RULES = ("rejection", "exact-match")
-COLDEST = 1e-5  # below it fp32 leaves nothing to draw
 
-# Of each number: its type, what it must be, and that in words. The command line's help takes the words from here.
+# Of each number: its type, what it must be, and that in words. The command line takes type and words from here.
+# Where an API has no bound, ours is what fp32 can tell apart.
 RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "temperature": (float, lambda value: value == 0 or value >= COLDEST, "0, or 0.00001 and more"),
+    "temperature": (float, lambda value: value == 0 or 1e-5 <= value <= 100, "0, or from 0.00001 to 100"),
     "top_k": (int, lambda value: value >= -1, "-1 or more"),
     "top_p": (float, lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "min_p": (float, lambda value: 0 <= value <= 1, "from 0 to 1"),
-    "repetition_penalty": (float, lambda value: value > 0, "above 0"),
+    "repetition_penalty": (float, lambda value: 0.01 <= value <= 100, "from 0.01 to 100"),
     "presence_penalty": (float, lambda value: -2 <= value <= 2, "from -2 to 2"),
     "frequency_penalty": (float, lambda value: -2 <= value <= 2, "from -2 to 2"),
     "seed": (int, lambda value: -(2**63) <= value < 2**64, "a whole number of 64 bits"),
@@ -44,14 +45,19 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or answer
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has
     frequency_penalty: float = 0.0  # subtracted for each time that the answer has the token
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id: added to the logit, -100 to 100
+    logit_bias: Mapping[int, float] | None = None  # by token id: added to the logit, -100 to 100
     seed: int | None = None  # fixes the answer; None draws one
     rule: str = "rejection"  # which drafted tokens are accepted: one of RULES
     max_new_tokens: int = 256
     min_new_tokens: int = 0  # before it no end-of-text or stop token is chosen, and no stop string looked for
-    stop: str | Sequence[str] = ()  # strings that end the text, and are not part of it
-    stop_token_ids: Sequence[int] = ()  # tokens that end the text, besides the model's own
+    stop: str | Iterable[str] | None = ()  # strings that end the text, and are not part of it
+    stop_token_ids: Iterable[int] | None = ()  # tokens that end the text, besides the model's own
     logprobs: int | None = None  # with each token, its logprob and those of so many most likely tokens
+
+    # What was checked, copied: the three above may be any collection, even one that can be read only once.
+    stop_strings: tuple[str, ...] = field(init=False)
+    stop_tokens: tuple[int, ...] = field(init=False)
+    biases: dict[int, float] = field(init=False)
 
     def __post_init__(self) -> None:
         for name in RANGES:
@@ -60,37 +66,44 @@ class SamplingParams:
             _check(name, value, unset or (_is_number(value, kind) and fits(value)), wanted)
         _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens")
         _check("rule", self.rule, self.rule in RULES, " or ".join(RULES))
-        for text in self.stop_strings:
+        strings = (self.stop,) if isinstance(self.stop, str) else _copy("stop", self.stop, tuple)
+        for text in strings:
             _check("stop", text, isinstance(text, str) and text != "", "text, and not empty")
-        for bias in self.logit_bias.values():
+        biases = _copy("logit_bias", self.logit_bias, dict)
+        for bias in biases.values():
             _check("logit_bias", bias, _is_number(bias, float) and -100 <= bias <= 100, "from -100 to 100")
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop_strings", strings)
+        object.__setattr__(self, "stop_tokens", _copy("stop_token_ids", self.stop_token_ids, tuple))
+        object.__setattr__(self, "biases", biases)
 
     def check_tokens(self, vocab_rows: int) -> None:
         """Raise `UsageError` where a token id is none of a target with so many rows of logits."""
-        for name, tokens in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        wanted = f"one of the token ids 0 to {vocab_rows - 1}"
+        for name, tokens in (("logit_bias", self.biases), ("stop_token_ids", self.stop_tokens)):
             for token in tokens:
-                _check(
-                    name,
-                    token,
-                    _is_number(token, int) and 0 <= token < vocab_rows,
-                    f"one of the token ids 0 to {vocab_rows - 1}",
-                )
+                _check(name, token, _is_number(token, int) and 0 <= token < vocab_rows, wanted)
+
+
+def _copy(name: str, given: Any, kind: type) -> Any:
+    try:
+        return kind(given or ())
+    except (TypeError, ValueError):
+        raise _wrong(name, given, "a mapping of token ids to numbers" if kind is dict else "a collection") from None
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    """A finite number; an int where `kind` is int."""
-    known = isinstance(value, kind | int) and not isinstance(value, bool)
+    """A finite number, and a whole one where `kind` is int; NumPy's are numbers too."""
+    known = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return known and value - value == 0  # not so of NaN and infinity
 
 
 def _check(name: str, value: object, fits: bool, wanted: str) -> None:
     if not fits:
-        raise UsageError(f"{name} is {value!r}; it must be {wanted}", f"give a {name} that is {wanted}")
+        raise _wrong(name, value, wanted)
+
+
+def _wrong(name: str, value: object, wanted: str) -> UsageError:
+    return UsageError(f"{name} is {value!r}; it must be {wanted}", f"give a {name} that is {wanted}")
 
 
 DEFAULTS = SamplingParams()

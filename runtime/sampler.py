@@ -35,12 +35,12 @@ class Request:
         """`end_ids` are the tokens that end the text; before `min_new_tokens` they are banned."""
         self.params = params
         self.end_ids = end_ids
-        self.settings = np.array([[float(_setting(params, name, vocab_rows)) for name in SETTINGS]], dtype=np.float32)
+        self.settings = np.array([[_setting(params, name, vocab_rows) for name in SETTINGS]], dtype=np.float32)
         self.exact = params.rule == "exact-match"
         self.candidates = 1
-        if params.temperature > 0 and params.top_k > 0:
-            self.candidates = min(params.top_k, vocab_rows)
-        elif params.temperature > 0 and params.top_p < 1:
+        if self.setting("top_k") > 0:
+            self.candidates = int(self.setting("top_k"))
+        elif self.setting("top_p") < 1:
             self.candidates = min(CANDIDATES, vocab_rows)
         self.emitted = 0
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -49,7 +49,7 @@ class Request:
         self._uniforms = np.empty((0, 5), dtype=np.float32)
         self._edits: dict[int, list[float]] = {}
         self._table: tuple[Int64s, Floats] | None = None
-        for token, bias in params.logit_bias.items():
+        for token, bias in params.biases.items():
             self._edit(token, "bias", bias)
         if params.min_new_tokens:
             for token in end_ids:
@@ -58,6 +58,10 @@ class Request:
         if self._penalized:
             for token in prompt:
                 self._edit(token, "seen", 1)
+
+    def setting(self, name: str) -> float:
+        """One of `contract.SETTINGS`."""
+        return float(self.settings[0, SETTINGS.index(name)])
 
     def advance(self, tokens: list[int]) -> None:
         """Take notice of emitted tokens."""
@@ -95,7 +99,12 @@ class Request:
         self._table = None
 
 
+NO_TRUNCATION = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}
+
+
 def _setting(params: SamplingParams, name: str, vocab_rows: int) -> float:
+    if params.temperature == 0 and name in NO_TRUNCATION:
+        return NO_TRUNCATION[name]  # the most likely token is never cut, so there is nothing to look for
     if name == "exact_match":
         return params.rule == "exact-match"
     if name == "top_k":
@@ -113,9 +122,12 @@ class TokenSampler:
         self._vocab_rows = vocab_rows
         self.q = np.zeros((max_rows, 1, vocab_rows), dtype=np.float32)
         self.drafted = np.zeros((1, max_rows), dtype=np.int64)
-        self._token = np.zeros((1, 1), dtype=np.int64)
-        self._accepted = np.zeros(1, dtype=np.int64)
+        self._numbers = {name: np.zeros(1, dtype=np.int64) for name in ("first_row", "drafted_count", "candidates", "accepted")}
         self._status = np.zeros(1, dtype=np.int64)
+        self._token = np.zeros((1, 1), dtype=np.int64)
+        self._tokens = np.zeros((1, max_rows), dtype=np.int64)
+        self._drafting = np.zeros((1, 2), dtype=np.float32)
+        self._verifying = np.zeros((1, max_rows, 3), dtype=np.float32)
 
     def draft(self, request: Request, logits: Floats, row: int) -> int:
         """A token drawn from the draft's logits [1, 1, Vd], as the one after `row` others of this round.
@@ -123,12 +135,12 @@ class TokenSampler:
         Raises:
             EngineError: the logits are not finite numbers.
         """
-        draws = request.uniforms(request.emitted + row, 1)[:, DRAWING if request.exact else DRAFTING]
+        self._drafting[:] = request.uniforms(request.emitted + row, 1)[:, DRAWING if request.exact else DRAFTING]
         inputs: dict[str, npt.NDArray[Any]] = {
             "logits": logits,
             "drafted": self.drafted,
-            "first_row": np.array([row], dtype=np.int64),
-            "uniforms": np.ascontiguousarray(draws),
+            "first_row": self._number("first_row", row),
+            "uniforms": self._drafting,
         }
         self._run("drafter", request, inputs, {"token": self._token, "q": self.q[row], "status": self._status})
         token = int(self._token[0, 0])
@@ -145,17 +157,18 @@ class TokenSampler:
             EngineError: the logits are not finite numbers.
         """
         rows = logits.shape[1]
-        draws = request.uniforms(request.emitted, rows)[None, :, ACCEPTING.start : DRAWING.stop]
-        tokens = np.zeros((1, rows), dtype=np.int64)
+        self._verifying[0, :rows] = request.uniforms(request.emitted, rows)[:, ACCEPTING.start : DRAWING.stop]
+        tokens = self._tokens[:, :rows]
         inputs: dict[str, npt.NDArray[Any]] = {
             "logits": logits,
             "drafted": self.drafted[:, :rows],
-            "drafted_count": np.array([drafted_count], dtype=np.int64),
+            "drafted_count": self._number("drafted_count", drafted_count),
             "q": self.q[:rows],
-            "uniforms": np.ascontiguousarray(draws),
+            "uniforms": self._verifying[:, :rows],
         }
-        self._run("verifier", request, inputs, {"accepted": self._accepted, "tokens": tokens, "status": self._status})
-        emitted: list[int] = tokens[0, : int(self._accepted[0]) + 1].tolist()
+        accepted = self._numbers["accepted"]
+        self._run("verifier", request, inputs, {"accepted": accepted, "tokens": tokens, "status": self._status})
+        emitted: list[int] = tokens[0, : int(accepted[0]) + 1].tolist()
         return emitted
 
     def logprobs(self, request: Request, logits: Floats, tokens: list[int]) -> list[Logprobs]:
@@ -175,17 +188,24 @@ class TokenSampler:
             for row in range(rows)
         ]
 
+    def _number(self, name: str, value: int) -> Int64s:
+        """The buffer [1] of that name, holding `value`."""
+        buffer = self._numbers[name]
+        buffer[0] = value
+        return buffer
+
     def _run(self, name: str, request: Request, inputs: dict[str, npt.NDArray[Any]], outputs: Tensors) -> None:
         """Run one graph; once more with more candidates where top_k or top_p reached beyond them."""
         edit_ids, edits = request.table()
-        candidates = request.candidates
         inputs |= {"settings": request.settings, "edit_ids": edit_ids, "edits": edits}
         while True:
-            inputs["candidates"] = np.array([candidates], dtype=np.int64)
+            inputs["candidates"] = self._number("candidates", request.candidates)
             self.samplers[name].run(inputs, outputs)
             if self._status[0] != WIDE:
                 break
-            candidates = MORE_CANDIDATES if candidates < MORE_CANDIDATES < self._vocab_rows else self._vocab_rows
+            # For the rest of the request: where one distribution is flat, the next is likely to be.
+            more = request.candidates < MORE_CANDIDATES < self._vocab_rows
+            request.candidates = MORE_CANDIDATES if more else self._vocab_rows
         if self._status[0] == NOT_FINITE:
             raise EngineError(
                 "the model's logits are not finite numbers (NaN or infinity)",

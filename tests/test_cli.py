@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -152,10 +153,11 @@ def test_the_audits_report(shipped_bundle: Path) -> None:
     done = run("verify", shipped_bundle, "--draws", "100")
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
-    for part in ("greedy", "sampled", "support", "controls", "counters"):
+    for part in ("arithmetic", "greedy", "sampled", "support", "controls", "counters"):
         assert any(line.startswith(f"{part} ") for line in done.stdout.splitlines())
     for control in Fault:
-        assert control.value in done.stdout
+        (line,) = (line for line in done.stdout.splitlines() if f" {control.value} " in line)
+        assert re.search(r" \d\.\de[+-]\d\d .* found ", line), line
     assert done.stdout.splitlines()[-1] == ("the bundle passes" if done.returncode == 0 else "the bundle FAILS")
 
 

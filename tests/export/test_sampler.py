@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.audit.reference import BLOCK, Edit, draw, edit, excluded, named_settings, verify, warp
 from outrider.engines.contract import EDITS, FINE, NOT_FINITE, WIDE
-from outrider.tests.samplers import UNEDITED, Array, Graphs, row, run
+from outrider.tests.samplers import NEUTRAL, UNEDITED, Array, Graphs, row, run
 
 
 class Case:
@@ -365,6 +365,25 @@ def test_uniforms_at_their_ends_never_draw_a_token_of_no_weight(graphs: Graphs) 
     for uniform in (0.0, 1 - 2**-24):
         tokens, _ = round_of(graphs, logits[None], [], np.zeros((0, 700)), np.full((1, 3), uniform))
         assert tokens == [5 if uniform == 0 else 301]
+
+
+def test_a_token_that_p_lacks_is_never_accepted(graphs: Graphs) -> None:
+    """Not by a uniform of 0 either."""
+    logits = np.array([[0.0, -np.inf, 1.0]] * 2)
+    tokens, _ = round_of(graphs, logits, [1], np.array([[0.0, 1.0, 0.0]]), np.zeros((2, 3)))
+    assert len(tokens) == 1
+    assert tokens[0] != 1
+
+
+def test_a_rejection_without_a_residual_draws_from_p(graphs: Graphs) -> None:
+    """Rounding alone can bring it about: p and q are the same powers of two, and u is so near 1 that u q is q."""
+    q = np.array([[0.5, 0.25, 0.25]])
+    logits = np.log(np.concatenate([q, q]))
+    weights = warp(logits[0], NEUTRAL)
+    scaled = q * (1 + 2**-20)  # as if q were rounded up: u q < p fails, and p - q is nowhere positive
+    uniforms = np.array([[1 - 2**-24, 0.5, 0.6], [0.5, 0.5, 0.5]])
+    tokens, status = round_of(graphs, logits, [0], scaled, uniforms)
+    assert (tokens, status) == ([draw(weights, uniforms[0, 1:])], FINE)
 
 
 def test_logprobs_are_those_of_the_logits_as_they_are(graphs: Graphs) -> None:

@@ -14,7 +14,7 @@ import scipy.stats
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.audit.controls import ReferenceSampler
+from outrider.audit.controls import ReferenceSampler, WatchedSampler
 from outrider.audit.reference import Fault, named_settings, warp
 from outrider.engines.manifest import Generation
 from outrider.runtime.generation import Event, Outrider
@@ -114,6 +114,31 @@ def test_stop_tokens_end_the_text_and_are_banned_before_the_least_length(shipped
     longer = ids(shipped, k=k, temperature=temperature, seed=5, stop_token_ids=[end], min_new_tokens=30)
     assert end not in longer[:30]
     assert len(longer) >= 30
+    late = ids(shipped, k=k, temperature=temperature, seed=5, stop_token_ids=[77], min_new_tokens=9, logit_bias={77: 100})
+    assert late.index(77) == 9  # the ban ends when it should
+    assert len(late) == 10
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("truncation", [{"top_p": 0.999}, {"top_k": 320}])
+def test_truncation_that_reaches_beyond_the_first_candidates_is_exact(
+    tiny: Outrider, k: int, truncation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random pair's distributions are flat: top_p keeps nearly all of 320 tokens, and 256 candidates are too few."""
+    watched = WatchedSampler(tiny.samplers, tiny.vocab_rows, 9)
+    monkeypatch.setattr(tiny.loop, "sampler", watched)
+    monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
+    for seed in range(20):
+        ids(tiny, "the quick", k, temperature=3.0, seed=seed, max_new_tokens=9, **truncation)
+    assert watched.checked > 100
+    assert watched.disagreed == 0
+
+
+def test_greedy_needs_no_candidates(shipped: Outrider) -> None:
+    """The most likely token is never cut, so top_p and top_k cost nothing there."""
+    request = shipped.request(SamplingParams(top_p=0.9, top_k=50, min_p=0.1), [1])
+    assert request.candidates == 1
+    assert ids(shipped, k=4, top_p=0.9, top_k=50, min_p=0.1) == ids(shipped)
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -166,7 +191,9 @@ def test_logprobs_are_the_targets_own(shipped: Outrider, model: LlamaForCausalLM
 
 
 @pytest.mark.parametrize("rule", ["rejection", "exact-match"])
-def test_a_seed_fixes_the_answer_across_processes_and_in_company(shipped_bundle: Path, shipped: Outrider, rule: str) -> None:
+def test_a_seed_fixes_the_answer_across_processes_and_whatever_was_asked_before(
+    shipped_bundle: Path, shipped: Outrider, rule: str
+) -> None:
     chosen: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "rule": rule, "k": 4, "max_new_tokens": 40}
     here = ids(shipped, seed=11, **chosen)
     ids(shipped, "Once upon a time", seed=12, **chosen)  # another request between
@@ -195,7 +222,7 @@ RECORDED = [[5093026, 14238970, 2619506, 521879, 15103998], [873533, 12500498, 4
 
 
 # ------------------------------------------------------------------------------------------------ distribution
-# Against the exact distribution of the first two tokens, computed from the target's logits alone. Of a right loop a p-value
+# Against the exact distribution of the first three tokens, computed from the target's logits alone. Of a right loop a p-value
 # is below FALSE_ALARM with that probability, and the seeds are fixed.
 FALSE_ALARM = 1e-6
 DRAWS = 2500
@@ -211,8 +238,8 @@ def endless(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Outr
 
 
 @pytest.fixture(scope="module")
-def exact(endless: Outrider) -> tuple[list[int], Doubles, Doubles]:
-    """A prompt, and the exact distributions of the first and the second token after it."""
+def exact(endless: Outrider) -> tuple[list[int], Doubles, Doubles, Doubles]:
+    """A prompt, and the exact distributions of the first three tokens after it, over all that may come before them."""
     prompt = endless.text.encode("the quick", chat=False)
     session = endless.sessions["target"]
     settings = named_settings(Request(SamplingParams(**CHOSEN), prompt, [], endless.vocab_rows).settings[0])
@@ -223,13 +250,20 @@ def exact(endless: Outrider) -> tuple[list[int], Doubles, Doubles]:
 
     prefill(session, prompt[:-1], 16)
     first = after(prompt[-1], len(prompt) - 1)
-    second = sum(share * after(token, len(prompt)) for token, share in enumerate(first) if share > 0)
-    return prompt, first, np.asarray(second)
+    second, third = np.zeros(len(first)), np.zeros(len(first))
+    for token, share in enumerate(first):
+        if share > 0:
+            then = after(token, len(prompt))
+            second += share * then
+            for other, part in enumerate(then):
+                if part > 0:
+                    third += share * part * after(other, len(prompt) + 1)
+    return prompt, first, second, third
 
 
 def drawn(outrider: Outrider, prompt: list[int], k: int, rule: str) -> Doubles:
     return np.array(
-        [ids(outrider, prompt, k, max_new_tokens=2, seed=10_000 * k + index, rule=rule, **CHOSEN) for index in range(DRAWS)]
+        [ids(outrider, prompt, k, max_new_tokens=3, seed=10_000 * k + index, rule=rule, **CHOSEN) for index in range(DRAWS)]
     )
 
 
