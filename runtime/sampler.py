@@ -14,8 +14,9 @@ from outrider.engines.errors import EngineError
 from outrider.engines.session import Floats, Int64s, Sampler, Tensors
 from outrider.runtime.params import SamplingParams
 
-CANDIDATES = 256  # top_p nearly always ends among so many; where it does not, the graph says so and is run again
-MORE_CANDIDATES = 3840  # as many as TensorRT's TopK takes
+# top_p nearly always ends among so many; where it does not, the graph says so and is run again, with all in the end.
+# TensorRT's TopK takes no more than 3840.
+CANDIDATES = (256, 1024, 3840)
 DRAWS = 64  # positions whose random numbers are made at once
 DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # what a position's five numbers are for
 
@@ -41,7 +42,7 @@ class Request:
         if self.setting("top_k") > 0:
             self.candidates = int(self.setting("top_k"))
         elif self.setting("top_p") < 1:
-            self.candidates = min(CANDIDATES, vocab_rows)
+            self.candidates = min(CANDIDATES[0], vocab_rows)
         self.emitted = 0
         seed = secrets.randbits(63) if params.seed is None else params.seed
         # The raw numbers of a bit generator are the same in every release of NumPy; what its Generator makes of them is not.
@@ -195,17 +196,17 @@ class TokenSampler:
         return buffer
 
     def _run(self, name: str, request: Request, inputs: dict[str, npt.NDArray[Any]], outputs: Tensors) -> None:
-        """Run one graph; once more with more candidates where top_k or top_p reached beyond them."""
+        """Run one graph; again with more candidates where top_k or top_p reached beyond them. The next run begins small
+        again: flat distributions come one by one."""
         edit_ids, edits = request.table()
+        candidates = request.candidates
         inputs |= {"settings": request.settings, "edit_ids": edit_ids, "edits": edits}
         while True:
-            inputs["candidates"] = self._number("candidates", request.candidates)
+            inputs["candidates"] = self._number("candidates", candidates)
             self.samplers[name].run(inputs, outputs)
             if self._status[0] != WIDE:
                 break
-            # For the rest of the request: where one distribution is flat, the next is likely to be.
-            more = request.candidates < MORE_CANDIDATES < self._vocab_rows
-            request.candidates = MORE_CANDIDATES if more else self._vocab_rows
+            candidates = next((more for more in CANDIDATES if candidates < more < self._vocab_rows), self._vocab_rows)
         if self._status[0] == NOT_FINITE:
             raise EngineError(
                 "the model's logits are not finite numbers (NaN or infinity)",
