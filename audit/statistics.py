@@ -62,6 +62,7 @@ def compare(place: str, one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
 
 def homogeneity(counts: npt.NDArray[np.integer]) -> float:
     """The p-value of Pearson's chi-square test that both rows of counts [2, n] come from one distribution."""
+    counts = counts[:, counts.sum(axis=0) > 0]
     both = counts.sum(axis=0)
     # Rare tokens in the order of their ids, as many to a group as it takes. That depends on both samples together only, so
     # it favours neither; and what is rare in one sample alone still shows.

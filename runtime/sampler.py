@@ -44,7 +44,7 @@ class Request:
         elif self.setting("top_p") < 1:
             self.candidates = min(CANDIDATES[0], vocab_rows)
         self.emitted = 0
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(63) if params.seed is None else int(params.seed)
         # The raw numbers of a bit generator are the same in every release of NumPy; what its Generator makes of them is not.
         self._random = np.random.Philox(key=seed % 2**64)
         self._uniforms = np.empty((0, 5), dtype=np.float32)

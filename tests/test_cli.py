@@ -157,7 +157,7 @@ def test_the_audits_report(shipped_bundle: Path) -> None:
         assert any(line.startswith(f"{part} ") for line in done.stdout.splitlines())
     for control in Fault:
         (line,) = (line for line in done.stdout.splitlines() if f" {control.value} " in line)
-        assert re.search(r" \d\.\de[+-]\d\d .* found ", line), line
+        assert re.search(r" \d\.\de[+-]\d\d .* found", line), line  # or not found: so few draws may be too few
     assert done.stdout.splitlines()[-1] == ("the bundle passes" if done.returncode == 0 else "the bundle FAILS")
 
 

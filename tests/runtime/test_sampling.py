@@ -216,6 +216,8 @@ def test_the_random_numbers_of_a_seed_never_change() -> None:
     assert first == RECORDED
     assert np.array_equal(request.uniforms(63, 70)[:1], Request(SamplingParams(seed=1), [1], [], 10).uniforms(63, 1))
     assert not np.array_equal(Request(SamplingParams(seed=-1), [1], [], 10).uniforms(0, 2), request.uniforms(0, 2))
+    same = Request(SamplingParams(seed=np.int64(1)), [1], [], 10)  # type: ignore[arg-type]
+    assert np.array_equal(same.uniforms(0, 2), request.uniforms(0, 2))
 
 
 RECORDED = [[5093026, 14238970, 2619506, 521879, 15103998], [873533, 12500498, 4131658, 6849496, 2834617]]
