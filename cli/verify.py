@@ -66,7 +66,7 @@ def _print(found: Audit) -> None:
     click.echo(f"controls   {verdicts['controls']}  wrong samplers must be found by the same test, the right one must not")
     screen.print(_control_table(found))
     if not found.verdicts()["controls"]:
-        click.echo("           a wrong sampler that is not found: the test is too weak for this pair; raise --draws")
+        click.echo("           a wrong sampler that is not found: raise --draws, unless the draft is its target")
     counters = found.counters
     click.echo(
         f"counters   {verdicts['counters']}  {counters.generations} generations: {counters.drafted:,} drafted ="
