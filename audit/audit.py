@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,7 @@ SAMPLED = (
 CONTROLLED = SAMPLED[1]
 
 Tokens = npt.NDArray[np.int64]
+Watched = TypeVar("Watched", bound=WatchedSampler)
 
 
 def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT) -> Audit:
@@ -65,7 +67,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     """
     _check_capacity(outrider)
     counters, arithmetic = Counters(), Arithmetic()
-    with _installed(outrider, WatchedSampler(outrider.samplers, outrider.vocab_rows, outrider.build.k[-1] + 1)) as watched:
+    with _installed(outrider, _made(WatchedSampler, outrider)) as watched:
         greedy = _greedy(outrider, watched, counters, progress)
         _count_sampled(outrider, watched, counters)
     arithmetic.add(watched)
@@ -75,7 +77,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     progress.stage("drawing texts", draws * (compared + len(SAMPLED)))
     for number, (params, text) in enumerate(SAMPLED):
         cell = Cell(outrider, params, outrider.text.encode(text, chat=False), number, significance, progress)
-        watched = cell.watched()
+        watched = _made(WatchedSampler, outrider)
         plain = cell.draw(watched, 0, 2 * draws)
         drawn = {k: cell.draw(watched, k, draws) for k in outrider.build.k}
         arithmetic.add(watched)
@@ -84,7 +86,8 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         sampled.append(Sampled(_named(params), None, together, watched.emitted, watched.excluded))
         if (params, text) == CONTROLLED:
             for fault in (None, *Fault):
-                faulty = cell.reference(fault)
+                faulty = _made(ReferenceSampler, outrider)
+                faulty.fault = fault
                 found = cell.compare(plain, cell.draw(faulty, outrider.default_k, draws))
                 sample = Sampled(_named(params), outrider.default_k, found, faulty.emitted, faulty.excluded)
                 controls.append(Control(fault.value if fault else None, sample))
@@ -98,6 +101,10 @@ def _check_capacity(outrider: Outrider) -> None:
             f"the audit's texts need a capacity of {needed}; the bundle has {outrider.build.capacity}",
             f"build it with --capacity {needed} or more",
         )
+
+
+def _made(kind: type[Watched], outrider: Outrider) -> Watched:
+    return kind(outrider.samplers, outrider.vocab_rows, outrider.build.k[-1] + 1)
 
 
 @contextmanager
@@ -204,16 +211,6 @@ class Cell:
     number: int  # of the setting, for its seeds
     significance: float
     progress: Progress
-
-    def watched(self) -> WatchedSampler:
-        """The bundle's own samplers."""
-        return WatchedSampler(self.outrider.samplers, self.outrider.vocab_rows, self.outrider.build.k[-1] + 1)
-
-    def reference(self, fault: Fault | None) -> ReferenceSampler:
-        """The reference, with that fault."""
-        sampler = ReferenceSampler(self.outrider.samplers, self.outrider.vocab_rows, self.outrider.build.k[-1] + 1)
-        sampler.fault = fault
-        return sampler
 
     def compare(self, plain: Tokens, drawn: Tokens) -> list[Comparison]:
         """Both samples at each place."""

@@ -17,8 +17,6 @@ CLOSE = 1e-4  # what fp32 may change of a probability
 class WatchedSampler(TokenSampler):
     """The bundle's samplers. Counts emitted tokens, those that truncation excludes, and where the reference disagrees."""
 
-    fault: Fault | None = None
-
     def __init__(self, samplers: dict[str, Sampler], vocab_rows: int, max_rows: int):
         super().__init__(samplers, vocab_rows, max_rows)
         self.emitted = 0
@@ -62,7 +60,14 @@ class WatchedSampler(TokenSampler):
             self.disagreed += not any(tokens == verdict for verdict in verdicts)
         return tokens
 
-    def reference(self, request: Request, logits: Floats, drafted_count: int, settings: dict[str, float]) -> list[int]:
+    def reference(
+        self,
+        request: Request,
+        logits: Floats,
+        drafted_count: int,
+        settings: dict[str, float],
+        fault: Fault | None = None,
+    ) -> list[int]:
         """The verdict of the reference."""
         return verify(
             logits[0].astype(np.float64),
@@ -71,7 +76,7 @@ class WatchedSampler(TokenSampler):
             settings,
             request.uniforms(request.emitted, drafted_count + 1)[:, ACCEPTING.start : DRAWING.stop],
             edits_of(request),
-            self.fault,
+            fault,
         )
 
     def logprobs(self, request: Request, logits: Floats, tokens: list[int]) -> list[Logprobs]:
@@ -94,8 +99,10 @@ class WatchedSampler(TokenSampler):
 class ReferenceSampler(WatchedSampler):
     """Drafts by the bundle's graph and verifies by the reference, with a fault or, to prove the reference, without."""
 
+    fault: Fault | None = None
+
     def decide(self, request: Request, logits: Floats, drafted_count: int) -> list[int]:
-        return self.reference(request, logits, drafted_count, named_settings(request.settings[0]))
+        return self.reference(request, logits, drafted_count, named_settings(request.settings[0]), self.fault)
 
 
 def readings(request: Request) -> Iterator[dict[str, float]]:

@@ -11,10 +11,9 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.contract import SETTINGS
+from outrider.engines.contract import BLOCK, SETTINGS
 
 Doubles = npt.NDArray[np.float64]
-BLOCK = 256
 TOLERANCE = 2e-4  # relative: what fp32 may be off in a running sum over a whole vocabulary
 
 
@@ -39,12 +38,6 @@ class Edit:
 
 def edit(logits: Doubles, settings: dict[str, float], edits: dict[int, Edit], prefix: list[int], row: int) -> Doubles:
     """Logits [V] with bias, ban and penalties, after the drafted `prefix`, in the row of that number."""
-    if (
-        not any(edits.values())
-        and settings["repetition_penalty"] == 1
-        and not (settings["presence_penalty"] or settings["frequency_penalty"])
-    ):
-        return logits
     out = logits.copy()
     for token in edits.keys() | set(prefix):
         known = edits.get(token, Edit())

@@ -95,7 +95,7 @@ class Control:
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over the greedy and some sampled generations, counted once by the runtime and once from its events."""
+    """Sums over the greedy and some sampled generations, counted by the runtime and from each verifying pass."""
 
     generations: int = 0
     drafted: int = 0

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from outrider.engines.bundle import open_sampler, open_session
-from outrider.engines.contract import SAMPLERS, sampler_tensors, window_buckets
+from outrider.engines.contract import CANDIDATES, SAMPLERS, sampler_tensors, window_buckets
 from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import check_files, read_manifest, staged
 from outrider.engines.manifest import MANIFEST, ROLES, Build, Cost, Manifest
@@ -21,7 +21,6 @@ from outrider.engines.session import Sampler, Session
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
 TIMED_RUNS = 7
-CANDIDATES = 256  # that the samplers are timed with: what top_p usually needs
 
 
 def build_engine(
@@ -160,7 +159,7 @@ def _sampling(sampler: Sampler, name: str, manifest: Manifest, rows: int) -> Cal
         }
         for tensors in sampler_tensors(name, rows_of["target"], rows_of["draft"])
     )
-    inputs["candidates"][:] = min(CANDIDATES, rows_of["target"]) if "settings" in inputs else 1
+    inputs["candidates"][:] = min(CANDIDATES[0], rows_of["target"]) if "settings" in inputs else 1
     if "settings" in inputs:
         inputs["settings"][:] = [1, 0, 0.9, 0, 1, 0, 0, 0]
 

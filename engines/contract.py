@@ -88,6 +88,12 @@ NOT_FINITE = 2  # the logits hold NaN or infinity
 
 SAMPLERS = ("drafter", "verifier", "logprobs")
 
+BLOCK = 256  # tokens that share a first-level sum when one is drawn
+
+# top_p nearly always ends among so many candidates; where it does not, the graph says so and is run again, with all in the
+# end. TensorRT's TopK takes no more than 3840.
+CANDIDATES = (256, 1024, 3840)
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:

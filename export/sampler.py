@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from outrider.engines.contract import FINE, NOT_FINITE, SAMPLERS, SETTINGS, WIDE, sampler_tensors
+from outrider.engines.contract import BLOCK, FINE, NOT_FINITE, SAMPLERS, SETTINGS, WIDE, sampler_tensors
 
-BLOCK = 256  # tokens that share a first-level sum
 OPSET = 21
 INT64 = ir.DataType.INT64
 FLOAT = ir.DataType.FLOAT
@@ -107,7 +107,7 @@ class Graph:
         kth = op.Expand(op.Sub(op.Min(op.Max(top_k, [1]), size), [1]), rows)
         kth = op.Where(op.Greater(top_k, [0]), op.GatherElements(best, kth, axis=2), 0.0)
         floor = op.Max(kth, settings["min_p"])  # [B, S, 1]
-        # What is below goes, rather than what is above stays: so NaN stays in the weights, where `state` finds it.
+        # What is below goes, rather than what is above stays: so NaN stays in the weights, where the state below finds it.
         total = op.ReduceSum(op.Where(op.Less(e, floor), 0.0, e), [2], keepdims=1)
         share = op.CumSum(op.Where(op.Less(best, floor), 0.0, best), op.Constant(value_int=2))
         short = self.count(op.Less(share, op.Mul(top_p, total)), 2)  # candidates whose share does not reach top_p yet
@@ -228,8 +228,7 @@ def sampler(name: str, vocab_rows: int, draft_rows: int) -> ir.Model:
     graph = Graph(vocab_rows)
     inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
     given = {
-        each.name: graph.builder.input(each.name, ir.DataType[{"int64": "INT64", "float32": "FLOAT"}[each.dtype]], each.shape)
-        for each in inputs
+        each.name: graph.builder.input(each.name, ir.DataType.from_numpy(np.dtype(each.dtype)), each.shape) for each in inputs
     }
     for made, each in zip(MAKERS[name](graph, given, draft_rows), outputs, strict=True):
         made.shape = ir.Shape(each.shape)

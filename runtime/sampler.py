@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.contract import EDITS, NOT_FINITE, SETTINGS, WIDE
+from outrider.engines.contract import CANDIDATES, EDITS, NOT_FINITE, SETTINGS, WIDE
 from outrider.engines.errors import EngineError
 from outrider.engines.session import Floats, Int64s, Sampler, Tensors
 from outrider.runtime.params import SamplingParams
 
-# top_p nearly always ends among so many; where it does not, the graph says so and is run again, with all in the end.
-# TensorRT's TopK takes no more than 3840.
-CANDIDATES = (256, 1024, 3840)
 DRAWS = 64  # positions whose random numbers are made at once
 DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # what a position's five numbers are for
 
