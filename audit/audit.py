@@ -22,9 +22,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from outrider.audit.controls import ReferenceSampler, WatchedSampler
+from outrider.audit.controls import ReferenceRounds, WatchedRounds
 from outrider.audit.prompts import PROMPTS
-from outrider.audit.reference import Fault
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Greedy, NearTie, Sampled
 from outrider.audit.statistics import Comparison, compare
 from outrider.engines.errors import EngineError
@@ -32,6 +31,7 @@ from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.loop import prefill
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.reference import Fault
 
 DRAWS = 500
 FALSE_ALARM = 1e-4  # probability that a right bundle fails on chance, over all comparisons together
@@ -53,7 +53,7 @@ SAMPLED = (
 CONTROLLED = SAMPLED[1]
 
 Tokens = npt.NDArray[np.int64]
-Watched = TypeVar("Watched", bound=WatchedSampler)
+Watched = TypeVar("Watched", bound=WatchedRounds)
 
 
 def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT) -> Audit:
@@ -67,7 +67,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     """
     _check_capacity(outrider)
     counters, arithmetic = Counters(), Arithmetic()
-    with _installed(outrider, _made(WatchedSampler, outrider)) as watched:
+    with _installed(outrider, _made(WatchedRounds, outrider)) as watched:
         greedy = _greedy(outrider, watched, counters, progress)
         _count_sampled(outrider, watched, counters)
     arithmetic.add(watched)
@@ -77,7 +77,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     progress.stage("drawing texts", draws * (compared + len(SAMPLED)))
     for number, (params, text) in enumerate(SAMPLED):
         cell = Cell(outrider, params, outrider.text.encode(text, chat=False), number, significance, progress)
-        watched = _made(WatchedSampler, outrider)
+        watched = _made(WatchedRounds, outrider)
         plain = cell.draw(watched, 0, 2 * draws)
         drawn = {k: cell.draw(watched, k, draws) for k in outrider.build.k}
         arithmetic.add(watched)
@@ -86,7 +86,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         sampled.append(Sampled(_named(params), None, together, watched.emitted, watched.excluded))
         if (params, text) == CONTROLLED:
             for fault in (None, *Fault):
-                faulty = _made(ReferenceSampler, outrider)
+                faulty = _made(ReferenceRounds, outrider)
                 faulty.fault = fault
                 found = cell.compare(plain, cell.draw(faulty, outrider.default_k, draws))
                 sample = Sampled(_named(params), outrider.default_k, found, faulty.emitted, faulty.excluded)
@@ -104,20 +104,20 @@ def _check_capacity(outrider: Outrider) -> None:
 
 
 def _made(kind: type[Watched], outrider: Outrider) -> Watched:
-    return kind(outrider.samplers, outrider.vocab_rows, outrider.build.k[-1] + 1)
+    return kind(outrider.loop.rounds)
 
 
 @contextmanager
-def _installed(outrider: Outrider, sampler: WatchedSampler) -> Iterator[WatchedSampler]:
-    """That sampler in the loop, for a while."""
-    usual, outrider.loop.sampler = outrider.loop.sampler, sampler
+def _installed(outrider: Outrider, rounds: WatchedRounds) -> Iterator[WatchedRounds]:
+    """These rounds in the loop, for a while."""
+    usual, outrider.loop.rounds = outrider.loop.rounds, rounds
     try:
-        yield sampler
+        yield rounds
     finally:
-        outrider.loop.sampler = usual
+        outrider.loop.rounds = usual
 
 
-def _greedy(outrider: Outrider, watched: WatchedSampler, counters: Counters, progress: Progress) -> Greedy:
+def _greedy(outrider: Outrider, watched: WatchedRounds, counters: Counters, progress: Progress) -> Greedy:
     found = Greedy()
     progress.stage("comparing greedy texts", len(PROMPTS) * (1 + len(outrider.build.k)))
     params = SamplingParams(max_new_tokens=GREEDY_TOKENS)
@@ -158,7 +158,7 @@ def _choices(outrider: Outrider, context: list[int], start: int, k: int) -> set[
     return found
 
 
-def _count_sampled(outrider: Outrider, watched: WatchedSampler, counters: Counters) -> None:
+def _count_sampled(outrider: Outrider, watched: WatchedRounds, counters: Counters) -> None:
     """Some sampled texts by the public interface, for the counters' sake, with logprobs."""
     for params, text in SAMPLED:
         prompt = outrider.text.encode(text, chat=False)
@@ -168,15 +168,15 @@ def _count_sampled(outrider: Outrider, watched: WatchedSampler, counters: Counte
 
 
 def _generate(
-    outrider: Outrider, watched: WatchedSampler, prompt: list[int], params: SamplingParams, k: int, counters: Counters
+    outrider: Outrider, watched: WatchedRounds, prompt: list[int], params: SamplingParams, k: int, counters: Counters
 ) -> list[int]:
     """One generation's tokens. What each verifying pass was given and emitted says what the counters must be."""
     tokens: list[int] = []
     drafted = accepted = rejected = 0
     balanced = True
-    watched.rounds.clear()
+    watched.decided.clear()
     for event in outrider.generate(prompt, params, k=k):
-        checked, emitted = watched.rounds[-1]
+        checked, emitted = watched.decided[-1]
         kept = min(len(emitted) - 1, len(event.token_ids))
         own = len(event.token_ids) - kept
         balanced &= list(event.token_ids) == emitted[: len(event.token_ids)]
@@ -187,7 +187,7 @@ def _generate(
         rejected += own if len(emitted) - 1 < checked else 0
     stats = event.stats
     own = len(tokens) - accepted
-    balanced &= stats.rounds == len(watched.rounds) and stats.drafted == drafted == sum(stats.drafted_at)
+    balanced &= stats.rounds == len(watched.decided) and stats.drafted == drafted == sum(stats.drafted_at)
     balanced &= (stats.accepted, stats.rejected, stats.own) == (accepted, rejected, own)
     balanced &= stats.unexamined == drafted - accepted - rejected >= 0 and stats.emitted == len(tokens)
     counters.generations += 1
@@ -216,14 +216,14 @@ class Cell:
         """Both samples at each place."""
         return [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
 
-    def draw(self, sampler: WatchedSampler, k: int, draws: int) -> Tokens:
+    def draw(self, rounds: WatchedRounds, k: int, draws: int) -> Tokens:
         """The tokens of so many short texts, [draws, SAMPLED_TOKENS]; after an early end stand -1 and, last, the end.
 
         Every text has a seed of its own, also across settings and k, so the samples are independent.
         """
         loop = self.outrider.loop
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
-        with _installed(self.outrider, sampler):
+        with _installed(self.outrider, rounds):
             loop.start(self.prompt, self.outrider.request(self.params, self.prompt), k)
             for index in range(draws):
                 params = replace(self.params, seed=(self.number << 48) + (k << 32) + index)

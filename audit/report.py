@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from outrider.audit.controls import WatchedSampler
+from outrider.audit.controls import WatchedRounds
 from outrider.audit.statistics import Comparison
 
 NEAR_TIES = 0.05  # share of the greedy comparisons that may end in one, or one where that is more
@@ -18,7 +18,7 @@ class Arithmetic:
     checked: int = 0
     disagreed: int = 0
 
-    def add(self, watched: WatchedSampler) -> None:
+    def add(self, watched: WatchedRounds) -> None:
         """Count what a watched sampler saw."""
         self.checked += watched.checked
         self.disagreed += watched.disagreed

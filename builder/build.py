@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from outrider.engines.bundle import open_sampler, open_session
+from outrider.engines.bundle import open_engines
 from outrider.engines.contract import CANDIDATES, SAMPLERS, sampler_tensors, window_buckets
+from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import check_files, read_manifest, staged
 from outrider.engines.manifest import MANIFEST, ROLES, Build, Cost, Manifest
 from outrider.engines.progress import SILENT, Progress
-from outrider.engines.session import Sampler, Session
+from outrider.engines.session import Session
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
@@ -120,58 +122,63 @@ def _backend_version() -> str:
 
 def _measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, Cost]]:
     """The cost of every pass that a round may make; that the engines run at all is checked with it."""
+    engines = open_engines(folder, manifest, build)
     passes = [k + 1 for k in build.k]
     costs = {}
     for role in ROLES:
         progress.stage(f"measuring the {role}")
-        session = open_session(folder, manifest, build, role, build.batch)
+        session = engines.session(role, build.batch)
         costs[role] = {str(rows): _cost(_step(session, rows)) for rows in sorted({1, 2, build.max_prompt_chunk, *passes})}
         del session  # one model in memory at a time
     progress.stage("measuring the samplers")
     sizes = {"drafter": [1], "verifier": [1, *passes], "logprobs": [1, *passes]}
     for name in SAMPLERS:
-        sampler = open_sampler(folder, manifest, build, name)
-        costs[name] = {str(rows): _cost(_sampling(sampler, name, manifest, rows)) for rows in sizes[name]}
+        engine = engines.sampler(name)
+        costs[name] = {str(rows): _cost(_sampling(engine, engines.device, name, manifest, build, rows)) for rows in sizes[name]}
     return costs
 
 
-def _step(session: Session, rows: int) -> Callable[[], float]:
-    """A pass of so many rows, which returns its seconds."""
+def _step(session: Session, rows: int) -> Callable[[], None]:
+    """A pass of so many rows."""
     ids = np.zeros((session.batch, rows), dtype=np.int64)
     positions = np.zeros(session.batch, dtype=np.int64)
 
-    def run() -> float:
-        before = session.seconds
-        session.run(ids, positions)
-        return session.seconds - before
+    def run() -> None:
+        session.write(ids, positions)
+        session.device.synchronize()
 
     return run
 
 
-def _sampling(sampler: Sampler, name: str, manifest: Manifest, rows: int) -> Callable[[], float]:
-    """A run of a sampler at temperature 1 and top_p 0.9, for one sequence, which returns its seconds."""
-    sizes = {"batch": 1, "rows": rows, "edits": 1, "top": 1}
-    rows_of = {role: model.vocab_rows for role, model in manifest.models.items()}
-    inputs, outputs = (
-        {
-            each.name: np.zeros([size if isinstance(size, int) else sizes[size] for size in each.shape], np.dtype(each.dtype))
-            for each in tensors
-        }
-        for tensors in sampler_tensors(name, rows_of["target"], rows_of["draft"])
-    )
-    inputs["candidates"][:] = min(CANDIDATES[0], rows_of["target"]) if "settings" in inputs else 1
-    if "settings" in inputs:
-        inputs["settings"][:] = [1, 0, 0.9, 0, 1, 0, 0, 0]
+def _sampling(engine: Engine, device: Device, name: str, manifest: Manifest, build: Build, rows: int) -> Callable[[], None]:
+    """A run of a sampler at temperature 1 and top_p 0.9, for one sequence."""
+    sizes = {"batch": 1, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
+    widths = {role: model.vocab_rows for role, model in manifest.models.items()}
+    inputs, outputs = sampler_tensors(name, widths["target"], widths["draft"])
+    tensors = {
+        each.name: device.zeros(
+            tuple(size if isinstance(size, int) else sizes[size] for size in each.shape), each.dtype, "the samplers"
+        )
+        for each in (*inputs, *outputs)
+    }
+    candidates = 1
+    if "settings" in tensors:
+        device.write(tensors["settings"], np.array([[1, 0, 0.9, 0, 1, 0, 0, 0]]))
+        candidates = min(CANDIDATES[0], widths["target"])
+    launch = engine.bind(tensors | {"candidates": host_buffer(np.array([candidates], dtype=np.int64))})
 
-    def run() -> float:
-        before = sampler.seconds
-        sampler.run(inputs, outputs)
-        return sampler.seconds - before
+    def run() -> None:
+        launch()
+        device.synchronize()
 
     return run
 
 
-def _cost(run: Callable[[], float]) -> Cost:
+def _cost(run: Callable[[], None]) -> Cost:
     run()
-    times = [round(1000 * run(), 4) for _ in range(TIMED_RUNS)]
+    times = []
+    for _ in range(TIMED_RUNS):
+        started = time.perf_counter()
+        run()
+        times.append(round(1000 * (time.perf_counter() - started), 4))
     return Cost(median=statistics.median(times), fastest=min(times), slowest=max(times), runs=TIMED_RUNS)

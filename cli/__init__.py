@@ -6,13 +6,14 @@ import errno
 import io
 import os
 import sys
-from typing import Any, NoReturn
+import warnings
+from typing import Any, NoReturn, TextIO
 
 import click
 
 import outrider
 from outrider.cli import build_engine, export, generate, inspect, verify
-from outrider.engines.errors import OutriderError, UsageError
+from outrider.engines.errors import OutriderError, OutriderWarning, UsageError
 
 
 class Commands(click.Group):
@@ -47,6 +48,19 @@ def _fail(ctx: click.Context, message: str, mend: str, code: int = 1) -> NoRetur
     ctx.exit(code)
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """What works but not as well as it could is one line, too; other libraries' warnings are for their developers."""
+    if issubclass(category, OutriderWarning):
+        click.echo(f"warning: {_one_line(str(message))}", err=True)
+
+
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
@@ -62,6 +76,7 @@ def main() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the life of the process
     if sys.stdout is None:
         raise UsageError("standard output is closed", "lead it somewhere, /dev/null if need be")
+    warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from outrider.cli.options import device
 from outrider.cli.show import console, progress_bar
 from outrider.engines.errors import UsageError
 from outrider.runtime.params import DEFAULTS, RANGES, RULES, SamplingParams
@@ -134,9 +135,12 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
     help="Which drafted tokens are accepted.",
 )
 @number("logprobs", OUTPUT, "With --json: each token's logprob, and those of so many most likely tokens.")
+@device
 @click.option("--show", is_flag=True, help="Colour the text by origin, and end with a line of figures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else there.")
-def command(bundle: Path, prompt: str | None, chat: bool, k: int | None, show: bool, as_json: bool, **params: Any) -> None:
+def command(
+    bundle: Path, prompt: str | None, chat: bool, k: int | None, device: str | None, show: bool, as_json: bool, **params: Any
+) -> None:
     """Continue a prompt. Only confirmed tokens are ever printed."""
     if show and as_json:
         raise UsageError("--show and --json exclude each other", "choose one")
@@ -147,7 +151,7 @@ def command(bundle: Path, prompt: str | None, chat: bool, k: int | None, show: b
 
     text = _read_prompt() if prompt is None else prompt
     with progress_bar() as progress:
-        loaded = Outrider.load(bundle, progress)
+        loaded = Outrider.load(bundle, progress, device=device)
     events = loaded.generate(text, asked, k=k, chat=chat)
     if as_json:
         _print_json(events)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from outrider.cli.options import device
 from outrider.cli.show import console, progress_bar
 
 if TYPE_CHECKING:
@@ -17,20 +18,53 @@ if TYPE_CHECKING:
 @click.command("verify")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--draws", type=click.IntRange(min=100), help="Sampled texts for each setting and k.  [default: 500]")
+@click.option(
+    "--engines",
+    "export",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Instead, compare each engine's outputs with ONNX Runtime's on the CPU; DIR is the export of the same pair.",
+)
+@device
 @click.option("--json", "as_json", is_flag=True, help="Print the whole report as one JSON object.")
 @click.pass_context
-def command(ctx: click.Context, bundle: Path, draws: int | None, as_json: bool) -> None:
+def command(
+    ctx: click.Context, bundle: Path, draws: int | None, export: Path | None, device: str | None, as_json: bool
+) -> None:
     """Prove that a bundle emits what its target alone would: exit code 0 if it does, 1 if not."""
+    if export is not None:
+        ctx.exit(0 if _compare_engines(bundle, export, device, as_json) else 1)
     from outrider.audit.audit import DRAWS, audit
     from outrider.runtime.generation import Outrider
 
     with progress_bar() as progress:
-        found = audit(Outrider.load(bundle, progress), draws=draws or DRAWS, progress=progress)
+        found = audit(Outrider.load(bundle, progress, device=device), draws=draws or DRAWS, progress=progress)
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     else:
         _print(found)
     ctx.exit(0 if found.passed else 1)
+
+
+def _compare_engines(bundle: Path, export: Path, device: str | None, as_json: bool) -> bool:
+    from outrider.audit.engines import compare_engines
+    from outrider.engines.bundle import open_bundle, open_engines
+
+    with progress_bar() as progress:
+        engines = open_engines(bundle, *open_bundle(bundle, progress), device)
+        found = list(compare_engines(engines, export, progress))
+    passed = all(each.passed for each in found)
+    if as_json:
+        click.echo(json.dumps({"passed": passed, "engines": [each.as_dict() for each in found]}))
+        return passed
+    table = _table("engine", "rows", "differs by", "allowed", "same choices", "")
+    for each in found:
+        verdict = "pass" if each.passed else "FAIL"
+        figures = f"{each.difference:.1e}", f"{each.tolerance:.1e}", f"{each.same_choices:.0%}"
+        table.add_row(each.engine, str(each.rows), *figures, verdict)
+    console().print(table)
+    click.echo("the engines compute what ONNX Runtime does" if passed else "the engines do NOT compute what ONNX Runtime does")
+    return passed
 
 
 def _print(found: Audit) -> None:

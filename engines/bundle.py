@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from outrider.engines.errors import EngineError, FolderError
+from outrider.engines.device import Cpu, Device
+from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import check_files, read_manifest
-from outrider.engines.manifest import Build, Manifest, model_file, sampler_file
+from outrider.engines.manifest import Build, Manifest
 from outrider.engines.progress import SILENT, Progress
-from outrider.engines.session import Sampler, Session
+from outrider.engines.session import Engines
 
 
 def open_bundle(folder: Path, progress: Progress = SILENT) -> tuple[Manifest, Build]:
@@ -25,39 +25,36 @@ def open_bundle(folder: Path, progress: Progress = SILENT) -> tuple[Manifest, Bu
     return manifest, manifest.build
 
 
-def open_session(folder: Path, manifest: Manifest, build: Build, role: str, batch: int) -> Session:
-    """The engine of one role with a fresh cache for `batch` sequences.
+def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | None = None) -> Engines:
+    """A bundle's engines.
+
+    Args:
+        device: "cpu" or "cuda"; None is what the bundle was built on.
 
     Raises:
-        EngineError: the backend is not installed, not known, or refuses the engine.
+        EngineError: the backend is not installed, not known, or does not run here.
+        UsageError: it does not run on that device.
     """
-    session: Session = _backend(build).OnnxRuntimeSession(
-        folder / model_file(role),
-        manifest.models[role],
-        batch=batch,
-        capacity=build.capacity,
-        max_rows=build.max_rows,
-        windows=build.windows,
-    )
-    return session
+    if build.backend == "onnxruntime":
+        try:
+            from outrider.engines.onnxruntime import OnnxRuntime
+        except ImportError as error:
+            raise EngineError(f"onnxruntime cannot be imported: {error}", "pip install 'outrider[cpu]'") from error
+        return OnnxRuntime(folder, manifest, build, _device(device or build.device))
+    if build.backend in ("tensorrt", "tensorrt-rtx"):
+        if device == "cpu":
+            raise UsageError(f"{build.backend} does not run on a CPU", "build the export with --backend onnxruntime")
+        from outrider.engines.tensorrt import TensorRT
+
+        return TensorRT(folder, manifest, build)
+    raise EngineError(f"this outrider has no backend {build.backend!r}", "upgrade outrider, or build the bundle again")
 
 
-def open_sampler(folder: Path, manifest: Manifest, build: Build, name: str) -> Sampler:
-    """One of `contract.SAMPLERS`.
+def _device(name: str) -> Device:
+    if name == "cpu":
+        return Cpu()
+    if name == "cuda":
+        from outrider.engines.cuda import Cuda
 
-    Raises:
-        EngineError: as for `open_session`.
-    """
-    rows = {role: model.vocab_rows for role, model in manifest.models.items()}
-    sampler: Sampler = _backend(build).OnnxRuntimeSampler(folder / sampler_file(name), name, rows["target"], rows["draft"])
-    return sampler
-
-
-def _backend(build: Build) -> Any:
-    if build.backend != "onnxruntime":
-        raise EngineError(f"this outrider has no backend {build.backend!r}", "upgrade outrider, or build the bundle again")
-    try:
-        from outrider.engines import onnxruntime
-    except ImportError as error:
-        raise EngineError(f"onnxruntime cannot be imported: {error}", "pip install 'outrider[cpu]'") from error
-    return onnxruntime
+        return Cuda()
+    raise UsageError(f"there is no device {name!r}", "give cpu or cuda")

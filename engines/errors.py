@@ -54,3 +54,7 @@ class UsageError(OutriderError):
     """The request itself is wrong: a k that was not built, an empty prompt, a value out of range."""
 
     exit_code = 2
+
+
+class OutriderWarning(UserWarning):
+    """What works, but not as well as it could."""

@@ -1,93 +1,157 @@
-"""The one place where backends differ: a session runs a step model over a cache that it keeps in place, a sampler one of
-the sampler graphs."""
+"""A step model with its cache, on any backend: the guards, the windows, and the buffers of a pass."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors
+from outrider.engines.device import DTYPES, Arena, Buffer, Device, Engine, Launch
 from outrider.engines.errors import EngineError
+from outrider.engines.manifest import Build, Manifest, Model
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-Tensors = Mapping[str, npt.NDArray[Any]]
+CACHE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-class Session(ABC):
-    """A step model with its cache, ready to run. `seconds` is what the engine's own runs took."""
+class Engines(ABC):
+    """What a backend makes of a bundle: its engines on a device."""
 
-    def __init__(self, *, batch: int, capacity: int, max_rows: int, vocab_rows: int, windows: list[int]):
-        self.batch = batch
-        self.capacity = capacity
-        self.max_rows = max_rows
-        self.vocab_rows = vocab_rows
-        self.seconds = 0.0
-        self._windows = windows
+    def __init__(self, folder: Path, manifest: Manifest, build: Build, device: Device):
+        self.folder = folder
+        self.manifest = manifest
+        self.build = build
+        self.device = device
 
-    def run(self, input_ids: Int64s, positions: Int64s) -> Floats:
-        """One pass: write the keys and values of `input_ids` from `positions` on, and return the logits of every row.
-
-        Args:
-            input_ids: int64 [B, S], S at most `max_rows`, ids below `vocab_rows`.
-            positions: int64 [B], the index at which each sequence's first row is written.
-
-        Returns:
-            float32 [B, S, V]: a view of the session's own buffer, valid until the next run.
+    @abstractmethod
+    def step_model(self, role: str) -> Engine:
+        """The model of one role.
 
         Raises:
-            EngineError: the rows would be written past the capacity (engines drop such writes silently), or the
-                backend failed.
+            EngineError: the backend refuses it, or it is not what the manifest says.
         """
-        batch, rows = input_ids.shape
-        end = int(positions.max()) + rows
-        if batch != self.batch or rows > self.max_rows or end > self.capacity or int(positions.min()) < 0:
+
+    @abstractmethod
+    def sampler(self, name: str) -> Engine:
+        """One of `contract.SAMPLERS`.
+
+        Raises:
+            EngineError: as for `step_model`.
+        """
+
+    def session(self, role: str, batch: int) -> Session:
+        """The model of one role with a fresh cache for `batch` sequences.
+
+        Raises:
+            EngineError: as for `step_model`; or there is no memory for the cache.
+        """
+        return Session(self.device, self.step_model(role), self.manifest.models[role], self.build, batch)
+
+
+class Session:
+    """A step model for `batch` sequences, and the cache that it writes in place. `seconds` is what `write` took."""
+
+    def __init__(self, device: Device, engine: Engine, model: Model, build: Build, batch: int):
+        """Lay out the buffers.
+
+        Raises:
+            EngineError: there is no memory for them.
+        """
+        self.device = device
+        self.batch = batch
+        self.seconds = 0.0
+        self.capacity = build.capacity
+        self.max_rows = build.max_rows
+        self.vocab_rows = model.vocab_rows
+        self._windows = build.windows
+        self._engine = engine
+        self._tensors = cache_tensors(model.layers)
+        dtype, what = CACHE_TYPES[model.precision], f"a cache of {batch} x {self.capacity:,} positions"
+        self._cache = {
+            tensor.past: device.zeros((batch, tensor.heads, self.capacity, tensor.width), dtype, what)
+            for tensor in self._tensors
+        }
+        self._arena = Arena(device, {INPUT_IDS: ((batch * self.max_rows,), "int64"), POSITIONS: ((batch,), "int64")})
+        self._key_positions = device.zeros((self.capacity,), "int64", what)
+        device.write(self._key_positions, np.arange(self.capacity))
+        self._logits = device.zeros((batch * self.max_rows * self.vocab_rows,), "float32", "the logits of a prompt chunk")
+        self._passes: dict[tuple[int, int], Launch] = {}  # by rows and window
+
+    def window(self, rows: int, first: int, last: int) -> int:
+        """The window for a pass of so many rows at positions from `first` to `last` over the batch.
+
+        Raises:
+            EngineError: it would write past the capacity, which engines do not notice: they drop such writes.
+        """
+        end = last + rows
+        if rows > self.max_rows or end > self.capacity or first < 0:
             raise EngineError(
-                f"a run of {batch}x{rows} rows up to position {end} does not fit an engine of {self.batch}x{self.max_rows}"
-                f" rows and a capacity of {self.capacity}",
+                f"a run of {self.batch}x{rows} rows up to position {end} does not fit an engine of"
+                f" {self.batch}x{self.max_rows} rows and a capacity of {self.capacity}",
                 "build the bundle with a larger --capacity or --max-prompt-chunk",
             )
-        window = self._windows[bisect_left(self._windows, end)]
+        return self._windows[bisect_left(self._windows, end)]
+
+    def bind(self, input_ids: Buffer, positions: Buffer, logits: Buffer, window: int) -> Launch:
+        """A pass over buffers of the caller's, at a window that `window` gave.
+
+        Args:
+            input_ids: int64 [B, S], ids below `vocab_rows`.
+            positions: int64 [B], the index at which each sequence's first row is written.
+            logits: float32 [B, S, V], filled for every row.
+        """
+        tensors = {
+            INPUT_IDS: input_ids,
+            POSITIONS: positions,
+            KEY_POSITIONS: self._key_positions.part(0, window),
+            LOGITS: logits,
+        }
+        for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
+            tensors[tensor.past] = tensors[tensor.present] = self._cache[tensor.past]
+        return self._engine.bind(tensors)
+
+    def write(self, input_ids: Int64s, positions: Int64s) -> None:
+        """One pass from host arrays: write the keys and values of `input_ids` [B, S] from `positions` [B] on.
+
+        Raises:
+            EngineError: the rows do not fit, or the backend failed.
+        """
+        batch, rows = input_ids.shape
+        if batch != self.batch:
+            raise EngineError(f"a run of {batch}x{rows} rows does not fit a session of {self.batch}", "open it for that batch")
+        window = self.window(rows, int(positions.min()), int(positions.max()))
+        if (rows, window) not in self._passes:
+            ids = self._arena.device[INPUT_IDS].part(0, batch, rows)
+            logits = self._logits.part(0, batch, rows, self.vocab_rows)
+            self._passes[rows, window] = self.bind(ids, self._arena.device[POSITIONS], logits, window)
+        self.device.synchronize()  # or the arrays might still be on their way to the pass before
+        self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
+        self._arena.host[POSITIONS][:] = positions
         started = time.perf_counter()
-        logits = self._run(input_ids, positions, window)
+        self._arena.upload()
+        self._passes[rows, window]()
+        self.seconds += time.perf_counter() - started
+
+    def run(self, input_ids: Int64s, positions: Int64s) -> Floats:
+        """`write`, and the logits of every row: float32 [B, S, V], valid until the next pass."""
+        self.write(input_ids, positions)
+        started = time.perf_counter()
+        logits = self.device.read(self._logits.part(0, *input_ids.shape, self.vocab_rows))
         self.seconds += time.perf_counter() - started
         return logits
 
-    @abstractmethod
-    def _run(self, input_ids: Int64s, positions: Int64s, window: int) -> Floats:
-        """The pass itself, over the first `window` positions of the cache."""
-
     def clear(self) -> None:
         """Zero the cache, for what was NaN in one sequence would be NaN in the next: masked values still multiply."""
-        for tensor in self.cache().values():
-            tensor[...] = 0
+        for buffer in self._cache.values():
+            self.device.write(buffer, np.zeros(buffer.shape, DTYPES[buffer.dtype]))
 
-    @abstractmethod
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         """The cache tensors by name, [B, Hkv, C, D]; for tests and tools."""
-
-
-class Sampler(ABC):
-    """One of the sampler graphs, ready to run. `seconds` is what its own runs took."""
-
-    seconds = 0.0
-
-    def run(self, inputs: Tensors, outputs: Tensors) -> None:
-        """Read `inputs` and fill `outputs`, both by the names of the contract, each a contiguous array of the contract's
-        type and shape. Arrays that are used again are cheaper than new ones.
-
-        Raises:
-            EngineError: the backend failed.
-        """
-        started = time.perf_counter()
-        self._run(inputs, outputs)
-        self.seconds += time.perf_counter() - started
-
-    @abstractmethod
-    def _run(self, inputs: Tensors, outputs: Tensors) -> None:
-        """The run itself."""
+        return {name: self.device.read(buffer) for name, buffer in self._cache.items()}

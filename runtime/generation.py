@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
-from outrider.engines.bundle import open_bundle, open_sampler, open_session
+from outrider.engines.bundle import open_bundle, open_engines
 from outrider.engines.contract import SAMPLERS
 from outrider.engines.errors import EngineError, UsageError
-from outrider.engines.manifest import ROLES, Build, Manifest
+from outrider.engines.manifest import ROLES
 from outrider.engines.progress import SILENT, Progress
-from outrider.engines.session import Sampler, Session
-from outrider.runtime.drafter import ModelDrafter
+from outrider.engines.session import Engines
 from outrider.runtime.loop import Loop, Round
 from outrider.runtime.params import DEFAULTS, SamplingParams
-from outrider.runtime.sampler import Logprobs, Request, TokenSampler
+from outrider.runtime.request import Logprobs, Request
+from outrider.runtime.rounds import Rounds
 from outrider.runtime.stats import Stats
 from outrider.runtime.text import Piece, Text, TextStream
 
@@ -47,33 +48,39 @@ class Event:
 class Outrider:
     """A loaded bundle. One generation at a time: starting another ends the one before."""
 
-    def __init__(
-        self, manifest: Manifest, build: Build, text: Text, sessions: dict[str, Session], samplers: dict[str, Sampler]
-    ):
-        self.manifest = manifest
-        self.build = build
+    def __init__(self, engines: Engines, text: Text):
+        self.engines = engines
+        self.manifest = engines.manifest
+        self.build = engines.build
         self.text = text
-        self.sessions = sessions
-        self.samplers = samplers
-        self.vocab_rows = manifest.models["target"].vocab_rows
-        drafter = ModelDrafter(sessions["draft"], build.max_prompt_chunk)
-        sampler = TokenSampler(samplers, self.vocab_rows, build.k[-1] + 1)
-        self.loop = Loop(sessions["target"], drafter, sampler, build.k, build.max_prompt_chunk)
+        self.sessions = {role: engines.session(role, batch=1) for role in ROLES}
+        samplers = {name: engines.sampler(name) for name in SAMPLERS}
+        self.vocab_rows = self.manifest.models["target"].vocab_rows
+        rounds = Rounds(engines.device, self.sessions, samplers, self.build.k[-1])
+        self.loop = Loop(rounds, self.build.k, self.build.max_prompt_chunk)
         self._running: object = None
 
     @classmethod
-    def load(cls, bundle: str | Path, progress: Progress = SILENT) -> Outrider:
+    def load(cls, bundle: str | Path, progress: Progress = SILENT, *, device: str | None = None) -> Outrider:
         """Check every file of a bundle and load its engines.
+
+        Args:
+            device: "cpu" or "cuda"; None is what the bundle was built on.
 
         Raises:
             FolderError: the bundle is missing, damaged, or of a newer schema.
-            EngineError: its backend is not installed or refuses an engine.
+            EngineError: its backend is not installed, does not run here, or refuses an engine.
+            UsageError: the backend does not run on that device.
         """
         folder = Path(bundle)
         manifest, build = open_bundle(folder, progress)
-        sessions = {role: open_session(folder, manifest, build, role, batch=1) for role in ROLES}
-        samplers = {name: open_sampler(folder, manifest, build, name) for name in SAMPLERS}
-        return cls(manifest, build, Text(folder, manifest), sessions, samplers)
+        return cls(open_engines(folder, manifest, build, device), Text(folder, manifest))
+
+    def close(self) -> None:
+        """Give back the device's memory; the bundle cannot be used any more."""
+        self._running = None
+        del self.loop, self.sessions, self.engines
+        gc.collect()  # launches hold buffers, and some hold each other
 
     @property
     def default_k(self) -> int:
@@ -176,8 +183,7 @@ class Outrider:
             yield Event(tuple(ids), from_draft, tuple(pieces), stats, finish_reason, logprobs)
 
     def _engine_seconds(self) -> float:
-        sessions = sum(session.seconds for session in self.sessions.values())
-        return sessions + sum(sampler.seconds for sampler in self.samplers.values())
+        return self.loop.rounds.seconds + sum(session.seconds for session in self.sessions.values())
 
     def _emit(
         self, done: Round, request: Request, emitted: int, stream: TextStream

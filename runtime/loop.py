@@ -1,4 +1,4 @@
-"""The draft-verify loop. No backend in it: sessions run engines, this decides what they run."""
+"""The draft-verify loop. No backend in it: rounds run engines, this decides which rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from outrider.engines.session import Session
 from outrider.runtime.drafter import ModelDrafter
-from outrider.runtime.sampler import Logprobs, Request, TokenSampler
+from outrider.runtime.request import Logprobs, Request
+from outrider.runtime.rounds import Rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,11 @@ class Loop:
     tokens: list[int]
     request: Request
 
-    def __init__(self, target: Session, drafter: ModelDrafter, sampler: TokenSampler, k: list[int], chunk: int):
+    def __init__(self, rounds: Rounds, k: list[int], chunk: int):
         """`k` are the built numbers of draft tokens, `chunk` the longest prefill run."""
-        self.target = target
-        self.drafter = drafter
-        self.sampler = sampler
+        self.rounds = rounds
+        self.target = rounds.sessions["target"]
+        self.drafter = ModelDrafter(rounds.sessions["draft"], chunk)
         self._k = sorted({0, *k})
         self._chunk = chunk
 
@@ -65,14 +66,11 @@ class Loop:
         shape are padding that nobody looks at.
         """
         rows, count = self._shape(k, wanted)
-        drafted = self.drafter.propose(self.tokens, count, self.sampler, self.request) if count else []
-        padding = [self.tokens[-1]] * (rows - 1 - count)
-        batch = np.array([[self.tokens[-1], *drafted, *padding]], dtype=np.int64)
-        logits = self.target.run(batch, np.array([len(self.tokens) - 1], dtype=np.int64))
-        tokens = self.sampler.verify(self.request, logits, count)
-        logprobs = None
-        if self.request.params.logprobs is not None:
-            logprobs = self.sampler.logprobs(self.request, logits, tokens)
+        if count:
+            self.drafter.catch_up(self.tokens)
+        drafted, tokens, logprobs = self.rounds.run(self.tokens, self.request, count, rows)
+        if count:
+            self.drafter.wrote(self.tokens, drafted)
         self.tokens += tokens
         self.request.advance(tokens)
         return Round(count, tokens, logprobs)
@@ -90,4 +88,4 @@ class Loop:
 def prefill(session: Session, tokens: list[int], chunk: int) -> None:
     """Write the cache entries of `tokens`, from the first slot on, at most `chunk` rows a run."""
     for at in range(0, len(tokens), chunk):
-        session.run(np.array([tokens[at : at + chunk]], dtype=np.int64), np.array([at], dtype=np.int64))
+        session.write(np.array([tokens[at : at + chunk]], dtype=np.int64), np.array([at], dtype=np.int64))

@@ -7,12 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.engines.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs
 from outrider.tests.support import PAIR, build, llama, write_checkpoint
 
 torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of a GPU says what it would show, where there is none."""
+    reason = _no_gpu()
+    for item in items:
+        if reason and (marker := item.get_closest_marker("gpu")):
+            item.add_marker(pytest.mark.skip(reason=f"{reason}; would show that {marker.args[0]}"))
+
+
+def _no_gpu() -> str | None:
+    try:
+        from outrider.engines.cuda import Cuda
+
+        Cuda()
+    except EngineError as error:
+        return str(error)
+    return None
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from outrider.audit.reference import Edit, named_settings, verify, warp
 from outrider.engines.contract import EDITS, FINE, SETTINGS, sampler_tensors
-from outrider.engines.onnxruntime import OnnxRuntimeSampler
+from outrider.engines.device import Cpu, Engine, host_buffer
+from outrider.engines.onnxruntime import OnnxRuntimeEngine, sampler_types
 from outrider.export.sampler import sampler
+from outrider.runtime.reference import Edit, named_settings, verify, warp
 
 Array = npt.NDArray[Any]
-Graphs = Callable[[str, int, int], OnnxRuntimeSampler]
+Graphs = Callable[[str, int, int], Engine]
 NEUTRAL = {name: 1.0 if name in ("temperature", "top_p", "repetition_penalty") else 0.0 for name in SETTINGS}
 UNEDITED = (np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1, len(EDITS)), dtype=np.float32))
 
@@ -26,10 +27,10 @@ def sampler_graphs(folder: Path) -> Graphs:
     """Each sampler by its name and widths, made once."""
 
     @functools.cache
-    def made(name: str, vocab_rows: int, draft_rows: int) -> OnnxRuntimeSampler:
+    def made(name: str, vocab_rows: int, draft_rows: int) -> Engine:
         path: Path = folder / f"{name}-{vocab_rows}-{draft_rows}.onnx"
         ir.save(sampler(name, vocab_rows, draft_rows), path)
-        return OnnxRuntimeSampler(path, name, vocab_rows, draft_rows)
+        return OnnxRuntimeEngine(path, sampler_types(name, vocab_rows, draft_rows), Cpu())
 
     return made
 
@@ -48,7 +49,7 @@ def run(graphs: Graphs, name: str, vocab_rows: int, draft_rows: int, **inputs: A
         for each in given
     }
     ready = {each.name: np.ascontiguousarray(inputs[each.name], dtype=each.dtype) for each in wanted}
-    graphs(name, vocab_rows, draft_rows).run(ready, outputs)
+    graphs(name, vocab_rows, draft_rows).bind({name: host_buffer(array) for name, array in (ready | outputs).items()})()
     return tuple(outputs.values())
 
 

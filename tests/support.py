@@ -73,7 +73,7 @@ def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 def build(source: Path, output: Path, **overrides: Any) -> Path:
     """A bundle of the export `source`."""
     options: dict[str, Any] = {"k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
-    build_engine(source, output, backend="onnxruntime", **(options | overrides))
+    build_engine(source, output, **({"backend": "onnxruntime"} | options | overrides))
     return output
 
 
@@ -83,16 +83,21 @@ def reseal(folder: Path, **changes: Any) -> None:
     (folder / MANIFEST).write_bytes(manifest.encode())
 
 
-def broken_bundle(folder: Path, token: int) -> Path:
-    """A bundle whose target has a NaN embedding of `token`, put there after the export's own check."""
+def broken_export(folder: Path, token: int) -> Path:
+    """An export whose target has a NaN embedding of `token`, put there after the export's own check."""
     model = llama(tie_word_embeddings=False)
     checkpoint = str(write_checkpoint(folder / "target", model))
-    export_pair(checkpoint, checkpoint, folder / "onnx", precision="fp32")
-    bundle = build(folder / "onnx", folder / "bundle")
-    weights = bundle / "target" / "model.onnx.data"
+    export = folder / "onnx"
+    export_pair(checkpoint, checkpoint, export, precision="fp32")
+    weights = export / "target" / "model.onnx.data"
     data = weights.read_bytes()
     row = model.model.embed_tokens.weight[token].detach().numpy()
     assert data.count(row.tobytes()) == 1
     weights.write_bytes(data.replace(row.tobytes(), np.full_like(row, np.nan).tobytes()))
-    reseal(bundle)
-    return bundle
+    reseal(export)
+    return export
+
+
+def broken_bundle(folder: Path, token: int) -> Path:
+    """The bundle of such an export."""
+    return build(broken_export(folder, token), folder / "bundle")

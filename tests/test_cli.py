@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.audit.reference import Fault
 from outrider.cli.generate import GROUPS
 from outrider.engines.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import RANGES, SamplingParams
+from outrider.runtime.reference import Fault
 from outrider.tests.support import COMMAND, reseal, run
 
 

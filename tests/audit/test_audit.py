@@ -15,14 +15,15 @@ import pytest
 from outrider.audit import audit as audit_module
 from outrider.audit.audit import CONTROLLED, SAMPLED, audit
 from outrider.audit.prompts import PROMPTS
-from outrider.audit.reference import Fault
 from outrider.audit.report import Audit
+from outrider.engines.device import Buffer, Launch
 from outrider.engines.errors import EngineError
 from outrider.engines.manifest import sampler_file
-from outrider.engines.session import Floats, Int64s
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.runtime.sampler import Request, TokenSampler
+from outrider.runtime.reference import Fault
+from outrider.runtime.request import Logprobs, Request
+from outrider.runtime.rounds import Rounds
 from outrider.runtime.stats import Stats
 from outrider.tests.support import build, reseal, run
 
@@ -162,13 +163,17 @@ def test_a_bundle_too_small_for_the_audits_texts_is_told_its_size(tiny_export: P
 
 @pytest.mark.usefixtures("few")
 def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = TokenSampler.verify
+    run = Rounds.run
 
-    def wrong(self: TokenSampler, request: Request, logits: Floats, drafted_count: int) -> list[int]:
-        tokens = verify(self, request, logits, drafted_count)
-        return [*tokens[:-1], 77] if drafted_count and request.params.temperature == 0 and request.emitted > 20 else tokens
+    def wrong(
+        self: Rounds, tokens: list[int], request: Request, count: int, rows: int
+    ) -> tuple[list[int], list[int], list[Logprobs] | None]:
+        drafted, emitted, logprobs = run(self, tokens, request, count, rows)
+        if count and request.params.temperature == 0 and request.emitted > 20:
+            emitted[-1] = 77
+        return drafted, emitted, logprobs
 
-    monkeypatch.setattr(TokenSampler, "verify", wrong)
+    monkeypatch.setattr(Rounds, "run", wrong)
     found = audited(shipped)
     assert not found.greedy.passed
     assert not found.greedy.near_ties
@@ -183,19 +188,24 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
 ) -> None:
     """A target whose arithmetic differs in the first rows of passes of 5, as another kernel's would, at one place."""
     session = shipped.sessions["target"]
-    run_engine = session._run
+    bind = session.bind
     prompt = shipped.text.encode(PROMPTS[0], chat=False)
     place = len(prompt) + 9
 
-    def other_kernel(input_ids: Int64s, positions: Int64s, window: int) -> Floats:
-        logits = run_engine(input_ids, positions, window)
-        row = place - int(positions[0])
-        if input_ids.shape[1] == 5 and 0 <= row < width:
-            best = logits[0, row].argmax()
-            logits[0, row, best] = logits[0, row].min()
-        return logits
+    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int) -> Launch:
+        launch = bind(input_ids, positions, logits, window)
 
-    monkeypatch.setattr(session, "_run", other_kernel)
+        def run() -> None:
+            launch()
+            row = place - int(positions.view()[0])
+            if input_ids.shape[1] == 5 and 0 <= row < width:
+                found = logits.view()[0, row]
+                found[found.argmax()] = found.min()
+
+        return run
+
+    monkeypatch.setattr(session, "bind", other_kernel)
+    monkeypatch.setattr(session, "_passes", {})
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
     greedy = audited(shipped).greedy
     assert greedy.differences == []
@@ -221,7 +231,7 @@ def test_a_counter_that_does_not_balance_fails(shipped: Outrider, monkeypatch: p
 @pytest.mark.usefixtures("few")
 def test_the_audit_is_the_same_each_time_and_leaves_the_bundle_as_it_was(shipped: Outrider) -> None:
     first = audited(shipped).as_dict()
-    assert type(shipped.loop.sampler) is TokenSampler
+    assert type(shipped.loop.rounds) is Rounds
     assert audited(shipped).as_dict() == first
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.engines.bundle import open_bundle, open_session
+from outrider.engines.bundle import open_bundle, open_engines
 from outrider.engines.contract import window_buckets
 from outrider.engines.errors import EngineError
 from outrider.engines.session import Session
@@ -29,7 +29,7 @@ def at(*positions: int) -> np.ndarray:
 
 @pytest.fixture
 def session(tiny_bundle: Path) -> Session:
-    return open_session(tiny_bundle, *open_bundle(tiny_bundle), "target", batch=1)
+    return open_engines(tiny_bundle, *open_bundle(tiny_bundle)).session("target", batch=1)
 
 
 def test_chunks_give_the_logits_of_one_pass(session: Session) -> None:
@@ -71,9 +71,8 @@ def test_onnx_runtime_does_not_warn_of_copied_caches(tiny_bundle: Path) -> None:
 
 def test_sequences_of_a_batch_stand_at_positions_of_their_own(tiny_export: Path, tmp_path: Path) -> None:
     bundle = build(tiny_export, tmp_path / "bundle", batch=2)
-    manifest, made = open_bundle(bundle)
-    both = open_session(bundle, manifest, made, "target", batch=2)
-    alone = open_session(bundle, manifest, made, "target", batch=1)
+    engines = open_engines(bundle, *open_bundle(bundle))
+    both, alone = engines.session("target", batch=2), engines.session("target", batch=1)
     other = IDS[:, ::-1].copy()
     both.run(np.concatenate([IDS, other]), at(0, 0))
     ragged = both.run(np.array([[1, 2, 3], [7, 8, 9]]), at(9, 4)).copy()
@@ -102,7 +101,7 @@ def test_windows_double_up_to_the_capacity() -> None:
 def test_an_unknown_backend_is_refused(tiny_bundle: Path) -> None:
     manifest, made = open_bundle(tiny_bundle)
     with pytest.raises(EngineError, match="no backend 'abacus'"):
-        open_session(tiny_bundle, manifest, msgspec.structs.replace(made, backend="abacus"), "target", batch=1)
+        open_engines(tiny_bundle, manifest, msgspec.structs.replace(made, backend="abacus"))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_an_engine_that_is_not_what_the_manifest_says_is_refused(tiny_bundle: Pa
     manifest, made = open_bundle(tiny_bundle)
     models = {**manifest.models, "target": msgspec.structs.replace(manifest.models["target"], **change)}
     with pytest.raises(EngineError, match="is not the engine that the manifest describes"):
-        open_session(tiny_bundle, msgspec.structs.replace(manifest, models=models), made, "target", batch=1)
+        open_engines(tiny_bundle, msgspec.structs.replace(manifest, models=models), made).session("target", batch=1)
 
 
 THREADS = """

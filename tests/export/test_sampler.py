@@ -10,8 +10,8 @@ import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.audit.reference import draw, edit, excluded, named_settings, verify, warp
 from outrider.engines.contract import BLOCK, FINE, NOT_FINITE, WIDE
+from outrider.runtime.reference import draw, edit, excluded, named_settings, verify, warp
 from outrider.tests.samplers import NEUTRAL, UNEDITED, Array, Case, Graphs, row, run
 
 

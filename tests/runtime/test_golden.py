@@ -15,13 +15,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from outrider.engines.bundle import open_session
+from outrider.engines.bundle import open_engines
+from outrider.engines.device import Buffer, Launch
 from outrider.engines.folder import read_manifest
-from outrider.engines.session import Floats, Int64s
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.loop import prefill
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.rounds import Rounds
 from outrider.tests.support import PAIR, build, reseal, write_checkpoint
 
 K = (1, 2, 4, 8)
@@ -145,7 +146,7 @@ def test_the_cache_is_that_of_a_fresh_prefill(
     ends = {"target": len(confirmed) - 1, "draft": agreed}
     for role, session in outrider.sessions.items():
         end = ends[role]
-        fresh = open_session(folders[draft], outrider.manifest, outrider.build, role, batch=1)
+        fresh = open_engines(folders[draft], outrider.manifest, outrider.build).session(role, batch=1)
         prefill(fresh, confirmed[:end], CHUNK)
         for name, kept in session.cache().items():
             np.testing.assert_allclose(kept[:, :, :end], fresh.cache()[name][:, :, :end], atol=2e-4, rtol=1e-4)
@@ -159,13 +160,21 @@ def test_the_draft_runs_two_rows_and_then_single_ones(
     outrider, k, prompt = bundles[draft], 4, PROMPTS["longer than a chunk"]
     session = outrider.sessions["draft"]
     runs: list[tuple[int, int]] = []
-    run_engine = session._run
+    bind = session.bind
 
-    def watched(input_ids: Int64s, positions: Int64s, window: int) -> Floats:
-        runs.append((int(positions[0]), input_ids.shape[1]))
-        return run_engine(input_ids, positions, window)
+    def watched(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int) -> Launch:
+        launch = bind(input_ids, positions, logits, window)
 
-    monkeypatch.setattr(session, "_run", watched)
+        def run() -> None:
+            runs.append((int(positions.view()[0]), input_ids.shape[1]))
+            launch()
+
+        return run
+
+    monkeypatch.setattr(session, "bind", watched)
+    monkeypatch.setattr(session, "_passes", {})
+    rounds = outrider.loop.rounds
+    monkeypatch.setattr(outrider.loop, "rounds", Rounds(rounds.device, rounds.sessions, rounds.samplers, rounds.most))
     length = len(outrider.text.encode(prompt, chat=False))
     want = [(at, min(CHUNK, length - 2 - at)) for at in range(0, length - 2, CHUNK)]
     for event in islice(outrider.generate(prompt, SamplingParams(max_new_tokens=60), k=k), 6):

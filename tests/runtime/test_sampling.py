@@ -14,13 +14,13 @@ import scipy.stats
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.audit.controls import ReferenceSampler, WatchedSampler
-from outrider.audit.reference import Fault, named_settings, warp
+from outrider.audit.controls import ReferenceRounds, WatchedRounds
 from outrider.engines.manifest import Generation
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.loop import prefill
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.sampler import Request
+from outrider.runtime.reference import Fault, named_settings, warp
+from outrider.runtime.request import Request
 from outrider.tests.support import PAIR, reseal, run
 
 Doubles = npt.NDArray[np.float64]
@@ -125,8 +125,8 @@ def test_truncation_that_reaches_beyond_the_first_candidates_is_exact(
     tiny: Outrider, k: int, truncation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The random pair's distributions are flat: top_p keeps nearly all of 320 tokens, and 256 candidates are too few."""
-    watched = WatchedSampler(tiny.samplers, tiny.vocab_rows, 9)
-    monkeypatch.setattr(tiny.loop, "sampler", watched)
+    watched = WatchedRounds(tiny.loop.rounds)
+    monkeypatch.setattr(tiny.loop, "rounds", watched)
     monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
     for seed in range(20):
         ids(tiny, "the quick", k, temperature=3.0, seed=seed, max_new_tokens=9, **truncation)
@@ -292,8 +292,8 @@ def test_the_same_test_finds_each_wrong_sampler(
     endless: Outrider, exact: Any, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, *distributions = exact
-    sampler = ReferenceSampler(endless.samplers, endless.vocab_rows, 9)
-    sampler.fault = fault
-    monkeypatch.setattr(endless.loop, "sampler", sampler)
+    rounds = ReferenceRounds(endless.loop.rounds)
+    rounds.fault = fault
+    monkeypatch.setattr(endless.loop, "rounds", rounds)
     tokens = drawn(endless, prompt, 4, "rejection")
     assert min(p_value(tokens[:, at], p) for at, p in enumerate(distributions)) < FALSE_ALARM / 1000

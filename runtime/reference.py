@@ -1,6 +1,7 @@
 """The sampler's arithmetic as a textbook has it: float64 NumPy, one row after another, no graph and no backend.
 
-Tests compare the graphs with it. With a `Fault` it is one of the audit's negative controls.
+Tests and the audit compare the graphs with it; a round decides by it what a backend's graph cannot. With a `Fault` it is
+one of the audit's negative controls.
 """
 
 from __future__ import annotations
@@ -68,6 +69,17 @@ def warp(logits: Doubles, settings: dict[str, float]) -> Doubles:
         kept &= e >= best[int(reached.argmax())]
     p: Doubles = np.where(kept, e, 0) / e[kept].sum()
     return p
+
+
+def draft(
+    logits: npt.NDArray[np.floating], width: int, settings: dict[str, float], edits: dict[int, Edit], prefix: list[int]
+) -> Doubles:
+    """The distribution [V], V being `width`, that a token is drafted from after the drafted `prefix`, from the draft's
+    logits [Vd]."""
+    laid_out = np.full(width, -np.inf)
+    common = min(width, len(logits))
+    laid_out[:common] = logits[:common]
+    return warp(edit(laid_out, settings, edits, prefix, len(prefix)), settings)
 
 
 def excluded(logits: Doubles, settings: dict[str, float], token: int) -> bool:
@@ -147,3 +159,11 @@ def verify(
 def named_settings(values: npt.NDArray[np.float32]) -> dict[str, float]:
     """One sequence's settings [8] by name."""
     return dict(zip(SETTINGS, values.tolist(), strict=True))
+
+
+def edits_of(edit_ids: npt.NDArray[np.int64], edits: npt.NDArray[np.float32]) -> dict[int, Edit]:
+    """One sequence's table, [1, N] and [1, N, 4], by token."""
+    return {
+        token: Edit(bias, int(count), seen > 0, int(banned_rows))
+        for token, (bias, count, seen, banned_rows) in zip(edit_ids[0].tolist(), edits[0].tolist(), strict=True)
+    }

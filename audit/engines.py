@@ -1,0 +1,159 @@
+"""`outrider verify --engines`: what a bundle's engines compute, beside ONNX Runtime on the CPU, from the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engines.bundle import open_engines
+from outrider.engines.contract import CANDIDATES, SAMPLERS, SETTINGS, sampler_tensors
+from outrider.engines.device import Device, Engine, host_buffer
+from outrider.engines.errors import FolderError
+from outrider.engines.folder import check_files, read_manifest
+from outrider.engines.manifest import ROLES, model_file
+from outrider.engines.progress import SILENT, Progress
+from outrider.engines.session import Engines, Session
+
+TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1.6e-1}  # of the largest logit: a few roundings of the type
+CLOSE = 1e-3  # probabilities and logprobs, all computed in fp32
+SAME_CHOICES = 0.95  # choices that must be the same; rounding decides a few, at the edge of a nucleus or between two tokens
+CASES = 40  # random inputs for each shape of a sampler
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One engine in one of its shapes."""
+
+    engine: str
+    rows: int
+    difference: float  # the largest, of logits, probabilities or logprobs
+    tolerance: float
+    same_choices: float  # share: a row's most likely token, a drafted token, a verdict
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.tolerance and self.same_choices >= SAME_CHOICES  # NaN is not
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"passed": self.passed}
+
+
+def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT) -> Iterator[Compared]:
+    """Every engine of a bundle, in every built shape, against the graphs of the folder `export`.
+
+    The export may be of another precision than the engines, as ONNX Runtime's CPU provider has no kernels for bf16.
+
+    Raises:
+        FolderError: the export is damaged, or of other models.
+        EngineError: a run failed.
+    """
+    manifest, build = read_manifest(export), engines.build
+    for role in ROLES:
+        ours, theirs = engines.manifest.models[role], manifest.models[role]
+        if model_file(role) not in manifest.files:
+            raise FolderError(f"{export} has no graphs to compare with", "name the folder that outrider export wrote")
+        if (ours.source, ours.layers, ours.vocab_rows) != (theirs.source, theirs.layers, theirs.vocab_rows):
+            raise FolderError(f"{export} is no export of the bundle's {role}", "name the folder that the bundle was built from")
+    check_files(export, manifest, progress)
+    build = msgspec.structs.replace(build, backend="onnxruntime", device="cpu")
+    reference = open_engines(export, manifest, build)
+    verified = [k + 1 for k in build.k]
+    for role in ROLES:
+        progress.stage(f"comparing the {role}")
+        precision = engines.manifest.models[role].precision
+        pair = engines.session(role, batch=1), reference.session(role, batch=1)
+        for rows in sorted({1, 2, *verified, build.max_prompt_chunk}):
+            yield _step(role, rows, TOLERANCE[precision], *pair)
+        del pair
+    for name in SAMPLERS:
+        progress.stage(f"comparing the {name}")
+        pair = engines.sampler(name), reference.sampler(name)
+        for rows in [1] if name == "drafter" else sorted({1, *verified}):
+            yield _sampler(name, rows, engines, reference, *pair)
+
+
+def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session) -> Compared:
+    """Passes of so many rows, one after another, over the whole capacity."""
+    random = np.random.default_rng(rows)
+    difference, largest, same = 0.0, 1.0, []
+    for at in range(0, min(ours.capacity - rows, 256) + 1, rows):
+        ids = random.integers(0, ours.vocab_rows, (1, rows))
+        want, got = (session.run(ids, np.array([at])).copy() for session in (theirs, ours))
+        difference = max(difference, float(np.nan_to_num(np.abs(want - got), nan=np.inf).max()))
+        largest = max(largest, float(np.abs(want).max()))
+        gap = np.take_along_axis(want, got.argmax(-1)[..., None], -1)[..., 0] - want.max(-1)
+        same.append((np.abs(gap) <= 2 * tolerance * largest).mean())  # a near-tie is no other choice
+    return Compared(role, rows, difference, tolerance * largest, float(np.mean(same)))
+
+
+def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: Engine, their_engine: Engine) -> Compared:
+    """Random rounds."""
+    widths = {role: model.vocab_rows for role, model in ours.manifest.models.items()}
+    difference, same = 0.0, []
+    for seed in range(CASES):
+        inputs = _inputs(name, rows, ours.build.k[-1] + 1, widths, np.random.default_rng(seed))
+        want = run_sampler(theirs.device, their_engine, name, inputs, widths)
+        got = run_sampler(ours.device, our_engine, name, inputs, widths)
+        choices = {"drafter": "token", "verifier": "tokens", "logprobs": "top_ids"}[name]
+        alike = bool((want[choices] == got[choices]).all() and (want.get("status") == got.get("status")))
+        same.append(alike)
+        for each in {"q", "logprobs", "top_logprobs"} & want.keys():
+            if alike or each == "logprobs":
+                difference = max(difference, float(np.nan_to_num(np.abs(want[each] - got[each]), nan=np.inf).max()))
+    return Compared(name, rows, difference, CLOSE, float(np.mean(same)))
+
+
+def _inputs(name: str, rows: int, most_rows: int, widths: dict[str, int], random: np.random.Generator) -> Arrays:
+    """A random round of one sequence, as the tensors of one sampler."""
+    vocab_rows = widths["target"]
+    width = widths["draft"] if name == "drafter" else vocab_rows
+    temperature = random.choice([0.0, 0.7, 1.0])
+    q = random.random((rows, 1, vocab_rows), dtype=np.float32) ** 8
+    settings = dict.fromkeys(SETTINGS, 0.0) | {
+        "temperature": temperature,
+        "top_k": random.choice([0, 40]) if temperature else 0,
+        "top_p": random.choice([0.9, 1.0]) if temperature else 1,
+        "repetition_penalty": random.choice([1.0, 1.2]),
+        "exact_match": random.integers(2),
+    }
+    count = int(random.integers(0, rows))
+    return {
+        "logits": (6 * random.standard_normal((1, rows, width))).astype(np.float32),
+        "drafted": random.integers(0, vocab_rows, (1, most_rows if name == "drafter" else rows)),
+        "drafted_count": np.array([count]),
+        "first_row": np.array([count]),
+        "q": q / q.sum(axis=2, keepdims=True),
+        "settings": np.array([list(settings.values())], dtype=np.float32),
+        "edit_ids": random.integers(0, vocab_rows, (1, 1)),
+        "edits": np.array([[[1.5, 1, 1, 0]]], dtype=np.float32),
+        "uniforms": random.random((1, 2) if name == "drafter" else (1, rows, 3), dtype=np.float32),
+        "tokens": random.integers(0, vocab_rows, (1, rows)),
+        "candidates": np.array([5 if name == "logprobs" else min(CANDIDATES[0], vocab_rows)]),
+    }
+
+
+def run_sampler(device: Device, engine: Engine, name: str, inputs: Arrays, widths: dict[str, int]) -> Arrays:
+    """One run of a sampler from and to host arrays, the outputs by name."""
+    wanted, given = sampler_tensors(name, widths["target"], widths["draft"])
+    sizes = {"batch": 1, "rows": inputs["logits"].shape[1], "top": int(inputs["candidates"][0])}
+    buffers = {}
+    for each in wanted:
+        values = np.ascontiguousarray(inputs[each.name], dtype=each.dtype)
+        if each.name == "candidates":
+            buffers[each.name] = host_buffer(values)
+            continue
+        buffers[each.name] = device.zeros(values.shape, each.dtype, "a comparison")
+        device.write(buffers[each.name], values)
+    for each in given:
+        shape = tuple(size if isinstance(size, int) else sizes[size] for size in each.shape)
+        buffers[each.name] = device.zeros(shape, each.dtype, "a comparison")
+    engine.bind(buffers)()
+    return {each.name: device.read(buffers[each.name]).copy() for each in given}

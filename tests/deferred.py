@@ -1,0 +1,129 @@
+"""A device in memory that behaves as a GPU does: nothing runs before somebody waits, memory of its own, recorded launches.
+
+Its engines are real: ONNX Runtime's on the CPU. So everything above the calls of CUDA is tested with real numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engines.bundle import open_bundle
+from outrider.engines.device import DTYPES, Buffer, CaptureError, Cpu, Engine, Launch
+from outrider.engines.manifest import Build, Manifest
+from outrider.engines.onnxruntime import OnnxRuntime
+from outrider.runtime.generation import Outrider
+from outrider.runtime.text import Text
+
+
+class Deferred(Cpu):
+    """Work waits in a queue until `synchronize`; in between, what the host reads is old."""
+
+    synchronous = False
+    alignment = 256
+
+    def __init__(self) -> None:
+        self.queue: list[Launch] = []
+        self.recording: list[Launch] | None = None
+        self.waits = 0
+        self.recorded = 0
+        self.replayed = 0
+        self.refusal: str | None = None  # why nothing can be recorded
+        self.spoil: Callable[[], None] | None = None  # what a replay does besides
+
+    def deferred(self, work: Launch) -> Launch:
+        """A launch that only queues its work."""
+
+        def launch() -> None:
+            (self.queue if self.recording is None else self.recording).append(work)
+
+        return launch
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, what: str) -> Buffer:
+        item = np.dtype(DTYPES[dtype]).itemsize
+        raw = np.zeros(int(np.prod(shape)) * item + 2 * self.alignment, dtype=np.uint8)
+        return Buffer(raw.ctypes.data + -raw.ctypes.data % self.alignment, shape, dtype, "cpu", raw)
+
+    def mirrored(self, size: int) -> tuple[npt.NDArray[np.uint8], Buffer]:
+        return np.zeros(size, dtype=np.uint8), self.zeros((size,), "uint8", "a mirror")
+
+    def upload(self, host: npt.NDArray[Any], buffer: Buffer) -> Launch:
+        return self.deferred(lambda: np.copyto(buffer.view(), host))
+
+    def download(self, buffer: Buffer, host: npt.NDArray[Any]) -> Launch:
+        return self.deferred(lambda: np.copyto(host, buffer.view()))
+
+    def copy_columns(self, target: Buffer, to: int, source: Buffer, first: int, count: int) -> Launch:
+        return self.deferred(super().copy_columns(target, to, source, first, count))
+
+    def read(self, buffer: Buffer) -> npt.NDArray[Any]:
+        self.synchronize()
+        return buffer.view().copy()
+
+    def write(self, buffer: Buffer, values: npt.NDArray[Any]) -> None:
+        self.synchronize()
+        buffer.view()[...] = values
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        queue, self.queue = self.queue, []
+        for work in queue:
+            work()
+
+    def capture(self, launches: Sequence[Launch]) -> Launch:
+        if self.refusal:
+            raise CaptureError(self.refusal)
+        self.recording = recording = []
+        for launch in launches:
+            launch()
+        self.recording = None
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            self.queue += recording
+            if self.spoil is not None:
+                self.queue.append(self.spoil)
+
+        return replay
+
+
+class DeferredEngine(Engine):
+    """An engine of ONNX Runtime, whose runs wait in the device's queue."""
+
+    def __init__(self, engine: Engine, device: Deferred, most_candidates: int | None):
+        self._engine = engine
+        self._device = device
+        self.most_candidates = most_candidates
+
+    def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
+        for name, buffer in tensors.items():
+            assert name == "candidates" or buffer.address % self._device.alignment == 0, name
+        return self._device.deferred(self._engine.bind(tensors))
+
+
+class DeferredEngines(OnnxRuntime):
+    """A bundle of ONNX Runtime on such a device. `most_candidates` is a TopK's limit, as TensorRT has one."""
+
+    device: Deferred
+
+    def __init__(self, folder: Path, manifest: Manifest, build: Build, most_candidates: int | None = None):
+        super().__init__(folder, manifest, build, Deferred())
+        self._most_candidates = most_candidates
+
+    def step_model(self, role: str) -> Engine:
+        return DeferredEngine(super().step_model(role), self.device, None)
+
+    def sampler(self, name: str) -> Engine:
+        limit = None if name == "logprobs" else self._most_candidates
+        return DeferredEngine(super().sampler(name), self.device, limit)
+
+
+def deferred(bundle: Path, most_candidates: int | None = None) -> Outrider:
+    """A bundle loaded onto such a device."""
+    manifest, build = open_bundle(bundle)
+    return Outrider(DeferredEngines(bundle, manifest, build, most_candidates), Text(bundle, manifest))

@@ -1,0 +1,154 @@
+"""Rounds on a device that does nothing before somebody waits: the same tokens as at once, one wait each, and recorded."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.audit.controls import WatchedRounds
+from outrider.engines.errors import EngineError, OutriderWarning
+from outrider.engines.manifest import Generation
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.deferred import Deferred, deferred
+from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "top_p": 0.9},
+    "exact-match": {"temperature": 0.8, "rule": "exact-match"},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {7: 2.0, 9: -100.0}},
+    "logprobs": {"temperature": 1.0, "logprobs": 3},
+    "flat": {"temperature": 3.0, "top_p": 0.999},
+}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random pair of odd widths, so that no row of logits begins at an aligned address; no token ends the text."""
+    folder = tmp_path_factory.mktemp("odd")
+    write_checkpoint(folder / "target", llama(seed=0, vocab_size=329))
+    write_checkpoint(folder / "draft", llama(seed=1, vocab_size=333, num_hidden_layers=1))
+    export_pair(str(folder / "target"), str(folder / "draft"), folder / "onnx", precision="fp32")
+    made = build(folder / "onnx", folder / "bundle")
+    reseal(made, generation=Generation(eos_token_ids=[], special_tokens={}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def at_once(bundle: Path) -> Outrider:
+    return Outrider.load(bundle)
+
+
+def answer(outrider: Outrider, prompt: Any, k: int, tokens: int = 70, **params: Any) -> list[Any]:
+    events = list(outrider.generate(prompt, SamplingParams(max_new_tokens=tokens, seed=3, **params), k=k))
+    logprobs = [each.logprob for event in events for each in event.logprobs or ()]
+    return [token for event in events for token in event.token_ids] + [round(value, 4) for value in logprobs]
+
+
+@pytest.mark.parametrize("most_candidates", [None, 256])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_tokens_are_those_of_a_device_that_runs_at_once(
+    bundle: Path, at_once: Outrider, settings: str, most_candidates: int | None
+) -> None:
+    """With a TopK that ends at 256 too: what is flatter is decided on the host."""
+    queued = deferred(bundle, most_candidates)
+    for prompt in ("the quick brown fox", [5]):
+        for k in (0, 1, 4, 8):
+            assert answer(queued, prompt, k, **SETTINGS[settings]) == answer(at_once, prompt, k, **SETTINGS[settings])
+
+
+def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
+    queued = deferred(bundle, most_candidates=256)
+    watched = WatchedRounds(queued.loop.rounds)
+    monkeypatch.setattr(queued.loop, "rounds", watched)
+    decided = []
+    decide = WatchedRounds._decide
+    monkeypatch.setattr(WatchedRounds, "_decide", lambda self, row, *rest: decided.append(row) or decide(self, row, *rest))
+    for prompt in ("the quick", [5]):
+        answer(queued, prompt, 4, **SETTINGS["flat"])
+    assert watched.disagreed == 0
+    assert {-1, 0, 1, 2, 3} <= set(decided)  # the verifier, and the drafter in every row
+
+
+def device_of(outrider: Outrider) -> Deferred:
+    device = outrider.loop.rounds.device
+    assert isinstance(device, Deferred)
+    return device
+
+
+def test_a_recorded_round_is_one_launch_and_one_wait(bundle: Path) -> None:
+    queued = deferred(bundle)
+    device = device_of(queued)
+    answer(queued, "the quick", 4, tokens=40)
+    recorded, waits, replayed = device.recorded, device.waits, device.replayed
+    events = list(queued.generate("the quick", SamplingParams(max_new_tokens=40), k=4))
+    assert device.recorded == recorded  # nothing new to record: the same shapes
+    assert device.replayed - replayed == len(events)
+    prefill = 2 * -(-len(queued.text.encode("the quick", chat=False)) // queued.build.max_prompt_chunk)
+    assert device.waits - waits <= len(events) + prefill
+
+
+def test_each_k_and_window_is_recorded_once(bundle: Path) -> None:
+    queued = deferred(bundle)
+    device = device_of(queued)
+    for k in (1, 4):
+        answer(queued, "the quick", k, tokens=100)
+    shapes = set(queued.loop.rounds._recorded)
+    assert device.recorded == len(shapes)
+    assert {shape.drafted for shape in shapes if shape.rows == 5} >= {4}
+    assert {shape.window for shape in shapes} == {64, 128}
+
+
+def test_what_cannot_be_recorded_runs_as_launches_with_one_warning_that_says_why(bundle: Path, at_once: Outrider) -> None:
+    queued = deferred(bundle)
+    device_of(queued).refusal = "operation not permitted when stream is capturing"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert answer(queued, "the quick", 4, tokens=30) == answer(at_once, "the quick", 4, tokens=30)
+    messages = [str(each.message) for each in caught if issubclass(each.category, OutriderWarning)]
+    assert messages
+    assert len(messages) == len(queued.loop.rounds._recorded)
+    assert "runs as plain launches: operation not permitted when stream is capturing" in messages[0]
+
+
+def test_a_replay_that_decides_otherwise_is_not_used(bundle: Path, at_once: Outrider) -> None:
+    queued = deferred(bundle)
+    rounds = queued.loop.rounds
+
+    def spoil() -> None:
+        rounds._out.host["tokens"][0, 0] = 77
+
+    device_of(queued).spoil = spoil
+    with pytest.warns(OutriderWarning, match="its replay decided otherwise"):
+        assert answer(queued, "the quick", 4, tokens=30) == answer(at_once, "the quick", 4, tokens=30)
+
+
+def test_few_rounds_stay_recorded(bundle: Path, at_once: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.runtime.rounds.MOST_RECORDED", 2)
+    queued = deferred(bundle)
+    assert answer(queued, "the quick", 4) == answer(at_once, "the quick", 4)
+    assert len(queued.loop.rounds._recorded) == 2
+
+
+def test_not_a_number_stops_the_request(tmp_path: Path) -> None:
+    queued = deferred(broken_bundle(tmp_path, token=77))
+    with pytest.raises(EngineError, match="not finite"):
+        list(queued.generate([5, 77, 9], SamplingParams(max_new_tokens=4), k=4))
+    assert all(np.isfinite(values).all() for session in queued.sessions.values() for values in session.cache().values())
+    assert answer(queued, [5, 9], 4, tokens=9) == answer(Outrider.load(tmp_path / "bundle"), [5, 9], 4, tokens=9)
+
+
+def test_rounds_of_the_last_slots(bundle: Path, at_once: Outrider, tmp_path: Path) -> None:
+    queued = deferred(Path(shutil.copytree(bundle, tmp_path / "copy")))
+    for k in (1, 8):
+        full = answer(queued, "the quick", k, tokens=500)
+        assert full == answer(at_once, "the quick", k, tokens=500)
+        assert len(full) == queued.build.capacity + 1 - len(queued.text.encode("the quick", chat=False))

@@ -1,0 +1,173 @@
+"""What only a GPU can show, for each backend that is installed. `scripts/gpu-check` runs these, and CI skips them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from outrider.audit.engines import compare_engines
+from outrider.engines.bundle import open_bundle, open_engines
+from outrider.engines.errors import EngineError
+from outrider.engines.folder import read_manifest
+from outrider.engines.manifest import engine_file
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.support import PAIR, broken_export, build, reseal
+
+K = (1, 2, 4, 8)
+PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
+SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7, "rule": "exact-match"})
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped pair in two precisions."""
+    folder = tmp_path_factory.mktemp("gpu")
+    for precision in ("fp16", "fp32"):
+        export_pair(str(PAIR / "target"), str(PAIR / "draft"), folder / precision, precision=precision)
+    return {precision: folder / precision for precision in ("fp16", "fp32")}
+
+
+@pytest.fixture(scope="module", params=["tensorrt-rtx", "tensorrt", "onnxruntime"])
+def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What `build_engine` is told, for each backend that is there."""
+    name = str(request.param)
+    pytest.importorskip({"tensorrt-rtx": "tensorrt_rtx"}.get(name, name), reason=f"{name} is not installed")
+    return {"backend": name, "device": "cuda"} if name == "onnxruntime" else {"backend": name}
+
+
+@pytest.fixture(scope="module")
+def bundles(exports: dict[str, Path], backend: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("built")
+    return {name: build(source, folder / name, capacity=256, k=list(K), **backend) for name, source in exports.items()}
+
+
+@pytest.fixture(scope="module")
+def loaded(bundles: dict[str, Path]) -> Iterator[Outrider]:
+    outrider = Outrider.load(bundles["fp16"])
+    yield outrider
+    outrider.close()
+
+
+def tokens(outrider: Outrider, k: int, **params: Any) -> list[int]:
+    asked = SamplingParams(**({"max_new_tokens": 100, "seed": 5} | params))
+    return [token for event in outrider.generate(PROMPT, asked, k=k) for token in event.token_ids]
+
+
+@pytest.mark.gpu("every engine computes what ONNX Runtime does on the CPU, in every profile")
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_engines_compute_what_onnx_runtime_does(bundles: dict[str, Path], exports: dict[str, Path], precision: str) -> None:
+    bundle = bundles[precision]
+    found = list(compare_engines(open_engines(bundle, *open_bundle(bundle)), exports[precision]))
+    assert [each for each in found if not each.passed] == []
+
+
+@pytest.mark.gpu("recorded rounds emit what plain launches do, and every round but the first few is a recorded one")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings: dict[str, Any]) -> None:
+    rounds = loaded.loop.rounds
+    for k in (0, *K):
+        rounds.record = False
+        plain = tokens(loaded, k, **settings)
+        rounds.record = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a round that cannot be recorded
+            assert tokens(loaded, k, **settings) == plain
+    assert rounds._recorded
+
+
+@pytest.mark.gpu("a seed's answer is the same each time")
+def test_answers_are_the_same_each_time(loaded: Outrider) -> None:
+    for settings in SETTINGS:
+        assert len({tuple(tokens(loaded, 4, **settings)) for _ in range(5)}) == 1
+
+
+@pytest.mark.gpu("past and present caches are the same memory, written where the tokens stand")
+def test_the_cache_is_written_in_place(loaded: Outrider) -> None:
+    session = loaded.sessions["target"]
+    session.clear()
+    session.run(np.array([[5, 9, 11]]), np.array([4]))
+    for values in session.cache().values():
+        assert (values[:, :, 4:7] != 0).any(axis=-1).all()
+        assert (values[:, :, :4] == 0).all()
+        assert (values[:, :, 7:] == 0).all()
+
+
+@pytest.mark.gpu("a NaN stops the request, and the next one is as if nothing had been")
+def test_not_a_number_stops_the_request(backend: dict[str, Any], tmp_path: Path) -> None:
+    outrider = Outrider.load(build(broken_export(tmp_path, token=77), tmp_path / "bundle", **backend))
+    want = tokens(outrider, 4, max_new_tokens=9)
+    with pytest.raises(EngineError, match="not finite"):
+        list(outrider.generate([5, 77, 9], SamplingParams(max_new_tokens=4), k=4))
+    assert tokens(outrider, 4, max_new_tokens=9) == want
+
+
+@pytest.mark.gpu("a run past the capacity is refused before anything is written")
+def test_a_run_past_the_capacity_is_refused(loaded: Outrider) -> None:
+    with pytest.raises(EngineError, match="does not fit"):
+        loaded.sessions["target"].run(np.zeros((1, 2), dtype=np.int64), np.array([loaded.build.capacity - 1]))
+
+
+def used() -> int:
+    """Bytes of the GPU's memory that are in use."""
+    from outrider.engines.cuda import Cuda
+
+    free, total = Cuda().memory()
+    return total - free
+
+
+@pytest.mark.gpu("loading and closing a bundle 50 times leaves no memory of the GPU behind")
+def test_fifty_loads_leave_no_memory_behind(bundles: dict[str, Path]) -> None:
+    held = []
+    for _ in range(50):
+        outrider = Outrider.load(bundles["fp16"])
+        tokens(outrider, 4, max_new_tokens=20)
+        outrider.close()
+        held.append(used())
+    assert held[-1] <= held[4] + (8 << 20)  # the first few fill what CUDA and the libraries keep
+
+
+@pytest.mark.gpu("a capacity that the GPU has no memory for is refused with what was asked and what was free")
+def test_too_large_a_cache_is_refused(bundles: dict[str, Path]) -> None:
+    manifest, made = open_bundle(bundles["fp16"])
+    engines = open_engines(bundles["fp16"], manifest, msgspec.structs.replace(made, capacity=1 << 40, windows=[1 << 40]))
+    with pytest.raises(EngineError, match=r"no memory for a cache of .* asked, .* free"):
+        engines.session("target", batch=1)
+
+
+@pytest.mark.gpu("a bundle for another GPU and a truncated plan are refused with the rebuild command")
+def test_what_was_not_built_for_this_gpu_is_refused(backend: dict[str, Any], exports: dict[str, Path], tmp_path: Path) -> None:
+    if backend["backend"] == "onnxruntime":
+        pytest.skip("ONNX Runtime's graphs are for every GPU")
+    bundle = build(exports["fp16"], tmp_path / "bundle", capacity=256, **backend)
+    made = read_manifest(bundle).build
+    assert made is not None
+    reseal(bundle, build=msgspec.structs.replace(made, compute_capabilities=["1.0"]))
+    with pytest.raises(EngineError, match=r"compute capability 1\.0; this one") as refused:
+        Outrider.load(bundle)
+    assert "outrider build-engine" in refused.value.mend
+    plan = bundle / engine_file("target")
+    plan.write_bytes(plan.read_bytes()[:1000])
+    reseal(bundle, build=made)
+    with pytest.raises(EngineError, match=r"does not run here|cannot be loaded"):
+        Outrider.load(bundle)
+
+
+@pytest.mark.gpu("the runtime takes memory and streams from CUDA's own package, not from torch")
+def test_no_torch_at_run_time(bundles: dict[str, Path]) -> None:
+    code = (
+        "import sys; from outrider import Outrider, SamplingParams; from pathlib import Path\n"
+        "list(Outrider.load(sys.argv[1]).generate('the', SamplingParams(max_new_tokens=9)))\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(bundles["fp16"])], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
