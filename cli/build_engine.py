@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from outrider.cli.show import bundle_table, console, progress_bar
+
+FOR_TENSORRT = ("compute_capability", "workspace", "optimization_level", "verbosity")
+FOR_TENSORRT_ONLY = ("timing_cache", "hardware_compatible", "version_compatible")
+
+
+class Grouped(click.Command):
+    """Shows the options of each backend under a heading of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            group = "Options"
+            if parameter.name in FOR_TENSORRT:
+                group = "For tensorrt-rtx and tensorrt"
+            elif parameter.name in FOR_TENSORRT_ONLY:
+                group = "For tensorrt"
+            if record := parameter.get_help_record(ctx):
+                groups.setdefault(group, []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
 
 
 def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
@@ -16,7 +38,11 @@ def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
         raise click.BadParameter(f"{text!r} is no list of numbers such as 1,2,4,8") from None
 
 
-@click.command("build-engine")
+def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(","))) if text is not None else ()
+
+
+@click.command("build-engine", cls=Grouped)
 @click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -26,7 +52,9 @@ def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
     type=click.Path(path_type=Path),
     help="The folder to write; it must not exist.",
 )
-@click.option("--backend", type=click.Choice(["onnxruntime"]), default="onnxruntime", show_default=True)
+@click.option(
+    "--backend", type=click.Choice(["onnxruntime", "tensorrt-rtx", "tensorrt"]), default="onnxruntime", show_default=True
+)
 @click.option("--k", callback=_sizes, default="1,2,4,8", show_default=True, help="Numbers of draft tokens a round may have.")
 @click.option(
     "--capacity",
@@ -35,6 +63,26 @@ def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
 )
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences that may run at once.")
 @click.option("--max-prompt-chunk", type=int, help="Longest run while reading a prompt, in tokens.  [default: 64]")
+@click.option(
+    "--compute-capability",
+    callback=_capabilities,
+    metavar="LIST",
+    help="tensorrt-rtx only: the GPUs to build for, such as 8.9,12.0.  [default: 8.0 and newer]",
+)
+@click.option("--workspace", type=float, metavar="GIB", help="GPU memory that one kernel may use for itself.")
+@click.option(
+    "--optimization-level", type=click.IntRange(0, 5), help="How long to look for better kernels.  [default: the package's, 3]"
+)
+@click.option(
+    "--verbosity",
+    type=click.Choice(["error", "warning", "info", "verbose"]),
+    help="Show TensorRT's own log on standard error, from this severity on.",
+)
+@click.option(
+    "--timing-cache", metavar="FILE", type=click.Path(path_type=Path), help="Timings of earlier builds: read, and written back."
+)
+@click.option("--hardware-compatible", is_flag=True, help="Engines that run on other GPUs, too, from Ampere on.")
+@click.option("--version-compatible", is_flag=True, help="Engines that newer releases of TensorRT run, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(
     source: Path,
@@ -45,9 +93,11 @@ def command(
     batch: int,
     max_prompt_chunk: int | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Build the engines of an exported pair into a bundle."""
     from outrider.builder.build import build_engine
+    from outrider.builder.tensorrt import Options
 
     with progress_bar() as progress:
         manifest = build_engine(
@@ -58,6 +108,7 @@ def command(
             capacity=capacity,
             batch=batch,
             max_prompt_chunk=max_prompt_chunk,
+            options=Options(**options),
             progress=progress,
         )
     if as_json:
