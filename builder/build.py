@@ -38,6 +38,7 @@ from outrider.engines.session import Sampler, Session
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
 TIMED_RUNS = 7
+MOST_ELEMENTS = 2**40  # of a tensor, in TensorRT
 
 
 def build_engine(
@@ -78,6 +79,8 @@ def build_engine(
         max_prompt_chunk = min(DEFAULT_CHUNK, capacity)
     _check(manifest, k, capacity, batch, max_prompt_chunk)
     check_options(backend, options)
+    if backend in TENSORRT:
+        _check_volumes(manifest, capacity, batch, max(max_prompt_chunk, k[-1] + 1))
     package = facts(backend, options) if backend in TENSORRT else None
     with staged(output) as folder:
         check_files(source, manifest, progress)
@@ -104,6 +107,16 @@ def build_engine(
         sealed = msgspec.structs.replace(manifest, build=build)
         (folder / MANIFEST).write_bytes(sealed.encode())
     return sealed
+
+
+def _check_volumes(manifest: Manifest, capacity: int, batch: int, rows: int) -> None:
+    for role, model in manifest.models.items():
+        caches = [batch * capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers)]
+        if (volume := max([*caches, batch * rows * model.vocab_rows])) >= MOST_ELEMENTS:
+            raise UsageError(
+                f"a tensor of the {role} would have {volume:,} elements; TensorRT takes less than {MOST_ELEMENTS:,}",
+                "give a smaller --batch, --capacity or --max-prompt-chunk",
+            )
 
 
 def _capabilities(package: Facts, options: Options) -> list[str]:
@@ -175,9 +188,10 @@ def _check(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: i
 def _copy(source: Path, folder: Path, output: Path, manifest: Manifest, graphs: bool, progress: Progress) -> None:
     """Copy the export into `folder`, with or without the graphs and weights.
 
-    Whether there is room is asked before, not after minutes of work. Plans hold the weights, so they take no less.
+    Whether there is room is asked before, not after minutes of work. Plans hold the weights, those for a single row a second
+    time in another layout.
     """
-    needed = sum(entry.size for entry in manifest.files.values())
+    needed = sum(entry.size for entry in manifest.files.values()) * (1 if graphs else 2)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise FolderError(f"no room to write {output}: it takes {needed:,} bytes and {free:,} are free", "free some disk space")

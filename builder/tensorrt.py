@@ -32,7 +32,9 @@ TITLES = {"tensorrt-rtx": "TensorRT-RTX", "tensorrt": "TensorRT"}
 EXTRAS = {"tensorrt-rtx": "rtx", "tensorrt": "tensorrt"}
 VERBOSITIES = ("error", "warning", "info", "verbose")
 PARTS = 1000  # of an engine's progress
+LONGEST = "Computing profile costs"  # the phase in which TensorRT compiles, which takes nearly all of the time
 LOG_TAIL = 4000  # bytes
+NO_GPU = ("cudaError 35:", "cudaError 100:")  # what both packages log on every machine without a driver or a GPU
 NO_MEMORY = ("bad_alloc", "out of memory", "outofmemory", "out_of_memory", "could not be allocated", "cannot allocate memory")
 
 
@@ -127,7 +129,7 @@ def facts(backend: str, options: Options) -> Facts:
     assert found is not None
     if unknown := [each for each in options.compute_capability if each not in found.compute_capabilities]:
         raise UsageError(
-            f"{TITLES[backend]} {found.version} does not build for compute capability {unknown[0]}",
+            f"{TITLES[backend]} {found.version} does not build for compute capability {unknown[0]!r}",
             f"give --compute-capability some of {', '.join(found.compute_capabilities)}",
         )
     if backend == "tensorrt" and found.gpu is None:
@@ -203,7 +205,8 @@ def _child(job: Job, what: str, asked: str = "", progress: Progress = SILENT) ->
     if last.error:
         raise EngineError(
             f"{title} failed while {what} ({stage}): {last.error}",
-            "export in another precision, name other GPUs, or build with --backend onnxruntime; --verbosity info shows more",
+            "export in another precision, build for other GPUs or with more --workspace, or use --backend onnxruntime;"
+            " --verbosity info shows more",
         )
     end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     said = f": {tail.strip().splitlines()[-1]}" if tail.strip() else ""
@@ -264,7 +267,6 @@ def _work(job: Job, send: Callable[[Report], None]) -> None:
         typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # TensorRT 11 knows nothing else
         network = builder.create_network(0 if typed is None else 1 << int(typed))
         parser = trt.OnnxParser(network, log)
-        log.errors.clear()  # without a GPU, they say so
         send(Report(stage="parsing"))
         _parse(trt, job, network, parser)
         config = _config(trt, job, builder, network)
@@ -389,6 +391,8 @@ def _logger(trt: Any, verbosity: str | None) -> Any:
             self.errors: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
+            if any(sign in message for sign in NO_GPU):
+                return
             if severity <= levels.ERROR:
                 self.errors.append(message)
             if shown is not None and severity <= shown:
@@ -398,18 +402,19 @@ def _logger(trt: Any, verbosity: str | None) -> Any:
 
 
 def _monitor(trt: Any, send: Callable[[Report], None]) -> Any:
-    """Phases nest; each counts as a share of the step of its parent that it is in."""
+    """Reports how much of `LONGEST` is done. Phases nest; each counts as a share of the step of its parent that it is in."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self._phases: dict[str, list[int]] = {}  # steps done, steps in all; the outermost first
+            self._phases: dict[str, list[int]] = {}  # steps done, steps in all; `LONGEST` first, then what is inside it
             self._told = 0
             self._lock = threading.Lock()  # it is called from several threads
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             with self._lock:
-                self._phases[phase_name] = [0, max(num_steps, 1)]
+                if phase_name == LONGEST or parent_phase in self._phases:
+                    self._phases[phase_name] = [0, max(num_steps, 1)]
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             with self._lock:
@@ -417,10 +422,9 @@ def _monitor(trt: Any, send: Callable[[Report], None]) -> Any:
                     self._phases[phase_name][0] = step + 1
                 share, done = 1.0, 0.0
                 for steps, total in self._phases.values():
-                    done += share * min(steps / total, 1)
-                    share *= 1 / total if steps < total else 0
-                parts = int(PARTS * min(done, 1))
-                if parts > self._told:
+                    done += share * steps / total
+                    share /= total
+                if (parts := min(int(PARTS * done), PARTS)) > self._told:
                     send(Report(done=parts - self._told))
                     self._told = parts
             return True
