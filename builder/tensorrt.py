@@ -46,7 +46,7 @@ class Options:
     workspace: float | None = None  # GiB of GPU memory that a kernel may use besides its inputs and outputs
     optimization_level: int | None = None  # 0..5
     verbosity: str | None = None  # of `VERBOSITIES`: shows TensorRT's own log on standard error
-    timing_cache: Path | None = None  # the rest is for tensorrt only
+    timing_cache: str | None = None  # a file, read and written back; the rest is for tensorrt only
     hardware_compatible: bool = False
     version_compatible: bool = False
 
@@ -140,7 +140,7 @@ def facts(backend: str, options: Options) -> Facts:
     return found
 
 
-def build_plan(job: Job, name: str, asked: str, progress: Progress = SILENT) -> None:
+def build_plan(job: Job, name: str, asked: str = "", progress: Progress = SILENT) -> None:
     """Build one engine.
 
     Args:
@@ -290,9 +290,10 @@ def _parse(trt: Any, job: Job, network: Any, parser: Any) -> None:
         del model.graph.value_info[:]  # they name the capacity, too
     if not parser.parse(model.SerializeToString(), job.graph):  # by the path it finds the weights
         errors = [parser.get_error(at) for at in range(parser.num_errors)]
-        raise Refused(
-            "; ".join(f"node {e.node_name()!r} ({e.node_operator()}): {e.desc()}" for e in errors) or "no reason given"
-        )
+        # Of an operator that it does not know, the parser says "false".
+        reasons = [each.code().name.lower() if each.desc() == "false" else each.desc() for each in errors]
+        nodes = [f"node {each.node_name()!r} ({each.node_operator()})" for each in errors]
+        raise Refused("; ".join(f"{node}: {reason}" for node, reason in zip(nodes, reasons, strict=True)) or "no reason given")
     updates = set()
     for at in range(network.num_layers):
         layer = network.get_layer(at)
@@ -329,7 +330,8 @@ def _config(trt: Any, job: Job, builder: Any, network: Any) -> Any:
     if job.stream_weights:
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
     if options.timing_cache is not None:
-        known = options.timing_cache.read_bytes() if options.timing_cache.exists() else b""
+        file = Path(options.timing_cache)
+        known = file.read_bytes() if file.exists() else b""
         if not config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False):
             raise Refused(f"the timing cache {options.timing_cache} is damaged, or of another GPU or release")
     for shapes in job.profiles:
@@ -374,8 +376,8 @@ def _compile(trt: Any, builder: Any, network: Any, config: Any, plan: Any, error
 
 
 def _keep_timing_cache(job: Job, config: Any) -> None:
-    path = job.options.timing_cache
-    if path is not None:
+    if job.options.timing_cache is not None:
+        path = Path(job.options.timing_cache)
         partial = path.with_name(f".{path.name}.partial")
         partial.write_bytes(config.get_timing_cache().serialize())
         partial.replace(path)

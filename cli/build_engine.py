@@ -79,7 +79,7 @@ def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tu
     help="Show TensorRT's own log on standard error, from this severity on.",
 )
 @click.option(
-    "--timing-cache", metavar="FILE", type=click.Path(path_type=Path), help="Timings of earlier builds: read, and written back."
+    "--timing-cache", metavar="FILE", type=click.Path(dir_okay=False), help="Timings of earlier builds: read, and written back."
 )
 @click.option("--hardware-compatible", is_flag=True, help="Engines that run on other GPUs, too, from Ampere on.")
 @click.option("--version-compatible", is_flag=True, help="Engines that newer releases of TensorRT run, too.")
