@@ -69,15 +69,15 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     for role in ROLES:
         progress.stage(f"comparing the {role}")
         precision = engines.manifest.models[role].precision
-        pair = engines.session(role, batch=1), reference.session(role, batch=1)
+        sessions = engines.session(role, batch=1), reference.session(role, batch=1)
         for rows in sorted({1, 2, *verified, build.max_prompt_chunk}):
-            yield _step(role, rows, TOLERANCE[precision], *pair)
-        del pair
+            yield _step(role, rows, TOLERANCE[precision], *sessions)
+        del sessions  # one model in memory at a time
     for name in SAMPLERS:
         progress.stage(f"comparing the {name}")
-        pair = engines.sampler(name), reference.sampler(name)
+        samplers = engines.sampler(name), reference.sampler(name)
         for rows in [1] if name == "drafter" else sorted({1, *verified}):
-            yield _sampler(name, rows, engines, reference, *pair)
+            yield _sampler(name, rows, engines, reference, *samplers)
 
 
 def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session) -> Compared:

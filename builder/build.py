@@ -1,4 +1,7 @@
-"""`outrider build-engine`: an ONNX pair becomes a bundle of engines with fixed k profiles and measured costs."""
+"""`outrider build-engine`: an ONNX pair becomes a bundle of engines with fixed k profiles.
+
+ONNX Runtime's are measured at once; TensorRT's may be built where no GPU is.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,33 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from outrider.builder.profiles import sampler_profiles, step_profiles
+from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_options, facts
 from outrider.engines.bundle import open_engines
-from outrider.engines.contract import CANDIDATES, SAMPLERS, sampler_tensors, window_buckets
+from outrider.engines.contract import CANDIDATES, SAMPLERS, cache_tensors, sampler_tensors, window_buckets
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.errors import EngineError, FolderError, UsageError
-from outrider.engines.folder import check_files, read_manifest, staged
-from outrider.engines.manifest import MANIFEST, ROLES, Build, Cost, Manifest
+from outrider.engines.folder import check_files, digest_all, read_manifest, staged
+from outrider.engines.manifest import (
+    ENGINES,
+    MANIFEST,
+    ROLES,
+    TENSORRT,
+    Build,
+    Cost,
+    Manifest,
+    Profile,
+    engine_file,
+    model_file,
+    sampler_file,
+)
 from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Session
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
 TIMED_RUNS = 7
+MOST_ELEMENTS = 2**40  # of a tensor, in TensorRT
 
 
 def build_engine(
@@ -34,19 +52,24 @@ def build_engine(
     capacity: int | None = None,
     batch: int,
     max_prompt_chunk: int | None = None,
+    device: str | None = None,
+    options: Options = Options(),  # noqa: B008  # frozen
     progress: Progress = SILENT,
 ) -> Manifest:
     """Build the bundle `output` from the export `source`, and return its manifest.
 
     Args:
+        backend: onnxruntime, tensorrt-rtx or tensorrt.
         k: numbers of draft tokens a round may have; 0, plain decoding, is always there.
         capacity: positions of the cache, for prompt and answer together; None is 1024, or what the models were made for
             where that is less.
         batch: sequences that may run at once.
         max_prompt_chunk: longest run while reading a prompt, in tokens; None is 64, or the capacity where that is less.
+        device: for onnxruntime, where it is measured, "cpu" or "cuda"; None is "cpu".
+        options: TensorRT's own.
 
     Raises:
-        UsageError: the numbers do not fit each other or the models.
+        UsageError: the numbers do not fit each other or the models, or an option not the backend.
         FolderError: the export is damaged, or the output cannot be written.
         EngineError: the backend refuses a model, or does not run it.
     """
@@ -59,24 +82,98 @@ def build_engine(
     if max_prompt_chunk is None:
         max_prompt_chunk = min(DEFAULT_CHUNK, capacity)
     _check(manifest, k, capacity, batch, max_prompt_chunk)
+    check_options(backend, options)
+    if backend in TENSORRT:
+        if device is not None:
+            raise UsageError(f"--device does not apply to the backend {backend}", "leave it out; it is for onnxruntime")
+        _check_volumes(manifest, capacity, batch, max(max_prompt_chunk, k[-1] + 1))
+    package = facts(backend, options) if backend in TENSORRT else None
     with staged(output) as folder:
         check_files(source, manifest, progress)
-        _copy(source, folder, output, manifest, progress)
+        _copy(source, folder, output, manifest, package is None, progress)
         build = Build(
             backend=backend,
-            backend_version=_backend_version(),
-            device="cpu",
+            backend_version=_backend_version() if package is None else package.version,
+            device=device or "cpu" if package is None else _device(package, options),
             k=k,
             capacity=capacity,
             batch=batch,
             max_prompt_chunk=max_prompt_chunk,
             windows=window_buckets(capacity),
             costs={},
+            compute_capabilities=[] if package is None else _capabilities(package, options),
+            profiles={} if package is None else _profiles(manifest, k, capacity, batch, max_prompt_chunk),
+            version_compatible=options.version_compatible,
         )
-        costs = _measure(folder, manifest, build, progress)
-        sealed = msgspec.structs.replace(manifest, build=msgspec.structs.replace(build, costs=costs))
+        if package is not None:
+            _compile(source, folder, manifest, build, package, options, progress)
+            manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
+        try:
+            build = msgspec.structs.replace(build, costs=_measure(folder, manifest, build, progress))
+        except EngineError as error:
+            if backend != "tensorrt-rtx":
+                raise
+            progress.stage(f"not measured, as it does not run here ({error})")  # it is built for other machines, too
+        sealed = msgspec.structs.replace(manifest, build=build)
         (folder / MANIFEST).write_bytes(sealed.encode())
     return sealed
+
+
+def _check_volumes(manifest: Manifest, capacity: int, batch: int, rows: int) -> None:
+    for role, model in manifest.models.items():
+        caches = [batch * capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers)]
+        if (volume := max([*caches, batch * rows * model.vocab_rows])) >= MOST_ELEMENTS:
+            raise UsageError(
+                f"a tensor of the {role} would have {volume:,} elements; TensorRT takes less than {MOST_ELEMENTS:,}",
+                "give a smaller --batch, --capacity or --max-prompt-chunk",
+            )
+
+
+def _capabilities(package: Facts, options: Options) -> list[str]:
+    """What the plans are for, where it can be named: hardware-compatible ones, and RTX's by default, run on newer GPUs, too."""
+    if package.gpu is not None and not options.hardware_compatible:
+        return [package.gpu.compute_capability]
+    return list(options.compute_capability)
+
+
+def _device(package: Facts, options: Options) -> str:
+    if package.gpu is not None:
+        return package.gpu.name
+    return (
+        f"GPUs of compute capability {', '.join(options.compute_capability) or '8.0 and newer, by the default of the package'}"
+    )
+
+
+def _profiles(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: int) -> dict[str, list[Profile]]:
+    rows = {role: model.vocab_rows for role, model in manifest.models.items()}
+    steps = step_profiles(k, capacity, batch, chunk)
+    samplers = {name: sampler_profiles(name, k, batch, rows["target"], rows["draft"]) for name in SAMPLERS}
+    return {**dict.fromkeys(ROLES, steps), **samplers}
+
+
+def _compile(
+    source: Path, folder: Path, manifest: Manifest, build: Build, package: Facts, options: Options, progress: Progress
+) -> None:
+    """Write the plan of every engine."""
+    weights = sum(manifest.files[model_file(role) + ".data"].size for role in ROLES)
+    asked = (
+        f"a batch of {build.batch}, a capacity of {build.capacity}, a prompt chunk of {build.max_prompt_chunk},"
+        f" k = {', '.join(map(str, build.k))}, {weights:,} bytes of weights"
+    )
+    for name in ENGINES:
+        plan = folder / engine_file(name)
+        plan.parent.mkdir(exist_ok=True)
+        job = Job(
+            backend=build.backend,
+            options=options,
+            graph=str(source / (model_file(name) if name in ROLES else sampler_file(name))),
+            plan=str(plan),
+            cache=cache_tensors(manifest.models[name].layers) if name in ROLES else [],
+            capacity=build.capacity,
+            profiles=build.profiles[name],
+            stream_weights=package.gpu is not None and name in ROLES and weights > package.gpu.free,
+        )
+        build_plan(job, name, asked, progress)
 
 
 def _check(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: int) -> None:
@@ -98,14 +195,19 @@ def _check(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: i
             )
 
 
-def _copy(source: Path, folder: Path, output: Path, manifest: Manifest, progress: Progress) -> None:
-    """Copy every file of the export into `folder`; whether there is room is asked before, not after minutes of copying."""
-    needed = sum(entry.size for entry in manifest.files.values())
+def _copy(source: Path, folder: Path, output: Path, manifest: Manifest, graphs: bool, progress: Progress) -> None:
+    """Copy the export into `folder`, with or without the graphs and weights.
+
+    Whether there is room is asked before, not after minutes of work. Plans hold the weights, those for a single row a second
+    time in another layout.
+    """
+    needed = sum(entry.size for entry in manifest.files.values()) * (1 if graphs else 2)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise FolderError(f"no room to write {output}: it takes {needed:,} bytes and {free:,} are free", "free some disk space")
-    progress.stage("copying the graphs and weights", needed)
-    for name, entry in manifest.files.items():
+    files = {name: entry for name, entry in manifest.files.items() if graphs or not name.endswith((".onnx", ".onnx.data"))}
+    progress.stage("copying the graphs and weights" if graphs else "copying the tokenizer", sum(e.size for e in files.values()))
+    for name, entry in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
         progress.advance(entry.size)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from outrider.cli.options import device
+from outrider.cli.options import Grouped, In, device
 from outrider.cli.show import console, progress_bar
 from outrider.engines.errors import UsageError
 from outrider.runtime.params import DEFAULTS, RANGES, RULES, SamplingParams
@@ -29,28 +29,6 @@ GROUPS = PROMPT, CHOICE, PENALTIES, END, SPECULATION, OUTPUT = (
     "Speculation",
     "Output",
 )
-
-
-class Grouped(click.Command):
-    """A command whose help shows its options in groups."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
-                groups[getattr(parameter, "group", OUTPUT)].append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
-class In(click.Option):
-    """An option of a group."""
-
-    def __init__(self, *args: Any, group: str, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.group = group
 
 
 def number(name: str, group: str, text: str) -> Callable[[Command], Command]:
@@ -136,8 +114,15 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
 )
 @number("logprobs", OUTPUT, "With --json: each token's logprob, and those of so many most likely tokens.")
 @device
-@click.option("--show", is_flag=True, help="Colour the text by origin, and end with a line of figures.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else there.")
+@click.option("--show", cls=In, group=OUTPUT, is_flag=True, help="Colour the text by origin, and end with a line of figures.")
+@click.option(
+    "--json",
+    "as_json",
+    cls=In,
+    group=OUTPUT,
+    is_flag=True,
+    help="Print one JSON object on standard output, and nothing else there.",
+)
 def command(
     bundle: Path, prompt: str | None, chat: bool, k: int | None, device: str | None, show: bool, as_json: bool, **params: Any
 ) -> None:

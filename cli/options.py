@@ -1,8 +1,32 @@
-"""Options that several commands have."""
+"""Options that several commands have, and how help shows them in groups."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
+
+
+class In(click.Option):
+    """An option of a group."""
+
+    def __init__(self, *args: Any, group: str, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class Grouped(click.Command):
+    """A command whose help shows its options in groups, those of none last."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in sorted(self.get_params(ctx), key=lambda each: not isinstance(each, In)):
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)):
+                groups.setdefault(getattr(parameter, "group", "Options"), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
 
 device = click.option(
     "--device",

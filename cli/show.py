@@ -63,7 +63,7 @@ class Bar(Progress):
 def bundle_table(manifest: Manifest) -> Any:
     from rich.table import Table
 
-    from outrider.engines.manifest import ROLES
+    from outrider.engines.manifest import ENGINES, ROLES, engine_file
 
     table = Table("", *ROLES, title="models", title_justify="left")
     models = [manifest.models[role] for role in ROLES]
@@ -87,8 +87,16 @@ def bundle_table(manifest: Manifest) -> Any:
         table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
         table.add_row("longest prompt chunk", str(build.max_prompt_chunk))
         table.add_row("windows", ", ".join(str(window) for window in build.windows))
+        if build.profiles:
+            table.add_row("compute capabilities", ", ".join(build.compute_capabilities) or "the package's default")
+            table.add_section()
+        for name in ENGINES if build.profiles else ():
+            spans = ", ".join(str(most) if least == most else f"{least}-{most}" for least, most in build.rows(name))
+            table.add_row(f"{name}, rows", spans, f"{manifest.files[engine_file(name)].size:,} bytes")
         table.add_section()
-        for rows in sorted(build.costs["target"].keys() & build.costs["draft"].keys(), key=int):
-            costs = [build.costs[role][rows] for role in ROLES]
-            table.add_row(f"{rows} rows, ms", *(f"{c.median:.2f} ({c.fastest:.2f}-{c.slowest:.2f})" for c in costs))
+        measured = [build.costs.get(role, {}) for role in ROLES]
+        for rows in sorted(measured[0].keys() & measured[1].keys(), key=int):
+            table.add_row(
+                f"{rows} rows, ms", *(f"{c[rows].median:.2f} ({c[rows].fastest:.2f}-{c[rows].slowest:.2f})" for c in measured)
+            )
     return table

@@ -144,8 +144,8 @@ class Cuda(Device):
         try:
             for launch in launches:
                 launch()
-        except EngineError as error:
-            failed = str(error)
+        except EngineError as refused:
+            failed = str(refused)
         error, graph = runtime.cudaStreamEndCapture(self.stream)  # also ends a capture that failed
         if failed or error != SUCCESS:
             raise CaptureError(failed or _said(error))

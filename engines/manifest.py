@@ -13,14 +13,19 @@ import msgspec
 from outrider.engines.contract import CONTRACT_VERSION, SAMPLERS, window_buckets
 from outrider.engines.errors import FolderError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 ROLES = ("target", "draft")
+ENGINES = (*ROLES, *SAMPLERS)
+TENSORRT = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # backend -> the Python package that builds and runs it
+EXTRAS = {"tensorrt-rtx": "rtx", "tensorrt": "tensorrt"}  # backend -> what of outrider's extras installs it
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
 Rows = Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,14}$")]
+Shape = Annotated[list[Positive], msgspec.Meta(min_length=1)]
+Profile = dict[str, tuple[Shape, Shape, Shape]]  # input -> its least, likeliest and greatest shape; of `candidates`, values
 
 
 def model_file(role: str) -> str:
@@ -31,6 +36,11 @@ def model_file(role: str) -> str:
 def sampler_file(name: str) -> str:
     """The path of one of `contract.SAMPLERS` inside an export or a bundle."""
     return f"sampler/{name}.onnx"
+
+
+def engine_file(name: str) -> str:
+    """The path inside a TensorRT bundle of one of `ENGINES`, compiled."""
+    return f"{name}/model.plan" if name in ROLES else f"sampler/{name}.plan"
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -93,12 +103,22 @@ class Build(Struct, frozen=True):
     batch: Positive
     max_prompt_chunk: Positive
     windows: list[Positive]
-    costs: dict[str, dict[Rows, Cost]]  # role or sampler -> rows of the pass -> cost
+    costs: dict[str, dict[Rows, Cost]]  # engine -> rows of the pass -> cost; empty where none was measured
+    # The three below are TensorRT's.
+    compute_capabilities: list[str]  # such as 8.9, that the engines may run on; empty leaves it to the plans themselves
+    profiles: dict[str, list[Profile]]  # engine -> its optimisation profiles, in order, without the cache's tensors
+    version_compatible: bool  # plans that newer releases of the package run, too, with the host code that is in them
 
     @property
     def max_rows(self) -> int:
         """The longest pass that an engine is built for."""
         return max(self.max_prompt_chunk, self.k[-1] + 1, 2)
+
+    def rows(self, engine: str) -> list[tuple[int, int]]:
+        """The least and the greatest rows of a pass, for each profile of one of `ENGINES`."""
+        tensor = "input_ids" if engine in ROLES else "logits"
+        shapes = [profile.get(tensor, ([0], [0], [0])) for profile in self.profiles.get(engine, [])]
+        return [(least[1], most[1]) if len(least) > 1 and len(most) > 1 else (0, 0) for least, _, most in shapes]
 
 
 class Manifest(Struct, frozen=True):
@@ -153,14 +173,18 @@ def _check(manifest: Manifest) -> None:
     """What types alone cannot say. Raises `msgspec.ValidationError`."""
     if sorted(manifest.models) != sorted(ROLES):
         raise msgspec.ValidationError(f"it names the models {sorted(manifest.models)}, not {sorted(ROLES)}")
-    needed = {TOKENIZER} | {name for role in ROLES for name in (model_file(role), model_file(role) + ".data")}
-    needed |= {sampler_file(name) for name in SAMPLERS}
+    build = manifest.build
+    tensorrt = build is not None and build.backend in TENSORRT
+    if tensorrt:
+        needed = {TOKENIZER, *map(engine_file, ENGINES)}
+    else:
+        needed = {TOKENIZER, *map(sampler_file, SAMPLERS)}
+        needed |= {name for role in ROLES for name in (model_file(role), model_file(role) + ".data")}
     if missing := sorted(needed - manifest.files.keys()):
         raise msgspec.ValidationError(f"it does not list {missing[0]}")
     rows = manifest.models["target"].vocab_rows
     if not all(0 <= token < rows for token in manifest.generation.eos_token_ids):
         raise msgspec.ValidationError("an end-of-text id is no token - at `$.generation.eos_token_ids`")
-    build = manifest.build
     if build is None:
         return
     if any(build.capacity > model.max_positions for model in manifest.models.values() if model.max_positions):
@@ -171,6 +195,14 @@ def _check(manifest: Manifest) -> None:
         raise msgspec.ValidationError("its windows do not fit its capacity - at `$.build.windows`")
     if build.capacity < max(build.k[-1] + 2, build.max_prompt_chunk):
         raise msgspec.ValidationError("its capacity does not hold its k or prompt chunk - at `$.build.capacity`")
-    for role in ROLES:
-        if not {str(k + 1) for k in build.k} <= build.costs.get(role, {}).keys():
-            raise msgspec.ValidationError(f"costs of the {role} are missing - at `$.build.costs`")
+    verified = {k + 1 for k in build.k}
+    if tensorrt:
+        for name in ENGINES:
+            needed_rows = {"drafter": {1}, "verifier": {1, *verified}, "logprobs": {1, *verified}}.get(name, {1, 2, *verified})
+            spans = {(rows, rows) for rows in needed_rows} | ({(1, build.max_prompt_chunk)} if name in ROLES else set())
+            if not spans <= set(build.rows(name)):
+                raise msgspec.ValidationError(f"profiles of the {name} are missing - at `$.build.profiles`")
+    if build.costs or not tensorrt:  # TensorRT's are measured on the GPU that runs it, which need not be the one that builds
+        for role in ROLES:
+            if not {str(rows) for rows in verified} <= build.costs.get(role, {}).keys():
+                raise msgspec.ValidationError(f"costs of the {role} are missing - at `$.build.costs`")

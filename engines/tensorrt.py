@@ -24,7 +24,7 @@ from outrider.engines.contract import (
 from outrider.engines.cuda import Cuda
 from outrider.engines.device import Buffer, Engine, Launch
 from outrider.engines.errors import EngineError
-from outrider.engines.manifest import ENGINES, ROLES, TENSORRT, Build, Manifest, Profile, engine_file
+from outrider.engines.manifest import ENGINES, EXTRAS, ROLES, TENSORRT, Build, Manifest, Profile, engine_file
 from outrider.engines.session import CACHE_TYPES, Engines
 
 TYPES = {"INT64": "int64", "FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
@@ -231,8 +231,8 @@ def package(backend: str) -> Any:
     try:
         return importlib.import_module(TENSORRT[backend])
     except (ImportError, OSError) as error:  # a library of its own that is missing is an OSError
-        extra = "rtx" if backend == "tensorrt-rtx" else "tensorrt"
-        raise EngineError(f"{TENSORRT[backend]} cannot be imported: {error}", f"pip install 'outrider[{extra}]'") from error
+        mend = f"pip install 'outrider[{EXTRAS[backend]}]'"
+        raise EngineError(f"{TENSORRT[backend]} cannot be imported: {error}", mend) from error
 
 
 def check_version(build: Build, version: str) -> None:

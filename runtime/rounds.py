@@ -141,12 +141,12 @@ class Rounds:
     def draft_logits(self, row: int) -> Floats:
         """Of the last round: what the drafted token of that number was drawn from, [Vd]."""
         logits: Floats = self.device.read(self._draft_logits[row])
-        return logits[0, self._lead - 1 if row == 0 else 0]
+        return np.asarray(logits[0, self._lead - 1 if row == 0 else 0])
 
     def q(self, row: int) -> Floats:
         """Of the last round: the distribution that the drafter claims to have drawn from, [V]."""
         q: Floats = self.device.read(self._q)
-        return q[row, 0]
+        return np.asarray(q[row, 0])
 
     def target_logits(self, rows: int) -> Floats:
         """Of the last round: [S, V]."""
@@ -237,11 +237,11 @@ class Rounds:
         else:
             self._launch_all(steps[first:])
         self.seconds += time.perf_counter() - started
-        undecided = (at for at, step in enumerate(steps) if at >= first and step.status is not None and step.status[0] != FINE)
-        at = next(undecided, None)
-        if first == 0 and at is None and self.record and shape not in self._recorded:
+        later = list(enumerate(steps))[first:]
+        undecided = next((at for at, step in later if step.status is not None and step.status[0] != FINE), None)
+        if first == 0 and undecided is None and self.record and shape not in self._recorded:
             self._record(shape, steps)
-        return at
+        return undecided
 
     def _launch_all(self, steps: list[Step]) -> None:
         for step in steps:

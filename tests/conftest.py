@@ -58,11 +58,17 @@ def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def shipped_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shipped_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of the shipped pair."""
+    output = tmp_path_factory.mktemp("shipped") / "onnx"
+    export_pair(str(PAIR / "target"), str(PAIR / "draft"), output, precision="fp32")
+    return output
+
+
+@pytest.fixture(scope="session")
+def shipped_bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped pair, with the capacity that it was trained for."""
-    folder = tmp_path_factory.mktemp("shipped")
-    export_pair(str(PAIR / "target"), str(PAIR / "draft"), folder / "onnx", precision="fp32")
-    return build(folder / "onnx", folder / "bundle", capacity=512)
+    return build(shipped_export, tmp_path_factory.mktemp("shipped") / "bundle", capacity=512)
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,8 @@ class Deferred(Cpu):
     def capture(self, launches: Sequence[Launch]) -> Launch:
         if self.refusal:
             raise CaptureError(self.refusal)
-        self.recording = recording = []
+        recording: list[Launch] = []
+        self.recording = recording
         for launch in launches:
             launch()
         self.recording = None

@@ -72,8 +72,8 @@ def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 
 def build(source: Path, output: Path, **overrides: Any) -> Path:
     """A bundle of the export `source`."""
-    options: dict[str, Any] = {"k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
-    build_engine(source, output, **({"backend": "onnxruntime"} | options | overrides))
+    options: dict[str, Any] = {"backend": "onnxruntime", "k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
+    build_engine(source, output, **(options | overrides))
     return output
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from outrider.builder.profiles import sampler_profiles, step_profiles
+from outrider.engines.contract import SAMPLERS
 from outrider.engines.errors import FolderError
 from outrider.engines.folder import read_manifest
-from outrider.engines.manifest import MANIFEST, SCHEMA_VERSION, decode_manifest
+from outrider.engines.manifest import ENGINES, MANIFEST, ROLES, SCHEMA_VERSION, decode_manifest, engine_file
 
 
 @pytest.fixture
@@ -94,7 +96,8 @@ def test_a_capacity_beyond_the_models_or_an_end_of_text_beyond_the_vocabulary_is
 
 
 def test_bytes_that_are_no_text_are_damage() -> None:
-    for broken in (b'{"schema_version": 1, "a": "\xff"}', b'{"schema_version": 1, "a": ' + b"[" * 100_000):
+    start = b'{"schema_version": %d, "a": ' % SCHEMA_VERSION
+    for broken in (start + b'"\xff"}', start + b"[" * 100_000):
         with pytest.raises(FolderError, match="damaged"):
             decode_manifest(broken)
 
@@ -103,3 +106,40 @@ def test_a_manifest_without_a_draft_is_refused(data: dict[str, Any]) -> None:
     del data["models"]["draft"]
     with pytest.raises(FolderError, match=r"names the models \['target'\]"):
         decode(data)
+
+
+@pytest.fixture
+def tensorrt(data: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a TensorRT bundle, as `build-engine` writes it where there is no GPU."""
+    build = data["build"]
+    sizes = build["k"], build["batch"]
+    steps = step_profiles(build["k"], build["capacity"], build["batch"], build["max_prompt_chunk"])
+    samplers = {name: sampler_profiles(name, *sizes, 320, 320) for name in SAMPLERS}
+    build |= {"backend": "tensorrt-rtx", "costs": {}, "profiles": {**dict.fromkeys(ROLES, steps), **samplers}}
+    data["files"] = {name: {"sha256": "", "size": 1} for name in ("tokenizer.json", *map(engine_file, ENGINES))}
+    return json.loads(json.dumps(data))  # type: ignore[no-any-return]
+
+
+def test_tensorrt_plans_stand_in_for_graphs_and_costs_may_come_later(tensorrt: dict[str, Any]) -> None:
+    decode(tensorrt)
+    del tensorrt["files"]["sampler/verifier.plan"]
+    with pytest.raises(FolderError, match=r"does not list sampler/verifier\.plan"):
+        decode(tensorrt)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_profiles_that_are_not_there_are_damage(tensorrt: dict[str, Any], engine: str) -> None:
+    profiles: list[dict[str, Any]] = tensorrt["build"]["profiles"][engine]
+    tensor = "input_ids" if engine in ROLES else "logits"
+    no_rows = [profile | {tensor: [[1]] * 3} for profile in profiles]
+    damaged: list[list[Any]] = [[], [{}], profiles[1:], no_rows]
+    for broken in damaged:
+        tensorrt["build"]["profiles"][engine] = broken
+        with pytest.raises(FolderError, match=f"profiles of the {engine} are missing"):
+            decode(tensorrt)
+
+
+def test_costs_that_were_measured_are_of_every_k(tensorrt: dict[str, Any]) -> None:
+    tensorrt["build"]["costs"] = {"target": {}}
+    with pytest.raises(FolderError, match="costs of the target are missing"):
+        decode(tensorrt)

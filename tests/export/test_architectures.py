@@ -1,4 +1,5 @@
-"""One mechanism for every architecture: the exported graph, run in uneven chunks, is eager transformers.
+"""One mechanism for every architecture: the exported graph, run in uneven chunks, is eager transformers; TensorRT-RTX builds
+it.
 
 The run writes docs/models.md.
 """
@@ -6,9 +7,11 @@ The run writes docs/models.md.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -16,7 +19,11 @@ import pytest
 import torch
 import transformers as hf
 
-from outrider.engines.errors import UnsupportedModelError
+from outrider.builder.profiles import step_profiles
+from outrider.builder.tensorrt import Job, Options, build_plan
+from outrider.engines.contract import cache_tensors
+from outrider.engines.errors import EngineError, UnsupportedModelError
+from outrider.engines.session import Floats
 from outrider.export.parity import CHUNKS, exported_logits, reference
 from outrider.export.source import Source, load_model, read_config
 from outrider.export.step_model import trace
@@ -74,43 +81,94 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "by the length of the text",
     ),
 }
+# What TensorRT-RTX refuses, and how: (architecture, precision) -> a part of its message.
+NOT_BUILT: dict[tuple[str, str], str] = {}
 _refused: set[str] = set()
+_built: dict[str, list[str]] = {}
 _figures: dict[str, tuple[float, str, str]] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _write_the_table() -> Iterator[None]:
     yield
-    if set(_figures) == set(CONFIGS) and _refused == set(REFUSED):
+    if set(_figures) == set(_built) == set(CONFIGS) and _refused == set(REFUSED):
         (ROOT / "docs" / "models.md").write_text(table())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_uneven_chunks_equal_eager_transformers(name: str, tmp_path: Path) -> None:
+class Traced(NamedTuple):
+    """An architecture's checkpoint and its graph in fp32."""
+
+    name: str
+    source: Source
+    model: hf.PreTrainedModel
+    layers: list[tuple[int, int, int]]
+    tokens: torch.Tensor
+    want: Floats
+    graph: Path
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    folder = tmp_path_factory.mktemp("traced")
     torch.manual_seed(0)
-    made = hf.AutoModelForCausalLM.from_config(CONFIGS[name])
+    made = hf.AutoModelForCausalLM.from_config(CONFIGS[request.param])
     for parameter in made.parameters():  # fresh norms and biases are ones and zeros, which would hide mistakes
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
-    model = load_model(Source.parse(str(write_checkpoint(tmp_path / "model", made))), "fp32")
+    source = Source.parse(str(write_checkpoint(folder / "model", made)))
+    model = load_model(source, "fp32")
     tokens = torch.randint(1, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
     want, layers = reference(model, tokens)
-    path = tmp_path / "model.onnx"
-    trace(model, layers).save(path, external_data=True)
-    got = exported_logits(path, tokens, layers, "fp32")
-    difference = float(np.abs(want - got).max())
+    trace(model, layers).save(folder / "fp32.onnx", external_data=True)
+    return Traced(request.param, source, model, layers, tokens, want, folder / "fp32.onnx")
+
+
+def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
+    got = exported_logits(traced.graph, traced.tokens, traced.layers, "fp32")
+    difference = float(np.abs(traced.want - got).max())
     assert difference <= 1e-4
-    assert (want.argmax(-1) == got.argmax(-1)).all()
-    graph = onnx.load(path, load_external_data=False)
+    assert (traced.want.argmax(-1) == got.argmax(-1)).all()
+    graph = onnx.load(traced.graph, load_external_data=False)
     operators = {node.op_type for node in graph.graph.node}
     assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}
     assert "TensorScatter" in operators
-    assert ("Attention" in operators) == (name != "Gemma-2")  # soft-capped attention is written out
-    _figures[name] = (
+    assert ("Attention" in operators) == (traced.name != "Gemma-2")  # soft-capped attention is written out
+    _figures[traced.name] = (
         difference,
-        type(model).__name__,
+        type(traced.model).__name__,
         ", ".join(sorted(operators & {"Attention", "TensorScatter", "Tanh", "TopK"})),
     )
+
+
+def test_tensorrt_rtx_builds_it(traced: Traced) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="would show that every architecture builds: pip install 'outrider[rtx]'")
+    results = {}
+    with ThreadPoolExecutor(1) as pool:  # one precision is built while the next is traced
+        for precision in ("fp32", "fp16", "bf16"):
+            path = traced.graph.with_name(f"{precision}.onnx")
+            if precision != "fp32":
+                trace(load_model(traced.source, precision), traced.layers).save(path, external_data=True)
+            job = Job(
+                backend="tensorrt-rtx",
+                options=Options(),
+                graph=str(path),
+                plan=str(path.with_suffix(".plan")),
+                cache=cache_tensors(traced.layers),
+                capacity=128,
+                profiles=step_profiles([1, 2, 4, 8], 128, 1, 16),
+            )
+            results[precision] = pool.submit(build_plan, job, traced.name)
+    _built[traced.name] = []
+    for precision in ("fp16", "bf16", "fp32"):
+        result = results[precision]
+        expected = NOT_BUILT.get((traced.name, precision))
+        if expected is None:
+            result.result()
+            _built[traced.name].append(precision)
+        else:
+            with pytest.raises(EngineError, match=re.escape(expected)):
+                result.result()
+            _built[traced.name].append(f"not {precision}: {expected}")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -133,13 +191,15 @@ def table() -> str:
         "Written by `make test` (`tests/export/test_architectures.py`): a tiny random model of each architecture, exported",
         f"in fp32 and run on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))} tokens, against eager transformers.",
         "A difference is rounded up to a power of ten; more than 1e-4, or another argmax in any row, fails the run.",
+        "The last column: TensorRT-RTX builds an engine of it with every profile (a prompt's chunk; 1, 2, 3, 5 and 9 rows).",
+        "These builds need no GPU, and nothing has run them yet.",
         "",
-        "| architecture | class | logits differ by at most | same argmax | of note in the graph |",
-        "|---|---|---|---|---|",
+        "| architecture | class | logits differ by at most | same argmax | of note in the graph | builds in TensorRT-RTX |",
+        "|---|---|---|---|---|---|",
     ]
     for name, (difference, class_name, operators) in _figures.items():
         bound = 10 ** math.ceil(math.log10(max(difference, 1e-9)))
-        lines.append(f"| {name} | `{class_name}` | {bound:.0e} | yes | {operators} |")
+        lines.append(f"| {name} | `{class_name}` | {bound:.0e} | yes | {operators} | {', '.join(_built[name])} |")
     lines += ["", "Refused, with the reason:", "", "| architecture | reason |", "|---|---|"]
     reasons = {
         "encoder-decoder": "an encoder-decoder",

@@ -16,6 +16,8 @@ from outrider.engines.manifest import Generation
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Request
+from outrider.runtime.rounds import Shape
 from outrider.tests.deferred import Deferred, deferred
 from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
 
@@ -69,9 +71,14 @@ def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monke
     queued = deferred(bundle, most_candidates=256)
     watched = WatchedRounds(queued.loop.rounds)
     monkeypatch.setattr(queued.loop, "rounds", watched)
-    decided = []
+    decided: list[int] = []
     decide = WatchedRounds._decide
-    monkeypatch.setattr(WatchedRounds, "_decide", lambda self, row, *rest: decided.append(row) or decide(self, row, *rest))
+
+    def noted(self: WatchedRounds, row: int, shape: Shape, request: Request) -> None:
+        decided.append(row)
+        decide(self, row, shape, request)
+
+    monkeypatch.setattr(WatchedRounds, "_decide", noted)
     for prompt in ("the quick", [5]):
         answer(queued, prompt, 4, **SETTINGS["flat"])
     assert watched.disagreed == 0
