@@ -187,8 +187,8 @@ def _child(job: Job, what: str, asked: str = "", progress: Progress = SILENT) ->
     if last.finished:
         return last
     if last.missing:
-        package = TENSORRT[job.backend]
-        raise EngineError(f"{package} cannot be imported: {last.missing}", f"pip install 'outrider[{EXTRAS[job.backend]}]'")
+        extra = EXTRAS[job.backend]
+        raise EngineError(f"what builds for {title} cannot be imported: {last.missing}", f"pip install 'outrider[{extra}]'")
     if last.errno:
         raise OSError(last.errno, os.strerror(last.errno), job.plan)
     if code == -signal.SIGKILL or any(sign in (last.error + tail).lower() for sign in NO_MEMORY):
@@ -240,8 +240,6 @@ def main() -> None:
             _work(job, send)
         except MemoryError as error:
             send(Report(error=f"out of memory: {error}"))
-        except ImportError as error:
-            send(Report(missing=str(error)))
         except OSError as error:
             send(Report(error=str(error), errno=error.errno or 0))
         except Exception as error:
@@ -251,9 +249,12 @@ def main() -> None:
 
 
 def _work(job: Job, send: Callable[[Report], None]) -> None:
-    send(Report(stage="importing"))
-    trt = importlib.import_module(TENSORRT[job.backend])
-    importlib.import_module("onnx")
+    try:
+        trt = importlib.import_module(TENSORRT[job.backend])
+        importlib.import_module("onnx")
+    except (ImportError, OSError) as error:  # an OSError where the package is there and its libraries are not
+        send(Report(missing=str(error)))
+        return
     if not job.graph:
         names = sorted(getattr(getattr(trt, "ComputeCapability", None), "__members__", {}), key=lambda name: (len(name), name))
         known = [f"{name[2:-1]}.{name[-1]}" for name in names if name.startswith("SM")]

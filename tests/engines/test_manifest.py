@@ -132,7 +132,7 @@ def test_profiles_that_are_not_there_are_damage(tensorrt: dict[str, Any], engine
     profiles: list[dict[str, Any]] = tensorrt["build"]["profiles"][engine]
     tensor = "input_ids" if engine in ROLES else "logits"
     no_rows = [profile | {tensor: [[1]] * 3} for profile in profiles]
-    damaged: list[list[Any]] = [[], [{}], profiles[1:], no_rows]
+    damaged: list[list[dict[str, Any]]] = [[], [{}], profiles[1:], no_rows]
     for broken in damaged:
         tensorrt["build"]["profiles"][engine] = broken
         with pytest.raises(FolderError, match=f"profiles of the {engine} are missing"):
