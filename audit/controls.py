@@ -19,7 +19,8 @@ class WatchedRounds(Rounds):
 
     def __init__(self, like: Rounds):
         """Of the same engines as the rounds `like`."""
-        super().__init__(like.device, like.sessions, like.samplers, like.most)
+        of = like.launches
+        super().__init__(of.device, of.sessions, of.samplers, of.most)
         self.emitted = 0
         self.excluded = 0
         self.checked = 0
@@ -38,7 +39,7 @@ class WatchedRounds(Rounds):
         settings, edits = named_settings(request.settings[0]), edits_of(*request.table())
         self.emitted += len(emitted)
         self.decided.append((count, emitted))
-        logits = self.target_logits(rows)
+        logits = self.launches.target_logits(rows)
         for row, token in enumerate(emitted):
             x = edit(logits[row].astype(np.float64), settings, edits, emitted[:row], row)
             self.excluded += excluded(x, settings, token)
@@ -49,9 +50,9 @@ class WatchedRounds(Rounds):
     def _drawn_so(self, drafted: list[int], request: Request, row: int, settings: dict[str, float]) -> bool:
         """Whether the reference would draw that token, and from the same q."""
         edits = edits_of(*request.table())
-        p = draft(self.draft_logits(row).astype(np.float64), self.vocab_rows, settings, edits, drafted[:row])
+        p = draft(self.launches.draft_logits(row).astype(np.float64), self.launches.vocab_rows, settings, edits, drafted[:row])
         place = request.uniforms(request.emitted + row, 1)[0]
-        same_q = settings["temperature"] == 0 or np.abs(self.q(row) - p).max() < CLOSE
+        same_q = settings["temperature"] == 0 or np.abs(self.launches.q(row + 1)[row] - p).max() < CLOSE
         return bool(same_q) and drafted[row] == draw(p, place[DRAWING if request.exact else DRAFTING])
 
     def decide(self, request: Request, drafted: list[int], emitted: list[int]) -> list[int]:
@@ -67,9 +68,9 @@ class WatchedRounds(Rounds):
         """The verdict of the reference."""
         count = len(drafted)
         return verify(
-            self.target_logits(count + 1).astype(np.float64),
+            self.launches.target_logits(count + 1).astype(np.float64),
             drafted,
-            np.array([self.q(row) for row in range(count)], dtype=np.float64),
+            self.launches.q(count).astype(np.float64),
             settings,
             request.uniforms(request.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop],
             edits_of(*request.table()),
@@ -78,7 +79,7 @@ class WatchedRounds(Rounds):
 
     def _wrong(self, found: list[Logprobs], tokens: list[int]) -> bool:
         """Whether a logprob is not the one of float64."""
-        x = self.target_logits(len(tokens)).astype(np.float64)
+        x = self.launches.target_logits(len(tokens)).astype(np.float64)
         normal = x - x.max(axis=1, keepdims=True)
         normal -= np.log(np.exp(normal).sum(axis=1, keepdims=True))
         claimed = [(row, *pair) for row, each in enumerate(found) for pair in ((tokens[row], each.logprob), *each.top)]

@@ -47,7 +47,8 @@ class Compared:
 
 
 def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT) -> Iterator[Compared]:
-    """Every engine of a bundle, in every built shape, against the graphs of the folder `export`.
+    """Every engine of a bundle, with every number of rows that it is built for, against the graphs of the folder `export`;
+    for one sequence, and up to 256 positions.
 
     The export may be of another precision than the engines, as ONNX Runtime's CPU provider has no kernels for bf16.
 

@@ -314,6 +314,8 @@ def _config(trt: Any, job: Job, builder: Any, network: Any) -> Any:
     options, config = job.options, builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)  # fp32 is there to compare with; TF32 keeps 10 bits
     config.set_flag(trt.BuilderFlag.STRICT_NANS)  # the samplers look for NaN
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # what allocates in a run cannot be recorded
     if options.workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(options.workspace * 2**30))
     if options.optimization_level is not None:

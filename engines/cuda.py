@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.device import DTYPES, Buffer, CaptureError, Device, Launch
+from outrider.engines.device import DTYPES, Buffer, Device, Launch
 from outrider.engines.errors import EngineError
 
 try:
@@ -96,8 +96,15 @@ class Cuda(Device):
         return Buffer(int(address), shape, dtype, "cuda", memory)
 
     def mirrored(self, size: int) -> tuple[npt.NDArray[np.uint8], Buffer]:
-        address = int(checked(runtime.cudaMallocHost(size)))
-        host = np.asarray(Memory(address, size, runtime.cudaFreeHost))
+        error, address = runtime.cudaMallocHost(size)
+        if error == OUT_OF_MEMORY:
+            runtime.cudaGetLastError()
+            raise EngineError(
+                f"no pinned memory of the host for the buffers of a round: {size:,} bytes asked",
+                "end what else pins memory, or raise the limit of locked memory (ulimit -l)",
+            )
+        checked((error,))
+        host = np.asarray(Memory(int(address), size, runtime.cudaFreeHost))
         host[...] = 0
         return host, self.zeros((size,), "uint8", "the buffers of a round")
 
@@ -124,35 +131,34 @@ class Cuda(Device):
         return launch
 
     def read(self, buffer: Buffer) -> npt.NDArray[Any]:
-        self.synchronize()
         values = np.empty(buffer.shape, DTYPES[buffer.dtype])
-        checked(runtime.cudaMemcpy(values.ctypes.data, buffer.address, values.nbytes, TO_HOST))
+        checked(runtime.cudaMemcpyAsync(values.ctypes.data, buffer.address, values.nbytes, TO_HOST, self.stream))
+        self.synchronize()
         return values
 
     def write(self, buffer: Buffer, values: npt.NDArray[Any]) -> None:
         whole = np.empty(buffer.shape, DTYPES[buffer.dtype])
         whole[...] = values
+        # On our stream: another would not wait for it, nor it for another.
+        checked(runtime.cudaMemcpyAsync(buffer.address, whole.ctypes.data, whole.nbytes, TO_DEVICE, self.stream))
         self.synchronize()
-        checked(runtime.cudaMemcpy(buffer.address, whole.ctypes.data, whole.nbytes, TO_DEVICE))
 
     def synchronize(self) -> None:
         checked(runtime.cudaStreamSynchronize(self.stream))
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        checked(runtime.cudaStreamBeginCapture(self.stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal))
-        failed = None
+        mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        checked(runtime.cudaStreamBeginCapture(self.stream, mode))
         try:
             for launch in launches:
                 launch()
-        except EngineError as refused:
-            failed = str(refused)
-        error, graph = runtime.cudaStreamEndCapture(self.stream)  # also ends a capture that failed
-        if failed or error != SUCCESS:
-            raise CaptureError(failed or _said(error))
-        error, recorded = runtime.cudaGraphInstantiate(graph, 0)
-        runtime.cudaGraphDestroy(graph)
+        finally:
+            error, graph = runtime.cudaStreamEndCapture(self.stream)  # also where a launch failed
+        if error == SUCCESS:
+            error, recorded = runtime.cudaGraphInstantiate(graph, 0)
+            runtime.cudaGraphDestroy(graph)
         if error != SUCCESS:
-            raise CaptureError(_said(error))
+            raise EngineError(_said(error), "nothing needs to be done: the launches run one by one")
         held = list(launches)  # and with them the buffers that the graph points to
 
         def replay() -> None:
@@ -178,7 +184,7 @@ def _find_gpu() -> None:
     reason = "there is no driver" if not driver else _said(error) if error != SUCCESS else "CUDA shows none"
     raise EngineError(
         f"no NVIDIA GPU is there: {reason}",
-        "run it on a machine with an NVIDIA GPU and its driver, or build the export with --backend onnxruntime for a CPU",
+        "run it on a machine with an NVIDIA GPU and driver; for a CPU, build with --backend onnxruntime and give --device cpu",
     )
 
 

@@ -112,18 +112,15 @@ class Device(ABC):
         """These launches as one, which have run once already; cheaper where the device can record them.
 
         Raises:
-            CaptureError: it could, but not these.
+            EngineError: it cannot record these; they run as well one by one.
         """
-
-
-class CaptureError(Exception):
-    """Launches that cannot be recorded, and why; they run as well one by one."""
 
 
 class Engine(ABC):
     """One compiled graph."""
 
     most_candidates: int | None = None  # the greatest K that its TopK takes, where there is one
+    recordable = True  # whether its launches may be recorded, on a device that records
 
     @abstractmethod
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
@@ -196,4 +193,4 @@ class Cpu(Device):
         pass
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        raise CaptureError("a CPU has nothing to record into")  # never asked: its launches return when they are done
+        raise EngineError("a CPU does not record", "let the launches run one by one")

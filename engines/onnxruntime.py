@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,18 +97,17 @@ class OnnxRuntimeEngine(Engine):
         providers: list[Any] = [CPU]
         self._options: Any = None  # ONNX Runtime takes its time to look into empty ones
         if not isinstance(device, Cpu):
-            if hasattr(onnxruntime, "preload_dlls"):
-                onnxruntime.preload_dlls()  # CUDA's and cuDNN's libraries, where pip installed them
-            # Its work goes onto our stream, in order with all else, and we wait for it once a round.
-            providers.insert(0, (CUDA, {"user_compute_stream": str(device.stream)}))
+            _preload()
+            # Its work goes onto our stream, in order with all else, and we wait for it once a round. Recording it there is
+            # not safe: it copies from host memory of its own, whose address a recorded copy keeps after it is freed.
+            self.recordable = False
+            providers.insert(0, (CUDA, {"user_compute_stream": str(device.stream), "use_tf32": "0"}))
             self._options = onnxruntime.RunOptions()
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         try:
             self._session = onnxruntime.InferenceSession(str(path), session_options(), providers=providers)
-        except Exception as error:  # its exceptions share no base but Exception
-            raise EngineError(
-                f"ONNX Runtime cannot load {path}: {first_line(error)}", "build the bundle again, with this onnxruntime"
-            ) from error
+        except Exception as error:
+            raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
         if self._session.get_providers()[0] != (providers[0] if len(providers) == 1 else CUDA):
             raise EngineError(
                 "this ONNX Runtime does not start CUDA: it is the package without, or CUDA's or cuDNN's libraries are missing",
@@ -124,10 +126,13 @@ class OnnxRuntimeEngine(Engine):
 
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
         binding = self._session.io_binding()
-        for each in self._session.get_inputs():
-            _bind(binding.bind_input, each.name, tensors[each.name])
-        for each in self._session.get_outputs():
-            _bind(binding.bind_output, each.name, tensors[each.name])
+        try:
+            for each in self._session.get_inputs():
+                _bind(binding.bind_input, each.name, tensors[each.name])
+            for each in self._session.get_outputs():
+                _bind(binding.bind_output, each.name, tensors[each.name])
+        except Exception as error:
+            raise _failed(error, "refuses a tensor", "build the bundle again, with this onnxruntime") from error
         held = dict(tensors)
 
         def launch() -> None:
@@ -135,9 +140,25 @@ class OnnxRuntimeEngine(Engine):
             try:
                 self._session.run_with_iobinding(binding, self._options)
             except Exception as error:
-                raise EngineError(f"ONNX Runtime failed in a run: {first_line(error)}", "build the bundle again") from error
+                raise _failed(error, "failed in a run", "build the bundle again") from error
 
         return launch
+
+
+@functools.cache
+def _preload() -> None:
+    """Load CUDA's and cuDNN's libraries, where pip installed them."""
+    if hasattr(onnxruntime, "preload_dlls"):
+        with contextlib.redirect_stdout(sys.stderr):  # where commands print JSON, it prints what it did not find
+            onnxruntime.preload_dlls()
+
+
+def _failed(error: Exception, where: str, mend: str) -> EngineError:
+    """What ONNX Runtime's exception is to us; its exceptions share no base but Exception."""
+    said = first_line(error)
+    if "memory" in said.lower() and "alloc" in said.lower():
+        mend = "give a smaller --capacity, --batch or --max-prompt-chunk to build-engine, or end what else uses the memory"
+    return EngineError(f"ONNX Runtime {where}: {said}", mend)
 
 
 def _bind(bound: Any, name: str, buffer: Buffer) -> None:

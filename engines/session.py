@@ -71,7 +71,7 @@ class Session:
         self.max_rows = build.max_rows
         self.vocab_rows = model.vocab_rows
         self._windows = build.windows
-        self._engine = engine
+        self.engine = engine
         self._tensors = cache_tensors(model.layers)
         dtype, what = CACHE_TYPES[model.precision], f"a cache of {batch} x {self.capacity:,} positions"
         self._cache = {
@@ -115,7 +115,7 @@ class Session:
         }
         for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
             tensors[tensor.past] = tensors[tensor.present] = self._cache[tensor.past]
-        return self._engine.bind(tensors)
+        return self.engine.bind(tensors)
 
     def write(self, input_ids: Int64s, positions: Int64s) -> None:
         """One pass from host arrays: write the keys and values of `input_ids` [B, S] from `positions` [B] on.

@@ -29,6 +29,7 @@ from outrider.engines.session import CACHE_TYPES, Engines
 
 TYPES = {"INT64": "int64", "FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 REBUILD = "build it again on this machine, or for it: outrider build-engine EXPORT -o BUNDLE --backend {} ..."
+NOTHING_SAID = "it gave no reason"
 INVALID = {  # TensorRT-RTX's diagnostics of a plan, as sentences
     "VERSION_MISMATCH": "it is of another release of the package",
     "UNSUPPORTED_CC": "it is for GPUs of other compute capabilities",
@@ -87,8 +88,11 @@ class TensorRT(Engines):
     def _load(self, name: str, wanted: dict[str, str]) -> Any:
         """A plan, its tensors being `wanted`: types by name."""
         path = self.folder / engine_file(name)
-        data = np.memmap(path, dtype=np.uint8, mode="r")  # no copy of it on the host
         rebuild = REBUILD.format(self.build.backend)
+        try:
+            data = np.memmap(path, dtype=np.uint8, mode="r")  # no copy of it on the host
+        except (OSError, ValueError) as error:  # an empty file is a ValueError
+            raise EngineError(f"{path} cannot be read: {error}", rebuild) from error
         if hasattr(self._runtime, "get_engine_validity"):
             validity, found = self._runtime.get_engine_validity(data)
             if validity == self._trt.EngineValidity.INVALID:
@@ -127,9 +131,20 @@ class TensorRT(Engines):
                     raise EngineError(f"{path} does not write {name} in the place of {past}", again)
 
 
+class Context:
+    """An execution context of one profile, and the shapes and addresses that it has now."""
+
+    def __init__(self, context: Any):
+        self.context = context
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of `candidates`, values
+        self.addresses: dict[str, int] = {}
+
+
 class TensorRTEngine(Engine):
-    """One plan. Each of its shapes has a context of its own, because a recorded round must find its context as it was;
-    they share their working memory."""
+    """One plan. Each profile has one context, and all share their working memory.
+
+    A context is told only what has changed: a recorded round sets no shapes while it is recorded, as it has just run.
+    """
 
     def __init__(self, trt: Any, log: Any, plan: Any, profiles: list[Profile], device: Cuda, scratch: Buffer):
         self._trt = trt
@@ -138,58 +153,78 @@ class TensorRTEngine(Engine):
         self._profiles = profiles
         self._device = device
         self._scratch = scratch
-        self._contexts: dict[tuple[Any, ...], Any] = {}
-        self._config: Any = None
+        self._contexts: dict[int, Context] = {}
+        self._values: dict[tuple[int, ...], Buffer] = {}  # of shape tensors: for each value one address
+        self._cache: Any = None
         if any("candidates" in profile for profile in profiles):
             self.most_candidates = CANDIDATES[-1]
 
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
-        inputs = {name: buffer for name, buffer in tensors.items() if self._is_input(name)}
-        # What a profile says of `candidates` is its value, which the host knows.
-        shapes = {name: buffer.view().tolist() if buffer.place == "cpu" else buffer.shape for name, buffer in inputs.items()}
-        profile = choose_profile(self._profiles, shapes)
-        key = (profile, *((name, *shape) for name, shape in sorted(shapes.items())))
-        if key not in self._contexts:
-            self._contexts[key] = self._context(profile, inputs)
-        context = self._contexts[key]
-        addresses = [(name, buffer.address) for name, buffer in tensors.items()]
         held = dict(tensors)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, buffer in tensors.items():
+            if self._plan.get_tensor_mode(name) != self._trt.TensorIOMode.INPUT:
+                continue
+            shapes[name] = buffer.shape
+            if buffer.place == "cpu":  # what a profile says of `candidates` is its value
+                shapes[name] = tuple(buffer.view().tolist())
+                held[name] = self._values.setdefault(shapes[name], buffer)
+        profile = choose_profile(self._profiles, shapes)
+        if profile not in self._contexts:
+            self._contexts[profile] = self._context(profile)
+        context = self._contexts[profile]
 
         def launch() -> None:
-            assert held  # the buffers live as long as the launch
-            for name, address in addresses:
-                context.set_tensor_address(name, address)
-            if not context.execute_async_v3(self._device.stream):
+            self._log.last = NOTHING_SAID
+            for name, buffer in held.items():
+                if context.addresses.get(name) != buffer.address:
+                    if not context.context.set_tensor_address(name, buffer.address):
+                        raise self._failed(f"taking the address of {name}")
+                    context.addresses[name] = buffer.address
+            if context.shapes != shapes:
+                self._set_shapes(context, held, shapes)
+            if not context.context.execute_async_v3(self._device.stream):
                 raise self._failed("a run")
 
         return launch
 
-    def _is_input(self, name: str) -> bool:
-        return bool(self._plan.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT)
+    def _set_shapes(self, context: Context, tensors: dict[str, Buffer], shapes: dict[str, tuple[int, ...]]) -> None:
+        context.shapes = {}
+        for name in shapes:
+            if not context.context.set_input_shape(name, tensors[name].shape):
+                raise self._failed(f"taking the shape of {name}")
+        try:
+            missing = context.context.infer_shapes()
+        except RuntimeError as error:
+            raise self._failed(f"inferring shapes ({error})") from error
+        if missing:
+            raise self._failed(f"inferring the shapes of {', '.join(missing)}")
+        context.shapes = shapes
 
-    def _context(self, profile: int, inputs: dict[str, Buffer]) -> Any:
-        """An execution context for these shapes."""
+    def _context(self, profile: int) -> Context:
+        """A fresh execution context of a profile."""
+        self._log.last = NOTHING_SAID
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if hasattr(self._trt, "DynamicShapesKernelSpecializationStrategy"):  # TensorRT-RTX compiles kernels on this GPU
-            if self._config is None:
-                self._config = self._plan.create_runtime_config()
-                self._config.set_execution_context_allocation_strategy(strategy)
-                # At once, not in the background: a recorded round would keep the kernels that it was recorded with.
-                eager = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
-                self._config.dynamic_shapes_kernel_specialization_strategy = eager
-                self._config.set_runtime_cache(self._config.create_runtime_cache())
-            context = self._plan.create_execution_context(self._config)
-        else:
+        kernels = getattr(self._trt, "DynamicShapesKernelSpecializationStrategy", None)
+        if kernels is None:
             context = self._plan.create_execution_context(strategy)
+        else:  # TensorRT-RTX compiles kernels for each shape on this GPU
+            config = self._plan.create_runtime_config()
+            config.set_execution_context_allocation_strategy(strategy)
+            if self._cache is None:
+                self._cache = config.create_runtime_cache()
+            config.set_runtime_cache(self._cache)
+            # At once for the shapes of rounds, or a recorded one would keep the fallback kernels; in the background for the
+            # many lengths that a prompt's last chunk may have.
+            rows = [most[1] - least[1] for name, (least, _, most) in self._profiles[profile].items() if name == INPUT_IDS]
+            config.dynamic_shapes_kernel_specialization_strategy = kernels.LAZY if any(rows) else kernels.EAGER
+            context = self._plan.create_execution_context(config)
         if context is None:
             raise self._failed("making an execution context")
         context.set_device_memory(self._scratch.address, self._scratch.nbytes)
-        fine = context.set_optimization_profile_async(profile, self._device.stream)
-        for name, buffer in inputs.items():
-            fine = fine and context.set_input_shape(name, buffer.shape) and context.set_tensor_address(name, buffer.address)
-        if not fine or context.infer_shapes():
-            raise self._failed("setting the shapes of a run")
-        return context
+        if not context.set_optimization_profile_async(profile, self._device.stream):
+            raise self._failed("choosing a profile")
+        return Context(context)
 
     def _failed(self, where: str) -> EngineError:
         free, total = self._device.memory()
@@ -261,6 +296,8 @@ def check_gpu(build: Build, name: str, compute_capability: str) -> None:
             f"the bundle was built for GPUs of compute capability {built}; this one, {name}, has {compute_capability}",
             REBUILD.format(build.backend),
         )
+    if build.backend == "tensorrt" and known and name != build.device:  # kernels were chosen for its number of processors
+        raise EngineError(f"the bundle was built on a {build.device}; this is a {name}", REBUILD.format(build.backend))
 
 
 def _wanted(manifest: Manifest, name: str) -> dict[str, str]:
@@ -280,7 +317,7 @@ def _log(trt: Any) -> Any:
     """A logger that shows nothing and remembers the last error."""
 
     class Log(trt.ILogger):  # type: ignore[misc]  # the package is chosen at run time
-        last = "TensorRT said nothing"
+        last = NOTHING_SAID
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)

@@ -76,6 +76,12 @@ class Outrider:
         manifest, build = open_bundle(folder, progress)
         return cls(open_engines(folder, manifest, build, device), Text(folder, manifest))
 
+    def __enter__(self) -> Outrider:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Give back the device's memory; the bundle cannot be used any more."""
         self._running = None

@@ -34,8 +34,8 @@ class Loop:
     def __init__(self, rounds: Rounds, k: list[int], chunk: int):
         """`k` are the built numbers of draft tokens, `chunk` the longest prefill run."""
         self.rounds = rounds
-        self.target = rounds.sessions["target"]
-        self.drafter = ModelDrafter(rounds.sessions["draft"], chunk)
+        self.target = rounds.launches.sessions["target"]
+        self.drafter = ModelDrafter(rounds.launches.sessions["draft"], chunk)
         self._k = sorted({0, *k})
         self._chunk = chunk
 

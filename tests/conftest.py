@@ -18,9 +18,9 @@ torch.set_num_threads(2)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test of a GPU says what it would show, where there is none."""
-    reason = _no_gpu()
-    for item in items:
-        if reason and (marker := item.get_closest_marker("gpu")):
+    marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
+    if marked and (reason := _no_gpu()):
+        for item, marker in marked:
             item.add_marker(pytest.mark.skip(reason=f"{reason}; would show that {marker.args[0]}"))
 
 

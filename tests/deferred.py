@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engines.bundle import open_bundle
-from outrider.engines.device import DTYPES, Buffer, CaptureError, Cpu, Engine, Launch
+from outrider.engines.device import DTYPES, Buffer, Cpu, Engine, Launch
+from outrider.engines.errors import EngineError
 from outrider.engines.manifest import Build, Manifest
 from outrider.engines.onnxruntime import OnnxRuntime
 from outrider.runtime.generation import Outrider
@@ -76,7 +77,7 @@ class Deferred(Cpu):
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
         if self.refusal:
-            raise CaptureError(self.refusal)
+            raise EngineError(self.refusal, "none")
         recording: list[Launch] = []
         self.recording = recording
         for launch in launches:

@@ -41,7 +41,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `build_engine` is told, for each backend that is there."""
     name = str(request.param)
-    pytest.importorskip({"tensorrt-rtx": "tensorrt_rtx"}.get(name, name), reason=f"{name} is not installed")
+    package = pytest.importorskip({"tensorrt-rtx": "tensorrt_rtx"}.get(name, name), reason=f"{name} is not installed")
+    if name == "onnxruntime" and "CUDAExecutionProvider" not in package.get_available_providers():
+        pytest.skip("this onnxruntime is the package without CUDA")
     return {"backend": name, "device": "cuda"} if name == "onnxruntime" else {"backend": name}
 
 
@@ -71,18 +73,22 @@ def test_engines_compute_what_onnx_runtime_does(bundles: dict[str, Path], export
     assert [each for each in found if not each.passed] == []
 
 
-@pytest.mark.gpu("recorded rounds emit what plain launches do, and every round but the first few is a recorded one")
+@pytest.mark.gpu("recorded rounds emit what plain launches do, also after others were recorded, and nothing is recorded twice")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings: dict[str, Any]) -> None:
     rounds = loaded.loop.rounds
-    for k in (0, *K):
-        rounds.record = False
-        plain = tokens(loaded, k, **settings)
-        rounds.record = True
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a round that cannot be recorded
-            assert tokens(loaded, k, **settings) == plain
-    assert rounds._recorded
+    if not rounds.record:
+        pytest.skip("runs of ONNX Runtime are not recorded")
+    rounds.record = False
+    plain = {k: tokens(loaded, k, **settings) for k in (0, *K)}
+    rounds.record = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a round that cannot be recorded
+        for _ in range(3):  # the second and third time all is replayed, after every other shape was recorded
+            assert {k: tokens(loaded, k, **settings) for k in (0, *K)} == plain
+            recorded = dict(rounds._recorded)
+    assert recorded == rounds._recorded
+    assert {shape.rows for shape in recorded} == {k + 1 for k in (0, *K)}
 
 
 @pytest.mark.gpu("a seed's answer is the same each time")
@@ -117,23 +123,17 @@ def test_a_run_past_the_capacity_is_refused(loaded: Outrider) -> None:
         loaded.sessions["target"].run(np.zeros((1, 2), dtype=np.int64), np.array([loaded.build.capacity - 1]))
 
 
-def used() -> int:
-    """Bytes of the GPU's memory that are in use."""
-    from outrider.engines.cuda import Cuda
-
-    free, total = Cuda().memory()
-    return total - free
-
-
 @pytest.mark.gpu("loading and closing a bundle 50 times leaves no memory of the GPU behind")
 def test_fifty_loads_leave_no_memory_behind(bundles: dict[str, Path]) -> None:
-    held = []
+    """Nothing else should use the GPU meanwhile: its free memory is what is compared."""
+    from outrider.engines.cuda import Cuda
+
+    gpu, free = Cuda(), []
     for _ in range(50):
-        outrider = Outrider.load(bundles["fp16"])
-        tokens(outrider, 4, max_new_tokens=20)
-        outrider.close()
-        held.append(used())
-    assert held[-1] <= held[4] + (8 << 20)  # the first few fill what CUDA and the libraries keep
+        with Outrider.load(bundles["fp16"]) as outrider:
+            tokens(outrider, 4, max_new_tokens=6)
+        free.append(gpu.memory()[0])
+    assert free[-1] >= free[4] - (16 << 20)  # the first few fill what CUDA and the libraries keep; a leaked cache is more
 
 
 @pytest.mark.gpu("a capacity that the GPU has no memory for is refused with what was asked and what was free")

@@ -43,7 +43,7 @@ def test_a_bundle_is_refused_where_no_gpu_is(bundle: Path, command: list[str]) -
     done = run(name, bundle, *rest)
     assert done.returncode == 1
     assert "error: no NVIDIA GPU is there: there is no driver\n" in done.stderr
-    assert "mend:  run it on a machine with an NVIDIA GPU and its driver, or build the export with" in done.stderr
+    assert "mend:  run it on a machine with an NVIDIA GPU and driver; for a CPU, build with" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -67,6 +67,13 @@ def test_another_gpu_is_refused_with_the_command_that_mends_it(made: Build) -> N
     assert "outrider build-engine" in refused.value.mend
     assert "--backend tensorrt-rtx" in refused.value.mend
     check_gpu(msgspec.structs.replace(made, compute_capabilities=[]), "NVIDIA H200", "9.0")  # the plan itself must know
+
+
+def test_another_gpu_of_the_same_capability_is_refused_where_kernels_were_chosen_on_one(made: Build) -> None:
+    on_one = msgspec.structs.replace(made, backend="tensorrt", device="NVIDIA H100 PCIe", compute_capabilities=["9.0"])
+    check_gpu(on_one, "NVIDIA H100 PCIe", "9.0")
+    with pytest.raises(EngineError, match="built on a NVIDIA H100 PCIe; this is a NVIDIA H200"):
+        check_gpu(on_one, "NVIDIA H200", "9.0")
 
 
 def test_another_release_is_refused_before_a_plan_is_read(bundle: Path, made: Build) -> None:

@@ -173,8 +173,8 @@ def test_the_draft_runs_two_rows_and_then_single_ones(
 
     monkeypatch.setattr(session, "bind", watched)
     monkeypatch.setattr(session, "_passes", {})
-    rounds = outrider.loop.rounds
-    monkeypatch.setattr(outrider.loop, "rounds", Rounds(rounds.device, rounds.sessions, rounds.samplers, rounds.most))
+    of = outrider.loop.rounds.launches
+    monkeypatch.setattr(outrider.loop, "rounds", Rounds(of.device, of.sessions, of.samplers, of.most))
     length = len(outrider.text.encode(prompt, chat=False))
     want = [(at, min(CHUNK, length - 2 - at)) for at in range(0, length - 2, CHUNK)]
     for event in islice(outrider.generate(prompt, SamplingParams(max_new_tokens=60), k=k), 6):

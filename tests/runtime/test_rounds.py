@@ -15,10 +15,10 @@ from outrider.engines.errors import EngineError, OutriderWarning
 from outrider.engines.manifest import Generation
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.runtime.launches import Shape
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import Shape
-from outrider.tests.deferred import Deferred, deferred
+from outrider.tests.deferred import Deferred, DeferredEngine, deferred
 from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -131,11 +131,18 @@ def test_a_replay_that_decides_otherwise_is_not_used(bundle: Path, at_once: Outr
     rounds = queued.loop.rounds
 
     def spoil() -> None:
-        rounds._out.host["tokens"][0, 0] = 77
+        rounds.launches.out.host["tokens"][0, 0] = 77
 
     device_of(queued).spoil = spoil
     with pytest.warns(OutriderWarning, match="its replay decided otherwise"):
         assert answer(queued, "the quick", 4, tokens=30) == answer(at_once, "the quick", 4, tokens=30)
+
+
+def test_engines_that_may_not_be_recorded_are_not(bundle: Path, at_once: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeferredEngine, "recordable", False)
+    queued = deferred(bundle)
+    assert answer(queued, "the quick", 4) == answer(at_once, "the quick", 4)
+    assert device_of(queued).recorded == 0
 
 
 def test_few_rounds_stay_recorded(bundle: Path, at_once: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
