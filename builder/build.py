@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_opt
 from outrider.engines.bundle import open_engines
 from outrider.engines.contract import CANDIDATES, SAMPLERS, cache_tensors, sampler_tensors, window_buckets
 from outrider.engines.device import Device, Engine, host_buffer
-from outrider.engines.errors import EngineError, FolderError, UsageError
+from outrider.engines.errors import EngineError, FolderError, OutriderWarning, UsageError
 from outrider.engines.folder import check_files, digest_all, read_manifest, staged
 from outrider.engines.manifest import (
     ENGINES,
@@ -35,11 +36,12 @@ from outrider.engines.manifest import (
     sampler_file,
 )
 from outrider.engines.progress import SILENT, Progress
-from outrider.engines.session import Session
+from outrider.engines.session import Engines, Session
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
 TIMED_RUNS = 7
+FUSED_TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2}  # of the largest logit: another order of the same sums
 MOST_ELEMENTS = 2**40  # of a tensor, in TensorRT
 
 
@@ -101,13 +103,16 @@ def build_engine(
             max_prompt_chunk=max_prompt_chunk,
             windows=window_buckets(capacity),
             costs={},
+            rewrites={},
             compute_capabilities=[] if package is None else _capabilities(package, options),
             profiles={} if package is None else _profiles(manifest, k, capacity, batch, max_prompt_chunk),
             version_compatible=options.version_compatible,
         )
         if package is not None:
             _compile(source, folder, manifest, build, package, options, progress)
-            manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
+        else:
+            build = msgspec.structs.replace(build, rewrites=_fuse(source, folder, manifest, build, progress))
+        manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
         try:
             build = msgspec.structs.replace(build, costs=_measure(folder, manifest, build, progress))
         except EngineError as error:
@@ -174,6 +179,69 @@ def _compile(
             stream_weights=package.gpu is not None and name in ROLES and weights > package.gpu.free,
         )
         build_plan(job, name, asked, progress)
+
+
+def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, int]]:
+    """Put graphs with ONNX Runtime's own operators in the place of the exported ones, where they compute the same.
+
+    Returns:
+        for each model that was rewritten, how often each rewrite was made.
+    """
+    if build.device != "cpu" or build.batch > 1:
+        return {}  # on CUDA the exported attention has fused kernels; GroupQueryAttention does not verify a batch
+    try:
+        from outrider.builder.fusion import fuse
+    except ImportError as error:
+        warnings.warn(
+            f"the graphs stay as exported, which is slower: {error}; pip install 'outrider[build]' fuses them",
+            OutriderWarning,
+            stacklevel=2,
+        )
+        return {}
+    made = {}
+    for role in ROLES:
+        progress.stage(f"fusing the {role}")
+        plain, fused = folder / model_file(role), folder / "fused" / model_file(role)
+        fused.parent.mkdir(parents=True)
+        done = fuse(source / model_file(role), fused, build.capacity)
+        progress.stage(f"comparing the fused {role} with the exported one")
+        reason = _differs(open_engines(source, manifest, build), open_engines(folder / "fused", manifest, build), role)
+        if reason is None:
+            made[role] = done
+            for name in (fused.name, fused.name + ".data"):
+                (fused.parent / name).replace(plain.parent / name)
+        else:
+            warnings.warn(f"the {role} stays as exported, which is slower: {reason}", OutriderWarning, stacklevel=2)
+    shutil.rmtree(folder / "fused")
+    return made
+
+
+def _differs(plain: Engines, fused: Engines, role: str) -> str | None:
+    """Why a fused graph may not stand for the exported one, if it may not."""
+    build, model = plain.build, plain.manifest.models[role]
+    sizes = [min(build.max_prompt_chunk, 16), 2, 1, build.k[-1] + 1]
+    random = np.random.default_rng(0)
+    passes, at = [], 0
+    for rows in sizes:
+        at = min(at, build.capacity - rows)
+        passes.append((random.integers(0, model.vocab_rows, (1, rows)), np.array([at])))
+        at += rows
+    found = []
+    for engines in (plain, fused):  # one model in memory at a time
+        try:
+            session = engines.session(role, 1)
+            found.append([session.run(*each).copy() for each in passes])
+        except EngineError as error:
+            if engines is plain:
+                raise
+            return str(error)
+        del session
+    for want, got in zip(*found, strict=True):
+        finite = np.isfinite(want)
+        allowed = FUSED_TOLERANCE[model.precision] * max(1.0, float(np.abs(want[finite]).max(initial=0)))
+        if (finite != np.isfinite(got)).any() or (np.abs(want[finite] - got[finite]) > allowed).any():
+            return f"fused, its logits would differ by more than {allowed:.2g}"
+    return None
 
 
 def _check(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: int) -> None:

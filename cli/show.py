@@ -87,6 +87,9 @@ def bundle_table(manifest: Manifest) -> Any:
         table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
         table.add_row("longest prompt chunk", str(build.max_prompt_chunk))
         table.add_row("windows", ", ".join(str(window) for window in build.windows))
+        if build.rewrites:
+            counts = [build.rewrites.get(role, {}) for role in ROLES]
+            table.add_row("fused", *(", ".join(f"{count} {name}" for name, count in each.items()) or "no" for each in counts))
         if build.profiles:
             table.add_row("compute capabilities", ", ".join(build.compute_capabilities) or "the package's default")
             table.add_section()

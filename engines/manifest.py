@@ -104,7 +104,8 @@ class Build(Struct, frozen=True):
     max_prompt_chunk: Positive
     windows: list[Positive]
     costs: dict[str, dict[Rows, Cost]]  # engine -> rows of the pass -> cost; empty where none was measured
-    # The three below are TensorRT's.
+    # The first below is ONNX Runtime's, the other three are TensorRT's.
+    rewrites: dict[str, dict[str, int]]  # role -> rewrite -> how often it was made in the graph; empty where it is as exported
     compute_capabilities: list[str]  # such as 8.9, that the engines may run on; empty leaves it to the plans themselves
     profiles: dict[str, list[Profile]]  # engine -> its optimisation profiles, in order, without the cache's tensors
     version_compatible: bool  # plans that newer releases of the package run, too, with the host code that is in them

@@ -1,0 +1,249 @@
+"""The exported graphs rewritten for ONNX Runtime: what it has faster kernels for becomes one node.
+
+Each rewrite is a class with what it looks for (`pattern`), what it refuses and why (`check`), and what it puts in its place
+(`rewrite`); the machinery and the rule for norms are onnxscript's. The fused graph has the inputs and outputs of the plain
+one. `GroupQueryAttention` knows itself how much of the cache is filled, so the window no longer matters.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.passes import common
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter.ort_fusions.rms_normalization import rms_normalization_ruleset
+
+from outrider.engines.contract import KEY_POSITIONS, POSITIONS
+
+MICROSOFT = "com.microsoft"
+Op = Any  # onnxscript's tape; its nodes are typed as Any
+
+
+def constant(value: ir.Value | None) -> npt.NDArray[Any] | None:
+    """What a value always is, where that is known."""
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def source(value: ir.Value | None, through: tuple[str, ...]) -> ir.Value | None:
+    """Where a value comes from, seen through nodes of these kinds by their first inputs."""
+    while value is not None and (node := value.producer()) is not None and node.op_type in through:
+        value = node.inputs[0]
+    return value
+
+
+def refused(reason: str) -> MatchResult:
+    """A match that is not rewritten, and why; `logging` shows it at the level of debugging."""
+    return MatchResult().fail(reason)
+
+
+class Rotary(RewriteRuleClassBase):
+    """x cos + rotate_half(x) sin, of angles position * inverse frequency (Su et al. 2021, eq. 34, halves instead of pairs)."""
+
+    def __init__(self, capacity: int):
+        super().__init__("rotary embeddings")
+        self._capacity = capacity
+        self._caches: dict[int, tuple[ir.Value, ir.Value]] = {}  # by the inverse frequencies' id
+
+    def pattern(self, op: Op, x: Any, cos: Any, sin: Any, start: Any, half: Any, middle: Any, end: Any) -> Any:
+        rotated = op.Concat(op.Neg(op.Slice(x, middle, end, [3], [1])), op.Slice(x, start, half, [3], [1]), axis=-1)
+        return op.Add(op.Mul(x, cos), op.Mul(rotated, sin))
+
+    def check(  # type: ignore[override]  # the names are the pattern's
+        self, context: Any, x: Any, cos: Any, sin: Any, start: Any, half: Any, middle: Any, end: Any, **_: Any
+    ) -> MatchResult:
+        width = x.shape[3] if x.shape is not None and len(x.shape) == 4 else None
+        cuts = [constant(value) for value in (start, half, middle, end)]
+        if not isinstance(width, int) or any(cut is None for cut in cuts):
+            return refused("rotary embeddings of a width that is not fixed")
+        first, second, third, last = (int(cut.item()) for cut in cuts if cut is not None)
+        if (first, second, third) != (0, width // 2, width // 2) or last < width:
+            return refused("rotary embeddings that are not in halves")
+        self._angles = angles(cos, "Cos"), angles(sin, "Sin")
+        if self._angles[0] is None or self._angles[0] != self._angles[1] or self._angles[0].frequencies.size != width // 2:
+            return refused("rotary angles that are not position * frequency")
+        return MatchResult()
+
+    def rewrite(self, op: Op, x: Any, **_: Any) -> Any:
+        found = self._angles[0]
+        assert found is not None
+        if id(found.owner) not in self._caches:
+            table = np.arange(self._capacity)[:, None] * found.frequencies.astype(np.float64)
+            made = []
+            for name, values in (("cos", np.cos(table)), ("sin", np.sin(table))):
+                array = (found.factor * values).astype(ir.DataType.numpy(x.dtype))
+                made.append(op.initializer(ir.tensor(array), name=f"{name}_cache_{len(self._caches)}"))
+            self._caches[id(found.owner)] = made[0], made[1]
+        return op.RotaryEmbedding(x, found.rows, *self._caches[id(found.owner)], _domain=MICROSOFT)
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Angles rows * frequencies, whose cosine or sine is multiplied by `factor`."""
+
+    rows: ir.Value  # int64 [B, S]
+    owner: ir.Value
+    factor: float
+
+    @property
+    def frequencies(self) -> npt.NDArray[Any]:
+        values = constant(self.owner)
+        assert values is not None
+        return values.reshape(-1)
+
+
+def angles(value: ir.Value, function: str) -> Angles | None:
+    """What a value is the cosine or sine of, where that is what a rotary embedding has."""
+    factor = 1.0
+    node = value.producer()
+    while node is not None and node.op_type in ("Unsqueeze", "Cast", "Mul"):
+        if node.op_type == "Mul":
+            by = constant(node.inputs[1])
+            if by is None or by.size != 1:
+                return None
+            factor *= float(by.item())
+        inner = node.inputs[0]
+        node = None if inner is None else inner.producer()
+    if node is None or node.op_type != function:
+        return None
+    doubled = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if doubled is None or doubled.op_type != "Concat" or len(doubled.inputs) != 2 or doubled.inputs[0] is not doubled.inputs[1]:
+        return None
+    product = source(doubled.inputs[0], ("Transpose",))
+    node = product.producer() if product is not None else None
+    if node is None or node.op_type not in ("Mul", "MatMul"):
+        return None
+    for owner, other in (node.inputs, reversed(node.inputs)):
+        rows = source(other, ("Cast", "Unsqueeze"))
+        if owner is not None and constant(owner) is not None and rows is not None and is_rows(rows):
+            return Angles(rows, owner, factor)
+    return None
+
+
+def is_rows(value: ir.Value) -> bool:
+    """Whether a value is `positions` + 0..S-1, [B, S]."""
+    node = value.producer()
+    if node is None or node.op_type != "Add":
+        return False
+    first, second = node.inputs
+    start = source(first, ("Unsqueeze",))
+    counting = second.producer() if second is not None else None
+    return start is not None and start.name == POSITIONS and counting is not None and counting.op_type == "Range"
+
+
+class CachedAttention(RewriteRuleClassBase):
+    """Writing the cache, looking at its window, and attending, as one `GroupQueryAttention` over the same cache."""
+
+    def __init__(self) -> None:
+        super().__init__("attention")
+
+    def pattern(
+        self,
+        op: Op,
+        query: Any,
+        key: Any,
+        value: Any,
+        past_key: Any,
+        past_value: Any,
+        positions: Any,
+        mask: Any,
+        start: Any,
+        end: Any,
+        axes: Any,
+        value_start: Any,
+        value_end: Any,
+        value_axes: Any,
+    ) -> Any:
+        present_key = op.TensorScatter(past_key, key, positions, axis=-2)
+        present_value = op.TensorScatter(past_value, value, positions, axis=-2)
+        keys = op.Slice(present_key, start, end, axes)
+        values = op.Slice(present_value, value_start, value_end, value_axes)
+        attended = op.Attention(query, keys, values, mask, _allow_other_attributes=True, _outputs=["attended"])
+        return op.Transpose(attended, perm=[0, 2, 1, 3]), present_key, present_value
+
+    def check(  # type: ignore[override]  # the names are the pattern's
+        self, context: Any, query: Any, key: Any, value: Any, mask: Any, attended: Any, **_: Any
+    ) -> MatchResult:
+        if any(each.shape is None or len(each.shape) != 4 for each in (query, key, value)):
+            return refused("attention of tensors whose shape is not known")
+        if query.shape[3] != value.shape[3]:
+            return refused("attention with values of another width than keys")
+        if attended.producer().attributes.keys() - {"scale"}:
+            return refused("attention with more attributes than a scale")
+        node = mask.producer()
+        causal = node is not None and node.op_type == "LessOrEqual"
+        if causal:
+            keys, rows = (source(each, ("Unsqueeze",)) for each in node.inputs)
+            causal = keys is not None and keys.name == KEY_POSITIONS and rows is not None and is_rows(rows)
+        return MatchResult() if causal else refused("attention with a mask that is not purely causal")
+
+    def rewrite(
+        self, op: Op, query: Any, key: Any, value: Any, past_key: Any, past_value: Any, positions: Any, attended: Any, **_: Any
+    ) -> Any:
+        heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
+        scale = attended.producer().attributes["scale"].as_float()
+        inputs, caches = [], []
+        for each in (query, key):
+            node = each.producer()
+            if node is not None and node.op_type == "RotaryEmbedding" and node.domain == MICROSOFT:
+                caches.append(tuple(node.inputs[2:]))
+                each = node.inputs[0]
+            inputs.append(each)
+        # It rotates heads of widths that 16 divides; others come rotated.
+        rotary = len(caches) == 2 and caches[0] == caches[1] and width % 16 == 0
+        flat = [self._flat(op, each) for each in (*(inputs if rotary else (query, key)), value)]
+        rows = op.Shape(flat[0], start=1, end=2)
+        last = op.Cast(op.Sub(op.Add(positions, rows), op.Constant(value_ints=[1])), to=ir.DataType.INT32)
+        total = op.Cast(op.Add(op.ReduceMax(positions, keepdims=0), op.Squeeze(rows)), to=ir.DataType.INT32)
+        attended, present_key, present_value = op.GroupQueryAttention(
+            *flat,
+            past_key,
+            past_value,
+            last,
+            total,
+            *(caches[0] if rotary else ()),
+            num_heads=heads,
+            kv_num_heads=kv_heads,
+            scale=scale,
+            do_rotary=int(rotary),
+            _domain=MICROSOFT,
+            _outputs=3,
+        )
+        return op.Reshape(attended, op.Constant(value_ints=[0, 0, heads, width])), present_key, present_value
+
+    def _flat(self, op: Op, value: Any) -> Any:
+        """[B, H, S, D] as [B, S, H * D]; what was brought from there is taken from there."""
+        node = value.producer()
+        if node is not None and node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
+            split = node.inputs[0].producer()
+            if split is not None and split.op_type == "Reshape" and len(split.inputs[0].shape or ()) == 3:
+                return split.inputs[0]
+            return op.Reshape(node.inputs[0], op.Constant(value_ints=[0, 0, -1]))
+        return op.Reshape(op.Transpose(value, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
+
+
+def fuse(path: Path, output: Path, capacity: int) -> dict[str, int]:
+    """Write the graph at `path`, fused for caches of `capacity` positions, as `output`, its weights beside it.
+
+    Returns:
+        how often each rewrite was made.
+    """
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)
+    model = ir.load(path)
+    model.opset_imports[MICROSOFT] = 1
+    done = {"norms": rms_normalization_ruleset.apply_to_model(model)}
+    rules: list[Any] = [Rotary.rule(capacity), CachedAttention.rule()]  # type: ignore[no-untyped-call]
+    for rewrite in rules:  # in this order: attention takes rotary embeddings in
+        done[rewrite.name] = RewriteRuleSet([rewrite]).apply_to_model(model)
+    passes = ir.passes.Sequential(common.RemoveUnusedNodesPass(), common.CommonSubexpressionEliminationPass())
+    passes(model)
+    ir.save(model, output, external_data=output.name + ".data", size_threshold_bytes=1024)
+    return {name: count for name, count in done.items() if count}

@@ -1,0 +1,123 @@
+"""Graphs fused for ONNX Runtime: each rewrite computes what it replaced, and what cannot be rewritten stays as exported."""
+
+from __future__ import annotations
+
+import builtins
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from outrider.builder.fusion import fuse
+from outrider.engines.bundle import open_bundle
+from outrider.engines.errors import OutriderWarning
+from outrider.engines.folder import read_manifest
+from outrider.engines.manifest import Build
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.support import build, run
+
+CAPACITY = 160
+
+
+def operators(path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for node in onnx.load(path, load_external_data=False).graph.node:
+        found[node.op_type] = found.get(node.op_type, 0) + 1
+    return found
+
+
+def made_of(bundle: Path) -> Build:
+    made = read_manifest(bundle).build
+    assert made is not None
+    return made
+
+
+def test_every_layer_of_the_shipped_pair_is_fused(shipped_bundle: Path) -> None:
+    layers = {"target": 6, "draft": 2}
+    for role, count in layers.items():
+        found = operators(shipped_bundle / role / "model.onnx")
+        assert found["GroupQueryAttention"] == count
+        assert found["SimplifiedLayerNormalization"] == 2 * count + 1
+        assert not found.keys() & {"Attention", "TensorScatter", "RotaryEmbedding", "Neg", "Pow"}
+        assert made_of(shipped_bundle).rewrites[role] == {
+            "norms": 2 * count + 1,
+            "rotary embeddings": 2 * count,
+            "attention": count,
+        }
+    shown = run("inspect", shipped_bundle)
+    assert "13 norms, 12 rotary" in shown.stdout
+
+
+def test_the_fused_graphs_compute_what_the_exported_ones_do(shipped_bundle: Path, shipped_export: Path) -> None:
+    done = run("verify", shipped_bundle, "--engines", shipped_export)
+    assert done.returncode == 0, done.stdout
+    assert "the engines compute what ONNX Runtime does" in done.stdout
+
+
+def test_batches_stay_as_exported(tiny_export: Path, tmp_path: Path) -> None:
+    bundle = build(tiny_export, tmp_path / "bundle", batch=2)
+    assert made_of(bundle).rewrites == {}
+    assert "Attention" in operators(bundle / "target" / "model.onnx")
+
+
+def texts(bundle: Path) -> list[list[int]]:
+    loaded = Outrider.load(bundle)
+    params = SamplingParams(max_new_tokens=60)
+    return [[t for event in loaded.generate("the quick", params, k=k) for t in event.token_ids] for k in (0, 4)]
+
+
+def test_a_graph_that_computes_otherwise_is_not_taken(
+    tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(path: Path, output: Path, capacity: int) -> dict[str, int]:
+        done = fuse(path, output, capacity)
+        model = onnx.load(output, load_external_data=False)
+        for node in model.graph.node:
+            for attribute in node.attribute:
+                if attribute.name == "epsilon":
+                    attribute.f = 10.0
+        onnx.save(model, output)
+        return done
+
+    monkeypatch.setattr("outrider.builder.fusion.fuse", wrong)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bundle = build(tiny_export, tmp_path / "bundle")
+    said = [str(each.message) for each in caught if each.category is OutriderWarning]
+    assert [each.split(":")[0] for each in said] == [
+        f"the {role} stays as exported, which is slower" for role in ("target", "draft")
+    ]
+    assert all("fused, its logits would differ by more than" in each for each in said)
+    assert made_of(bundle).rewrites == {}
+    assert "Attention" in operators(bundle / "target" / "model.onnx")
+    assert texts(bundle) == texts(tiny_bundle)
+
+
+def test_without_the_packages_that_fuse_it_says_what_to_install(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *arguments: Any) -> Any:
+        if name == "outrider.builder.fusion":
+            raise ImportError("No module named 'onnxscript'")
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.warns(OutriderWarning, match=r"stay as exported, which is slower: .*; pip install 'outrider\[build\]'"):
+        bundle = build(tiny_export, tmp_path / "bundle")
+    assert made_of(bundle).rewrites == {}
+    open_bundle(bundle)
+
+
+def test_nothing_is_said_where_all_is_well(tiny_export: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bundle = build(tiny_export, tmp_path / "bundle")
+    assert made_of(bundle).rewrites["target"]["attention"] == 2
+    assert not (bundle / "fused").exists()
+    assert np.array_equal(texts(bundle)[0], texts(bundle)[1])
