@@ -24,7 +24,7 @@ from outrider.builder.tensorrt import Job, Options, build_plan
 from outrider.engines.contract import cache_tensors
 from outrider.engines.errors import EngineError, UnsupportedModelError
 from outrider.engines.session import Floats
-from outrider.export.parity import CHUNKS, exported_logits, reference
+from outrider.export.parity import CHUNKS, Exported, reference
 from outrider.export.source import Source, load_model, read_config
 from outrider.export.step_model import trace
 from outrider.tests.support import ROOT, write_checkpoint
@@ -124,7 +124,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
-    got = exported_logits(traced.graph, traced.tokens, traced.layers, "fp32")
+    got = Exported(traced.graph, traced.layers, "fp32").logits(traced.tokens)
     difference = float(np.abs(traced.want - got).max())
     assert difference <= 1e-4
     assert (traced.want.argmax(-1) == got.argmax(-1)).all()
