@@ -20,7 +20,13 @@ from outrider.engines.manifest import ROLES, model_file
 from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Engines, Session
 
-TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1.6e-1}  # of the largest logit: a few roundings of the type
+TOLERANCE = {
+    "fp32": 1e-3,
+    "fp16": 2e-2,
+    "bf16": 1.6e-1,
+    "int4": 1e-1,
+    "int8": 1e-1,
+}  # of the largest logit: a few roundings of the type
 CLOSE = 1e-3  # probabilities and logprobs, all computed in fp32
 SAME_CHOICES = 0.95  # choices that must be the same; rounding decides a few, at the edge of a nucleus or between two tokens
 CASES = 40  # random inputs for each shape of a sampler

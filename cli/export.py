@@ -15,21 +15,36 @@ from outrider.cli.show import progress_bar
 )
 @click.option("--draft", required=True, metavar="SOURCE", help="The small model, of the same vocabulary.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
-@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]), default="fp32", show_default=True)
+@click.option(
+    "--head-precision",
+    type=click.Choice(["fp32", "int8", "int4"]),
+    help="What the weights that give the logits get, where --precision is int8 or int4.  [default: int8]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
-def command(target: str, draft: str, output: Path, precision: str, as_json: bool) -> None:
+def command(target: str, draft: str, output: Path, precision: str, head_precision: str | None, as_json: bool) -> None:
     """Export a checkpoint pair as standard ONNX, each graph checked against its checkpoint."""
     from outrider.export.pair import export_pair
 
     with progress_bar() as progress:
-        manifest = export_pair(target, draft, output, precision=precision, progress=progress)
+        manifest = export_pair(target, draft, output, precision=precision, head_precision=head_precision, progress=progress)
     if as_json:
         click.echo(manifest.encode().decode(), nl=False)
         return
     for role, model in manifest.models.items():
+        parity, rounded = model.parity, model.quantization
+        head = f" (head {rounded.head_precision})" if rounded else ""
         click.echo(
-            f"{role}: {model.architecture}, {model.parameters:,} parameters, {precision}; logits within"
-            f" {model.parity.max_abs_diff:.1e} of the checkpoint (allowed {model.parity.tolerance:.1e}),"
-            f" same argmax in {model.parity.argmax_agreement:.0%} of {model.parity.rows} rows"
+            f"{role}: {model.architecture}, {model.parameters:,} parameters, {precision}{head}; logits within"
+            f" {parity.max_abs_diff:.1e} of the checkpoint (allowed {parity.tolerance:.1e}),"
+            f" same argmax in {parity.argmax_agreement:.0%} of {parity.rows} rows"
         )
+        if rounded is None:
+            continue
+        click.echo(f"{role}: perplexity {parity.perplexity:.4g} on held-out text, {parity.reference_perplexity:.4g} in fp32")
+        if rounded.kept:
+            click.echo(
+                f"{role}: {sum(rounded.kept.values()):,} weights stay in fp32, in no linear layer or of an input size that"
+                f" 16 does not divide; the first are {next(iter(rounded.kept))}"
+            )
     click.echo(f"wrote {output}")

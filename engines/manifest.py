@@ -61,6 +61,18 @@ class Parity(Struct, frozen=True):
     max_abs_diff: float
     tolerance: float
     argmax_agreement: float  # share of rows, 0..1
+    # Of quantized models: on the text in export/heldout.py, the graph's and the checkpoint's in fp32.
+    perplexity: float | None = None
+    reference_perplexity: float | None = None
+
+
+class Quantization(Struct, frozen=True):
+    """How a model's weights were rounded: in blocks along the input dimension, each with a scale in fp32."""
+
+    method: str  # rtn (round to nearest)
+    head_precision: str  # int4, int8 or fp32: of the product that gives the logits
+    weights: int  # that were rounded
+    kept: dict[str, int]  # matrices left in fp32, without embeddings, and how many weights each has
 
 
 class Model(Struct, frozen=True):
@@ -69,11 +81,12 @@ class Model(Struct, frozen=True):
     source: str
     architecture: str
     parameters: int
-    precision: str  # fp32, fp16 or bf16
+    precision: str  # fp32, fp16, bf16, int4 or int8; the last two are of weights, and all else is fp32
     vocab_rows: Positive  # width of the logits, padding included
     max_positions: Positive | None  # positions the model was made for; None where it knows no bound
     layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each
     parity: Parity
+    quantization: Quantization | None = None
 
 
 class Generation(Struct, frozen=True):

@@ -18,7 +18,7 @@ from outrider.engines.manifest import Build, Manifest, Model
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-CACHE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+CACHE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
 
 
 class Engines(ABC):

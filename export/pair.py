@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import onnx_ir as ir
+import torch
 import transformers
+from transformers import PreTrainedModel
 
 import outrider
 from outrider.engines.contract import CONTRACT_VERSION, SAMPLERS
-from outrider.engines.errors import UnsupportedModelError
+from outrider.engines.errors import UnsupportedModelError, UsageError
 from outrider.engines.folder import digest_all, staged
 from outrider.engines.manifest import (
     CHAT_TEMPLATE,
@@ -28,22 +30,45 @@ from outrider.engines.manifest import (
     sampler_file,
 )
 from outrider.engines.progress import SILENT, Progress
-from outrider.export.parity import compare, exported_logits, reference, sample_tokens
+from outrider.engines.session import Floats
+from outrider.export.parity import (
+    Exported,
+    check_perplexity,
+    compare,
+    heldout_tokens,
+    perplexity,
+    reference,
+    sample_tokens,
+)
+from outrider.export.quantize import BITS, pack, quantize_model
 from outrider.export.sampler import sampler
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.step_model import trace
 from outrider.export.vocabulary import check_same_vocabulary
 
 
-def export_pair(target: str, draft: str, output: Path, *, precision: str, progress: Progress = SILENT) -> Manifest:
+def export_pair(
+    target: str,
+    draft: str,
+    output: Path,
+    *,
+    precision: str,
+    head_precision: str | None = None,
+    progress: Progress = SILENT,
+) -> Manifest:
     """Export both models of a pair into the folder `output`, and return its manifest.
 
-    One model is in memory at a time. The folder is written whole or not at all.
+    One model is in memory at a time. The folder is written whole or not at all. `head_precision` is for int4 and int8,
+    and int8 unless said otherwise: the head is what rounding harms most, as nothing after it evens its errors out.
 
     Raises:
+        UsageError: `head_precision` does not go with the precision.
         SourceError, UnsupportedModelError, VocabularyMismatchError, ParityError: the pair cannot be exported.
         FolderError: the output cannot be written.
     """
+    if head_precision is not None and precision not in BITS:
+        raise UsageError(f"--head-precision does not go with --precision {precision}", "give --precision int4 or int8, too")
+    head_precision = head_precision or "int8"
     sources = {"target": Source.parse(target), "draft": Source.parse(draft)}
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():
@@ -55,8 +80,9 @@ def export_pair(target: str, draft: str, output: Path, *, precision: str, progre
         models: dict[str, Model] = {}
         generation = None
         for role, source in sources.items():
+            path, tokens = folder / model_file(role), max(vocabulary) + 1
             models[role], defaults = _export_model(
-                source, folder / model_file(role), precision, max(vocabulary) + 1, tokenizers[role], role, progress
+                source, path, precision, head_precision, tokens, tokenizers[role], role, progress
             )
             generation = generation or defaults
         _write_text(folder, tokenizers["target"])
@@ -76,7 +102,14 @@ def export_pair(target: str, draft: str, output: Path, *, precision: str, progre
 
 
 def _export_model(
-    source: Source, path: Path, precision: str, tokens: int, tokenizer: TokenizerFiles, role: str, progress: Progress
+    source: Source,
+    path: Path,
+    precision: str,
+    head_precision: str,
+    tokens: int,
+    tokenizer: TokenizerFiles,
+    role: str,
+    progress: Progress,
 ) -> tuple[Model, Generation]:
     """Load, trace, save and check one model. Everything it held is free again when it returns."""
     progress.stage(f"loading the {role}")
@@ -91,16 +124,33 @@ def _export_model(
     architecture = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    quantization = None
+    pieces: list[torch.Tensor] = []
+    reference_perplexity = 0.0
+    if precision in BITS:
+        pieces = heldout_tokens(tokenizer, positions)
+        progress.stage(f"reading held-out text with the {role}")
+        reference_perplexity = perplexity(_eager(model, pieces), pieces)
+        progress.stage(f"quantizing the {role}")
+        quantization = quantize_model(model, precision, head_precision)
     sample = sample_tokens(tokens)
     progress.stage(f"running the {role}")
     want, layers = reference(model, sample)
     progress.stage(f"tracing the {role}")
     path.parent.mkdir()
-    trace(model, layers).save(path, external_data=True)
-    del model
+    program = trace(model, layers)
+    if quantization is not None:
+        pack(program, model)
+    program.save(path, external_data=True)
+    del model, program
     gc.collect()
     progress.stage(f"checking the {role}'s graph against the checkpoint")
-    parity = compare(want, exported_logits(path, sample, layers, precision), precision)
+    exported = Exported(path, layers, precision)
+    parity = compare(want, exported.logits(sample), precision)
+    if quantization is not None:
+        progress.stage(f"reading held-out text with the {role}'s graph")
+        found = perplexity((exported.logits(piece, [piece.shape[1]]) for piece in pieces), pieces)
+        parity = check_perplexity(parity, found, reference_perplexity, precision, head_precision)
     entry = Model(
         source=source.name,
         architecture=architecture,
@@ -110,8 +160,13 @@ def _export_model(
         max_positions=positions,
         layers=layers,
         parity=parity,
+        quantization=quantization,
     )
     return entry, defaults
+
+
+def _eager(model: PreTrainedModel, pieces: list[torch.Tensor]) -> Iterator[Floats]:
+    return (reference(model, piece)[0] for piece in pieces)
 
 
 def _write_text(folder: Path, tokenizer: TokenizerFiles) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import torch
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -16,15 +20,22 @@ from outrider.engines.errors import ParityError, UnsupportedModelError
 from outrider.engines.manifest import Parity
 from outrider.engines.onnxruntime import CPU, first_line, session_options
 from outrider.engines.session import Floats
+from outrider.export.heldout import TEXT
+from outrider.export.source import TokenizerFiles
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows of each run: prefill, decode and verify shapes, none a multiple of another
 CAPACITY = 32
+PIECE = 256  # tokens of held-out text that a model sees at once
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
 # Relative to the largest logit in magnitude, but no less than 1. fp32 differs by summation order only. In fp16 and bf16
 # the checkpoint itself rounds after each operation (11 and 8 significant bits), where the graph on ONNX Runtime rounds
 # its weights only; errors of a few roundings per layer add up.
-TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
+# A quantized graph computes in fp32, and so does the quantized checkpoint that it is compared with.
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int4": 1e-4, "int8": 1e-4}
+# How many times the fp32 perplexity a quantized model may have. Eight bits cost next to nothing, and four a few to twenty
+# percent in models that are any good; half as much again is what the next smaller model of a family has.
+COLLAPSE = {"int4": 1.5, "int8": 1.1}
 
 
 def sample_tokens(vocab_tokens: int) -> torch.Tensor:
@@ -51,40 +62,77 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[Floats, lis
     return output.logits[0].float().numpy(), layers
 
 
-def exported_logits(path: Path, tokens: torch.Tensor, layers: list[tuple[int, int, int]], precision: str) -> Floats:
-    """The graph's logits, float32 [S, V], from runs of uneven length on ONNX Runtime."""
-    options = session_options()
-    options.log_severity_level = 3  # the cache is copied here on purpose, which it warns of
-    options.add_session_config_entry("session.disable_prepacking", "1")  # packing keeps a second copy of the weights
-    graph = path
-    if precision == "bf16":
-        graph = _in_fp32(path)
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding would, too
-    try:
-        session = onnxruntime.InferenceSession(str(graph), options, providers=[CPU])
-    except Exception as error:  # its exceptions share no base but Exception
-        raise _unchecked(error) from error
-    finally:
-        if graph != path:
-            graph.unlink()
-    caches = cache_tensors(layers)
-    dtype = np.float16 if precision == "fp16" else np.float32
-    past = {c.past: np.zeros((1, c.heads, CAPACITY, c.width), dtype=dtype) for c in caches}
-    logits, start = [], 0
-    for rows in CHUNKS:
-        inputs = {
-            INPUT_IDS: tokens[:, start : start + rows].numpy(),
-            POSITIONS: np.array([start]),
-            KEY_POSITIONS: np.arange(start + rows),
-        }
+class Exported:
+    """A graph as ONNX Runtime runs it."""
+
+    def __init__(self, path: Path, layers: list[tuple[int, int, int]], precision: str):
+        """Load the graph.
+
+        Raises:
+            ParityError: ONNX Runtime refuses it.
+        """
+        options = session_options()
+        options.log_severity_level = 3  # the cache is copied here on purpose, which it warns of
+        options.add_session_config_entry("session.disable_prepacking", "1")  # packing keeps a second copy of the weights
+        # Quantized weights alone are checked. By default ONNX Runtime rounds activations, too, before it multiplies.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        graph = path
+        if precision == "bf16":
+            graph = _in_fp32(path)
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding would, too
         try:
-            output, *present = session.run(None, inputs | past)
-        except Exception as error:
+            self._session = onnxruntime.InferenceSession(str(graph), options, providers=[CPU])
+        except Exception as error:  # its exceptions share no base but Exception
             raise _unchecked(error) from error
-        past = {c.past: array for c, array in zip(caches, present, strict=True)}
-        logits.append(output[0])
-        start += rows
-    return np.concatenate(logits)
+        finally:
+            if graph != path:
+                graph.unlink()
+        self._caches = cache_tensors(layers)
+        self._dtype = np.float16 if precision == "fp16" else np.float32
+
+    def logits(self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS) -> Floats:
+        """Float32 [S, V] of int64 [1, S] tokens, from runs of so many rows each.
+
+        Raises:
+            ParityError: a run failed.
+        """
+        capacity = max(CAPACITY, tokens.shape[1])
+        past = {c.past: np.zeros((1, c.heads, capacity, c.width), dtype=self._dtype) for c in self._caches}
+        logits, start = [], 0
+        for rows in chunks:
+            inputs = {
+                INPUT_IDS: tokens[:, start : start + rows].numpy(),
+                POSITIONS: np.array([start]),
+                KEY_POSITIONS: np.arange(start + rows),
+            }
+            try:
+                output, *present = self._session.run(None, inputs | past)
+            except Exception as error:
+                raise _unchecked(error) from error
+            past = {c.past: array for c, array in zip(self._caches, present, strict=True)}
+            logits.append(output[0])
+            start += rows
+        return np.concatenate(logits)
+
+
+def heldout_tokens(tokenizer: TokenizerFiles, positions: int | None) -> list[torch.Tensor]:
+    """The held-out text as int64 [1, S] pieces, each as long as one pass may be, and begun as the tokenizer begins a text."""
+    encoder = Tokenizer.from_str(tokenizer.json)
+    first = encoder.encode("").ids[:1]
+    tokens = encoder.encode(TEXT, add_special_tokens=False).ids
+    length = min(PIECE, positions or PIECE) - len(first)
+    pieces = [first + tokens[at : at + length] for at in range(0, len(tokens), length)]
+    return [torch.tensor([piece]) for piece in pieces if len(piece) > 1]
+
+
+def perplexity(logits: Iterable[Floats], pieces: list[torch.Tensor]) -> float:
+    """exp of the mean of -log p of each token but a piece's first; `logits` are float32 [S, V] of each int64 [1, S]."""
+    losses = []
+    for piece, floats in zip(pieces, logits, strict=True):
+        rows = torch.from_numpy(floats)[:-1]
+        losses.append(torch.nn.functional.cross_entropy(rows, piece[0, 1:], reduction="none"))
+    mean = float(torch.cat(losses).double().mean())
+    return math.exp(min(mean, 700.0))  # NaN stays NaN; a wrong model is no reason for an overflow
 
 
 def _unchecked(error: Exception) -> ParityError:
@@ -142,3 +190,19 @@ def compare(want: Floats, got: Floats, precision: str) -> Parity:
         tolerance=tolerance,
         argmax_agreement=float((want.argmax(-1) == got.argmax(-1)).mean()),
     )
+
+
+def check_perplexity(parity: Parity, found: float, reference: float, precision: str, head_precision: str) -> Parity:
+    """`parity` with the two figures.
+
+    Raises:
+        ParityError: the quantized model is no longer the checkpoint.
+    """
+    allowed = reference * COLLAPSE["int4" if "int4" in (precision, head_precision) else "int8"]
+    if not found <= allowed:  # a NaN fails too
+        raise ParityError(
+            f"the weights do not bear {precision}: perplexity {found:.4g} on held-out text, {reference:.4g} in fp32, and"
+            f" {allowed:.4g} is allowed",
+            "export with --head-precision fp32, or with --precision int8; else with fp32, fp16 or bf16",
+        )
+    return msgspec.structs.replace(parity, perplexity=found, reference_perplexity=reference)

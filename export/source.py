@@ -15,7 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from outrider.engines.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.engines.manifest import Generation
 
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# What a checkpoint is loaded in; weights are quantized afterwards.
+PRECISIONS = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int4": torch.float32,
+    "int8": torch.float32,
+}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -106,7 +113,7 @@ def read_config(source: Source) -> Any:
 
 
 def load_model(source: Source, precision: str) -> PreTrainedModel:
-    """The model on the CPU in its final precision, weights complete.
+    """The model on the CPU in its precision (in fp32 where its weights are yet to be quantized), weights complete.
 
     Raises:
         SourceError: it cannot be read, or weights are missing or of the wrong shape.

@@ -25,7 +25,7 @@ from outrider.builder.tensorrt import Job, Options, build_plan
 from outrider.engines.contract import cache_tensors
 from outrider.engines.errors import EngineError, UnsupportedModelError
 from outrider.engines.session import Floats
-from outrider.export.parity import CAPACITY, CHUNKS, exported_logits, reference
+from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source, load_model, read_config
 from outrider.export.step_model import trace
 from outrider.tests.support import ROOT, write_checkpoint
@@ -126,7 +126,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
-    got = exported_logits(traced.graph, traced.tokens, traced.layers, "fp32")
+    got = Exported(traced.graph, traced.layers, "fp32").logits(traced.tokens)
     difference = float(np.abs(traced.want - got).max())
     assert difference <= 1e-4
     assert (traced.want.argmax(-1) == got.argmax(-1)).all()
@@ -145,7 +145,7 @@ def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
 def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced) -> None:
     fused = traced.graph.with_name("fused.onnx")
     _fused[traced.name] = fuse(traced.graph, fused, CAPACITY)
-    got = exported_logits(fused, traced.tokens, traced.layers, "fp32")
+    got = Exported(fused, traced.layers, "fp32").logits(traced.tokens)
     assert float(np.abs(traced.want - got).max()) <= 1e-4
 
 

@@ -1,0 +1,73 @@
+"""Text on which perplexity is measured: written for this file, so that no checkpoint was trained on it."""
+
+from __future__ import annotations
+
+TEXT = '''\
+The ferry left an hour late, because the man who worked the ramp had gone home to look for his dog. Nobody minded much.
+A woman in a yellow coat shared out plums from a paper bag, and two brothers argued about whether the lighthouse on the far
+side had been painted since the spring. By the time the engine started, the fog had lifted from the harbour, and the hills
+stood up behind the town as sharp as if they had been cut out with scissors. I had a letter in my pocket that I had read
+four times. It said that the house was mine if I wanted it, that the roof leaked over the kitchen, and that my uncle had
+left a list of people to whom he owed a visit. There were thirty-one names on it. I knew three of them.
+
+What surprised me, when I first opened the door, was the smell of apples. He had laid them out on newspaper in every room,
+hundreds of them, none touching another, the way his mother had taught him. On the table was a clock that ran backwards. It
+had belonged to a barber, who hung it opposite the mirror so that his customers could tell the time while he cut their hair.
+
+"Did you sleep?" asked Marta.
+"A little. There is a bird under the roof."
+"An owl. He will not hurt you. He has been there longer than the stairs."
+"Then I suppose that I ought to pay him rent. What do you want for the bread?"
+"Nothing today. Tomorrow you can help me carry the flour up from the boat, and we will see how strong you are."
+"And if I am not strong?"
+"Then you will be by winter."
+
+A steel bridge grows longer on a hot day. One of four hundred metres gains about five centimetres for each ten degrees, which
+is why its ends rest on rollers, and why there is a toothed gap in the road that hums under the wheels. Engineers do not
+fight this movement; they give it room. The same holds for railway lines, for the pipes of a heating plant, and for the glass
+of a tall window, which sits in its frame on strips of rubber and touches metal nowhere.
+
+def longest_run(values: list[int]) -> tuple[int, int]:
+    """The start and the length of the longest stretch of rising values; the first one where several are as long."""
+    best_start, best_length, start = 0, 0, 0
+    for index, value in enumerate(values):
+        if index > 0 and value <= values[index - 1]:
+            start = index
+        if index - start + 1 > best_length:
+            best_start, best_length = start, index - start + 1
+    return best_start, best_length
+
+
+class Ledger:
+    def __init__(self, owner: str):
+        self.owner = owner
+        self.entries: dict[str, float] = {}
+
+    def add(self, account: str, amount: float) -> None:
+        if amount == 0:
+            raise ValueError("an entry of nothing")
+        self.entries[account] = self.entries.get(account, 0.0) + amount
+
+    def balance(self) -> float:
+        return sum(self.entries.values())
+
+for (let row = 0; row < grid.length; row++) {
+  const filled = grid[row].filter((cell) => cell !== null).length;
+  if (filled === grid[row].length) {
+    grid.splice(row, 1);
+    grid.unshift(new Array(columns).fill(null));
+  }
+}
+
+Customer: Hello, my order 4417 says that it was delivered on Monday, but there was nothing at the door.
+Agent: I am sorry about that. May I ask whether a neighbour could have taken it in?
+Customer: I have asked both. One of them saw the van stop, but nobody got out.
+Agent: Thank you, that helps. I have opened a search with the carrier, which takes two working days. If they cannot find the
+parcel, I will send the lamp again at no cost, or return the 38 euros to your card. Which would you like?
+Customer: Send it again, please, but to my office. The address is the same as for my last order.
+
+Question: A tank holds 240 litres. One pipe fills it in 6 hours, another empties it in 8 hours. Both are open. How long does
+it take to fill the empty tank?
+Answer: The first pipe brings 240 / 6 = 40 litres an hour. The second takes 240 / 8 = 30 litres an hour. Together they leave
+40 - 30 = 10 litres an hour in the tank, so it is full after 240 / 10 = 24 hours.
+'''

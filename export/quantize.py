@@ -1,0 +1,165 @@
+"""Weights of int4 or int8: rounded in blocks before tracing, and stored as standard ONNX `DequantizeLinear` nodes.
+
+The quantized model is an eager model like any other, so the parity check compares the graph with exactly what was rounded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.onnx.ops import symbolic
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from outrider.engines.manifest import Quantization
+from outrider.export.step_model import OPSET
+
+BITS = {"int4": 4, "int8": 8}
+BLOCKS = (32, 16)  # the first that divides the input dimension; ONNX Runtime fuses powers of two from 16 on, and no rest
+# Where the greatest weight of a block may land, as multiples of the greatest integer: beyond 1 it is cut off, for the good
+# of the others. Eight bits have nothing to gain by that.
+REACHES = {4: (0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3), 8: (1.0,)}
+PIECE = 2**24  # weights that are rounded at a time, for the sake of memory
+
+
+class BlockLinear(nn.Module):
+    """A linear layer of which each block of `block` inputs has one scale for each output: y = x W + bias.
+
+    Buffers: `quantized`, int8 [K, N] of `bits` bits; `scale`, float32 [K / block, N]; `bias`, float32 [N] or None.
+    """
+
+    quantized: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, quantized: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, bits: int):
+        super().__init__()
+        self.bits = bits
+        self.register_buffer("quantized", quantized)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Float32 [..., K] -> [..., N]."""
+        block = self.quantized.shape[0] // self.scale.shape[0]
+        if torch.compiler.is_exporting():
+            # Weights as [K, N], axis 0: the only layout that ONNX Runtime fuses with the product, into MatMulNBits.
+            weight = symbolic(
+                "DequantizeLinear",
+                (self.quantized, self.scale),
+                {"axis": 0, "block_size": block},
+                dtype=torch.float32,
+                shape=self.quantized.shape,
+                version=OPSET,
+            )
+        else:
+            weight = dequantize(self.quantized, self.scale)
+        product = rows @ weight
+        return product if self.bias is None else product + self.bias
+
+
+def quantize(weight: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round float32 [N, K] to the nearest, into int8 [K, N] and float32 scales [K / block, N], all of them positive.
+
+    For each block several scales are tried. Given the integers q of one, the scale that fits the weights w best is
+    sum(w q) / sum(q q), which leaves the squared error sum(w w) - sum(w q)^2 / sum(q q); the least error wins. It is what
+    llama.cpp does (`make_qx_quants` in ggml-quants.c), but for its negative scales, which TensorRT does not take.
+    """
+    outputs, inputs = weight.shape
+    most = 2 ** (bits - 1)
+    quantized = torch.empty(inputs, outputs, dtype=torch.int8)
+    scale = torch.empty(inputs // block, outputs)
+    step = max(1, PIECE // inputs)
+    for first in range(0, outputs, step):
+        piece = weight[first : first + step].float().reshape(-1, inputs // block, block)
+        greatest = piece.abs().amax(-1, keepdim=True)
+        greatest = torch.where(greatest > 0, greatest, 1.0)
+        piece = piece / greatest
+        best = torch.full(piece.shape[:2], -1.0)
+        chosen, scales = torch.zeros_like(piece), torch.ones_like(best)
+        for reach in REACHES[bits]:
+            integers = (piece * ((most - 1) * reach)).round_().clamp_(-most, most - 1)
+            fit, power = (piece * integers).sum(-1), integers.square().sum(-1)
+            gain = torch.where(power > 0, fit * fit / power, 0.0)
+            better = gain > best
+            best = torch.where(better, gain, best)
+            scales = torch.where(better & (power > 0), fit / power, scales)
+            chosen = torch.where(better[..., None], integers, chosen)
+        end = first + len(piece)
+        quantized[:, first:end] = chosen.reshape(-1, inputs).T.to(torch.int8)
+        scale[:, first:end] = (scales * greatest[..., 0]).T
+    return quantized, scale
+
+
+def dequantize(quantized: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What `DequantizeLinear` computes: int8 [K, N] and float32 [K / block, N] -> float32 [K, N]."""
+    blocks, outputs = scale.shape
+    return (quantized.reshape(blocks, -1, outputs) * scale[:, None]).reshape(-1, outputs)
+
+
+def quantize_model(model: PreTrainedModel, precision: str, head_precision: str) -> Quantization:
+    """Put a `BlockLinear` in place of every linear layer (`nn.Linear`, and GPT-2's `Conv1D`), and say what stays.
+
+    Embeddings are looked up and not multiplied, so they cost no time; rounded to fp16, a table takes half the memory, and
+    a table of bf16 loses nothing of note. A head tied to its embedding gets weights of its own.
+    """
+    head = model.get_output_embeddings()
+    made: dict[nn.Module, BlockLinear] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        bits = BITS.get(head_precision if module is head else precision)
+        weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
+        block = next((each for each in BLOCKS if weight.shape[1] % each == 0), None)
+        if bits is None or block is None:
+            continue
+        if module not in made:
+            made[module] = BlockLinear(*quantize(weight, bits, block), module.bias, bits)
+        model.set_submodule(name, made[module])
+    for module in [module for module in model.modules() if isinstance(module, nn.Embedding)]:
+        half = module.weight.half()
+        if half.isfinite().all():  # else it stays as it is, and in fp32
+            module.weight = nn.Parameter(half.float(), requires_grad=False)  # a new one: a tied head keeps its own
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = {name: each for name, each in model.named_parameters() if each.dim() > 1 and each not in tables}
+    return Quantization(
+        method="rtn",
+        head_precision=head_precision,
+        weights=sum(layer.quantized.numel() for layer in made.values()),
+        kept={name: matrix.numel() for name, matrix in matrices.items()},
+    )
+
+
+def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel) -> None:
+    """Store the int4 weights of a traced model as such, two to a byte, and its embeddings in fp16.
+
+    torch has no int4, so the trace holds int8. Its initializers go by the names of the model's own tensors.
+    """
+    graph = program.model.graph
+    for name, module in model.named_modules(remove_duplicate=False):
+        value = graph.initializers.get(f"model.{name}.{'quantized' if isinstance(module, BlockLinear) else 'weight'}")
+        if value is None or value.const_value is None:  # a part that the trace did not come by
+            continue
+        if isinstance(module, BlockLinear) and module.bits == 4:
+            pairs = value.const_value.numpy().reshape(-1, 2).view(np.uint8) & 15
+            packed = ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=module.quantized.shape)
+            (value.const_value, value.dtype) = (packed, ir.DataType.INT4)
+        elif isinstance(module, nn.Embedding) and all(node.op_type == "Gather" for node, _ in value.uses()):
+            table = value.const_value.numpy().astype(np.float16)
+            if np.array_equal(table, value.const_value.numpy()):
+                (value.const_value, value.dtype) = (ir.tensor(table), ir.DataType.FLOAT16)
+                for node, _ in value.uses():
+                    _cast_up(graph, node)
+
+
+def _cast_up(graph: ir.Graph, gather: ir.Node) -> None:
+    """Give fp32 to whatever reads the rows of a table in fp16."""
+    rows = gather.outputs[0]
+    cast = ir.node("Cast", [rows], {"to": int(ir.DataType.FLOAT)})
+    (cast.outputs[0].dtype, cast.outputs[0].shape) = (ir.DataType.FLOAT, rows.shape)
+    rows.dtype = ir.DataType.FLOAT16
+    rows.replace_all_uses_with(cast.outputs[0])
+    cast.replace_input_with(0, rows)
+    graph.insert_after(gather, cast)
