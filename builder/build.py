@@ -199,21 +199,31 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, progress
             stacklevel=2,
         )
         return {}
+    from outrider.engines.onnxruntime import optimize
+
     made = {}
     for role in ROLES:
         progress.stage(f"fusing the {role}")
-        plain, fused = folder / model_file(role), folder / "fused" / model_file(role)
-        fused.parent.mkdir(parents=True)
-        done = fuse(source / model_file(role), fused, build.capacity)
-        progress.stage(f"comparing the fused {role} with the exported one")
-        reason = _differs(open_engines(source, manifest, build), open_engines(folder / "fused", manifest, build), role)
+        fused, final = folder / "fused" / "model.onnx", folder / "final" / model_file(role)
+        for path in (fused, final):
+            path.parent.mkdir(parents=True)
+        steady = role == "target" and manifest.models[role].precision in ("int4", "int8")
+        done = fuse(source / model_file(role), fused, build.capacity, steady=steady)
+        try:
+            optimize(fused, final)
+            shutil.rmtree(fused.parent)
+            progress.stage(f"comparing the fused {role} with the exported one")
+            reason = _differs(open_engines(source, manifest, build), open_engines(folder / "final", manifest, build), role)
+        except EngineError as error:
+            reason = str(error)
         if reason is None:
             made[role] = done
-            for name in (fused.name, fused.name + ".data"):
-                (fused.parent / name).replace(plain.parent / name)
+            for name in (final.name, final.name + ".data"):
+                (final.parent / name).replace(folder / role / name)
         else:
             warnings.warn(f"the {role} stays as exported, which is slower: {reason}", OutriderWarning, stacklevel=2)
-    shutil.rmtree(folder / "fused")
+        shutil.rmtree(fused.parent, ignore_errors=True)
+        shutil.rmtree(folder / "final")
     return made
 
 
@@ -229,13 +239,8 @@ def _differs(plain: Engines, fused: Engines, role: str) -> str | None:
         at += rows
     found = []
     for engines in (plain, fused):  # one model in memory at a time
-        try:
-            session = engines.session(role, 1)
-            found.append([session.run(*each).copy() for each in passes])
-        except EngineError as error:
-            if engines is plain:
-                raise
-            return str(error)
+        session = engines.session(role, 1)
+        found.append([session.run(*each).copy() for each in passes])
         del session
     for want, got in zip(*found, strict=True):
         finite = np.isfinite(want)

@@ -140,10 +140,17 @@ def is_rows(value: ir.Value) -> bool:
 
 
 class CachedAttention(RewriteRuleClassBase):
-    """Writing the cache, looking at its window, and attending, as one `GroupQueryAttention` over the same cache."""
+    """Writing the cache, looking at its window, and attending, as one `GroupQueryAttention` over the same cache.
 
-    def __init__(self) -> None:
+    A `steady` one never sees a single row: it gets a second one of zeros, whose output is dropped. ONNX Runtime attends with
+    other arithmetic for one row than for several, so the last bits of a row would depend on whether it is decoded alone or
+    verified in company; with weights of 4 or 8 bits, where activations are rounded to 8, they become other tokens now and
+    then. All its other kernels there give each row the same bits in any company.
+    """
+
+    def __init__(self, steady: bool) -> None:
         super().__init__("attention")
+        self._steady = steady
 
     def pattern(
         self,
@@ -200,7 +207,12 @@ class CachedAttention(RewriteRuleClassBase):
         # It rotates heads of widths that 16 divides; others come rotated.
         rotary = len(caches) == 2 and caches[0] == caches[1] and width % 16 == 0
         flat = [self._flat(op, each) for each in (*(inputs if rotary else (query, key)), value)]
-        rows = op.Shape(flat[0], start=1, end=2)
+        real = rows = op.Shape(flat[0], start=1, end=2)
+        if self._steady:
+            rows = op.Max(real, op.Constant(value_ints=[2]))
+            zero = op.Constant(value_ints=[0, 0, 0, 0])
+            pads = op.Concat(zero, op.Sub(rows, real), op.Constant(value_ints=[0]), axis=0)
+            flat = [op.Pad(each, pads) for each in flat]
         last = op.Cast(op.Sub(op.Add(positions, rows), op.Constant(value_ints=[1])), to=ir.DataType.INT32)
         total = op.Cast(op.Add(op.ReduceMax(positions, keepdims=0), op.Squeeze(rows)), to=ir.DataType.INT32)
         attended, present_key, present_value = op.GroupQueryAttention(
@@ -217,6 +229,8 @@ class CachedAttention(RewriteRuleClassBase):
             _domain=MICROSOFT,
             _outputs=3,
         )
+        if self._steady:
+            attended = op.Slice(attended, op.Constant(value_ints=[0]), real, op.Constant(value_ints=[1]))
         return op.Reshape(attended, op.Constant(value_ints=[0, 0, heads, width])), present_key, present_value
 
     def _flat(self, op: Op, value: Any) -> Any:
@@ -230,8 +244,11 @@ class CachedAttention(RewriteRuleClassBase):
         return op.Reshape(op.Transpose(value, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
 
 
-def fuse(path: Path, output: Path, capacity: int) -> dict[str, int]:
+def fuse(path: Path, output: Path, capacity: int, *, steady: bool) -> dict[str, int]:
     """Write the graph at `path`, fused for caches of `capacity` positions, as `output`, its weights beside it.
+
+    Args:
+        steady: give each row the same bits in any company, for which the cache needs a slot more than its capacity.
 
     Returns:
         how often each rewrite was made.
@@ -240,7 +257,7 @@ def fuse(path: Path, output: Path, capacity: int) -> dict[str, int]:
     model = ir.load(path)
     model.opset_imports[MICROSOFT] = 1
     done = {"norms": rms_normalization_ruleset.apply_to_model(model)}
-    rules: list[Any] = [Rotary.rule(capacity), CachedAttention.rule()]  # type: ignore[no-untyped-call]
+    rules: list[Any] = [Rotary.rule(capacity + steady), CachedAttention.rule(steady)]  # type: ignore[no-untyped-call]
     for rewrite in rules:  # in this order: attention takes rotary embeddings in
         done[rewrite.name] = RewriteRuleSet([rewrite]).apply_to_model(model)
     passes = ir.passes.Sequential(common.RemoveUnusedNodesPass(), common.CommonSubexpressionEliminationPass())

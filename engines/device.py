@@ -120,6 +120,7 @@ class Engine(ABC):
     """One compiled graph."""
 
     most_candidates: int | None = None  # the greatest K that its TopK takes, where there is one
+    spare_slots = 0  # that a step model's cache must have beyond its capacity
     recordable = True  # whether its launches may be recorded, on a device that records
 
     @abstractmethod

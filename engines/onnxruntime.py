@@ -44,6 +44,25 @@ def session_options() -> Any:
     return options
 
 
+def optimize(path: Path, output: Path) -> None:
+    """Save the graph at `path` as ONNX Runtime would run it, so that loading need not optimize it again; the weights lie
+    beside `output` and are mapped into memory from there.
+
+    Raises:
+        EngineError: it refuses the graph.
+    """
+    options = session_options()
+    options.optimized_model_filepath = str(output)
+    options.log_severity_level = 3  # it warns that such a graph is for machines like this one, which is so of convolutions
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", output.name + ".data")
+    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    options.add_session_config_entry("session.disable_prepacking", "1")  # not needed to save it, and twice the memory
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=[CPU])
+    except Exception as error:
+        raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
+
+
 class OnnxRuntime(Engines):
     """The exported graphs, as ONNX Runtime loads them."""
 
@@ -88,16 +107,14 @@ def sampler_types(name: str, vocab_rows: int, draft_rows: int) -> Want:
 class OnnxRuntimeEngine(Engine):
     """One graph."""
 
+    spare_slots = 1  # fused attention may write a row of padding there
+
     def __init__(self, path: Path, want: Want, device: Device):
         """Load `path`.
 
         Raises:
             EngineError: ONNX Runtime refuses the graph, or its tensors are not those that are wanted.
         """
-        options = session_options()
-        # Quantized weights, but activations as they are. ONNX Runtime's default, 4, rounds activations to int8, so that the
-        # last bits in which one row's attention differs from that of several become another token now and then.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         providers: list[Any] = [CPU]
         self._options: Any = None  # ONNX Runtime takes its time to look into empty ones
         if not isinstance(device, Cpu):
@@ -109,7 +126,7 @@ class OnnxRuntimeEngine(Engine):
             self._options = onnxruntime.RunOptions()
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         try:
-            self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+            self._session = onnxruntime.InferenceSession(str(path), session_options(), providers=providers)
         except Exception as error:
             raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
         if self._session.get_providers()[0] != (providers[0] if len(providers) == 1 else CUDA):

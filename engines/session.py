@@ -75,7 +75,7 @@ class Session:
         self._tensors = cache_tensors(model.layers)
         dtype, what = CACHE_TYPES[model.precision], f"a cache of {batch} x {self.capacity:,} positions"
         self._cache = {
-            tensor.past: device.zeros((batch, tensor.heads, self.capacity, tensor.width), dtype, what)
+            tensor.past: device.zeros((batch, tensor.heads, self.capacity + engine.spare_slots, tensor.width), dtype, what)
             for tensor in self._tensors
         }
         self._arena = Arena(device, {INPUT_IDS: ((batch * self.max_rows,), "int64"), POSITIONS: ((batch,), "int64")})

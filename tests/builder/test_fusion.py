@@ -73,8 +73,8 @@ def texts(bundle: Path) -> list[list[int]]:
 def test_a_graph_that_computes_otherwise_is_not_taken(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(path: Path, output: Path, capacity: int) -> dict[str, int]:
-        done = fuse(path, output, capacity)
+    def wrong(path: Path, output: Path, capacity: int, *, steady: bool) -> dict[str, int]:
+        done = fuse(path, output, capacity, steady=steady)
         model = onnx.load(output, load_external_data=False)
         for node in model.graph.node:
             for attribute in node.attribute:
@@ -120,4 +120,5 @@ def test_nothing_is_said_where_all_is_well(tiny_export: Path, tmp_path: Path) ->
         bundle = build(tiny_export, tmp_path / "bundle")
     assert made_of(bundle).rewrites["target"]["attention"] == 2
     assert not (bundle / "fused").exists()
+    assert not (bundle / "final").exists()
     assert np.array_equal(texts(bundle)[0], texts(bundle)[1])
