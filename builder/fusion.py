@@ -139,6 +139,32 @@ def is_rows(value: ir.Value) -> bool:
     return start is not None and start.name == POSITIONS and counting is not None and counting.op_type == "Range"
 
 
+def sliding_window(mask: ir.Value) -> int | None:
+    """How many keys up to its own a row sees by a mask: -1 is all, None is that the mask is of another kind.
+
+    Causal is keys <= rows; a sliding window of n adds keys > rows - n.
+    """
+    node = mask.producer()
+    if node is None:
+        return None
+    if node.op_type == "And":
+        known = [(each, constant(each)) for each in node.inputs if each is not None]
+        windows = [sliding_window(each) for each, values in known if values is None or not values.all()]
+        return None if None in windows else max(windows)  # type: ignore[type-var]
+    if node.op_type not in ("LessOrEqual", "Greater"):
+        return None
+    keys, rows = (source(each, ("Unsqueeze",)) for each in node.inputs)
+    if keys is None or keys.name != KEY_POSITIONS or rows is None:
+        return None
+    if node.op_type == "LessOrEqual":
+        return -1 if is_rows(rows) else None
+    less = rows.producer()
+    if less is None or less.op_type != "Sub":
+        return None
+    start, by = source(less.inputs[0], ("Unsqueeze",)), constant(less.inputs[1])
+    return int(by.item()) if start is not None and is_rows(start) and by is not None and by.size == 1 else None
+
+
 class CachedAttention(RewriteRuleClassBase):
     """Writing the cache, looking at its window, and attending, as one `GroupQueryAttention` over the same cache.
 
@@ -185,12 +211,8 @@ class CachedAttention(RewriteRuleClassBase):
             return refused("attention with values of another width than keys")
         if attended.producer().attributes.keys() - {"scale"}:
             return refused("attention with more attributes than a scale")
-        node = mask.producer()
-        causal = node is not None and node.op_type == "LessOrEqual"
-        if causal:
-            keys, rows = (source(each, ("Unsqueeze",)) for each in node.inputs)
-            causal = keys is not None and keys.name == KEY_POSITIONS and rows is not None and is_rows(rows)
-        return MatchResult() if causal else refused("attention with a mask that is not purely causal")
+        self._window = sliding_window(mask)
+        return refused("attention with a mask that is not causal") if self._window is None else MatchResult()
 
     def rewrite(
         self, op: Op, query: Any, key: Any, value: Any, past_key: Any, past_value: Any, positions: Any, attended: Any, **_: Any
@@ -226,6 +248,7 @@ class CachedAttention(RewriteRuleClassBase):
             kv_num_heads=kv_heads,
             scale=scale,
             do_rotary=int(rotary),
+            local_window_size=self._window,
             _domain=MICROSOFT,
             _outputs=3,
         )

@@ -12,13 +12,14 @@ import onnx
 import pytest
 
 from outrider.builder.fusion import fuse
-from outrider.engines.bundle import open_bundle
+from outrider.engines.bundle import open_bundle, open_engines
 from outrider.engines.errors import OutriderWarning
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import Build
+from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.support import build, run
+from outrider.tests.support import PAIR, build, run
 
 CAPACITY = 160
 
@@ -122,3 +123,23 @@ def test_nothing_is_said_where_all_is_well(tiny_export: Path, tmp_path: Path) ->
     assert not (bundle / "fused").exists()
     assert not (bundle / "final").exists()
     assert np.array_equal(texts(bundle)[0], texts(bundle)[1])
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, precision: str) -> None:
+    """Alone, or in a pass of 2, 3, 5 or 9 rows: what makes speculative text plain text where activations are rounded."""
+    export_pair(str(PAIR / "target"), str(PAIR / "draft"), tmp_path / "onnx", precision=precision)
+    bundle = build(tmp_path / "onnx", tmp_path / "bundle")
+    assert made_of(bundle).rewrites["target"]["attention"] == 6
+    session = open_engines(bundle, *open_bundle(bundle)).session("target", batch=1)
+    ids = np.random.default_rng(0).integers(0, session.vocab_rows, (1, CAPACITY))
+
+    def logits(rows: int) -> np.ndarray:
+        session.run(ids[:, :16], np.array([0]))
+        passes = [session.run(ids[:, at : at + rows], np.array([at]))[0].copy() for at in range(16, CAPACITY - rows + 1, rows)]
+        return np.concatenate(passes)[:135]
+
+    alone = logits(1)
+    for rows in (2, 3, 5, 9):
+        np.testing.assert_array_equal(logits(rows), alone)
+    np.testing.assert_array_equal(session.run(ids[:, -1:], np.array([CAPACITY - 1])).shape, (1, 1, session.vocab_rows))
