@@ -95,8 +95,8 @@ class OnnxRuntimeEngine(Engine):
             EngineError: ONNX Runtime refuses the graph, or its tensors are not those that are wanted.
         """
         options = session_options()
-        # Quantized weights, but activations as they are. ONNX Runtime's default, 4, rounds activations to int8, so that the
-        # last bits in which one row's attention differs from that of several become another token now and then.
+        # Of what it fuses to MatMulNBits, ONNX Runtime rounds activations to int8 by default (level 4). Its attention gives one
+        # row other last bits than several rows, and rounding makes another token of them now and then. Not so in fp32.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         providers: list[Any] = [CPU]
         self._options: Any = None  # ONNX Runtime takes its time to look into empty ones
