@@ -94,10 +94,6 @@ class OnnxRuntimeEngine(Engine):
         Raises:
             EngineError: ONNX Runtime refuses the graph, or its tensors are not those that are wanted.
         """
-        options = session_options()
-        # Of what it fuses to MatMulNBits, ONNX Runtime rounds activations to int8 by default (level 4). Its attention gives one
-        # row other last bits than several rows, and rounding makes another token of them now and then. Not so in fp32.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         providers: list[Any] = [CPU]
         self._options: Any = None  # ONNX Runtime takes its time to look into empty ones
         if not isinstance(device, Cpu):
@@ -109,7 +105,7 @@ class OnnxRuntimeEngine(Engine):
             self._options = onnxruntime.RunOptions()
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         try:
-            self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+            self._session = onnxruntime.InferenceSession(str(path), session_options(), providers=providers)
         except Exception as error:
             raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
         if self._session.get_providers()[0] != (providers[0] if len(providers) == 1 else CUDA):

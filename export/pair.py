@@ -136,7 +136,7 @@ def _export_model(
     want, layers = reference(model, sample)
     progress.stage(f"tracing the {role}")
     path.parent.mkdir()
-    program = trace(model, layers)
+    program = trace(model, layers, spare_row=rounding is not None)
     if rounding is not None:
         pack(program, model)
     program.save(path, external_data=True)

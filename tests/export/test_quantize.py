@@ -155,14 +155,14 @@ def bundles(exports: dict[str, Path]) -> dict[str, Outrider]:
 
 
 @pytest.mark.parametrize("precision", BITS)
-@pytest.mark.parametrize("prompt", ["story", "code", "multi-byte", "longer than a chunk"])
+@pytest.mark.parametrize("prompt", ["story", "code", "multi-byte"])
 def test_speculative_text_is_plain_text(bundles: dict[str, Outrider], prompt: str, precision: str) -> None:
     def tokens(k: int) -> list[int]:
-        params = SamplingParams(max_new_tokens=2 * CAPACITY)
+        params = SamplingParams(max_new_tokens=64)
         return [token for event in bundles[precision].generate(PROMPTS[prompt], params, k=k) for token in event.token_ids]
 
     plain = tokens(0)
-    assert len(plain) > 60
+    assert len(plain) == 64
     for k in K:
         assert tokens(k) == plain, k
 
@@ -180,7 +180,6 @@ def random_model(folder: Path, config: Any) -> tuple[PreTrainedModel, Source]:
         (CONFIGS["GPT-2"], set[str]()),  # Conv1D, with biases, learnt positions, a tied head
         (CONFIGS["Gemma-2"], set[str]()),  # a scaled embedding
         (CONFIGS["Qwen3-MoE"], {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}),
-        (hf.LlamaConfig(**{**COMMON, "intermediate_size": 72}), {"down_proj.weight"}),
     ],
 )
 def test_other_layers_are_rounded_or_named(tmp_path: Path, config: Any, kept: set[str]) -> None:
@@ -211,54 +210,46 @@ def test_a_tied_head_that_stays_in_fp32_stays_exact(tmp_path: Path) -> None:
     assert not torch.equal(model.get_input_embeddings().weight, head)
 
 
-def spoilt(folder: Path) -> Path:
-    """The shipped target as it was, but one input of each block is a thousandth, and its weights are a thousandfold."""
-    model = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for norm, readers in (
-                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-            ):
-                norm.weight[::32] /= 1000
-                for reader in readers:
-                    reader.weight[:, ::32] *= 1000
-    copy = Path(shutil.copytree(PAIR / "target", folder / "spoilt"))
-    model.save_pretrained(copy)
-    return copy
-
-
 def test_a_collapse_is_refused_with_the_figures(tmp_path: Path) -> None:
-    target = spoilt(tmp_path)
-    done = run("export", "--target", target, "--draft", target, "-o", tmp_path / "out", "--precision", "int4")
-    assert done.returncode == 1
-    assert "error: the weights do not bear int4: perplexity " in done.stderr
-    assert "where fp32 has 76.76" in done.stderr  # the model itself is whole
-    assert "--precision int8" in done.stderr
-    assert "Traceback" not in done.stderr
+    """Of the shipped draft, but one input of each block is a thousandth, and its weights are a thousandfold."""
+    model = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight.data[::BLOCK] /= 1000
+            for reader in readers:
+                reader.weight.data[:, ::BLOCK] *= 1000
+    spoilt = Path(shutil.copytree(PAIR / "draft", tmp_path / "spoilt"))
+    model.save_pretrained(spoilt)
+    refused = r"do not bear int4: perplexity \d.* on held-out text, where fp32 has 91\.34 and 137 is allowed"
+    with pytest.raises(ParityError, match=refused) as caught:  # the model itself is whole
+        export_pair(str(spoilt), str(spoilt), tmp_path / "out", precision="int4")
+    assert "--precision int8" in caught.value.mend
     assert [path.name for path in tmp_path.iterdir()] == ["spoilt"]
 
 
 def test_weights_that_are_no_numbers_fail_the_export(checkpoints: Path, tmp_path: Path) -> None:
-    model = llama()
-    model.model.layers[1].mlp.down_proj.weight.data[3, 3] = float("nan")
+    model = llama(num_hidden_layers=1)
+    model.model.layers[0].mlp.up_proj.weight.data[3, 3] = float("nan")
     write_checkpoint(tmp_path / "target", model)
     with pytest.raises(ParityError, match="nan"):
         export_pair(str(tmp_path / "target"), str(checkpoints / "draft"), tmp_path / "onnx", precision="int4")
 
 
-def test_console_and_tensorrt(checkpoints: Path, tmp_path: Path) -> None:
+def test_console_and_tensorrt(tmp_path: Path) -> None:
     """What `export` prints, of a pair with a layer of 48 inputs, and what TensorRT-RTX takes."""
-    for precision, head in (("int4", "int8"), ("int8", "int8")):
-        sources = ("--target", checkpoints / "target", "--draft", checkpoints / "draft")
-        done = run("export", *sources, "-o", tmp_path / precision, "--precision", precision)
-        assert done.returncode == 0, done.stderr
-        assert f"{precision} (head {head}); logits within" in done.stdout
-        assert "draft: perplexity 3" in done.stdout  # of 320 tokens that are as likely
-        assert "target: 3,072 weights stay in fp32" in done.stdout
-        assert "the first are model.layers.0.mlp.down_proj.weight" in done.stdout
+    model = write_checkpoint(tmp_path / "model", llama(hidden_size=64, num_hidden_layers=1))
+    done = run("export", "--target", model, "--draft", model, "-o", tmp_path / "int4", "--precision", "int4")
+    assert done.returncode == 0, done.stderr
+    assert "int4 (head int8); logits within" in done.stdout
+    assert "draft: perplexity 3" in done.stdout  # of 320 tokens that are as likely
+    assert "target: 3,072 weights stay in fp32" in done.stdout
+    assert "the first are model.layers.0.mlp.down_proj.weight" in done.stdout
     pytest.importorskip("tensorrt_rtx", reason="would show that quantized models build: pip install 'outrider[rtx]'")
+    export_pair(str(model), str(model), tmp_path / "int8", precision="int8")
     for precision in BITS:
         bundle = tmp_path / f"{precision}-bundle"
         build(tmp_path / precision, bundle, backend="tensorrt-rtx", capacity=100, k=[2], batch=1)
@@ -289,10 +280,9 @@ def test_options_that_do_not_go_together_are_wrong_use(
 
 def test_a_calibration_text_that_is_too_short_is_wrong_use(checkpoints: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("too short")
-    sources = ("--target", checkpoints / "target", "--draft", checkpoints / "draft", "-o", tmp_path / "out")
-    done = run("export", *sources, "--precision", "int4", "--method", "auto-round", "--calibration", tmp_path / "text")
-    assert done.returncode == 2
-    assert "error: the calibration text has" in done.stderr
+    sources = (str(checkpoints / "target"), str(checkpoints / "draft"), tmp_path / "out")
+    with pytest.raises(UsageError, match="the calibration text has 9 tokens, and at least 2,048 are needed"):
+        export_pair(*sources, precision="int4", method="auto-round", calibration=tmp_path / "text")
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
