@@ -20,13 +20,9 @@ from outrider.engines.manifest import ROLES, model_file
 from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Engines, Session
 
-TOLERANCE = {
-    "fp32": 1e-3,
-    "fp16": 2e-2,
-    "bf16": 1.6e-1,
-    "int4": 1e-1,
-    "int8": 1e-1,
-}  # of the largest logit: a few roundings of the type
+# Of the largest logit: a few roundings of the type. By quantized weights ONNX Runtime multiplies activations in int8, whose
+# rounding alone moved the shipped pair's logits by 1e-2.
+TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1.6e-1, "int4": 4e-2, "int8": 4e-2}
 CLOSE = 1e-3  # probabilities and logprobs, all computed in fp32
 SAME_CHOICES = 0.95  # choices that must be the same; rounding decides a few, at the edge of a nucleus or between two tokens
 CASES = 40  # random inputs for each shape of a sampler

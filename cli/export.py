@@ -21,13 +21,37 @@ from outrider.cli.show import progress_bar
     type=click.Choice(["fp32", "int8", "int4"]),
     help="What the weights that give the logits get, where --precision is int8 or int4.  [default: int8]",
 )
+@click.option(
+    "--method",
+    type=click.Choice(["rtn", "auto-round"]),
+    help="How weights are rounded: to the nearest, or tuned on --calibration (int4; slow).  [default: rtn]",
+)
+@click.option("--calibration", type=click.Path(path_type=Path), help="A text file like what the pair will read and write.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
-def command(target: str, draft: str, output: Path, precision: str, head_precision: str | None, as_json: bool) -> None:
+def command(
+    target: str,
+    draft: str,
+    output: Path,
+    precision: str,
+    head_precision: str | None,
+    method: str | None,
+    calibration: Path | None,
+    as_json: bool,
+) -> None:
     """Export a checkpoint pair as standard ONNX, each graph checked against its checkpoint."""
     from outrider.export.pair import export_pair
 
     with progress_bar() as progress:
-        manifest = export_pair(target, draft, output, precision=precision, head_precision=head_precision, progress=progress)
+        manifest = export_pair(
+            target,
+            draft,
+            output,
+            precision=precision,
+            head_precision=head_precision,
+            method=method,
+            calibration=calibration,
+            progress=progress,
+        )
     if as_json:
         click.echo(manifest.encode().decode(), nl=False)
         return
@@ -44,7 +68,7 @@ def command(target: str, draft: str, output: Path, precision: str, head_precisio
         click.echo(f"{role}: perplexity {parity.perplexity:.4g} on held-out text, {parity.reference_perplexity:.4g} in fp32")
         if rounded.kept:
             click.echo(
-                f"{role}: {sum(rounded.kept.values()):,} weights stay in fp32, in no linear layer or of an input size that"
-                f" 16 does not divide; the first are {next(iter(rounded.kept))}"
+                f"{role}: {sum(rounded.kept.values()):,} weights stay in fp32: in no linear layer, with a number of inputs"
+                f" that 32 does not divide, or as asked; the first are {next(iter(rounded.kept))}"
             )
     click.echo(f"wrote {output}")

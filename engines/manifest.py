@@ -69,7 +69,7 @@ class Parity(Struct, frozen=True):
 class Quantization(Struct, frozen=True):
     """How a model's weights were rounded: in blocks along the input dimension, each with a scale in fp32."""
 
-    method: str  # rtn (round to nearest)
+    method: str  # rtn (round to nearest) or auto-round
     head_precision: str  # int4, int8 or fp32: of the product that gives the logits
     weights: int  # that were rounded
     kept: dict[str, int]  # matrices left in fp32, without embeddings, and how many weights each has

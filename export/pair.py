@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.engines.contract import CONTRACT_VERSION, SAMPLERS
-from outrider.engines.errors import UnsupportedModelError, UsageError
+from outrider.engines.errors import UnsupportedModelError
 from outrider.engines.folder import digest_all, staged
 from outrider.engines.manifest import (
     CHAT_TEMPLATE,
@@ -40,7 +40,7 @@ from outrider.export.parity import (
     reference,
     sample_tokens,
 )
-from outrider.export.quantize import BITS, pack, quantize_model
+from outrider.export.quantize import Rounding, pack, quantize_model
 from outrider.export.sampler import sampler
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.step_model import trace
@@ -54,21 +54,21 @@ def export_pair(
     *,
     precision: str,
     head_precision: str | None = None,
+    method: str | None = None,
+    calibration: Path | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
     """Export both models of a pair into the folder `output`, and return its manifest.
 
-    One model is in memory at a time. The folder is written whole or not at all. `head_precision` is for int4 and int8,
-    and int8 unless said otherwise: the head is what rounding harms most, as nothing after it evens its errors out.
+    One model is in memory at a time. The folder is written whole or not at all. `head_precision`, `method` and
+    `calibration`, a text, are for int4 and int8 (`Rounding`).
 
     Raises:
-        UsageError: `head_precision` does not go with the precision.
+        UsageError: these three do not go with the precision or with each other.
         SourceError, UnsupportedModelError, VocabularyMismatchError, ParityError: the pair cannot be exported.
         FolderError: the output cannot be written.
     """
-    if head_precision is not None and precision not in BITS:
-        raise UsageError(f"--head-precision does not go with --precision {precision}", "give --precision int4 or int8, too")
-    head_precision = head_precision or "int8"
+    rounding = Rounding.asked(precision, head_precision, method, calibration)
     sources = {"target": Source.parse(target), "draft": Source.parse(draft)}
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():
@@ -81,9 +81,7 @@ def export_pair(
         generation = None
         for role, source in sources.items():
             path, tokens = folder / model_file(role), max(vocabulary) + 1
-            models[role], defaults = _export_model(
-                source, path, precision, head_precision, tokens, tokenizers[role], role, progress
-            )
+            models[role], defaults = _export_model(source, path, precision, rounding, tokens, tokenizers[role], role, progress)
             generation = generation or defaults
         _write_text(folder, tokenizers["target"])
         _write_samplers(folder, models["target"].vocab_rows, models["draft"].vocab_rows)
@@ -105,7 +103,7 @@ def _export_model(
     source: Source,
     path: Path,
     precision: str,
-    head_precision: str,
+    rounding: Rounding | None,
     tokens: int,
     tokenizer: TokenizerFiles,
     role: str,
@@ -127,19 +125,19 @@ def _export_model(
     quantization = None
     pieces: list[torch.Tensor] = []
     reference_perplexity = 0.0
-    if precision in BITS:
+    if rounding is not None:
         pieces = heldout_tokens(tokenizer, positions)
         progress.stage(f"reading held-out text with the {role}")
         reference_perplexity = perplexity(_eager(model, pieces), pieces)
         progress.stage(f"quantizing the {role}")
-        quantization = quantize_model(model, precision, head_precision)
+        quantization = quantize_model(model, rounding, tokenizer, positions)
     sample = sample_tokens(tokens)
     progress.stage(f"running the {role}")
     want, layers = reference(model, sample)
     progress.stage(f"tracing the {role}")
     path.parent.mkdir()
-    program = trace(model, layers)
-    if quantization is not None:
+    program = trace(model, layers, spare_row=rounding is not None)
+    if rounding is not None:
         pack(program, model)
     program.save(path, external_data=True)
     del model, program
@@ -147,10 +145,10 @@ def _export_model(
     progress.stage(f"checking the {role}'s graph against the checkpoint")
     exported = Exported(path, layers, precision)
     parity = compare(want, exported.logits(sample), precision)
-    if quantization is not None:
+    if rounding is not None:
         progress.stage(f"reading held-out text with the {role}'s graph")
         found = perplexity((exported.logits(piece, [piece.shape[1]]) for piece in pieces), pieces)
-        parity = check_perplexity(parity, found, reference_perplexity, precision, head_precision)
+        parity = check_perplexity(parity, found, reference_perplexity, rounding)
     entry = Model(
         source=source.name,
         architecture=architecture,

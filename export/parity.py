@@ -21,6 +21,7 @@ from outrider.engines.manifest import Parity
 from outrider.engines.onnxruntime import CPU, first_line, session_options
 from outrider.engines.session import Floats
 from outrider.export.heldout import TEXT
+from outrider.export.quantize import Rounding
 from outrider.export.source import TokenizerFiles
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows of each run: prefill, decode and verify shapes, none a multiple of another
@@ -192,17 +193,17 @@ def compare(want: Floats, got: Floats, precision: str) -> Parity:
     )
 
 
-def check_perplexity(parity: Parity, found: float, reference: float, precision: str, head_precision: str) -> Parity:
+def check_perplexity(parity: Parity, found: float, reference: float, rounding: Rounding) -> Parity:
     """`parity` with the two figures.
 
     Raises:
         ParityError: the quantized model is no longer the checkpoint.
     """
-    allowed = reference * COLLAPSE["int4" if "int4" in (precision, head_precision) else "int8"]
+    allowed = reference * COLLAPSE["int4" if "int4" in (rounding.precision, rounding.head_precision) else "int8"]
     if not found <= allowed:  # a NaN fails too
         raise ParityError(
-            f"the weights do not bear {precision}: perplexity {found:.4g} on held-out text, {reference:.4g} in fp32, and"
-            f" {allowed:.4g} is allowed",
-            "export with --head-precision fp32, or with --precision int8; else with fp32, fp16 or bf16",
+            f"the weights do not bear {rounding.precision}: perplexity {found:.4g} on held-out text, where fp32 has"
+            f" {reference:.4g} and {allowed:.4g} is allowed",
+            "export with --head-precision fp32, --method auto-round, or --precision int8; else with fp32, fp16 or bf16",
         )
     return msgspec.structs.replace(parity, perplexity=found, reference_perplexity=reference)

@@ -41,6 +41,7 @@ class _Trace:
 
     rows: torch.Tensor  # int64 [B, S], the absolute index of each row
     keys: torch.Tensor  # int64 [L], of each key
+    spare_row: bool = False  # attention computes its last row twice
     attended: int = 0  # calls of step_attention
 
 
@@ -68,17 +69,24 @@ def step_attention(
     """One ONNX `Attention` node: query [B, H, S, D], key and value [B, Hkv, L, D] -> [B, S, H, D]."""
     if attention_mask is None or attention_mask.dtype != torch.bool:
         raise UnsupportedModelError(f"{type(module).__name__} asks for attention without a causal mask")
-    _current.get().attended += 1
+    trace = _current.get()
+    trace.attended += 1
     for name in ("s_aux", "position_bias"):
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses `{name}`, which ONNX Attention cannot express")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    rows = query.shape[2]
+    if trace.spare_row:
+        query = torch.cat([query, query[:, :, -1:]], 2)
+        attention_mask = torch.cat([attention_mask, attention_mask[:, :, -1:]], 2)
     if softcap is None:
         shape = (*query.shape[:-1], value.shape[-1])
         inputs = (query, key, value, attention_mask)
         output = symbolic("Attention", inputs, {"scale": scale}, dtype=query.dtype, shape=shape, version=OPSET)
     else:
         output = _softcapped(query, key, value, attention_mask, scale, softcap)
+    if trace.spare_row:
+        output = output[:, :, :rows]
     return output.transpose(1, 2), None
 
 
@@ -154,16 +162,17 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 class StepModel(nn.Module):
     """The module that is traced: the tensors of `engines.contract` in, `logits` and the present caches out."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, spare_row: bool):
         super().__init__()
         self.model = model
+        self.spare_row = spare_row
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, *past: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         rows = positions[:, None] + torch.arange(input_ids.shape[1])
         layers = [StepLayer(past[i], past[i + 1], positions, key_positions) for i in range(0, len(past), 2)]
-        trace = _Trace(rows, key_positions)
+        trace = _Trace(rows, key_positions, self.spare_row)
         token = _current.set(trace)
         try:
             output = self.model(input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True)
@@ -174,10 +183,13 @@ class StepModel(nn.Module):
         return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> torch.onnx.ONNXProgram:
+def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]], spare_row: bool = False) -> torch.onnx.ONNXProgram:
     """An ONNX program of `model` with dynamic batch, rows, window and capacity.
 
     `layers` holds (key/value heads, key width, value width) for each layer. The weights are referenced, not copied.
+    With `spare_row`, no attention is computed of a single row. ONNX Runtime's CPU provider gives one row other last bits
+    than several, and before it multiplies by quantized weights it rounds activations to int8, so that one step of rounding
+    would be what was a last bit; its product itself gives every row the same bits, however many there are.
 
     Raises:
         UnsupportedModelError: the model does something that the graph cannot express.
@@ -201,7 +213,7 @@ def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]]) -> torch.o
     try:
         model.set_attn_implementation(ATTENTION)
         program = torch.onnx.export(
-            StepModel(model).eval(),
+            StepModel(model, spare_row).eval(),
             inputs,
             dynamo=True,
             opset_version=OPSET,

@@ -1,0 +1,301 @@
+"""Weights of int4 and int8: the arithmetic, the graph, what ONNX Runtime and TensorRT-RTX make of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers as hf
+from onnx import TensorProto, numpy_helper
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from outrider.engines.errors import ParityError, UsageError
+from outrider.engines.folder import check_files, read_manifest
+from outrider.engines.onnxruntime import session_options
+from outrider.export.pair import export_pair
+from outrider.export.parity import Exported, reference, sample_tokens
+from outrider.export.quantize import BLOCK, REACHES, Rounding, dequantize, pack, quantize, quantize_model
+from outrider.export.source import Source, load_model, load_tokenizer
+from outrider.export.step_model import trace
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.export.test_architectures import COMMON, CONFIGS
+from outrider.tests.runtime.test_golden import CAPACITY, CHUNK, PROMPTS, K
+from outrider.tests.support import PAIR, build, llama, reseal, run, write_checkpoint
+
+BITS = {"int4": 4, "int8": 8}
+TYPES = {"int4": TensorProto.INT4, "int8": TensorProto.INT8}
+Array = npt.NDArray[Any]
+
+
+def written_out(weight: Array, bits: int) -> Array:
+    """The quantized weights, [K, N], a block at a time in float64."""
+    most, rounded = 2 ** (bits - 1), np.zeros(weight.T.shape)
+    for output, row in enumerate(weight.astype(np.float64)):
+        for first in range(0, len(row), BLOCK):
+            w = row[first : first + BLOCK]
+            candidates = []
+            for reach in REACHES[bits]:
+                q = np.clip(np.round(w / max(abs(w).max(), 1e-30) * ((most - 1) * reach)), -most, most - 1)
+                scale = (w @ q) / (q @ q) if q.any() else 1.0
+                candidates.append((((w - q * scale) ** 2).sum(), tuple(q * scale)))
+            rounded[first : first + BLOCK, output] = min(candidates)[1]
+    return rounded
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_is_that_of_the_formula(bits: int) -> None:
+    weight = torch.from_numpy(np.random.default_rng(0).standard_t(3, (7, 96)).astype(np.float32))
+    weight[0, :BLOCK] = 0  # a block of nothing, one of hardly anything, and one of hardly less than everything
+    weight[1, :BLOCK] *= 1e-30
+    weight[2, :BLOCK] *= 1e30
+    quantized, scale = quantize(weight, bits)
+    assert quantized.dtype == torch.int8
+    assert scale.shape == (3, 7)
+    assert (scale > 0).all()  # TensorRT takes no others
+    assert quantized.min() >= -(2 ** (bits - 1))
+    assert quantized.max() <= 2 ** (bits - 1) - 1
+    want = written_out(weight.numpy(), bits)
+    np.testing.assert_allclose(dequantize(quantized, scale).numpy(), want, rtol=1e-4)
+    by_hand = quantized.numpy().astype(np.float64) * np.repeat(scale.numpy(), BLOCK, axis=0)
+    np.testing.assert_allclose(dequantize(quantized, scale).numpy(), by_hand, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped pair in int4, and in int8 with a head of int4."""
+    folder = tmp_path_factory.mktemp("quantized")
+    for precision, head in (("int4", None), ("int8", "int4")):
+        options: dict[str, Any] = {"precision": precision, "head_precision": head}
+        export_pair(str(PAIR / "target"), str(PAIR / "draft"), folder / precision, **options)
+    return {precision: folder / precision for precision in BITS}
+
+
+HEADS = {"int4": "int8", "int8": "int4"}
+
+
+@pytest.mark.parametrize("precision", BITS)
+def test_the_graph_has_the_rounded_weights_and_the_embedding_of_before(exports: dict[str, Path], precision: str) -> None:
+    path = exports[precision] / "draft" / "model.onnx"
+    onnx.checker.check_model(str(path))
+    graph = onnx.load(path).graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    nodes = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    assert {node.domain for node in graph.node} <= {"", "ai.onnx"}
+    checkpoint = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32)
+    modules = dict(checkpoint.named_modules())
+    for node in nodes:
+        options = {each.name: each.i for each in node.attribute}
+        assert (options["axis"], options["block_size"], len(node.input)) == (0, BLOCK, 2)
+        name = node.input[0].removeprefix("model.").removesuffix(".quantized")
+        kind = HEADS[precision] if name == "lm_head" else precision
+        tensor, scale = tensors[node.input[0]], tensors[node.input[1]]
+        assert (tensor.data_type, scale.data_type) == (TYPES[kind], TensorProto.FLOAT)
+        quantized, want = quantize(modules.pop(name).weight.detach(), BITS[kind])
+        assert (numpy_helper.to_array(tensor).astype(np.int8) == quantized.numpy()).all()
+        assert (numpy_helper.to_array(scale) == want.numpy()).all()
+    assert not any(isinstance(module, torch.nn.Linear) for module in modules.values())  # all of them were met
+    table = numpy_helper.to_array(tensors["model.model.embed_tokens.weight"])
+    assert table.dtype == np.float16
+    np.testing.assert_allclose(table, checkpoint.model.embed_tokens.weight.detach(), rtol=2**-11, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", BITS)
+def test_the_file_and_the_manifest_say_what_was_done(exports: dict[str, Path], precision: str) -> None:
+    manifest = read_manifest(exports[precision])
+    check_files(exports[precision], manifest)
+    for role, model in manifest.models.items():
+        parity, rounded = model.parity, model.quantization
+        assert rounded is not None
+        assert (model.precision, rounded.head_precision, rounded.method) == (precision, HEADS[precision], "rtn")
+        assert rounded.kept == {}
+        config = json.loads((PAIR / role / "config.json").read_text())
+        table = config["vocab_size"] * config["hidden_size"]
+        blocks = rounded.weights - table
+        assert 0 < blocks < model.parameters
+        bits = {"int4": 4 + 32 / 32, "int8": 8 + 32 / 32}  # with the scale's share
+        want = (blocks * bits[precision] + table * bits[HEADS[precision]] + table * 16) / 8
+        size = (exports[precision] / role / "model.onnx.data").stat().st_size
+        assert want <= size <= 1.03 * want + 50_000  # norms, alignment
+        assert parity.max_abs_diff <= parity.tolerance < 0.01
+        assert parity.perplexity is not None
+        assert parity.reference_perplexity is not None
+        assert 20 < parity.reference_perplexity < 200  # of 4,096 tokens, on text unlike what it was trained on
+        assert 0.9 < parity.perplexity / parity.reference_perplexity < 1.1
+
+
+@pytest.mark.parametrize("precision", BITS)
+def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Path, precision: str) -> None:
+    options = session_options()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(str(exports[precision] / "draft" / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    nodes = onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node
+    bits = [attribute.i for node in nodes for attribute in node.attribute if attribute.name == "bits"]
+    assert sorted(bits) == sorted([BITS[precision]] * 14 + [BITS[HEADS[precision]]])
+    assert not any(node.op_type == "DequantizeLinear" for node in nodes)
+
+
+@pytest.fixture(scope="module")
+def bundles(exports: dict[str, Path]) -> dict[str, Outrider]:
+    made = {}
+    for precision, export in exports.items():
+        bundle = build(export, export.with_name(f"{precision}-bundle"), capacity=CAPACITY, max_prompt_chunk=CHUNK, k=list(K))
+        reseal(bundle, generation=msgspec.structs.replace(read_manifest(bundle).generation, eos_token_ids=[]))
+        made[precision] = Outrider.load(bundle)
+    return made
+
+
+@pytest.mark.parametrize("precision", BITS)
+@pytest.mark.parametrize("prompt", ["story", "code", "multi-byte"])
+def test_speculative_text_is_plain_text(bundles: dict[str, Outrider], prompt: str, precision: str) -> None:
+    def tokens(k: int) -> list[int]:
+        params = SamplingParams(max_new_tokens=64)
+        return [token for event in bundles[precision].generate(PROMPTS[prompt], params, k=k) for token in event.token_ids]
+
+    plain = tokens(0)
+    assert len(plain) == 64
+    for k in K:
+        assert tokens(k) == plain, k
+
+
+def random_model(folder: Path, config: Any) -> tuple[PreTrainedModel, Source]:
+    torch.manual_seed(0)
+    made = hf.AutoModelForCausalLM.from_config(config)
+    source = Source.parse(str(write_checkpoint(folder / "model", made)))
+    return load_model(source, "int4"), source
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (CONFIGS["GPT-2"], set[str]()),  # Conv1D, with biases, learnt positions, a tied head
+        (CONFIGS["Gemma-2"], set[str]()),  # a scaled embedding
+        (CONFIGS["Qwen3-MoE"], {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}),
+    ],
+)
+def test_other_layers_are_rounded_or_named(tmp_path: Path, config: Any, kept: set[str]) -> None:
+    model, source = random_model(tmp_path, config)
+    embedding = model.get_input_embeddings().weight.detach().clone()
+    rounded = quantize_model(model, Rounding("int4", "int4"), load_tokenizer(source), None)
+    assert {each.split(".mlp.")[1] for each in rounded.kept} == kept
+    np.testing.assert_allclose(model.get_input_embeddings().weight, embedding, rtol=2**-11, atol=1e-7)
+    tokens = sample_tokens(320)
+    want, layers = reference(model, tokens)
+    program = trace(model, layers)
+    pack(program, model)
+    program.save(tmp_path / "graph.onnx", external_data=True)
+    got = Exported(tmp_path / "graph.onnx", layers, "int4").logits(tokens)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    graph = onnx.load(tmp_path / "graph.onnx").graph
+    assert sum(tensor.data_type == TensorProto.INT4 for tensor in graph.initializer) > 0
+    weights = sum(np.prod(tensor.dims) for tensor in graph.initializer if tensor.data_type == TensorProto.INT4)
+    assert weights == rounded.weights
+
+
+def test_a_tied_head_that_stays_in_fp32_stays_exact(tmp_path: Path) -> None:
+    model, source = random_model(tmp_path, hf.LlamaConfig(**COMMON, tie_word_embeddings=True))
+    head = model.get_output_embeddings().weight.detach().clone()
+    rounded = quantize_model(model, Rounding("int4", "fp32"), load_tokenizer(source), None)
+    assert list(rounded.kept) == ["lm_head.weight"]
+    assert torch.equal(model.get_output_embeddings().weight, head)
+    assert not torch.equal(model.get_input_embeddings().weight, head)
+
+
+def test_a_collapse_is_refused_with_the_figures(tmp_path: Path) -> None:
+    """Of the shipped draft, but one input of each block is a thousandth, and its weights are a thousandfold."""
+    model = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            norm.weight.data[::BLOCK] /= 1000
+            for reader in readers:
+                reader.weight.data[:, ::BLOCK] *= 1000
+    spoilt = Path(shutil.copytree(PAIR / "draft", tmp_path / "spoilt"))
+    model.save_pretrained(spoilt)
+    refused = r"do not bear int4: perplexity \d.* on held-out text, where fp32 has 91\.34 and 137 is allowed"
+    with pytest.raises(ParityError, match=refused) as caught:  # the model itself is whole
+        export_pair(str(spoilt), str(spoilt), tmp_path / "out", precision="int4")
+    assert "--precision int8" in caught.value.mend
+    assert [path.name for path in tmp_path.iterdir()] == ["spoilt"]
+
+
+def test_weights_that_are_no_numbers_fail_the_export(checkpoints: Path, tmp_path: Path) -> None:
+    model = llama(num_hidden_layers=1)
+    model.model.layers[0].mlp.up_proj.weight.data[3, 3] = float("nan")
+    write_checkpoint(tmp_path / "target", model)
+    with pytest.raises(ParityError, match="nan"):
+        export_pair(str(tmp_path / "target"), str(checkpoints / "draft"), tmp_path / "onnx", precision="int4")
+
+
+def test_console_and_tensorrt(tmp_path: Path) -> None:
+    """What `export` prints, of a pair with a layer of 48 inputs, and what TensorRT-RTX takes."""
+    model = write_checkpoint(tmp_path / "model", llama(hidden_size=64, num_hidden_layers=1))
+    done = run("export", "--target", model, "--draft", model, "-o", tmp_path / "int4", "--precision", "int4")
+    assert done.returncode == 0, done.stderr
+    assert "int4 (head int8); logits within" in done.stdout
+    assert "draft: perplexity 3" in done.stdout  # of 320 tokens that are as likely
+    assert "target: 3,072 weights stay in fp32" in done.stdout
+    assert "the first are model.layers.0.mlp.down_proj.weight" in done.stdout
+    pytest.importorskip("tensorrt_rtx", reason="would show that quantized models build: pip install 'outrider[rtx]'")
+    export_pair(str(model), str(model), tmp_path / "int8", precision="int8")
+    for precision in BITS:
+        bundle = tmp_path / f"{precision}-bundle"
+        build(tmp_path / precision, bundle, backend="tensorrt-rtx", capacity=100, k=[2], batch=1)
+        manifest = read_manifest(bundle)
+        check_files(bundle, manifest)
+        assert manifest.models["target"].precision == precision
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp16", "head_precision": "int8"}, "--head-precision does not go with --precision fp16"),
+        ({"precision": "fp32", "method": "rtn"}, "--method does not go with --precision fp32"),
+        ({"precision": "fp32", "calibration": Path("x")}, "--calibration does not go with --precision fp32"),
+        ({"precision": "int4", "method": "auto-round"}, "--method auto-round and --calibration go together"),
+        ({"precision": "int4", "calibration": Path("x")}, "--method auto-round and --calibration go together"),
+        ({"precision": "int8", "method": "auto-round", "calibration": Path("x")}, "auto-round is for --precision int4"),
+        ({"precision": "int4", "method": "auto-round", "calibration": Path("/no/such")}, "cannot read /no/such"),
+    ],
+)
+def test_options_that_do_not_go_together_are_wrong_use(
+    checkpoints: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        export_pair(str(checkpoints / "target"), str(checkpoints / "draft"), tmp_path / "onnx", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_calibration_text_that_is_too_short_is_wrong_use(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("too short")
+    sources = (str(checkpoints / "target"), str(checkpoints / "draft"), tmp_path / "out")
+    with pytest.raises(UsageError, match="the calibration text has 9 tokens, and at least 2,048 are needed"):
+        export_pair(*sources, precision="int4", method="auto-round", calibration=tmp_path / "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_auto_round_is_nearer_to_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("auto_round", reason="would show that AutoRound helps: pip install 'outrider[quantize]'")
+    sources = (str(PAIR / "draft"), str(PAIR / "draft"))
+    tuned = export_pair(
+        *sources, tmp_path / "tuned", precision="int4", method="auto-round", calibration=PAIR / "heldout.jsonl"
+    ).models["target"]
+    plain = export_pair(*sources, tmp_path / "plain", precision="int4").models["target"]
+    assert tuned.quantization is not None
+    assert tuned.quantization.method == "auto-round"
+    assert tuned.parity.perplexity is not None
+    assert plain.parity.perplexity is not None
+    assert tuned.parity.perplexity < plain.parity.perplexity
