@@ -207,8 +207,7 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, progress
         fused, final = folder / "fused" / "model.onnx", folder / "final" / model_file(role)
         for path in (fused, final):
             path.parent.mkdir(parents=True)
-        steady = role == "target" and manifest.models[role].precision in ("int4", "int8")
-        done = fuse(source / model_file(role), fused, build.capacity, steady=steady)
+        done = fuse(source / model_file(role), fused, build.capacity)
         try:
             optimize(fused, final)
             shutil.rmtree(fused.parent)

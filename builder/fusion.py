@@ -165,6 +165,30 @@ def sliding_window(mask: ir.Value) -> int | None:
     return int(by.item()) if start is not None and is_rows(start) and by is not None and by.size == 1 else None
 
 
+class SpareRow(RewriteRuleClassBase):
+    """The attention that an export of 4 or 8 bits computes twice for its last row is computed once again: `CachedAttention`
+    sees to it otherwise that no row is alone."""
+
+    def __init__(self) -> None:
+        super().__init__("spare rows", remove_nodes=False)  # all layers share the longer mask
+
+    def pattern(
+        self, op: Op, query: Any, last: Any, keys: Any, values: Any, mask: Any, last_mask: Any, start: Any, end: Any, axes: Any
+    ) -> Any:
+        inputs = op.Concat(query, last, axis=2), keys, values, op.Concat(mask, last_mask, axis=2)
+        attended = op.Attention(*inputs, _allow_other_attributes=True, _outputs=["attended"])
+        return op.Slice(attended, start, end, axes, _allow_other_inputs=True)
+
+    def check(self, context: Any, query: Any, last: Any, mask: Any, last_mask: Any, **_: Any) -> MatchResult:  # type: ignore[override]
+        for whole, part in ((query, last), (mask, last_mask)):
+            if source(part, ("Slice",)) is not whole:
+                return refused("attention of rows and others")
+        return MatchResult()
+
+    def rewrite(self, op: Op, query: Any, keys: Any, values: Any, mask: Any, attended: Any, **_: Any) -> Any:
+        return op.Attention(query, keys, values, mask, **attended.producer().attributes)
+
+
 class CachedAttention(RewriteRuleClassBase):
     """Writing the cache, looking at its window, and attending, as one `GroupQueryAttention` over the same cache.
 
@@ -267,11 +291,8 @@ class CachedAttention(RewriteRuleClassBase):
         return op.Reshape(op.Transpose(value, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
 
 
-def fuse(path: Path, output: Path, capacity: int, *, steady: bool) -> dict[str, int]:
-    """Write the graph at `path`, fused for caches of `capacity` positions, as `output`, its weights beside it.
-
-    Args:
-        steady: give each row the same bits in any company, for which the cache needs a slot more than its capacity.
+def fuse(path: Path, output: Path, capacity: int) -> dict[str, int]:
+    """Write the graph at `path`, fused for caches of `capacity` positions and a spare one, as `output`, its weights beside it.
 
     Returns:
         how often each rewrite was made.
@@ -280,7 +301,8 @@ def fuse(path: Path, output: Path, capacity: int, *, steady: bool) -> dict[str, 
     model = ir.load(path)
     model.opset_imports[MICROSOFT] = 1
     done = {"norms": rms_normalization_ruleset.apply_to_model(model)}
-    rules: list[Any] = [Rotary.rule(capacity + steady), CachedAttention.rule(steady)]  # type: ignore[no-untyped-call]
+    steady = RewriteRuleSet([SpareRow.rule()]).apply_to_model(model) > 0  # type: ignore[no-untyped-call]
+    rules: list[Any] = [Rotary.rule(capacity + 1), CachedAttention.rule(steady)]  # type: ignore[no-untyped-call]
     for rewrite in rules:  # in this order: attention takes rotary embeddings in
         done[rewrite.name] = RewriteRuleSet([rewrite]).apply_to_model(model)
     passes = ir.passes.Sequential(common.RemoveUnusedNodesPass(), common.CommonSubexpressionEliminationPass())

@@ -74,8 +74,8 @@ def texts(bundle: Path) -> list[list[int]]:
 def test_a_graph_that_computes_otherwise_is_not_taken(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(path: Path, output: Path, capacity: int, *, steady: bool) -> dict[str, int]:
-        done = fuse(path, output, capacity, steady=steady)
+    def wrong(path: Path, output: Path, capacity: int) -> dict[str, int]:
+        done = fuse(path, output, capacity)
         model = onnx.load(output, load_external_data=False)
         for node in model.graph.node:
             for attribute in node.attribute:
