@@ -6,21 +6,16 @@ ONNX Runtime's are measured at once; TensorRT's may be built where no GPU is.
 from __future__ import annotations
 
 import shutil
-import statistics
-import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
+from outrider.builder.measure import measure
+from outrider.builder.onnxruntime import fuse_pair, package_version
 from outrider.builder.profiles import sampler_profiles, step_profiles
 from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_options, facts
-from outrider.engines.bundle import open_engines
-from outrider.engines.contract import CANDIDATES, SAMPLERS, cache_tensors, sampler_tensors, window_buckets
-from outrider.engines.device import Device, Engine, host_buffer
-from outrider.engines.errors import EngineError, FolderError, OutriderWarning, UsageError
+from outrider.engines.contract import SAMPLERS, cache_tensors, window_buckets
+from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import check_files, digest_all, read_manifest, staged
 from outrider.engines.manifest import (
     ENGINES,
@@ -28,7 +23,6 @@ from outrider.engines.manifest import (
     ROLES,
     TENSORRT,
     Build,
-    Cost,
     Manifest,
     Profile,
     engine_file,
@@ -36,13 +30,9 @@ from outrider.engines.manifest import (
     sampler_file,
 )
 from outrider.engines.progress import SILENT, Progress
-from outrider.engines.session import Engines, Session
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
-TIMED_RUNS = 7
-# Of the largest logit: another order of the same sums, which rounded activations make more of.
-FUSED_TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}
 MOST_ELEMENTS = 2**40  # of a tensor, in TensorRT
 
 
@@ -96,7 +86,7 @@ def build_engine(
         _copy(source, folder, output, manifest, package is None, progress)
         build = Build(
             backend=backend,
-            backend_version=_backend_version() if package is None else package.version,
+            backend_version=package_version() if package is None else package.version,
             device=device or "cpu" if package is None else _device(package, options),
             k=k,
             capacity=capacity,
@@ -112,10 +102,10 @@ def build_engine(
         if package is not None:
             _compile(source, folder, manifest, build, package, options, progress)
         else:
-            build = msgspec.structs.replace(build, rewrites=_fuse(source, folder, manifest, build, progress))
+            build = msgspec.structs.replace(build, rewrites=fuse_pair(source, folder, manifest, build, progress))
         manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
         try:
-            build = msgspec.structs.replace(build, costs=_measure(folder, manifest, build, progress))
+            build = msgspec.structs.replace(build, costs=measure(folder, manifest, build, progress))
         except EngineError as error:
             if backend != "tensorrt-rtx":
                 raise
@@ -182,73 +172,6 @@ def _compile(
         build_plan(job, name, asked, progress)
 
 
-def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, int]]:
-    """Put graphs with ONNX Runtime's own operators in the place of the exported ones, where they compute the same.
-
-    Returns:
-        for each model that was rewritten, how often each rewrite was made.
-    """
-    if build.device != "cpu" or build.batch > 1:
-        return {}  # on CUDA the exported attention has fused kernels; GroupQueryAttention does not verify a batch
-    try:
-        from outrider.builder.fusion import fuse
-    except ImportError as error:
-        warnings.warn(
-            f"the graphs stay as exported, which is slower: {error}; pip install 'outrider[build]' fuses them",
-            OutriderWarning,
-            stacklevel=2,
-        )
-        return {}
-    from outrider.engines.onnxruntime import optimize
-
-    made = {}
-    for role in ROLES:
-        progress.stage(f"fusing the {role}")
-        fused, final = folder / "fused" / "model.onnx", folder / "final" / model_file(role)
-        for path in (fused, final):
-            path.parent.mkdir(parents=True)
-        done = fuse(source / model_file(role), fused, build.capacity)
-        try:
-            optimize(fused, final)
-            shutil.rmtree(fused.parent)
-            progress.stage(f"comparing the fused {role} with the exported one")
-            reason = _differs(open_engines(source, manifest, build), open_engines(folder / "final", manifest, build), role)
-        except EngineError as error:
-            reason = str(error)
-        if reason is None:
-            made[role] = done
-            for name in (final.name, final.name + ".data"):
-                (final.parent / name).replace(folder / role / name)
-        else:
-            warnings.warn(f"the {role} stays as exported, which is slower: {reason}", OutriderWarning, stacklevel=2)
-        shutil.rmtree(fused.parent, ignore_errors=True)
-        shutil.rmtree(folder / "final")
-    return made
-
-
-def _differs(plain: Engines, fused: Engines, role: str) -> str | None:
-    """Why a fused graph may not stand for the exported one, if it may not."""
-    build, model = plain.build, plain.manifest.models[role]
-    sizes = [min(build.max_prompt_chunk, 16), 2, 1, build.k[-1] + 1]
-    random = np.random.default_rng(0)
-    passes, at = [], 0
-    for rows in sizes:
-        at = min(at, build.capacity - rows)
-        passes.append((random.integers(0, model.vocab_rows, (1, rows)), np.array([at])))
-        at += rows
-    found = []
-    for engines in (plain, fused):  # one model in memory at a time
-        session = engines.session(role, 1)
-        found.append([session.run(*each).copy() for each in passes])
-        del session
-    for want, got in zip(*found, strict=True):
-        finite = np.isfinite(want)
-        allowed = FUSED_TOLERANCE[model.precision] * max(1.0, float(np.abs(want[finite]).max(initial=0)))
-        if (finite != np.isfinite(got)).any() or (np.abs(want[finite] - got[finite]) > allowed).any():
-            return f"fused, its logits would differ by more than {allowed:.2g}"
-    return None
-
-
 def _check(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: int) -> None:
     if not k or k[0] < 1:
         raise UsageError(f"k is {k or 'empty'}; each must be at least 1", "give for example --k 1,2,4,8; 0 is always there")
@@ -284,76 +207,3 @@ def _copy(source: Path, folder: Path, output: Path, manifest: Manifest, graphs: 
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
         progress.advance(entry.size)
-
-
-def _backend_version() -> str:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise EngineError(f"onnxruntime cannot be imported: {error}", "pip install 'outrider[cpu]'") from error
-    version: str = onnxruntime.__version__
-    return version
-
-
-def _measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, Cost]]:
-    """The cost of every pass that a round may make; that the engines run at all is checked with it."""
-    engines = open_engines(folder, manifest, build)
-    passes = [k + 1 for k in build.k]
-    costs = {}
-    for role in ROLES:
-        progress.stage(f"measuring the {role}")
-        session = engines.session(role, build.batch)
-        costs[role] = {str(rows): _cost(_step(session, rows)) for rows in sorted({1, 2, build.max_prompt_chunk, *passes})}
-        del session  # one model in memory at a time
-    progress.stage("measuring the samplers")
-    sizes = {"drafter": [1], "verifier": [1, *passes], "logprobs": [1, *passes]}
-    for name in SAMPLERS:
-        engine = engines.sampler(name)
-        costs[name] = {str(rows): _cost(_sampling(engine, engines.device, name, manifest, build, rows)) for rows in sizes[name]}
-    return costs
-
-
-def _step(session: Session, rows: int) -> Callable[[], None]:
-    """A pass of so many rows."""
-    ids = np.zeros((session.batch, rows), dtype=np.int64)
-    positions = np.zeros(session.batch, dtype=np.int64)
-
-    def run() -> None:
-        session.write(ids, positions)
-        session.device.synchronize()
-
-    return run
-
-
-def _sampling(engine: Engine, device: Device, name: str, manifest: Manifest, build: Build, rows: int) -> Callable[[], None]:
-    """A run of a sampler at temperature 1 and top_p 0.9, for one sequence."""
-    sizes = {"batch": 1, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
-    widths = {role: model.vocab_rows for role, model in manifest.models.items()}
-    inputs, outputs = sampler_tensors(name, widths["target"], widths["draft"])
-    tensors = {
-        each.name: device.zeros(
-            tuple(size if isinstance(size, int) else sizes[size] for size in each.shape), each.dtype, "the samplers"
-        )
-        for each in (*inputs, *outputs)
-    }
-    candidates = 1
-    if "settings" in tensors:
-        device.write(tensors["settings"], np.array([[1, 0, 0.9, 0, 1, 0, 0, 0]]))
-        candidates = min(CANDIDATES[0], widths["target"])
-    launch = engine.bind(tensors | {"candidates": host_buffer(np.array([candidates], dtype=np.int64))})
-
-    def run() -> None:
-        launch()
-        device.synchronize()
-
-    return run
-
-
-def _cost(run: Callable[[], None]) -> Cost:
-    run()
-    times = []
-    for _ in range(TIMED_RUNS):
-        started = time.perf_counter()
-        run()
-        times.append(round(1000 * (time.perf_counter() - started), 4))
-    return Cost(median=statistics.median(times), fastest=min(times), slowest=max(times), runs=TIMED_RUNS)

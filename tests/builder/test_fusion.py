@@ -143,3 +143,18 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, precision: str) 
     for rows in (2, 3, 5, 9):
         np.testing.assert_array_equal(logits(rows), alone)
     np.testing.assert_array_equal(session.run(ids[:, -1:], np.array([CAPACITY - 1])).shape, (1, 1, session.vocab_rows))
+
+
+def test_a_graph_that_cannot_be_rewritten_stays_as_exported(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumble(path: Path, output: Path, capacity: int) -> dict[str, int]:
+        raise KeyError("a node of a kind that nobody has seen")
+
+    monkeypatch.setattr("outrider.builder.fusion.fuse", stumble)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bundle = build(tiny_export, tmp_path / "bundle")
+    assert any("the target stays as exported, which is slower: 'a node" in str(each.message) for each in caught)
+    assert made_of(bundle).rewrites == {}
+    assert {each.name for each in bundle.iterdir()} >= {"target", "draft", "sampler"}

@@ -1,0 +1,101 @@
+"""ONNX Runtime's engines: the exported graphs, fused where they compute the same."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from outrider.engines.bundle import open_engines
+from outrider.engines.errors import EngineError, OutriderWarning
+from outrider.engines.manifest import ROLES, Build, Manifest, model_file
+from outrider.engines.progress import Progress
+from outrider.engines.session import Engines
+
+# Of the largest logit: another order of the same sums, which rounded activations make more of.
+FUSED_TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}
+
+
+def package_version() -> str:
+    """The release of ONNX Runtime that is installed.
+
+    Raises:
+        EngineError: none is.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EngineError(f"onnxruntime cannot be imported: {error}", "pip install 'outrider[cpu]'") from error
+    version: str = onnxruntime.__version__
+    return version
+
+
+def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, int]]:
+    """Put graphs with ONNX Runtime's own operators in the place of the exported ones, where they compute the same.
+
+    Returns:
+        for each model that was rewritten, how often each rewrite was made.
+    """
+    if build.device != "cpu" or build.batch > 1:
+        return {}  # on CUDA the exported attention has fused kernels; GroupQueryAttention does not verify a batch
+    try:
+        from outrider.builder.fusion import fuse
+    except ImportError as error:
+        warnings.warn(
+            f"the graphs stay as exported, which is slower: {error}; pip install 'outrider[build]' fuses them",
+            OutriderWarning,
+            stacklevel=2,
+        )
+        return {}
+    from outrider.engines.onnxruntime import optimize
+
+    made = {}
+    for role in ROLES:
+        progress.stage(f"fusing the {role}")
+        fused, final = folder / "fused" / "model.onnx", folder / "final" / model_file(role)
+        for path in (fused, final):
+            path.parent.mkdir(parents=True)
+        try:
+            done = fuse(source / model_file(role), fused, build.capacity)
+            optimize(fused, final)
+            shutil.rmtree(fused.parent)
+            progress.stage(f"comparing the fused {role} with the exported one")
+            reason = _differs(open_engines(source, manifest, build), open_engines(folder / "final", manifest, build), role)
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:  # rewriting raises whatever it meets in a graph that nobody has seen before
+            reason = " ".join(str(error).split()) or type(error).__name__
+        if reason is None:
+            made[role] = done
+            for name in (final.name, final.name + ".data"):
+                (final.parent / name).replace(folder / role / name)
+        else:
+            warnings.warn(f"the {role} stays as exported, which is slower: {reason}", OutriderWarning, stacklevel=2)
+        shutil.rmtree(fused.parent, ignore_errors=True)
+        shutil.rmtree(folder / "final")
+    return made
+
+
+def _differs(plain: Engines, fused: Engines, role: str) -> str | None:
+    """Why a fused graph may not stand for the exported one, if it may not."""
+    build, model = plain.build, plain.manifest.models[role]
+    sizes = [min(build.max_prompt_chunk, 16), 2, 1, build.k[-1] + 1]
+    random = np.random.default_rng(0)
+    passes, at = [], 0
+    for rows in sizes:
+        at = min(at, build.capacity - rows)
+        passes.append((random.integers(0, model.vocab_rows, (1, rows)), np.array([at])))
+        at += rows
+    found = []
+    for engines in (plain, fused):  # one model in memory at a time
+        session = engines.session(role, 1)
+        found.append([session.run(*each).copy() for each in passes])
+        del session
+    for want, got in zip(*found, strict=True):
+        finite = np.isfinite(want)
+        allowed = FUSED_TOLERANCE[model.precision] * max(1.0, float(np.abs(want[finite]).max(initial=0)))
+        if (finite != np.isfinite(got)).any() or (np.abs(want[finite] - got[finite]) > allowed).any():
+            return f"fused, its logits would differ by more than {allowed:.2g}"
+    return None
