@@ -27,6 +27,13 @@ from outrider.cli.show import progress_bar
     help="How weights are rounded: to the nearest, or tuned on --calibration (int4; slow).  [default: rtn]",
 )
 @click.option("--calibration", type=click.Path(path_type=Path), help="A text file like what the pair will read and write.")
+@click.option(
+    "--draft-vocab",
+    type=int,
+    metavar="N",
+    help="The draft proposes only the N tokens that --draft-vocab-text has most: a faster draft, and some acceptance less.",
+)
+@click.option("--draft-vocab-text", metavar="FILE", type=click.Path(path_type=Path), help="A text to count tokens in.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(
     target: str,
@@ -36,6 +43,8 @@ def command(
     head_precision: str | None,
     method: str | None,
     calibration: Path | None,
+    draft_vocab: int | None,
+    draft_vocab_text: Path | None,
     as_json: bool,
 ) -> None:
     """Export a checkpoint pair as standard ONNX, each graph checked against its checkpoint."""
@@ -50,6 +59,8 @@ def command(
             head_precision=head_precision,
             method=method,
             calibration=calibration,
+            draft_vocab=draft_vocab,
+            draft_vocab_text=draft_vocab_text,
             progress=progress,
         )
     if as_json:
@@ -63,6 +74,8 @@ def command(
             f" {parity.max_abs_diff:.1e} of the checkpoint (allowed {parity.tolerance:.1e}),"
             f" same argmax in {parity.argmax_agreement:.0%} of {parity.rows} rows"
         )
+        if model.head_tokens is not None:
+            click.echo(f"{role}: proposes {model.head_tokens:,} of {model.vocab_rows:,} tokens")
         if rounded is None:
             continue
         click.echo(f"{role}: perplexity {parity.perplexity:.4g} on held-out text, {parity.reference_perplexity:.4g} in fp32")

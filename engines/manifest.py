@@ -87,6 +87,7 @@ class Model(Struct, frozen=True):
     layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each
     parity: Parity
     quantization: Quantization | None = None
+    head_tokens: Positive | None = None  # how many tokens a draft may propose, where not all
 
 
 class Generation(Struct, frozen=True):

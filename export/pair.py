@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import torch
 import transformers
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.engines.contract import CONTRACT_VERSION, SAMPLERS
-from outrider.engines.errors import UnsupportedModelError
+from outrider.engines.errors import UnsupportedModelError, UsageError
 from outrider.engines.folder import digest_all, staged
 from outrider.engines.manifest import (
     CHAT_TEMPLATE,
@@ -42,6 +43,7 @@ from outrider.export.parity import (
 )
 from outrider.export.quantize import Rounding, pack, quantize_model
 from outrider.export.sampler import sampler
+from outrider.export.short_head import frequent_tokens, shorten
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.step_model import trace
 from outrider.export.vocabulary import check_same_vocabulary
@@ -56,19 +58,24 @@ def export_pair(
     head_precision: str | None = None,
     method: str | None = None,
     calibration: Path | None = None,
+    draft_vocab: int | None = None,
+    draft_vocab_text: Path | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
     """Export both models of a pair into the folder `output`, and return its manifest.
 
     One model is in memory at a time. The folder is written whole or not at all. `head_precision`, `method` and
-    `calibration`, a text, are for int4 and int8 (`Rounding`).
+    `calibration`, a text, are for int4 and int8 (`Rounding`). The draft proposes only the `draft_vocab` tokens that
+    `draft_vocab_text` has most.
 
     Raises:
-        UsageError: these three do not go with the precision or with each other.
+        UsageError: options that do not go with the precision, with the models, or with each other.
         SourceError, UnsupportedModelError, VocabularyMismatchError, ParityError: the pair cannot be exported.
         FolderError: the output cannot be written.
     """
     rounding = Rounding.asked(precision, head_precision, method, calibration)
+    if (draft_vocab is None) != (draft_vocab_text is None):
+        raise UsageError("--draft-vocab and --draft-vocab-text go together", "give the number and a text to count tokens in")
     sources = {"target": Source.parse(target), "draft": Source.parse(draft)}
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():
@@ -81,7 +88,14 @@ def export_pair(
         generation = None
         for role, source in sources.items():
             path, tokens = folder / model_file(role), max(vocabulary) + 1
-            models[role], defaults = _export_model(source, path, precision, rounding, tokens, tokenizers[role], role, progress)
+            short = None
+            if role == "draft" and draft_vocab is not None and draft_vocab_text is not None:
+                assert generation is not None
+                ends = generation.eos_token_ids
+                short = frequent_tokens(tokenizers[role].json, draft_vocab_text, draft_vocab, tokens, ends)
+            models[role], defaults = _export_model(
+                source, path, precision, rounding, tokens, tokenizers[role], role, short, progress
+            )
             generation = generation or defaults
         _write_text(folder, tokenizers["target"])
         _write_samplers(folder, models["target"].vocab_rows, models["draft"].vocab_rows)
@@ -107,9 +121,11 @@ def _export_model(
     tokens: int,
     tokenizer: TokenizerFiles,
     role: str,
+    short: torch.Tensor | None,
     progress: Progress,
 ) -> tuple[Model, Generation]:
-    """Load, trace, save and check one model. Everything it held is free again when it returns."""
+    """Load, trace, save and check one model, with a head of the tokens `short` alone where they are given. Everything it held
+    is free again when it returns."""
     progress.stage(f"loading the {role}")
     model = load_model(source, precision)
     head = model.get_output_embeddings()
@@ -122,13 +138,17 @@ def _export_model(
     architecture = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    known = torch.ones(rows, dtype=torch.bool)
+    if short is not None:
+        shorten(model, short)
+        known = torch.isin(torch.arange(rows), short)
     quantization = None
     pieces: list[torch.Tensor] = []
     reference_perplexity = 0.0
     if rounding is not None:
         pieces = heldout_tokens(tokenizer, positions)
         progress.stage(f"reading held-out text with the {role}")
-        reference_perplexity = perplexity(_eager(model, pieces), pieces)
+        reference_perplexity = perplexity(_eager(model, pieces), pieces, known)
         progress.stage(f"quantizing the {role}")
         quantization = quantize_model(model, rounding, tokenizer, positions)
     sample = sample_tokens(tokens)
@@ -144,10 +164,12 @@ def _export_model(
     gc.collect()
     progress.stage(f"checking the {role}'s graph against the checkpoint")
     exported = Exported(path, layers, precision)
-    parity = compare(want, exported.logits(sample), precision)
+    got = exported.logits(sample)
+    parity = compare(want[:, known.numpy()], got[:, known.numpy()], precision)
+    assert np.isneginf(got[:, ~known.numpy()]).all()  # no arithmetic gives these
     if rounding is not None:
         progress.stage(f"reading held-out text with the {role}'s graph")
-        found = perplexity((exported.logits(piece, [piece.shape[1]]) for piece in pieces), pieces)
+        found = perplexity((exported.logits(piece, [piece.shape[1]]) for piece in pieces), pieces, known)
         parity = check_perplexity(parity, found, reference_perplexity, rounding)
     entry = Model(
         source=source.name,
@@ -159,6 +181,7 @@ def _export_model(
         layers=layers,
         parity=parity,
         quantization=quantization,
+        head_tokens=None if short is None else len(short),
     )
     return entry, defaults
 

@@ -126,12 +126,14 @@ def heldout_tokens(tokenizer: TokenizerFiles, positions: int | None) -> list[tor
     return [torch.tensor([piece]) for piece in pieces if len(piece) > 1]
 
 
-def perplexity(logits: Iterable[Floats], pieces: list[torch.Tensor]) -> float:
-    """exp of the mean of -log p of each token but a piece's first; `logits` are float32 [S, V] of each int64 [1, S]."""
+def perplexity(logits: Iterable[Floats], pieces: list[torch.Tensor], known: torch.Tensor) -> float:
+    """exp of the mean of -log p of each token but a piece's first; `logits` are float32 [S, V] of each int64 [1, S], and tokens
+    that are not `known`, bool [V], are left out."""
     losses = []
     for piece, floats in zip(pieces, logits, strict=True):
         rows = torch.from_numpy(floats)[:-1]
-        losses.append(torch.nn.functional.cross_entropy(rows, piece[0, 1:], reduction="none"))
+        sought = piece[0, 1:]
+        losses.append(torch.nn.functional.cross_entropy(rows, sought, reduction="none")[known[sought]])
     mean = float(torch.cat(losses).double().mean())
     return math.exp(min(mean, 700.0))  # NaN stays NaN; a wrong model is no reason for an overflow
 

@@ -215,6 +215,7 @@ def quantize_model(
     if rounding.method == "auto-round":
         tune(model, rounding.text, tokenizer, positions)
     head = model.get_output_embeddings()
+    head = getattr(head, "rows", head)  # of a `ShortHead`
     made: dict[nn.Module, BlockLinear] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(module, nn.Linear | Conv1D):
