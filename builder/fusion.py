@@ -76,7 +76,8 @@ class Rotary(RewriteRuleClassBase):
         found = self._angles[0]
         assert found is not None
         if id(found.owner) not in self._caches:
-            table = np.arange(self._capacity)[:, None] * found.frequencies.astype(np.float64)
+            # In fp32, as the checkpoint's own code: at far positions the rounding of the angle is more than that of its cosine.
+            table = np.arange(self._capacity, dtype=np.float32)[:, None] * found.frequencies.astype(np.float32)
             made = []
             for name, values in (("cos", np.cos(table)), ("sin", np.sin(table))):
                 array = (found.factor * values).astype(ir.DataType.numpy(x.dtype))

@@ -40,6 +40,8 @@ def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, prog
     """
     if build.device != "cpu" or build.batch > 1:
         return {}  # on CUDA the exported attention has fused kernels; GroupQueryAttention does not verify a batch
+    if any(model.precision == "bf16" for model in manifest.models.values()):
+        return {}  # for which there are no kernels, as whoever opens them is told
     try:
         from outrider.builder.fusion import fuse
     except ImportError as error:
