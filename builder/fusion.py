@@ -41,7 +41,7 @@ def source(value: ir.Value | None, through: tuple[str, ...]) -> ir.Value | None:
 
 
 def refused(reason: str) -> MatchResult:
-    """A match that is not rewritten, and why; `logging` shows it at the level of debugging."""
+    """A match that is not rewritten, and why; onnxscript shows it where its rules are applied with `verbose`."""
     return MatchResult().fail(reason)
 
 

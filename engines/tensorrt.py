@@ -62,8 +62,7 @@ class TensorRT(Engines):
         self._runtime = trt.Runtime(self._log)
         if build.version_compatible:
             self._runtime.engine_host_code_allowed = True
-        wanted = {name: _wanted(manifest, name) for name in ENGINES}
-        self._plans = {name: self._load(name, wanted[name]) for name in ENGINES}
+        self._plans = {name: self._load(name) for name in ENGINES}
         sizes = [
             plan.get_device_memory_size_for_profile_v2(index)
             for plan in self._plans.values()
@@ -85,8 +84,8 @@ class TensorRT(Engines):
             self._engines[name] = TensorRTEngine(self._trt, self._log, self._plans[name], profiles, self.device, self._scratch)
         return self._engines[name]
 
-    def _load(self, name: str, wanted: dict[str, str]) -> Any:
-        """A plan, its tensors being `wanted`: types by name."""
+    def _load(self, name: str) -> Any:
+        """A plan, which must have the tensors that the manifest says."""
         path = self.folder / engine_file(name)
         rebuild = REBUILD.format(self.build.backend)
         try:
@@ -107,7 +106,7 @@ class TensorRT(Engines):
                 " were free",
                 f"{rebuild}; with a smaller --capacity, --batch or --max-prompt-chunk where memory is what it lacks",
             )
-        self._check_tensors(path, plan, wanted)
+        self._check_tensors(path, plan, _wanted(self.manifest, name))
         if getattr(plan, "streamable_weights_size", 0) > 0:  # built so, because the weights did not fit
             plan.weight_streaming_budget_v2 = plan.get_weight_streaming_automatic_budget()
         return plan

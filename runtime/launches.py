@@ -119,7 +119,7 @@ class Launches:
         size = 1
         while size < edit_ids.shape[1]:
             size *= 4  # few different sizes, for the same reason
-        size = min(size, max(self.vocab_rows, 1))
+        size = min(size, self.vocab_rows)
         if self._sent is table:
             return size
         if size not in self._tables:
