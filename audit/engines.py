@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engines.bundle import open_engines
-from outrider.engines.contract import CANDIDATES, SAMPLERS, SETTINGS, sampler_tensors
+from outrider.engines.contract import CANDIDATES, DRAFTERS, SAMPLERS, SETTINGS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.errors import FolderError
 from outrider.engines.folder import check_files, read_manifest
@@ -79,7 +79,7 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     for name in SAMPLERS:
         progress.stage(f"comparing the {name}")
         samplers = engines.sampler(name), reference.sampler(name)
-        for rows in [1] if name == "drafter" else sorted({1, *verified}):
+        for rows in [1] if name in DRAFTERS else sorted({1, *verified}):
             yield _sampler(name, rows, engines, reference, *samplers)
 
 
@@ -106,7 +106,7 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
         inputs = _inputs(name, rows, ours.build.k[-1] + 1, widths, np.random.default_rng(seed))
         want = run_sampler(theirs.device, their_engine, name, inputs, widths)
         got = run_sampler(ours.device, our_engine, name, inputs, widths)
-        choices = {"drafter": "token", "verifier": "tokens", "logprobs": "top_ids"}[name]
+        choices = next(each for each in ("token", "tokens", "top_ids") if each in want)
         alike = bool((want[choices] == got[choices]).all() and (want.get("status") == got.get("status")))
         same.append(alike)
         for each in {"q", "logprobs", "top_logprobs"} & want.keys():
@@ -118,7 +118,7 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
 def _inputs(name: str, rows: int, most_rows: int, widths: dict[str, int], random: np.random.Generator) -> Arrays:
     """A random round of one sequence, as the tensors of one sampler."""
     vocab_rows = widths["target"]
-    width = widths["draft"] if name == "drafter" else vocab_rows
+    width = widths["draft"] if name in DRAFTERS else vocab_rows
     temperature = random.choice([0.0, 0.7, 1.0])
     q = random.random((rows, 1, vocab_rows), dtype=np.float32) ** 8
     settings = dict.fromkeys(SETTINGS, 0.0) | {

@@ -18,8 +18,9 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 from onnxscript.rewriter.ort_fusions.rms_normalization import rms_normalization_ruleset
+from onnxscript.rewriter.ort_fusions.skip_normalization import skip_rms_normalization_ruleset
 
-from outrider.engines.contract import KEY_POSITIONS, POSITIONS
+from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS
 
 MICROSOFT = "com.microsoft"
 Op = Any  # onnxscript's tape; its nodes are typed as Any
@@ -166,6 +167,106 @@ def sliding_window(mask: ir.Value) -> int | None:
     return int(by.item()) if start is not None and is_rows(start) and by is not None and by.size == 1 else None
 
 
+@dataclass(frozen=True)
+class Product:
+    """A product with dequantized weights [K, N], and what is added to it."""
+
+    quantized: ir.Value
+    scale: ir.Value
+    block: int
+    bias: ir.Value | None
+    output: ir.Value
+
+    @classmethod
+    def of(cls, node: ir.Node) -> Product | None:
+        """What a node is, where it is one."""
+        weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+        if weight is None or weight.op_type != "DequantizeLinear" or len(weight.inputs) != 2:
+            return None
+        quantized, scale = weight.inputs
+        block = weight.attributes.get_int("block_size", 0)
+        if quantized is None or scale is None or weight.attributes.get_int("axis", 1) != 0 or not block:
+            return None
+        if any(ir.convenience.get_const_tensor(each) is None for each in (quantized, scale)):
+            return None
+        (output,), other = node.outputs, None
+        uses = list(output.uses())
+        if len(uses) == 1 and (add := uses[0].node).op_type == "Add":
+            values = {each: constant(each) for each in add.inputs if each is not None and each is not output}
+            other = next((each for each, value in values.items() if value is not None and value.shape == scale.shape[1:]), None)
+            output = output if other is None else add.outputs[0]
+        if not output.uses():
+            return None  # joined already
+        return cls(quantized, scale, block, other, output)
+
+    @property
+    def outputs(self) -> int:
+        assert self.quantized.shape is not None
+        return int(self.quantized.shape[1])
+
+
+class Products(RewriteRuleClassBase):
+    """Products of one input with different quantized weights (those of query, key and value; those of gate and up) as one
+    product with all of them: its input is rounded once, and its threads start once."""
+
+    def __init__(self) -> None:
+        super().__init__("joined products")
+
+    def pattern(self, op: Op, x: Any, quantized: Any, scale: Any) -> Any:
+        return op.MatMul(x, op.DequantizeLinear(quantized, scale, _allow_other_attributes=True), _outputs=["product"])
+
+    def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
+        first = Product.of(product.producer())
+        if first is None:
+            return refused("a product with weights of another layout")
+        found = [Product.of(use.node) for use in x.uses() if use.idx == 0]
+        same = [each for each in found if each is not None and self._kind(each) == self._kind(first)]
+        if len(same) < 2:
+            return refused("a product whose input no other one has")
+        self._parts = same
+        return MatchResult()
+
+    def _kind(self, part: Product) -> tuple[Any, ...]:
+        assert part.quantized.shape is not None
+        return part.block, part.quantized.dtype, part.quantized.shape[0], part.scale.dtype
+
+    def rewrite(self, op: Op, product: Any, x: Any, **_: Any) -> Any:
+        parts, name = self._parts, self._parts[0].quantized.name
+        weight = op.DequantizeLinear(
+            op.initializer(_joined([part.quantized for part in parts]), name=f"{name}.joined"),
+            op.initializer(_joined([part.scale for part in parts]), name=f"{name}.joined.scale"),
+            axis=0,
+            block_size=parts[0].block,
+        )
+        joined = op.MatMul(x, weight)
+        if any(part.bias is not None for part in parts):
+            kind = parts[0].scale.dtype
+            assert kind is not None
+            biases = [np.zeros(part.outputs, kind.numpy()) if part.bias is None else constant(part.bias) for part in parts]
+            joined = op.Add(joined, op.initializer(ir.tensor(np.concatenate(biases)), name=f"{name}.joined.bias"))
+        split = op.Split(joined, op.Constant(value_ints=[part.outputs for part in parts]), axis=-1, _outputs=len(parts))
+        replacement = split[0]
+        for part, value in zip(parts, split, strict=True):
+            (value.shape, value.dtype) = (part.output.shape, part.output.dtype)
+            if part.output is product:
+                replacement = value
+            else:
+                part.output.replace_all_uses_with(value)
+        return replacement
+
+
+def _joined(weights: list[ir.Value]) -> ir.LazyTensor:
+    """Constant matrices side by side; made when they are saved, and not kept."""
+    tensors = [ir.convenience.get_const_tensor(each) for each in weights]
+    whole = [each for each in tensors if each is not None]
+    rows, columns = whole[0].shape[0], sum(int(each.shape[1]) for each in whole)
+
+    def make() -> ir.TensorProtocol:
+        return ir.tensor(np.concatenate([each.numpy() for each in whole], axis=1), dtype=whole[0].dtype)
+
+    return ir.LazyTensor(make, dtype=whole[0].dtype, shape=ir.Shape([rows, columns]))
+
+
 class SpareRow(RewriteRuleClassBase):
     """The attention that an export of 4 or 8 bits computes twice for its last row is computed once again: `CachedAttention`
     sees to it otherwise that no row is alone."""
@@ -199,9 +300,11 @@ class CachedAttention(RewriteRuleClassBase):
     then. All its other kernels there give each row the same bits in any company.
     """
 
-    def __init__(self, steady: bool) -> None:
+    def __init__(self, steady: bool, ids: ir.Value) -> None:
+        """`ids` are the graph's tokens, [B, S]."""
         super().__init__("attention")
         self._steady = steady
+        self._ids = ids
 
     def pattern(
         self,
@@ -253,13 +356,13 @@ class CachedAttention(RewriteRuleClassBase):
             inputs.append(each)
         # It rotates heads of widths that 16 divides; others come rotated.
         rotary = len(caches) == 2 and caches[0] == caches[1] and width % 16 == 0
-        flat = [self._flat(op, each) for each in (*(inputs if rotary else (query, key)), value)]
-        real = rows = op.Shape(flat[0], start=1, end=2)
+        flat = self._packed([self._flat(op, each) for each in (*(inputs if rotary else (query, key)), value)])
+        real = rows = op.Shape(self._ids, start=1, end=2)  # of the tokens, so that all layers share what comes of it
         if self._steady:
             rows = op.Max(real, op.Constant(value_ints=[2]))
             zero = op.Constant(value_ints=[0, 0, 0, 0])
             pads = op.Concat(zero, op.Sub(rows, real), op.Constant(value_ints=[0]), axis=0)
-            flat = [op.Pad(each, pads) for each in flat]
+            flat = [None if each is None else op.Pad(each, pads) for each in flat]
         last = op.Cast(op.Sub(op.Add(positions, rows), op.Constant(value_ints=[1])), to=ir.DataType.INT32)
         total = op.Cast(op.Add(op.ReduceMax(positions, keepdims=0), op.Squeeze(rows)), to=ir.DataType.INT32)
         attended, present_key, present_value = op.GroupQueryAttention(
@@ -279,7 +382,15 @@ class CachedAttention(RewriteRuleClassBase):
         )
         if self._steady:
             attended = op.Slice(attended, op.Constant(value_ints=[0]), real, op.Constant(value_ints=[1]))
+        (attended.shape, attended.dtype) = ir.Shape([query.shape[0], query.shape[2], heads * width]), query.dtype
         return op.Reshape(attended, op.Constant(value_ints=[0, 0, heads, width])), present_key, present_value
+
+    def _packed(self, flat: list[Any]) -> list[Any]:
+        """Query, key and value, as one tensor where they are the parts of one."""
+        split = flat[0].producer()
+        if split is None or split.op_type != "Split" or any(a is not b for a, b in zip(flat, split.outputs, strict=True)):
+            return flat
+        return [split.inputs[0], None, None]
 
     def _flat(self, op: Op, value: Any) -> Any:
         """[B, H, S, D] as [B, S, H * D]; what was brought from there is taken from there."""
@@ -292,21 +403,52 @@ class CachedAttention(RewriteRuleClassBase):
         return op.Reshape(op.Transpose(value, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
 
 
-def fuse(path: Path, output: Path, capacity: int) -> dict[str, int]:
+class Unsplit(RewriteRuleClassBase):
+    """Heads that are split and joined again."""
+
+    def __init__(self) -> None:
+        super().__init__("heads joined")
+
+    def pattern(self, op: Op, x: Any, split: Any, whole: Any) -> Any:
+        return op.Reshape(op.Reshape(x, split), whole, _outputs=["joined"])
+
+    def check(self, context: Any, x: Any, joined: Any, **_: Any) -> MatchResult:  # type: ignore[override]
+        shapes = [each.shape for each in (x, joined)]
+        if any(shape is None or len(shape) != 3 or not isinstance(shape[2], int) for shape in shapes):
+            return refused("reshaped to what is not known")
+        return MatchResult() if shapes[0][2] == shapes[1][2] else refused("reshaped to another width")
+
+    def rewrite(self, op: Op, x: Any, **_: Any) -> Any:
+        return op.Identity(x)
+
+
+def fuse(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int]:
     """Write the graph at `path`, fused for caches of `capacity` positions and a spare one, as `output`, its weights beside it.
+
+    A `steady` one gives a row the same bits in any company, where it was exported to do so; see `CachedAttention`.
 
     Returns:
         how often each rewrite was made.
     """
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     model = ir.load(path)
+    common.ClearMetadataAndDocStringPass()(model)  # which rewriting joins, twice as long with each layer
     model.opset_imports[MICROSOFT] = 1
-    done = {"norms": rms_normalization_ruleset.apply_to_model(model)}
-    steady = RewriteRuleSet([SpareRow.rule()]).apply_to_model(model) > 0  # type: ignore[no-untyped-call]
-    rules: list[Any] = [Rotary.rule(capacity + 1), CachedAttention.rule(steady)]  # type: ignore[no-untyped-call]
-    for rewrite in rules:  # in this order: attention takes rotary embeddings in
+    ids = next(each for each in model.graph.inputs if each.name == INPUT_IDS)
+    done = {
+        "norms": rms_normalization_ruleset.apply_to_model(model),
+        "norms of sums": skip_rms_normalization_ruleset.apply_to_model(model),
+    }
+    spared = RewriteRuleSet([SpareRow.rule()]).apply_to_model(model) > 0  # type: ignore[no-untyped-call]
+    rules: list[Any] = [
+        Products.rule(),  # type: ignore[no-untyped-call]
+        Rotary.rule(capacity + 1),  # type: ignore[no-untyped-call]
+        CachedAttention.rule(steady and spared, ids),  # type: ignore[no-untyped-call]
+        Unsplit.rule(),  # type: ignore[no-untyped-call]
+    ]
+    for rewrite in rules:  # in this order: attention takes joined products and rotary embeddings in
         done[rewrite.name] = RewriteRuleSet([rewrite]).apply_to_model(model)
-    passes = ir.passes.Sequential(common.RemoveUnusedNodesPass(), common.CommonSubexpressionEliminationPass())
-    passes(model)
+        common.RemoveUnusedNodesPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
     ir.save(model, output, external_data=output.name + ".data", size_threshold_bytes=1024)
     return {name: count for name, count in done.items() if count}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from outrider.engines.bundle import open_engines
-from outrider.engines.contract import CANDIDATES, SAMPLERS, sampler_tensors
+from outrider.engines.contract import CANDIDATES, DRAFTERS, SAMPLERS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.manifest import ROLES, Build, Cost, Manifest
 from outrider.engines.progress import Progress
@@ -34,10 +34,9 @@ def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) 
         costs[role] = {str(rows): _cost(_step(session, rows)) for rows in sorted({1, 2, build.max_prompt_chunk, *passes})}
         del session  # one model in memory at a time
     progress.stage("measuring the samplers")
-    sizes = {"drafter": [1], "verifier": [1, *passes], "logprobs": [1, *passes]}
     for name in SAMPLERS:
-        engine = engines.sampler(name)
-        costs[name] = {str(rows): _cost(_sampling(engine, engines.device, name, manifest, build, rows)) for rows in sizes[name]}
+        engine, sizes = engines.sampler(name), [1] if name in DRAFTERS else [1, *passes]
+        costs[name] = {str(rows): _cost(_sampling(engine, engines.device, name, manifest, build, rows)) for rows in sizes}
     return costs
 
 
@@ -54,7 +53,7 @@ def _step(session: Session, rows: int) -> Callable[[], None]:
 
 
 def _sampling(engine: Engine, device: Device, name: str, manifest: Manifest, build: Build, rows: int) -> Callable[[], None]:
-    """A run of a sampler at temperature 1 and top_p 0.9, for one sequence."""
+    """A run of a sampler, where it is not greedy at temperature 1 and top_p 0.9, for one sequence."""
     sizes = {"batch": 1, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
     widths = {role: model.vocab_rows for role, model in manifest.models.items()}
     inputs, outputs = sampler_tensors(name, widths["target"], widths["draft"])
@@ -68,7 +67,9 @@ def _sampling(engine: Engine, device: Device, name: str, manifest: Manifest, bui
     if "settings" in tensors:
         device.write(tensors["settings"], np.array([[1, 0, 0.9, 0, 1, 0, 0, 0]]))
         candidates = min(CANDIDATES[0], widths["target"])
-    launch = engine.bind(tensors | {"candidates": host_buffer(np.array([candidates], dtype=np.int64))})
+    if "candidates" in tensors:
+        tensors["candidates"] = host_buffer(np.array([candidates], dtype=np.int64))
+    launch = engine.bind(tensors)
 
     def run() -> None:
         launch()

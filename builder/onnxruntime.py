@@ -60,7 +60,7 @@ def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, prog
         for path in (fused, final):
             path.parent.mkdir(parents=True)
         try:
-            done = fuse(source / model_file(role), fused, build.capacity)
+            done = fuse(source / model_file(role), fused, build.capacity, steady=role == "target")
             optimize(fused, final)
             shutil.rmtree(fused.parent)
             progress.stage(f"comparing the fused {role} with the exported one")

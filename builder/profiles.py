@@ -5,7 +5,7 @@ The shapes are fixed by construction in all but the batch, the window of the cac
 
 from __future__ import annotations
 
-from outrider.engines.contract import CANDIDATES, INPUT_IDS, KEY_POSITIONS, POSITIONS, sampler_tensors, window_buckets
+from outrider.engines.contract import CANDIDATES, DRAFTERS, INPUT_IDS, KEY_POSITIONS, POSITIONS, sampler_tensors, window_buckets
 from outrider.engines.manifest import Profile
 
 
@@ -30,13 +30,13 @@ def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int
 def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int, draft_rows: int) -> list[Profile]:
     """The profiles of one of `contract.SAMPLERS`: plain decoding's, then one for each k.
 
-    The drafter has one: a pass of it is one row, and its `drafted` has as many columns as the longest verifying pass rows.
+    A drafter has one: a pass of it is one row, and its `drafted` has as many columns as the longest verifying pass rows.
     Of `candidates` the values are given, from 1 to what TensorRT's `TopK` takes.
     """
     most = min(CANDIDATES[-1], vocab_rows)
     likely = 1 if sampler == "logprobs" else min(CANDIDATES[0], vocab_rows)
     profiles: list[Profile] = []
-    for rows in [k[-1] + 1] if sampler == "drafter" else [1, *(each + 1 for each in k)]:
+    for rows in [k[-1] + 1] if sampler in DRAFTERS else [1, *(each + 1 for each in k)]:
         profile: Profile = {}
         for tensor in sampler_tensors(sampler, vocab_rows, draft_rows)[0]:
             sizes = ({"batch": b, "rows": rows, "edits": edits} for b, edits in ((1, 1), (batch, 1), (batch, vocab_rows)))
@@ -44,6 +44,7 @@ def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int, dr
                 [size if isinstance(size, int) else known[size] for size in tensor.shape] for known in sizes
             )
             profile[tensor.name] = (least, usual, greatest)
-        profile["candidates"] = ([1], [likely], [most])
+        if "candidates" in profile:
+            profile["candidates"] = ([1], [likely], [most])
         profiles.append(profile)
     return profiles

@@ -22,14 +22,15 @@ NaN. So a session that met NaN is cleared.) Engines do not check
 
 The samplers
 ------------
-Three graphs turn logits into tokens: the `drafter` after each step of the draft model, the `verifier` after a pass of the
-target, and `logprobs` where a request asks for them. What they compute is in `export/sampler.py`. Here V is the width of
+Five graphs turn logits into tokens: the `drafter` after each step of the draft model, the `verifier` after a pass of the
+target, both with a `greedy_` one for requests that want the most likely tokens and change no logits, and `logprobs` where a
+request asks for them. What they compute is in `export/sampler.py`. Here V is the width of
 the target's logits, Vd the draft's, S the rows of the target's pass, N the entries of the edit table, K the candidates
 that top_k and top_p choose from.
 
 | tensor | type, shape | meaning |
 |---|---|---|
-| `logits` | float32 [B, S, V]; drafter [B, 1, Vd] | a step model's |
+| `logits` | float32 [B, S, V]; drafters [B, 1, Vd] | a step model's |
 | `drafted` | int64 [B, S] | the drafted tokens, the one after row i at i; what lies beyond them is not looked at |
 | `drafted_count` | int64 [B] | how many they are, 0..S-1: 0 is plain decoding |
 | `first_row` | int64 [1] | drafter only: how many tokens are drafted already |
@@ -51,7 +52,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 
 INPUT_IDS = "input_ids"
 POSITIONS = "positions"
@@ -86,7 +87,8 @@ FINE = 0
 WIDE = 1  # top_k or top_p reach beyond the candidates: run again with more
 NOT_FINITE = 2  # the logits hold NaN or infinity
 
-SAMPLERS = ("drafter", "verifier", "logprobs")
+SAMPLERS = ("drafter", "verifier", "greedy_drafter", "greedy_verifier", "logprobs")
+DRAFTERS = ("drafter", "greedy_drafter")
 
 BLOCK = 256  # tokens that share a first-level sum when one is drawn
 
@@ -147,6 +149,13 @@ def sampler_tensors(sampler: str, vocab_rows: int, draft_rows: int) -> tuple[lis
     candidates = Tensor("candidates", "int64", (1,))
     logits = Tensor("logits", "float32", ("batch", "rows", vocab_rows))
     status = Tensor("status", "int64", ("batch",))
+    token = Tensor("token", "int64", ("batch", 1))
+    count = Tensor("drafted_count", "int64", ("batch",))
+    verdict = [Tensor("accepted", "int64", ("batch",)), Tensor("tokens", "int64", ("batch", "rows")), status]
+    if sampler == "greedy_drafter":
+        return [Tensor("logits", "float32", ("batch", 1, draft_rows))], [token, status]
+    if sampler == "greedy_verifier":
+        return [logits, drafted, count], verdict
     if sampler == "drafter":
         return [
             Tensor("logits", "float32", ("batch", 1, draft_rows)),
@@ -155,17 +164,17 @@ def sampler_tensors(sampler: str, vocab_rows: int, draft_rows: int) -> tuple[lis
             *request,
             Tensor("uniforms", "float32", ("batch", 2)),
             candidates,
-        ], [Tensor("token", "int64", ("batch", 1)), Tensor("q", "float32", ("batch", vocab_rows)), status]
+        ], [token, Tensor("q", "float32", ("batch", vocab_rows)), status]
     if sampler == "verifier":
         return [
             logits,
             drafted,
-            Tensor("drafted_count", "int64", ("batch",)),
+            count,
             Tensor("q", "float32", ("rows", "batch", vocab_rows)),
             *request,
             Tensor("uniforms", "float32", ("batch", "rows", 3)),
             candidates,
-        ], [Tensor("accepted", "int64", ("batch",)), Tensor("tokens", "int64", ("batch", "rows")), status]
+        ], verdict
     top = ("batch", "rows", "top")
     return [logits, Tensor("tokens", "int64", ("batch", "rows")), candidates], [
         Tensor("logprobs", "float32", ("batch", "rows")),

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION, SAMPLERS, window_buckets
+from outrider.engines.contract import CONTRACT_VERSION, DRAFTERS, SAMPLERS, window_buckets
 from outrider.engines.errors import FolderError
 
 SCHEMA_VERSION = 2
@@ -71,6 +71,7 @@ class Quantization(Struct, frozen=True):
 
     method: str  # rtn (round to nearest) or auto-round
     head_precision: str  # int4, int8 or fp32: of the product that gives the logits
+    block: Positive  # inputs that share a scale, where it divides a layer's number of them; else 64 or 32 do
     weights: int  # that were rounded
     kept: dict[str, int]  # matrices left in fp32, without embeddings, and how many weights each has
 
@@ -213,7 +214,7 @@ def _check(manifest: Manifest) -> None:
     verified = {k + 1 for k in build.k}
     if tensorrt:
         for name in ENGINES:
-            needed_rows = {"drafter": {1}, "verifier": {1, *verified}, "logprobs": {1, *verified}}.get(name, {1, 2, *verified})
+            needed_rows = {1} if name in DRAFTERS else {1, *verified} | ({2} if name in ROLES else set())
             spans = {(rows, rows) for rows in needed_rows} | ({(1, build.max_prompt_chunk)} if name in ROLES else set())
             if not spans <= set(build.rows(name)):
                 raise msgspec.ValidationError(f"profiles of the {name} are missing - at `$.build.profiles`")

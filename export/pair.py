@@ -93,8 +93,9 @@ def export_pair(
                 assert generation is not None
                 ends = generation.eos_token_ids
                 short = frequent_tokens(tokenizers[role].json, draft_vocab_text, draft_vocab, tokens, ends)
+            rounded = rounding.of_draft(head_precision) if rounding is not None and role == "draft" else rounding
             models[role], defaults = _export_model(
-                source, path, precision, rounding, tokens, tokenizers[role], role, short, progress
+                source, path, precision, rounded, tokens, tokenizers[role], role, short, progress
             )
             generation = generation or defaults
         _write_text(folder, tokenizers["target"])

@@ -12,7 +12,7 @@ The arithmetic (the tensors are in `engines.contract`), for every row x of logit
    rejection: a token d drawn from q is accepted if u q(d) < p(d); else the row's own token is drawn from max(0, p - q),
    and after the last drafted token from p (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1).
    exact-match: the row's own token is drawn from p, and d is accepted if it is that token.
-   At temperature 0 both mean: accepted if it is the most likely token.
+   At temperature 0 both mean: accepted if it is the most likely token. The `greedy_` graphs do that and nothing else.
 
 Only operators that TensorRT takes: no NonZero, Multinomial, CumProd, scatter with a reduction, If or Loop. How many
 candidates TopK looks at is an input, because TensorRT takes no more than 3840.
@@ -122,6 +122,26 @@ class Graph:
         state = op.Where(finite, op.Where(wide, [WIDE], [FINE]), [NOT_FINITE])
         return weights, op.Squeeze(total, [2]), op.Squeeze(state, [2])
 
+    def likeliest(self, logits: Value) -> tuple[Value, Value]:
+        """The most likely tokens [B, S] of logits [B, S, V], and the state [B, S] of each row."""
+        finite = self.op.Less(self.op.ReduceSum(logits, [2], keepdims=0), LARGEST)  # false for NaN, too
+        return self.op.ArgMax(logits, axis=2, keepdims=0), self.op.Where(finite, [FINE], [NOT_FINITE])
+
+    def accepted(self, right: Value, drafted_count: Value, row: Value) -> Value:
+        """How many drafted tokens [B, 1] come before the first, by `row` [S], that is not `right` [B, S]; at most the drafted
+        count [B], so below S."""
+        kept = self.op.And(right, self.op.Less(row, self.op.Unsqueeze(drafted_count, [1])))
+        failures = self.op.CumSum(self.op.Cast(self.op.Not(kept), to=INT64), self.op.Constant(value_int=1))
+        return self.count(self.op.Equal(failures, [0]), 1)
+
+    def verdict(self, accepted: Value, drafted: Value, own: Value, state: Value, row: Value) -> list[Value]:
+        """accepted, tokens, status: the accepted of the drafted tokens [B, S], and the target's `own` after them: [B, S], of
+        which the one at that row counts, or [B, 1]."""
+        op = self.op
+        tokens = op.Where(op.Less(row, accepted), drafted, op.Where(op.Equal(row, accepted), own, [-1]))
+        status = op.ReduceMax(op.Where(op.LessOrEqual(row, accepted), state, [FINE]), [1], keepdims=0)
+        return [op.Squeeze(accepted, [1]), tokens, status]
+
     def drawn(self, weights: Value, uniforms: Value) -> Value:
         """Tokens [B, S] drawn from weights [B, S, V], each by two uniforms [B, S, 2]."""
         op = self.op
@@ -170,7 +190,6 @@ def verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Val
     """accepted, tokens, status: the accepted prefix of the drafted tokens and the target's own token after it."""
     op, drafted, q = graph.op, given["drafted"], given["q"]
     settings = graph.settings(given["settings"])
-    drafted_count = op.Unsqueeze(given["drafted_count"], [1])  # [B, 1]
     accepting, drawing = op.Split(given["uniforms"], [1, 2], axis=2, _outputs=2)
     row = graph.indices(graph.size(drafted, 1))  # [S]
     x = graph.edited(given["logits"], drafted, row, given, settings)
@@ -185,9 +204,7 @@ def verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Val
     q_drafted = op.Transpose(op.Squeeze(q_drafted, [2]), perm=[1, 0])
     likely = op.Less(op.Mul(op.Mul(op.Squeeze(accepting, [2]), q_drafted), total), w_drafted)
     right = op.Or(op.And(exact, op.Equal(drafted, own)), op.And(op.Not(exact), likely))
-    kept = op.And(right, op.Less(row, drafted_count))
-    failures = op.CumSum(op.Cast(op.Not(kept), to=INT64), op.Constant(value_int=1))
-    accepted = graph.count(op.Equal(failures, [0]), 1)  # [B, 1], at most the drafted count, so below S
+    accepted = graph.accepted(right, given["drafted_count"], row)
 
     # The target's own token, from what p has more than q at the row of the first rejected token.
     rows, batch = graph.size(drafted, 1), graph.size(drafted, 0)
@@ -201,12 +218,28 @@ def verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Val
     resampled = graph.drawn(residual, op.GatherElements(drawing, at, axis=1))  # [B, 1]
     # Where p and q are equal, rounding may reject a token and leave no residual; then p itself is as right.
     left = op.Greater(op.ReduceMax(residual, [2], keepdims=0), 0.0)
-    use_residual = op.And(op.And(op.Not(exact), op.Less(accepted, drafted_count)), left)
+    rejected = op.Less(accepted, op.Unsqueeze(given["drafted_count"], [1]))
+    use_residual = op.And(op.And(op.Not(exact), rejected), left)
     last = op.Where(use_residual, resampled, op.GatherElements(own, accepted, axis=1))
+    return graph.verdict(accepted, drafted, last, state, row)
 
-    tokens = op.Where(op.Less(row, accepted), drafted, op.Where(op.Equal(row, accepted), last, [-1]))
-    status = op.ReduceMax(op.Where(op.LessOrEqual(row, accepted), state, [FINE]), [1], keepdims=0)
-    return [op.Squeeze(accepted, [1]), tokens, status]
+
+def greedy_drafter(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
+    """token, status: the draft's most likely token of those that the target has."""
+    logits = given["logits"]
+    if draft_rows > graph.vocab_rows:
+        logits = graph.op.Slice(logits, [0], [graph.vocab_rows], [2])
+    token, state = graph.likeliest(logits)
+    return [token, graph.op.Squeeze(state, [1])]
+
+
+def greedy_verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
+    """accepted, tokens, status: the drafted tokens that are the most likely ones, and the most likely one after them."""
+    drafted = given["drafted"]
+    row = graph.indices(graph.size(drafted, 1))
+    own, state = graph.likeliest(given["logits"])
+    accepted = graph.accepted(graph.op.Equal(drafted, own), given["drafted_count"], row)
+    return graph.verdict(accepted, drafted, own, state, row)
 
 
 def logprobs(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
@@ -219,7 +252,7 @@ def logprobs(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Val
 
 
 MAKERS: dict[str, Callable[[Graph, dict[str, Value], int], list[Value]]] = dict(
-    zip(SAMPLERS, (drafter, verifier, logprobs), strict=True)
+    zip(SAMPLERS, (drafter, verifier, greedy_drafter, greedy_verifier, logprobs), strict=True)
 )
 
 

@@ -25,6 +25,7 @@ class Shape(NamedTuple):
     drafted: int  # tokens to draft
     rows: int  # of the target's pass
     window: int
+    greedy: bool  # the samplers that need no table, random numbers or candidates
     edits: int  # entries of the table of edits
     candidates: int  # that top_k and top_p choose from
     top: int | None  # most likely tokens to report the logprobs of; None is no logprobs
@@ -103,8 +104,9 @@ class Launches:
             count,
             rows,
             self.sessions["target"].window(rows, at, at),
-            self._send_table(request),
-            self._candidates(request.candidates),
+            request.greedy,
+            0 if request.greedy else self._send_table(request),
+            0 if request.greedy else self._candidates(request.candidates),
             None if top is None else max(top, 1),
         )
 
@@ -212,22 +214,21 @@ class Launches:
                 logits = self.device.zeros((1, 1, width), "float32", "the buffers of a round")
                 before = [self.device.copy_columns(_flat(logits), 0, _flat(whole), (lead - 1) * width, width)]
             token, after = self._token(row)
-            keep: list[Launch] = []
-            q = self._q.part(row * self.vocab_rows, 1, self.vocab_rows)
+            tensors = {"logits": logits, "token": token, "status": self.out.device[f"status {row}"]}
+            if shape.greedy:
+                return _sequence([*before, self.samplers["greedy_drafter"].bind(tensors), *after])
+            q, keep = self._q.part(row * self.vocab_rows, 1, self.vocab_rows), list[Launch]()
             if q.address % self.device.alignment:
                 q, keep = self._slot("q", self._q, row * self.vocab_rows, 1, self.vocab_rows)
-            tensors = {
-                "logits": logits,
+            tensors |= {
                 "drafted": self.out.device["drafted"],
                 "first_row": self._in.device[f"first_row {row}"],
                 "uniforms": self._in.device[f"drafting {row}"],
-                "token": token,
                 "q": q,
-                "status": self.out.device[f"status {row}"],
             }
             return _sequence([*before, self._sampler("drafter", tensors, shape), *after, *keep])
 
-        return self._kept(("drafter", row, lead, shape.edits, shape.candidates), make)
+        return self._kept(("drafter", row, lead, shape.greedy, shape.edits, shape.candidates), make)
 
     def _target_pass(self, shape: Shape) -> Launch:
         def make() -> Launch:
@@ -249,15 +250,19 @@ class Launches:
                 "logits": self._target_logits.part(0, 1, rows, self.vocab_rows),
                 "drafted": self.out.device["drafted"].part(0, 1, rows),
                 "drafted_count": self._in.device["drafted_count"],
-                "q": self._q.part(0, rows, 1, self.vocab_rows),
-                "uniforms": self._in.device["verifying"].part(0, 1, rows, 3),
                 "accepted": self.out.device["accepted"],
                 "tokens": self.out.device["tokens"].part(0, 1, rows),
                 "status": self.out.device["status"],
             }
+            if shape.greedy:
+                return self.samplers["greedy_verifier"].bind(tensors)
+            tensors |= {
+                "q": self._q.part(0, rows, 1, self.vocab_rows),
+                "uniforms": self._in.device["verifying"].part(0, 1, rows, 3),
+            }
             return self._sampler("verifier", tensors, shape)
 
-        return self._kept(("verifier", rows, shape.edits, shape.candidates), make)
+        return self._kept(("verifier", rows, shape.greedy, shape.edits, shape.candidates), make)
 
     def _sampler(self, name: str, tensors: dict[str, Buffer], shape: Shape) -> Launch:
         """A run of a sampler over these tensors and the table."""

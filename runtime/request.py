@@ -54,6 +54,11 @@ class Request:
             for token in prompt:
                 self._edit(token, "seen", 1)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it wants the most likely tokens of logits that nothing changes."""
+        return self.params.temperature == 0 and not self._edits
+
     def setting(self, name: str) -> float:
         """One of `contract.SETTINGS`."""
         return float(self.settings[0, SETTINGS.index(name)])

@@ -42,15 +42,17 @@ def test_every_layer_of_the_shipped_pair_is_fused(shipped_bundle: Path) -> None:
     for role, count in layers.items():
         found = operators(shipped_bundle / role / "model.onnx")
         assert found["GroupQueryAttention"] == count
-        assert found["SimplifiedLayerNormalization"] == 2 * count + 1
+        assert (found["SimplifiedLayerNormalization"], found["SkipSimplifiedLayerNormalization"]) == (1, 2 * count)
         assert not found.keys() & {"Attention", "TensorScatter", "RotaryEmbedding", "Neg", "Pow"}
         assert made_of(shipped_bundle).rewrites[role] == {
             "norms": 2 * count + 1,
+            "norms of sums": 2 * count,
             "rotary embeddings": 2 * count,
             "attention": count,
+            "heads joined": count,
         }
     shown = run("inspect", shipped_bundle)
-    assert "13 norms, 12 rotary" in shown.stdout
+    assert "13 norms, 12 norms of sums" in shown.stdout
 
 
 def test_the_fused_graphs_compute_what_the_exported_ones_do(shipped_bundle: Path, shipped_export: Path) -> None:
@@ -74,8 +76,8 @@ def texts(bundle: Path) -> list[list[int]]:
 def test_a_graph_that_computes_otherwise_is_not_taken(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(path: Path, output: Path, capacity: int) -> dict[str, int]:
-        done = fuse(path, output, capacity)
+    def wrong(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int]:
+        done = fuse(path, output, capacity, steady)
         model = onnx.load(output, load_external_data=False)
         for node in model.graph.node:
             for attribute in node.attribute:
@@ -148,7 +150,7 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, precision: str) 
 def test_a_graph_that_cannot_be_rewritten_stays_as_exported(
     tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stumble(path: Path, output: Path, capacity: int) -> dict[str, int]:
+    def stumble(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int]:
         raise KeyError("a node of a kind that nobody has seen")
 
     monkeypatch.setattr("outrider.builder.fusion.fuse", stumble)

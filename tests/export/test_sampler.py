@@ -77,6 +77,50 @@ def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, firs
         assert token[sequence, 0] == draw(p, uniforms[sequence])
 
 
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([(64, 64), (300, 256), (257, 400)]))
+def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(
+    graphs: Graphs, seed: int, widths: tuple[int, int]
+) -> None:
+    vocab_rows, draft_rows = widths
+    case = Case(seed, vocab_rows)
+    case.settings[:] = row(temperature=0)
+    case.edit_ids, case.edits = np.repeat(UNEDITED[0], case.batch, 0), np.repeat(UNEDITED[1], case.batch, 0)
+    case.edits_of = [{} for _ in range(case.batch)]
+    right = case.random.random((case.batch, case.rows)) < 0.7
+    case.drafted = np.where(right, case.logits.argmax(-1), case.drafted)
+    accepted, tokens, status = run(
+        graphs,
+        "greedy_verifier",
+        vocab_rows,
+        vocab_rows,
+        logits=case.logits,
+        drafted=case.drafted,
+        drafted_count=case.drafted_count,
+    )
+    assert (status == FINE).all()
+    assert [ids[: count + 1].tolist() for ids, count in zip(tokens, accepted, strict=True)] == case.verdicts(graphs)
+    assert all((ids[count + 1 :] == -1).all() for ids, count in zip(tokens, accepted, strict=True))
+    logits = (case.random.standard_normal((case.batch, 1, draft_rows)) * 3).astype(np.float32)
+    logits[..., ::7] = -np.inf  # as a draft has that proposes some tokens only
+    token, status = run(graphs, "greedy_drafter", vocab_rows, draft_rows, logits=logits)
+    assert (status == FINE).all()
+    assert (token == logits[..., :vocab_rows].argmax(-1)).all()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_the_greedy_graphs_say_what_is_no_number(graphs: Graphs, wrong: float) -> None:
+    """But for rows after the first rejected token, which nobody looks at."""
+    logits = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
+    logits[0, 1, 5] = logits[1, 2, 5] = wrong
+    drafted = np.where([[True, True, True], [True, False, True]], logits.argmax(-1), 1)
+    count = np.array([2, 2])
+    _, _, status = run(graphs, "greedy_verifier", 64, 64, logits=logits, drafted=drafted, drafted_count=count)
+    assert status.tolist() == [NOT_FINITE, FINE]
+    _, status = run(graphs, "greedy_drafter", 64, 64, logits=logits[:, 1:2])
+    assert status.tolist() == [NOT_FINITE, FINE]
+
+
 def one_row(graphs: Graphs, logits: Array, candidates: int = 0, **values: Any) -> tuple[Array, int, int]:
     """q, a token and the status of the drafter, for one row of logits [V]."""
     size = len(logits)
