@@ -42,7 +42,11 @@ def row(**values: float) -> Array:
 
 def run(graphs: Graphs, name: str, vocab_rows: int, draft_rows: int, **inputs: Array) -> tuple[Array, ...]:
     """The outputs of a sampler, in order."""
-    sizes = {"batch": inputs["logits"].shape[0], "rows": inputs["logits"].shape[1], "top": int(inputs.get("candidates", [0])[0])}
+    sizes = {
+        "batch": inputs["logits"].shape[0],
+        "rows": inputs["logits"].shape[1],
+        "top": int(inputs.get("candidates", [0])[0]),
+    }
     wanted, given = sampler_tensors(name, vocab_rows, draft_rows)
     outputs = {
         each.name: np.zeros([size if isinstance(size, int) else sizes[size] for size in each.shape], np.dtype(each.dtype))

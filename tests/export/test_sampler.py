@@ -79,9 +79,7 @@ def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, firs
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([(64, 64), (300, 256), (257, 400)]))
-def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(
-    graphs: Graphs, seed: int, widths: tuple[int, int]
-) -> None:
+def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(graphs: Graphs, seed: int, widths: tuple[int, int]) -> None:
     vocab_rows, draft_rows = widths
     case = Case(seed, vocab_rows)
     case.settings[:] = row(temperature=0)
