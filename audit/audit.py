@@ -51,6 +51,8 @@ SAMPLED = (
     ),
 )
 CONTROLLED = SAMPLED[1]
+# What greedy texts without edits leave out: those have graphs of their own.
+EDITED = (SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, min_new_tokens=3), PROMPTS[0])
 
 Tokens = npt.NDArray[np.int64]
 Watched = TypeVar("Watched", bound=WatchedRounds)
@@ -159,8 +161,8 @@ def _choices(outrider: Outrider, context: list[int], start: int, k: int) -> set[
 
 
 def _count_sampled(outrider: Outrider, watched: WatchedRounds, counters: Counters) -> None:
-    """Some sampled texts by the public interface, for the counters' sake, with logprobs."""
-    for params, text in SAMPLED:
+    """Some sampled texts by the public interface, for the counters' sake, with logprobs; and greedy ones with edits."""
+    for params, text in (*SAMPLED, EDITED):
         prompt = outrider.text.encode(text, chat=False)
         for k in outrider.build.k:
             asked = replace(params, max_new_tokens=GREEDY_TOKENS, seed=k, logprobs=3)

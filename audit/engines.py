@@ -129,9 +129,13 @@ def _inputs(name: str, rows: int, most_rows: int, widths: dict[str, int], random
         "exact_match": random.integers(2),
     }
     count = int(random.integers(0, rows))
+    logits = (6 * random.standard_normal((1, rows, width))).astype(np.float32)
+    drafted = random.integers(0, vocab_rows, (1, most_rows if name == "drafter" else rows))
+    if name not in DRAFTERS:
+        drafted = np.where(random.random((1, rows)) < 0.7, logits.argmax(-1), drafted)  # so that some are accepted
     return {
-        "logits": (6 * random.standard_normal((1, rows, width))).astype(np.float32),
-        "drafted": random.integers(0, vocab_rows, (1, most_rows if name == "drafter" else rows)),
+        "logits": logits,
+        "drafted": drafted,
         "drafted_count": np.array([count]),
         "first_row": np.array([count]),
         "q": q / q.sum(axis=2, keepdims=True),

@@ -34,6 +34,12 @@ def constant(value: ir.Value | None) -> npt.NDArray[Any] | None:
     return None if tensor is None else tensor.numpy()
 
 
+def shape_of(value: ir.Value) -> tuple[int, ...]:
+    """The shape of what is always the same."""
+    assert value.shape is not None
+    return tuple(int(size) for size in value.shape if not isinstance(size, ir.SymbolicDim))
+
+
 def source(value: ir.Value | None, through: tuple[str, ...]) -> ir.Value | None:
     """Where a value comes from, seen through nodes of these kinds by their first inputs."""
     while value is not None and (node := value.producer()) is not None and node.op_type in through:
@@ -174,7 +180,7 @@ class Product:
     quantized: ir.Value
     scale: ir.Value
     block: int
-    bias: ir.Value | None
+    bias: npt.NDArray[Any] | None
     output: ir.Value
 
     @classmethod
@@ -189,20 +195,15 @@ class Product:
             return None
         if any(ir.convenience.get_const_tensor(each) is None for each in (quantized, scale)):
             return None
-        (output,), other = node.outputs, None
+        (output,), bias = node.outputs, None
         uses = list(output.uses())
         if len(uses) == 1 and (add := uses[0].node).op_type == "Add":
-            values = {each: constant(each) for each in add.inputs if each is not None and each is not output}
-            other = next((each for each, value in values.items() if value is not None and value.shape == scale.shape[1:]), None)
-            output = output if other is None else add.outputs[0]
+            added = [constant(each) for each in add.inputs if each is not output]
+            bias = next((each for each in added if each is not None and each.shape == shape_of(quantized)[1:]), None)
+            output = output if bias is None else add.outputs[0]
         if not output.uses():
             return None  # joined already
-        return cls(quantized, scale, block, other, output)
-
-    @property
-    def outputs(self) -> int:
-        assert self.quantized.shape is not None
-        return int(self.quantized.shape[1])
+        return cls(quantized, scale, block, bias, output)
 
 
 class Products(RewriteRuleClassBase):
@@ -227,8 +228,7 @@ class Products(RewriteRuleClassBase):
         return MatchResult()
 
     def _kind(self, part: Product) -> tuple[Any, ...]:
-        assert part.quantized.shape is not None
-        return part.block, part.quantized.dtype, part.quantized.shape[0], part.scale.dtype
+        return part.block, part.quantized.dtype, shape_of(part.quantized)[0], part.scale.dtype
 
     def rewrite(self, op: Op, product: Any, x: Any, **_: Any) -> Any:
         parts, name = self._parts, self._parts[0].quantized.name
@@ -239,12 +239,12 @@ class Products(RewriteRuleClassBase):
             block_size=parts[0].block,
         )
         joined = op.MatMul(x, weight)
+        sizes = [shape_of(part.quantized)[1] for part in parts]
         if any(part.bias is not None for part in parts):
-            kind = parts[0].scale.dtype
-            assert kind is not None
-            biases = [np.zeros(part.outputs, kind.numpy()) if part.bias is None else constant(part.bias) for part in parts]
+            kind = next(part.bias.dtype for part in parts if part.bias is not None)
+            biases = [np.zeros(n, kind) if part.bias is None else part.bias for part, n in zip(parts, sizes, strict=True)]
             joined = op.Add(joined, op.initializer(ir.tensor(np.concatenate(biases)), name=f"{name}.joined.bias"))
-        split = op.Split(joined, op.Constant(value_ints=[part.outputs for part in parts]), axis=-1, _outputs=len(parts))
+        split = op.Split(joined, op.Constant(value_ints=sizes), axis=-1, _outputs=len(parts))
         replacement = split[0]
         for part, value in zip(parts, split, strict=True):
             (value.shape, value.dtype) = (part.output.shape, part.output.dtype)
@@ -257,14 +257,13 @@ class Products(RewriteRuleClassBase):
 
 def _joined(weights: list[ir.Value]) -> ir.LazyTensor:
     """Constant matrices side by side; made when they are saved, and not kept."""
-    tensors = [ir.convenience.get_const_tensor(each) for each in weights]
-    whole = [each for each in tensors if each is not None]
-    rows, columns = whole[0].shape[0], sum(int(each.shape[1]) for each in whole)
+    tensors = [tensor for each in weights if (tensor := ir.convenience.get_const_tensor(each)) is not None]
+    rows, columns = shape_of(weights[0])[0], sum(shape_of(each)[1] for each in weights)
 
     def make() -> ir.TensorProtocol:
-        return ir.tensor(np.concatenate([each.numpy() for each in whole], axis=1), dtype=whole[0].dtype)
+        return ir.tensor(np.concatenate([each.numpy() for each in tensors], axis=1), dtype=tensors[0].dtype)
 
-    return ir.LazyTensor(make, dtype=whole[0].dtype, shape=ir.Shape([rows, columns]))
+    return ir.LazyTensor(make, dtype=tensors[0].dtype, shape=ir.Shape([rows, columns]))
 
 
 class SpareRow(RewriteRuleClassBase):
@@ -388,7 +387,7 @@ class CachedAttention(RewriteRuleClassBase):
     def _packed(self, flat: list[Any]) -> list[Any]:
         """Query, key and value, as one tensor where they are the parts of one."""
         split = flat[0].producer()
-        if split is None or split.op_type != "Split" or any(a is not b for a, b in zip(flat, split.outputs, strict=True)):
+        if split is None or split.op_type != "Split" or list(split.outputs) != flat:
             return flat
         return [split.inputs[0], None, None]
 

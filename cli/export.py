@@ -82,6 +82,6 @@ def command(
         if rounded.kept:
             click.echo(
                 f"{role}: {sum(rounded.kept.values()):,} weights stay in fp32: in no linear layer, with a number of inputs"
-                f" that 32 does not divide, or as asked; the first are {next(iter(rounded.kept))}"
+                f" that is not two or more blocks of 32, or as asked; the first are {next(iter(rounded.kept))}"
             )
     click.echo(f"wrote {output}")

@@ -140,7 +140,9 @@ def audited(outrider: Outrider) -> Audit:
     ("sampler", "damage"),
     [
         ("verifier", accept_more(0.8)),  # too little for so few draws to see in a distribution
-        ("greedy_verifier", swap("ArgMax", "ArgMin")),  # wrong in plain decoding, too
+        ("verifier", swap("ArgMax", "ArgMin")),  # wrong in plain decoding, too
+        ("greedy_verifier", swap("ArgMax", "ArgMin")),
+        ("greedy_drafter", swap("ArgMax", "ArgMin")),
         ("verifier", swap("ScatterElements", "Identity", ["logits"])),  # no bans, no penalties
         ("drafter", swap("ScatterElements", "Identity", ["logits"])),
         ("logprobs", swap("LogSoftmax", "Identity", ["logits"])),

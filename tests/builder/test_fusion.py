@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from outrider.builder.fusion import fuse
+from outrider.builder.fusion import Products, fuse, refused
 from outrider.engines.bundle import open_bundle, open_engines
 from outrider.engines.errors import OutriderWarning
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import Build
 from outrider.export.pair import export_pair
+from outrider.export.parity import CHUNKS, Exported, reference
+from outrider.export.quantize import Rounding, pack, quantize_model
+from outrider.export.source import Source, load_tokenizer
+from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.tests.export.test_architectures import CONFIGS
 from outrider.tests.support import PAIR, build, run
 
 CAPACITY = 160
@@ -145,6 +152,30 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, precision: str) 
     for rows in (2, 3, 5, 9):
         np.testing.assert_array_equal(logits(rows), alone)
     np.testing.assert_array_equal(session.run(ids[:, -1:], np.array([CAPACITY - 1])).shape, (1, 1, session.vocab_rows))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])  # without biases, with them, and with norms before attention
+def test_joined_products_give_the_bits_of_those_they_join(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.requires_grad_(False)
+    quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
+    tokens = torch.randint(0, 320, (1, sum(CHUNKS)))
+    _, layers = reference(model, tokens)
+    graph = tmp_path / "model.onnx"
+    program = trace(model, layers, spare_row=True)
+    pack(program, model)
+    program.save(graph, external_data=True)
+    done = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True)
+    assert done["joined products"] == 4
+    monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
+    assert "joined products" not in fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True)
+    assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, 9]
+    joined, apart = (Exported(tmp_path / f"{each}.onnx", layers, "int4").logits(tokens) for each in ("joined", "apart"))
+    np.testing.assert_array_equal(joined, apart)
 
 
 def test_a_graph_that_cannot_be_rewritten_stays_as_exported(

@@ -18,6 +18,7 @@ import transformers as hf
 from onnx import TensorProto, numpy_helper
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from outrider.audit.audit import audit
 from outrider.engines.errors import ParityError, UsageError
 from outrider.engines.folder import check_files, read_manifest
 from outrider.engines.onnxruntime import session_options
@@ -132,9 +133,10 @@ def test_the_file_and_the_manifest_say_what_was_done(exports: dict[str, Path], p
         table = config["vocab_size"] * config["hidden_size"]
         blocks = rounded.weights - table
         assert 0 < blocks < model.parameters
-        share = 32 / (32 if role == "target" else 64)  # of a scale; 64 divides more of the draft's layers than 128
-        bits = {"int4": 4 + share, "int8": 8 + share}
-        want = (blocks * bits[precision] + table * bits[HEADS[precision][role]] + table * 16) / 8
+        wide = config["num_hidden_layers"] * config["hidden_size"] * config["intermediate_size"]
+        scales = 1 if role == "target" else 32 / 128  # bits of a weight; of 96 inputs, 32 share a scale in either
+        want = (blocks * BITS[precision] + table * BITS[HEADS[precision][role]] + table * 16) / 8
+        want += (blocks - wide + table + wide * scales) / 8
         size = (exports[precision] / role / "model.onnx.data").stat().st_size
         assert want <= size <= 1.03 * want + 50_000  # norms, alignment
         assert parity.max_abs_diff <= parity.tolerance < 0.01
@@ -176,6 +178,13 @@ def test_speculative_text_is_plain_text(bundles: dict[str, Outrider], prompt: st
     assert len(plain) == 64
     for k in K:
         assert tokens(k) == plain, k
+
+
+@pytest.mark.parametrize("precision", BITS)
+def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: str) -> None:
+    found = audit(Outrider.load(build(exports[precision], tmp_path / "bundle", capacity=256)), draws=200)
+    assert found.passed, found.as_dict()
+    assert found.greedy.near_ties == []  # equal to the bit
 
 
 def random_model(folder: Path, config: Any) -> tuple[PreTrainedModel, Source]:
