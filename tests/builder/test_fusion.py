@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cohere2Config
 
 from outrider.builder.fusion import Products, fuse, refused
 from outrider.engines.bundle import open_bundle, open_engines
@@ -25,7 +25,7 @@ from outrider.export.source import Source, load_tokenizer
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.export.test_architectures import CONFIGS
+from outrider.tests.export.test_architectures import COMMON, CONFIGS, WINDOW
 from outrider.tests.support import PAIR, build, run
 
 CAPACITY = 160
@@ -154,10 +154,24 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, precision: str) 
     np.testing.assert_array_equal(session.run(ids[:, -1:], np.array([CAPACITY - 1])).shape, (1, 1, session.vocab_rows))
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])  # without biases, with them, and with norms before attention
-def test_joined_products_give_the_bits_of_those_they_join(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+
+
+@pytest.mark.parametrize(
+    ("config", "joined_products", "products"),
+    [
+        (CONFIGS["Llama"], 4, 9),
+        (CONFIGS["Qwen2"], 4, 9),  # with biases
+        (CONFIGS["Qwen3"], 4, 9),  # with norms between the products and attention
+        (COHERE2, 2, 7),  # one norm for attention and all else, and no rotary embedding in its second layer
+    ],
+    ids=lambda each: type(each).__name__ if hasattr(each, "vocab_size") else None,
+)
+def test_joined_products_give_the_bits_of_those_they_join(
+    config: Any, joined_products: int, products: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):
             torch.nn.init.normal_(parameter)
@@ -170,10 +184,11 @@ def test_joined_products_give_the_bits_of_those_they_join(name: str, tmp_path: P
     pack(program, model)
     program.save(graph, external_data=True)
     done = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True)
-    assert done["joined products"] == 4
+    assert done["joined products"] == joined_products
+    assert done["attention"] == 2
     monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
     assert "joined products" not in fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True)
-    assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, 9]
+    assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, products]
     joined, apart = (Exported(tmp_path / f"{each}.onnx", layers, "int4").logits(tokens) for each in ("joined", "apart"))
     np.testing.assert_array_equal(joined, apart)
 
