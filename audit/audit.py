@@ -52,7 +52,7 @@ SAMPLED = (
 )
 CONTROLLED = SAMPLED[1]
 # What greedy texts without edits leave out: those have graphs of their own.
-EDITED = (SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, min_new_tokens=3), PROMPTS[0])
+EDITED = (SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5), PROMPTS[0])
 
 Tokens = npt.NDArray[np.int64]
 Watched = TypeVar("Watched", bound=WatchedRounds)
