@@ -20,7 +20,7 @@ from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSe
 from onnxscript.rewriter.ort_fusions.rms_normalization import rms_normalization_ruleset
 from onnxscript.rewriter.ort_fusions.skip_normalization import skip_rms_normalization_ruleset
 
-from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS
+from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, LOGITS_ROWS, POSITIONS
 
 MICROSOFT = "com.microsoft"
 Op = Any  # onnxscript's tape; its nodes are typed as Any
@@ -421,6 +421,40 @@ class Unsplit(RewriteRuleClassBase):
         return op.Identity(x)
 
 
+class LastRows(RewriteRuleClassBase):
+    """The product that gives the logits, of the last rows alone, as many as the new input `logits_rows` says: a prompt's need
+    none."""
+
+    # What stands between that product and the logits, and gives each row what it would get alone.
+    ROW_BY_ROW = ("Add", "Cast", "Concat", "Div", "Gather", "Identity", "Mul", "Tanh")
+
+    def __init__(self, graph: ir.Graph) -> None:
+        super().__init__("logits of some rows")
+        self._graph = graph
+
+    def pattern(self, op: Op, x: Any, weight: Any) -> Any:
+        return op.MatMul(x, weight, _outputs=["product"])
+
+    def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
+        if any(each.name == LOGITS_ROWS for each in self._graph.inputs):
+            return refused("done already")
+        value, rank = product, len(x.shape or ())
+        while not value.is_graph_output():
+            users = {use.node for use in value.uses()}
+            # A short head reads its product twice, the second time for a column of one value.
+            kinds = {node.op_type for node in users} - {"Slice", "Shape", "Expand", "ConstantOfShape"}
+            if len(kinds) != 1 or not kinds <= set(self.ROW_BY_ROW):
+                return refused("a product that is not the last")
+            value = next(node for node in users if node.op_type in kinds).outputs[0]
+        return MatchResult() if value.name == LOGITS and rank == 3 else refused("a product of other than [B, S, K]")
+
+    def rewrite(self, op: Op, x: Any, weight: Any, **_: Any) -> Any:
+        count = ir.Value(name=LOGITS_ROWS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
+        self._graph.inputs.append(count)
+        end = op.Shape(x, start=1, end=2)
+        return op.MatMul(op.Slice(x, op.Sub(end, count), end, op.Constant(value_ints=[1])), weight)
+
+
 def fuse(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int]:
     """Write the graph at `path`, fused for caches of `capacity` positions and a spare one, as `output`, its weights beside it.
 
@@ -444,6 +478,7 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int
         Rotary.rule(capacity + 1),  # type: ignore[no-untyped-call]
         CachedAttention.rule(steady and spared, ids),  # type: ignore[no-untyped-call]
         Unsplit.rule(),  # type: ignore[no-untyped-call]
+        LastRows.rule(model.graph),  # type: ignore[no-untyped-call]
     ]
     for rewrite in rules:  # in this order: attention takes joined products and rotary embeddings in
         done[rewrite.name] = RewriteRuleSet([rewrite]).apply_to_model(model)

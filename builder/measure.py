@@ -31,7 +31,10 @@ def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) 
     for role in ROLES:
         progress.stage(f"measuring the {role}")
         session = engines.session(role, build.batch)
-        costs[role] = {str(rows): _cost(_step(session, rows)) for rows in sorted({1, 2, build.max_prompt_chunk, *passes})}
+        sizes = {1, 2, *passes}
+        costs[role] = {str(rows): _cost(_step(session, rows, logits=True)) for rows in sorted(sizes)}
+        chunk = str(build.max_prompt_chunk)
+        costs[role].setdefault(chunk, _cost(_step(session, build.max_prompt_chunk, logits=False)))
         del session  # one model in memory at a time
     progress.stage("measuring the samplers")
     for name in SAMPLERS:
@@ -40,13 +43,13 @@ def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) 
     return costs
 
 
-def _step(session: Session, rows: int) -> Callable[[], None]:
+def _step(session: Session, rows: int, logits: bool) -> Callable[[], None]:
     """A pass of so many rows."""
     ids = np.zeros((session.batch, rows), dtype=np.int64)
     positions = np.zeros(session.batch, dtype=np.int64)
 
     def run() -> None:
-        session.write(ids, positions)
+        session.write(ids, positions, logits)
         session.device.synchronize()
 
     return run

@@ -14,6 +14,7 @@ rows of the model's head.
 | `past_key_i`, `past_value_i` | [B, Hkv, C, D] | the cache of layer i, in the engine's precision |
 | `present_key_i`, `present_value_i` | [B, Hkv, C, D] | the same memory, after this run |
 | `logits` | float32 [B, S, V] | all S rows |
+| `logits_rows` | int64 [1] | on the host; a builder may add it to a graph, whose `logits` are then of so many last rows |
 
 A row sees the keys at `key_positions <= positions + row`. Whatever lies in the cache past that weighs nothing, so rejecting
 draft tokens costs nothing: the next run writes from a smaller position. (It must be finite, though: nothing times NaN is
@@ -58,6 +59,7 @@ INPUT_IDS = "input_ids"
 POSITIONS = "positions"
 KEY_POSITIONS = "key_positions"
 LOGITS = "logits"
+LOGITS_ROWS = "logits_rows"
 
 BATCH_DIM = "batch"
 ROWS_DIM = "rows"

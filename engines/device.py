@@ -121,6 +121,7 @@ class Engine(ABC):
 
     most_candidates: int | None = None  # the greatest K that its TopK takes, where there is one
     spare_slots = 0  # that a step model's cache must have beyond its capacity
+    skips_logits = False  # whether a step model computes logits of the last rows alone, of as many as its buffer holds
     recordable = True  # whether its launches may be recorded, on a device that records
 
     @abstractmethod

@@ -71,7 +71,7 @@ class Quantization(Struct, frozen=True):
 
     method: str  # rtn (round to nearest) or auto-round
     head_precision: str  # int4, int8 or fp32: of the product that gives the logits
-    block: Positive  # inputs that share a scale, where it divides a layer's number of them; else 64 or 32 do
+    block: Positive  # inputs of a block's layer that share a scale, where it divides their number; else 64 or 32 do
     weights: int  # that were rounded
     kept: dict[str, int]  # matrices left in fp32, without embeddings, and how many weights each has
 

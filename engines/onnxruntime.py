@@ -10,10 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 
-from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors, sampler_tensors
-from outrider.engines.device import DTYPES, Buffer, Cpu, Device, Engine, Launch
+from outrider.engines.contract import (
+    INPUT_IDS,
+    KEY_POSITIONS,
+    LOGITS,
+    LOGITS_ROWS,
+    POSITIONS,
+    cache_tensors,
+    sampler_tensors,
+)
+from outrider.engines.device import DTYPES, Buffer, Cpu, Device, Engine, Launch, host_buffer
 from outrider.engines.errors import EngineError
 from outrider.engines.manifest import Model, model_file, sampler_file
 from outrider.engines.session import CACHE_TYPES, Engines
@@ -135,6 +144,9 @@ class OnnxRuntimeEngine(Engine):
                 "pip uninstall onnxruntime, then pip install 'outrider[cuda]'",
             )
         found = {each.name: (each.type, _sizes(each.shape)) for each in self._inputs_and_outputs()}
+        self.skips_logits = LOGITS in want and LOGITS_ROWS in found
+        if self.skips_logits:
+            want = want | {LOGITS_ROWS: ("tensor(int64)", (1,))}
         for name in sorted(want.keys() | found.keys()):
             if want.get(name) != found.get(name):
                 raise EngineError(
@@ -146,6 +158,8 @@ class OnnxRuntimeEngine(Engine):
         return [*self._session.get_inputs(), *self._session.get_outputs()]
 
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
+        if self.skips_logits:
+            tensors = {**tensors, LOGITS_ROWS: host_buffer(np.array([tensors[LOGITS].shape[1]], dtype=np.int64))}
         binding = self._session.io_binding()
         try:
             for each in self._session.get_inputs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -81,8 +82,7 @@ class Session:
         self._arena = Arena(device, {INPUT_IDS: ((batch * self.max_rows,), "int64"), POSITIONS: ((batch,), "int64")})
         self._key_positions = device.zeros((self.capacity,), "int64", what)
         device.write(self._key_positions, np.arange(self.capacity))
-        self._logits = device.zeros((batch * self.max_rows * self.vocab_rows,), "float32", "the logits of a prompt chunk")
-        self._passes: dict[tuple[int, int], Launch] = {}  # by rows and window
+        self._passes: dict[tuple[int, int, int], Launch] = {}  # by rows, window, and rows of logits
 
     def window(self, rows: int, first: int, last: int) -> int:
         """The window for a pass of so many rows at positions from `first` to `last` over the batch.
@@ -105,7 +105,7 @@ class Session:
         Args:
             input_ids: int64 [B, S], ids below `vocab_rows`.
             positions: int64 [B], the index at which each sequence's first row is written.
-            logits: float32 [B, S, V], filled for every row.
+            logits: float32 [B, S, V], filled for every row; or [B, R, V] for the last R, where the engine `skips_logits`.
         """
         tensors = {
             INPUT_IDS: input_ids,
@@ -117,8 +117,17 @@ class Session:
             tensors[tensor.past] = tensors[tensor.present] = self._cache[tensor.past]
         return self.engine.bind(tensors)
 
-    def write(self, input_ids: Int64s, positions: Int64s) -> None:
+    @functools.cached_property
+    def _logits(self) -> Buffer:
+        """Of passes from host arrays; large, so made for who wants them."""
+        size = self.batch * self.max_rows * self.vocab_rows
+        return self.device.zeros((size,), "float32", "the logits of a prompt chunk")
+
+    def write(self, input_ids: Int64s, positions: Int64s, logits: bool = False) -> None:
         """One pass from host arrays: write the keys and values of `input_ids` [B, S] from `positions` [B] on.
+
+        Args:
+            logits: whether they must be computed; without, engines that can save it do.
 
         Raises:
             EngineError: the rows do not fit, or the backend failed.
@@ -127,21 +136,23 @@ class Session:
         if batch != self.batch:
             raise EngineError(f"a run of {batch}x{rows} rows does not fit a session of {self.batch}", "open it for that batch")
         window = self.window(rows, int(positions.min()), int(positions.max()))
-        if (rows, window) not in self._passes:
+        kept = rows if logits or not self.engine.skips_logits else 0
+        if (rows, window, kept) not in self._passes:
             ids = self._arena.device[INPUT_IDS].part(0, batch, rows)
-            logits = self._logits.part(0, batch, rows, self.vocab_rows)
-            self._passes[rows, window] = self.bind(ids, self._arena.device[POSITIONS], logits, window)
+            whole = self._logits if kept else self.device.zeros((1,), "float32", "no logits")
+            buffer = whole.part(0, batch, kept, self.vocab_rows)
+            self._passes[rows, window, kept] = self.bind(ids, self._arena.device[POSITIONS], buffer, window)
         self.device.synchronize()  # or the arrays might still be on their way to the pass before
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
         self._arena.host[POSITIONS][:] = positions
         started = time.perf_counter()
         self._arena.upload()
-        self._passes[rows, window]()
+        self._passes[rows, window, kept]()
         self.seconds += time.perf_counter() - started
 
     def run(self, input_ids: Int64s, positions: Int64s) -> Floats:
         """`write`, and the logits of every row: float32 [B, S, V], valid until the next pass."""
-        self.write(input_ids, positions)
+        self.write(input_ids, positions, logits=True)
         started = time.perf_counter()
         logits = self.device.read(self._logits.part(0, *input_ids.shape, self.vocab_rows))
         self.seconds += time.perf_counter() - started

@@ -25,6 +25,9 @@ from outrider.export.step_model import OPSET
 
 BITS = {"int4": 4, "int8": 8}
 BLOCKS = (128, 64, 32)  # inputs that share a scale. A layer whose inputs are not two or more such blocks stays in fp32
+# The largest blocks, by bits, with which ONNX Runtime's kernels on the CPU give a row the same bits in any company. Larger ones
+# lose more, but take less time.
+STEADY = {4: 32, 8: 64}
 FAINT = 0.05  # of a block's greatest weight: what the least of them still counts for
 # Where the greatest weight of a block may land, as multiples of the greatest integer: beyond 1 it is cut off, for the good
 # of the others. Eight bits have nothing to gain by that.
@@ -45,9 +48,7 @@ class Rounding:
     head_precision: str = "int8"
     method: str = "rtn"  # of METHODS, for the blocks' layers
     text: str = ""  # for calibration
-    # Of BLOCKS, the largest. With 32, ONNX Runtime's kernels on the CPU give a row the same bits in any company; with 128
-    # they do not, and lose more, but take less time.
-    block: int = 32
+    steady: bool = True  # blocks up to STEADY; else up to the largest
 
     @classmethod
     def asked(cls, precision: str, head_precision: str | None, method: str | None, calibration: Path | None) -> Rounding | None:
@@ -74,12 +75,17 @@ class Rounding:
     def of_draft(self, head_precision: str | None) -> Rounding:
         """As this, but for the draft, whose errors cost acceptance and nothing else: what is fastest, but for the head's
         precision where one was asked for."""
-        return replace(self, block=BLOCKS[0], head_precision=head_precision or self.precision)
+        return replace(self, steady=False, head_precision=head_precision or self.precision)
 
-    def block_of(self, inputs: int) -> int | None:
+    def block(self, bits: int) -> int:
+        """How many inputs share a scale at most."""
+        return STEADY[bits] if self.steady else BLOCKS[0]
+
+    def block_of(self, inputs: int, bits: int) -> int | None:
         """How many inputs share a scale in a layer of so many; None where it cannot be rounded. They are never all of them:
         TensorRT-RTX's compiler fails on a layer of one block."""
-        return next((block for block in BLOCKS if block <= self.block and inputs % block == 0 and block < inputs), None)
+        most = self.block(bits)
+        return next((block for block in BLOCKS if block <= most and inputs % block == 0 and block < inputs), None)
 
 
 class BlockLinear(nn.Module):
@@ -193,7 +199,7 @@ def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, 
     logging.getLogger("autoround").setLevel(logging.WARNING)
     head = _head(model)  # which it leaves alone unless it is named
     blocks = {
-        name: None if isinstance(module, Conv1D) else rounding.block_of(module.in_features)
+        name: None if isinstance(module, Conv1D) else rounding.block_of(module.in_features, 4)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     }
@@ -202,7 +208,7 @@ def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, 
             model,
             tokenizer=PreTrainedTokenizerFast(tokenizer_object=encoder),
             bits=4,
-            group_size=rounding.block,
+            group_size=rounding.block(4),
             sym=True,
             data_type="int_sym_gptq",  # its other symmetric type has negative scales
             scale_dtype="fp32",
@@ -215,7 +221,7 @@ def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, 
             layer_config={
                 name: {"bits": 16, "data_type": "float"} if block is None else {"bits": 4, "group_size": block}
                 for name, block in blocks.items()
-                if block != rounding.block
+                if block != rounding.block(4)
             },
             device_map="cpu",
             enable_torch_compile=False,
@@ -248,7 +254,7 @@ def quantize_model(
             continue
         bits = BITS.get(rounding.head_precision if module is head else rounding.precision)
         weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
-        block = None if bits is None else rounding.block_of(weight.shape[1])
+        block = None if bits is None else rounding.block_of(weight.shape[1], bits)
         if bits is None or block is None:
             continue
         if module not in made:
@@ -265,7 +271,7 @@ def quantize_model(
     return Quantization(
         method=rounding.method,
         head_precision=rounding.head_precision,
-        block=rounding.block,
+        block=rounding.block(BITS[rounding.precision]),
         weights=sum(layer.quantized.numel() for layer in made.values()),
         kept={name: matrix.numel() for name, matrix in matrices.items()},
     )

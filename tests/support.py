@@ -15,9 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.builder.build import build_engine
+from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS
 from outrider.engines.folder import digest_all, read_manifest
 from outrider.engines.manifest import MANIFEST
 from outrider.export.pair import export_pair
+from outrider.export.parity import Exported
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "examples" / "tiny-pair"
@@ -30,6 +32,17 @@ COMMAND = [sys.executable, "-c", "from outrider.cli import main; main()"]
 
 def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options)
+
+
+class Fused(Exported):
+    """A graph after `fuse`; each run gives the logits of all its rows, or of the last `most` of them."""
+
+    def __init__(self, path: Path, layers: list[tuple[int, int, int]], precision: str, most: int = 2**31):
+        super().__init__(path, layers, precision)
+        self._session, session = self, self._session
+        self.run = lambda names, inputs: session.run(
+            names, inputs | {LOGITS_ROWS: np.array([min(most, inputs[INPUT_IDS].shape[1])])}
+        )
 
 
 def tokenizer(vocab_size: int = 320) -> Tokenizer:

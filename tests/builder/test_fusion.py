@@ -19,14 +19,14 @@ from outrider.engines.errors import OutriderWarning
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import Build
 from outrider.export.pair import export_pair
-from outrider.export.parity import CHUNKS, Exported, reference
+from outrider.export.parity import CHUNKS, reference
 from outrider.export.quantize import Rounding, pack, quantize_model
 from outrider.export.source import Source, load_tokenizer
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export.test_architectures import COMMON, CONFIGS, WINDOW
-from outrider.tests.support import PAIR, build, run
+from outrider.tests.support import PAIR, Fused, build, run
 
 CAPACITY = 160
 
@@ -57,6 +57,7 @@ def test_every_layer_of_the_shipped_pair_is_fused(shipped_bundle: Path) -> None:
             "rotary embeddings": 2 * count,
             "attention": count,
             "heads joined": count,
+            "logits of some rows": 1,
         }
     shown = run("inspect", shipped_bundle)
     assert "13 norms, 12 norms of sums" in shown.stdout
@@ -189,7 +190,7 @@ def test_joined_products_give_the_bits_of_those_they_join(
     monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
     assert "joined products" not in fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True)
     assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, products]
-    joined, apart = (Exported(tmp_path / f"{each}.onnx", layers, "int4").logits(tokens) for each in ("joined", "apart"))
+    joined, apart = (Fused(tmp_path / f"{each}.onnx", layers, "int4").logits(tokens) for each in ("joined", "apart"))
     np.testing.assert_array_equal(joined, apart)
 
 

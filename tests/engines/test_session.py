@@ -92,6 +92,22 @@ def test_a_run_that_does_not_fit_is_refused_before_it_writes(session: Session, r
         np.testing.assert_array_equal(array, before[name])
 
 
+def test_what_only_writes_the_cache_leaves_logits_out(tiny_bundle: Path) -> None:
+    engines = open_engines(tiny_bundle, *open_bundle(tiny_bundle))
+    writes, runs = (engines.session("target", batch=1) for _ in range(2))
+    writes.write(IDS, at(0))
+    want = runs.run(IDS, at(0)).copy()
+    for name, array in writes.cache().items():
+        np.testing.assert_array_equal(array, runs.cache()[name])
+    assert "_logits" not in vars(writes)
+    device = writes.device
+    ids, position = device.zeros(IDS.shape, "int64", "ids"), device.zeros((1,), "int64", "position")
+    last = device.zeros((1, 2, writes.vocab_rows), "float32", "the last two rows' logits")
+    device.write(ids, IDS)
+    writes.bind(ids, position, last, window=64)()
+    np.testing.assert_allclose(device.read(last), want[:, -2:], atol=1e-5)
+
+
 def test_windows_double_up_to_the_capacity() -> None:
     assert window_buckets(512) == [64, 128, 256, 512]
     assert window_buckets(160) == [64, 128, 160]

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from outrider.engines.session import Floats
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source, load_model, read_config
 from outrider.export.step_model import trace
-from outrider.tests.support import ROOT, write_checkpoint
+from outrider.tests.support import ROOT, Fused, write_checkpoint
 
 COMMON = {
     "vocab_size": 320,
@@ -145,8 +146,13 @@ def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
 def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced) -> None:
     fused = traced.graph.with_name("fused.onnx")
     _fused[traced.name] = fuse(traced.graph, fused, CAPACITY - 1, steady=True)
-    got = Exported(fused, traced.layers, "fp32").logits(traced.tokens)
+    got = Fused(fused, traced.layers, "fp32").logits(traced.tokens)
     assert float(np.abs(traced.want - got).max()) <= 1e-4
+    assert _fused[traced.name]["logits of some rows"] == 1
+    for most in (0, 2):
+        last = np.concatenate([got[max(end - most, start) : end] for start, end in pairwise([0, *accumulate(CHUNKS)])])
+        some = Fused(fused, traced.layers, "fp32", most).logits(traced.tokens)
+        np.testing.assert_allclose(some, last, atol=1e-5)
 
 
 def test_tensorrt_rtx_builds_it(traced: Traced) -> None:

@@ -84,7 +84,11 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 HEADS = {"int4": {"target": "int8", "draft": "int4"}, "int8": {"target": "int4", "draft": "int4"}}
-BLOCKS = {"target": 32, "draft": 128}
+BLOCKS = {"target": {"int4": 32, "int8": 64}, "draft": {"int4": 128, "int8": 128}}
+
+
+def block_of(role: str, precision: str, inputs: int) -> int:
+    return next(size for size in (128, 64, 32) if size <= BLOCKS[role][precision] and inputs % size == 0)
 
 
 @pytest.mark.parametrize("role", BLOCKS)
@@ -108,7 +112,7 @@ def test_the_graph_has_the_rounded_weights_and_the_embedding_of_before(
         tensor, scale = tensors[node.input[0]], tensors[node.input[1]]
         assert (tensor.data_type, scale.data_type) == (TYPES[kind], TensorProto.FLOAT)
         weight = modules.pop(name).weight.detach()
-        block = next(size for size in (128, 64, 32) if size <= BLOCKS[role] and weight.shape[1] % size == 0)
+        block = block_of(role, kind, weight.shape[1])
         assert options["block_size"] == block
         quantized, want = quantize(weight, BITS[kind], block)
         assert (numpy_helper.to_array(tensor).astype(np.int8) == quantized.numpy()).all()
@@ -127,16 +131,20 @@ def test_the_file_and_the_manifest_say_what_was_done(exports: dict[str, Path], p
         parity, rounded = model.parity, model.quantization
         assert rounded is not None
         assert (model.precision, rounded.head_precision, rounded.method) == (precision, HEADS[precision][role], "rtn")
-        assert rounded.block == BLOCKS[role]
+        assert rounded.block == BLOCKS[role][precision]
         assert rounded.kept == {}
         config = json.loads((PAIR / role / "config.json").read_text())
         table = config["vocab_size"] * config["hidden_size"]
         blocks = rounded.weights - table
         assert 0 < blocks < model.parameters
         wide = config["num_hidden_layers"] * config["hidden_size"] * config["intermediate_size"]
-        scales = 1 if role == "target" else 32 / 128  # bits of a weight; of 96 inputs, 32 share a scale in either
         want = (blocks * BITS[precision] + table * BITS[HEADS[precision][role]] + table * 16) / 8
-        want += (blocks - wide + table + wide * scales) / 8
+        for weights, kind, inputs in (
+            (blocks - wide, precision, config["hidden_size"]),
+            (wide, precision, config["intermediate_size"]),
+            (table, HEADS[precision][role], config["hidden_size"]),
+        ):
+            want += weights / block_of(role, kind, inputs) * 4  # scales
         size = (exports[precision] / role / "model.onnx.data").stat().st_size
         assert want <= size <= 1.03 * want + 50_000  # norms, alignment
         assert parity.max_abs_diff <= parity.tolerance < 0.01
