@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from outrider.audit.controls import ReferenceRounds, WatchedRounds
+from outrider.audit.controls import ReferenceRounds, Restless, WatchedRounds
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Greedy, NearTie, Sampled
 from outrider.audit.statistics import Comparison, compare
@@ -31,6 +31,7 @@ from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.loop import prefill
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.policy import AUTO, MODEL, NGRAM
 from outrider.runtime.reference import Fault
 
 DRAWS = 500
@@ -41,10 +42,10 @@ PLACES = {"first": 0, "second": 1, "third": 2, "last": -1}  # of the sampled tok
 
 # Hot and cold, with and without each kind of truncation, by both rules; each on one of the prompts.
 SAMPLED = (
-    (SamplingParams(temperature=0.7), PROMPTS[4]),
-    (SamplingParams(temperature=0.7, top_p=0.9), PROMPTS[8]),
-    (SamplingParams(temperature=1.0, top_k=20), PROMPTS[2]),
-    (SamplingParams(temperature=1.3, top_p=0.95, min_p=0.05), PROMPTS[6]),
+    (SamplingParams(temperature=0.7, rule="rejection"), PROMPTS[4]),
+    (SamplingParams(temperature=0.7, top_p=0.9, rule="rejection"), PROMPTS[8]),
+    (SamplingParams(temperature=1.0, top_k=20, rule="rejection"), PROMPTS[2]),
+    (SamplingParams(temperature=1.3, top_p=0.95, min_p=0.05, rule="rejection"), PROMPTS[6]),
     (
         SamplingParams(temperature=1.0, rule="exact-match", repetition_penalty=1.2, frequency_penalty=0.5, min_new_tokens=3),
         PROMPTS[0],
@@ -86,7 +87,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         sampled += [Sampled(_named(params), k, cell.compare(plain, tokens)) for k, tokens in drawn.items()]
         together = cell.compare(plain, np.concatenate(list(drawn.values())))
         sampled.append(Sampled(_named(params), None, together, watched.emitted, watched.excluded))
-        if (params, text) == CONTROLLED:
+        if (params, text) == CONTROLLED and MODEL in outrider.drafters:
             for fault in (None, *Fault):
                 faulty = _made(ReferenceRounds, outrider)
                 faulty.fault = fault
@@ -111,32 +112,36 @@ def _made(kind: type[Watched], outrider: Outrider) -> Watched:
 
 @contextmanager
 def _installed(outrider: Outrider, rounds: WatchedRounds) -> Iterator[WatchedRounds]:
-    """These rounds in the loop, for a while."""
-    usual, outrider.loop.rounds = outrider.loop.rounds, rounds
+    """These rounds in the loop, and choices by chance where k is not given, for a while."""
+    usual = outrider.loop.rounds, outrider.policy
+    outrider.loop.rounds, outrider.policy = rounds, Restless(outrider.policy)
     try:
         yield rounds
     finally:
-        outrider.loop.rounds = usual
+        outrider.loop.rounds, outrider.policy = usual
 
 
 def _greedy(outrider: Outrider, watched: WatchedRounds, counters: Counters, progress: Progress) -> Greedy:
     found = Greedy()
-    progress.stage("comparing greedy texts", len(PROMPTS) * (1 + len(outrider.build.k)))
+    progress.stage("comparing greedy texts", len(PROMPTS) * (1 + len(_ways(outrider))))
     params = SamplingParams(max_new_tokens=GREEDY_TOKENS)
     for text in PROMPTS:
         prompt = outrider.text.encode(text, chat=False)
-        plain = _generate(outrider, watched, prompt, params, 0, counters)
+        plain = _generate(outrider, watched, prompt, params, (0, None), counters)
         progress.advance(1)
-        for k in outrider.build.k:
+        for way in _ways(outrider):
             found.compared += 1
-            answer = _generate(outrider, watched, prompt, params, k, counters)
+            answer = _generate(outrider, watched, prompt, params, way, counters)
             progress.advance(1)
             if answer == plain:
                 continue
             place = next(at for at, (one, other) in enumerate(zip_longest(plain, answer)) if one != other)
             ours, theirs = (tokens[place] if place < len(tokens) else -1 for tokens in (plain, answer))
-            choices = _choices(outrider, prompt + plain[:place], len(prompt), k)
-            tie = NearTie(text, k, place, ours, theirs)
+            k, drafter = way
+            choices = _choices(
+                outrider, prompt + plain[:place], len(prompt), k if isinstance(k, int) else max(outrider.build.k)
+            )
+            tie = NearTie(text, f"{drafter}, k = {k}", place, ours, theirs)
             (found.near_ties if {ours, theirs} <= choices else found.differences).append(tie)
     return found
 
@@ -164,20 +169,31 @@ def _count_sampled(outrider: Outrider, watched: WatchedRounds, counters: Counter
     """Some sampled texts by the public interface, for the counters' sake, with logprobs; and greedy ones with edits."""
     for params, text in (*SAMPLED, EDITED):
         prompt = outrider.text.encode(text, chat=False)
-        for k in outrider.build.k:
-            asked = replace(params, max_new_tokens=GREEDY_TOKENS, seed=k, logprobs=3)
-            _generate(outrider, watched, prompt, asked, k, counters)
+        for seed, way in enumerate(_ways(outrider)):
+            asked = replace(params, max_new_tokens=GREEDY_TOKENS, seed=seed, logprobs=3)
+            _generate(outrider, watched, prompt, asked, way, counters)
+
+
+def _ways(outrider: Outrider) -> list[tuple[int | str, str | None]]:
+    """Every k of the draft model, n-grams, and all of these in turn: as `Outrider.generate` takes them."""
+    model: list[tuple[int | str, str | None]] = [(k, MODEL) for k in outrider.build.k if MODEL in outrider.drafters]
+    return [*model, (outrider.build.k[-1], NGRAM), (AUTO, AUTO)]
 
 
 def _generate(
-    outrider: Outrider, watched: WatchedRounds, prompt: list[int], params: SamplingParams, k: int, counters: Counters
+    outrider: Outrider,
+    watched: WatchedRounds,
+    prompt: list[int],
+    params: SamplingParams,
+    way: tuple[int | str, str | None],
+    counters: Counters,
 ) -> list[int]:
     """One generation's tokens. What each verifying pass was given and emitted says what the counters must be."""
     tokens: list[int] = []
     drafted = accepted = rejected = 0
     balanced = True
     watched.decided.clear()
-    for event in outrider.generate(prompt, params, k=k):
+    for event in outrider.generate(prompt, params, k=way[0], drafter=way[1]):
         checked, emitted = watched.decided[-1]
         kept = min(len(emitted) - 1, len(event.token_ids))
         own = len(event.token_ids) - kept
@@ -226,14 +242,15 @@ class Cell:
         loop = self.outrider.loop
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
         with _installed(self.outrider, rounds):
-            loop.start(self.prompt, self.outrider.request(self.params, self.prompt), k)
+            chooser = self.outrider.chooser(self.params, k, None)
+            loop.start(self.prompt, self.outrider.request(self.params, self.prompt), chooser, SAMPLED_TOKENS)
             for index in range(draws):
                 params = replace(self.params, seed=(self.number << 48) + (k << 32) + index)
                 request = self.outrider.request(params, self.prompt)
-                loop.restart(self.prompt, request)
+                loop.restart(self.prompt, request, chooser)
                 tokens: list[int] = []
                 while len(tokens) < SAMPLED_TOKENS and not set(tokens) & set(request.end_ids):
-                    tokens += loop.round(k, SAMPLED_TOKENS - len(tokens)).tokens
+                    tokens += loop.round(SAMPLED_TOKENS - len(tokens)).tokens
                 end = next((at + 1 for at, token in enumerate(tokens) if token in request.end_ids), len(tokens))
                 drawn[index, :end] = tokens[:end]
                 drawn[index, -1] = tokens[end - 1]
@@ -244,6 +261,7 @@ class Cell:
 def _named(params: SamplingParams) -> str:
     """The settings that are not the usual ones."""
     usual = SamplingParams()
-    names = ("temperature", "top_k", "top_p", "min_p", "rule")
+    names = ("temperature", "top_k", "top_p", "min_p")
     named = [f"{name} {getattr(params, name)}" for name in names if getattr(params, name) != getattr(usual, name)]
+    named += ["rule exact-match"] if params.exact else []
     return ", ".join(named) + (", penalties" if params.repetition_penalty != 1 else "")

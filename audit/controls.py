@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from outrider.runtime.policy import DRAFTERS, NGRAM, PLAIN, Choice, Policy
 from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
 from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs, Request
 from outrider.runtime.rounds import Rounds
@@ -27,19 +29,27 @@ class WatchedRounds(Rounds):
         self.disagreed = 0
         self.decided: list[tuple[int, list[int]]] = []  # of each round: tokens drafted, tokens emitted
         self._runs = 0
+        self._given = False  # whether the round's drafted tokens were
 
     def run(
-        self, tokens: list[int], request: Request, count: int, rows: int
+        self,
+        tokens: list[int],
+        request: Request,
+        count: int,
+        rows: int,
+        given: list[int] | None = None,
+        shorter: Callable[[int], int | None] | None = None,
     ) -> tuple[list[int], list[int], list[Logprobs] | None]:
-        drafted, emitted, logprobs = super().run(tokens, request, count, rows)
-        for row in range(count):
+        drafted, emitted, logprobs = super().run(tokens, request, count, rows, given, shorter)
+        self._given = given is not None
+        for row in range(0 if self._given else len(drafted)):
             if self._check_this():
-                self.disagreed += not any(self._drawn_so(drafted, request, row, each) for each in readings(request))
+                self.disagreed += not any(self._drawn_so(drafted, request, row, each) for each in self._readings(request))
         emitted = self.decide(request, drafted, emitted)
         settings, edits = named_settings(request.settings[0]), edits_of(*request.table())
         self.emitted += len(emitted)
-        self.decided.append((count, emitted))
-        logits = self.launches.target_logits(rows)
+        self.decided.append((len(drafted), emitted))
+        logits = self.launches.target_logits(len(emitted))
         for row, token in enumerate(emitted):
             x = edit(logits[row].astype(np.float64), settings, edits, emitted[:row], row)
             self.excluded += excluded(x, settings, token)
@@ -58,7 +68,7 @@ class WatchedRounds(Rounds):
     def decide(self, request: Request, drafted: list[int], emitted: list[int]) -> list[int]:
         """The verdict, which the graph said is `emitted`."""
         if self._check_this():
-            verdicts = (self.reference(request, drafted, settings) for settings in readings(request))
+            verdicts = (self.reference(request, drafted, settings) for settings in self._readings(request))
             self.disagreed += not any(emitted == verdict for verdict in verdicts)
         return emitted
 
@@ -85,11 +95,42 @@ class WatchedRounds(Rounds):
         claimed = [(row, *pair) for row, each in enumerate(found) for pair in ((tokens[row], each.logprob), *each.top)]
         return any(abs(normal[row, token] - value) > 10 * CLOSE for row, token, value in claimed)
 
+    def _readings(self, request: Request) -> Iterator[dict[str, float]]:
+        """The round's settings; and, where top_p falls on the edge of a token, as fp32 may read them."""
+        settings = named_settings(request.settings[0])
+        if self._given:
+            settings |= {"exact_match": 1.0}
+        yield settings
+        if settings["top_p"] < 1:
+            for factor in (1 - TOLERANCE, 1 + TOLERANCE):
+                yield settings | {"top_p": min(1.0, settings["top_p"] * factor)}
+
     def _check_this(self) -> bool:
         self._runs += 1
         due = self._runs % CHECKED == 0
         self.checked += due
         return due
+
+
+class Restless(Policy):
+    """Every choice by chance, the same ones each time: what is emitted must not depend on them."""
+
+    def __init__(self, like: Policy):
+        super().__init__(like.costs, like.drafters, like.stops)
+
+    def start(self, greedy: bool, drafters: Sequence[str] = DRAFTERS) -> None:
+        super().start(greedy, drafters)
+        self._chance = random.Random(0)
+
+    def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
+        drafters = [name for name in self.drafters if name != NGRAM or agreeing]
+        return self._chance.choice([PLAIN, *(Choice(name, k) for name in drafters for k in self.sizes(wanted))])
+
+    def reads(self, length: int, wanted: int) -> bool:
+        return self._chance.random() < 0.5
+
+    def worth(self, confidences: list[float], k: int, length: int) -> bool:
+        return self._chance.random() < 0.7
 
 
 class ReferenceRounds(WatchedRounds):
@@ -101,13 +142,4 @@ class ReferenceRounds(WatchedRounds):
     fault: Fault | None = None
 
     def decide(self, request: Request, drafted: list[int], emitted: list[int]) -> list[int]:
-        return self.reference(request, drafted, named_settings(request.settings[0]), self.fault)
-
-
-def readings(request: Request) -> Iterator[dict[str, float]]:
-    """A request's settings; and, where top_p falls on the edge of a token, as fp32 may read them."""
-    settings = named_settings(request.settings[0])
-    yield settings
-    if settings["top_p"] < 1:
-        for factor in (1 - TOLERANCE, 1 + TOLERANCE):
-            yield settings | {"top_p": min(1.0, settings["top_p"] * factor)}
+        return self.reference(request, drafted, next(self._readings(request)), self.fault)

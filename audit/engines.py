@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engines.bundle import open_engines
-from outrider.engines.contract import CANDIDATES, DRAFTERS, SAMPLERS, SETTINGS, sampler_tensors
+from outrider.engines.contract import CANDIDATES, DRAFTERS, SETTINGS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.errors import FolderError
 from outrider.engines.folder import check_files, read_manifest
-from outrider.engines.manifest import ROLES, model_file
+from outrider.engines.manifest import model_file
 from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Engines, Session
 
@@ -59,24 +59,24 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
         EngineError: a run failed.
     """
     manifest, build = read_manifest(export), engines.build
-    for role in ROLES:
-        ours, theirs = engines.manifest.models[role], manifest.models[role]
+    for role in engines.manifest.roles:
         if model_file(role) not in manifest.files:
             raise FolderError(f"{export} has no graphs to compare with", "name the folder that outrider export wrote")
+        ours, theirs = engines.manifest.models[role], manifest.models[role]
         if (ours.source, ours.layers, ours.vocab_rows) != (theirs.source, theirs.layers, theirs.vocab_rows):
             raise FolderError(f"{export} is no export of the bundle's {role}", "name the folder that the bundle was built from")
     check_files(export, manifest, progress)
     build = msgspec.structs.replace(build, backend="onnxruntime", device="cpu")
     reference = open_engines(export, manifest, build)
     verified = [k + 1 for k in build.k]
-    for role in ROLES:
+    for role in engines.manifest.roles:
         progress.stage(f"comparing the {role}")
         precision = engines.manifest.models[role].precision
         sessions = engines.session(role, batch=1), reference.session(role, batch=1)
         for rows in sorted({1, 2, *verified, build.max_prompt_chunk}):
             yield _step(role, rows, TOLERANCE[precision], *sessions)
         del sessions  # one model in memory at a time
-    for name in SAMPLERS:
+    for name in engines.manifest.samplers:
         progress.stage(f"comparing the {name}")
         samplers = engines.sampler(name), reference.sampler(name)
         for rows in [1] if name in DRAFTERS else sorted({1, *verified}):
@@ -100,7 +100,7 @@ def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session
 
 def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: Engine, their_engine: Engine) -> Compared:
     """Random rounds."""
-    widths = {role: model.vocab_rows for role, model in ours.manifest.models.items()}
+    widths = ours.manifest.widths
     difference, same = 0.0, []
     for seed in range(CASES):
         inputs = _inputs(name, rows, ours.build.k[-1] + 1, widths, np.random.default_rng(seed))
@@ -115,10 +115,10 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
     return Compared(name, rows, difference, CLOSE, float(np.mean(same)))
 
 
-def _inputs(name: str, rows: int, most_rows: int, widths: dict[str, int], random: np.random.Generator) -> Arrays:
+def _inputs(name: str, rows: int, most_rows: int, widths: tuple[int, int], random: np.random.Generator) -> Arrays:
     """A random round of one sequence, as the tensors of one sampler."""
-    vocab_rows = widths["target"]
-    width = widths["draft"] if name in DRAFTERS else vocab_rows
+    vocab_rows = widths[0]
+    width = widths[name in DRAFTERS]
     temperature = random.choice([0.0, 0.7, 1.0])
     q = random.random((rows, 1, vocab_rows), dtype=np.float32) ** 8
     settings = dict.fromkeys(SETTINGS, 0.0) | {
@@ -148,9 +148,9 @@ def _inputs(name: str, rows: int, most_rows: int, widths: dict[str, int], random
     }
 
 
-def run_sampler(device: Device, engine: Engine, name: str, inputs: Arrays, widths: dict[str, int]) -> Arrays:
+def run_sampler(device: Device, engine: Engine, name: str, inputs: Arrays, widths: tuple[int, int]) -> Arrays:
     """One run of a sampler from and to host arrays, the outputs by name."""
-    wanted, given = sampler_tensors(name, widths["target"], widths["draft"])
+    wanted, given = sampler_tensors(name, *widths)
     sizes = {"batch": 1, "rows": inputs["logits"].shape[1], "top": int(inputs["candidates"][0])}
     buffers = {}
     for each in wanted:

@@ -38,7 +38,7 @@ class NearTie:
     """Where greedy texts part, and the plain model's own choice changes with the number of rows of a pass."""
 
     prompt: str
-    k: int
+    way: str  # drafter and k
     place: int  # tokens of the answer before it
     plain: int
     speculative: int
@@ -118,7 +118,7 @@ class Audit:
     arithmetic: Arithmetic
     greedy: Greedy
     sampled: list[Sampled]
-    controls: list[Control]
+    controls: list[Control]  # none without a draft model: what is accepted then is what the target itself drew
     counters: Counters
 
     def verdicts(self) -> dict[str, bool]:

@@ -14,11 +14,11 @@ from outrider.builder.measure import measure
 from outrider.builder.onnxruntime import fuse_pair, package_version
 from outrider.builder.profiles import sampler_profiles, step_profiles
 from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_options, facts
-from outrider.engines.contract import SAMPLERS, cache_tensors, window_buckets
+from outrider.engines.bundle import open_bundle
+from outrider.engines.contract import cache_tensors, window_buckets
 from outrider.engines.errors import EngineError, FolderError, UsageError
-from outrider.engines.folder import check_files, digest_all, read_manifest, staged
+from outrider.engines.folder import check_files, digest_all, read_manifest, replace_manifest, staged
 from outrider.engines.manifest import (
-    ENGINES,
     MANIFEST,
     ROLES,
     TENSORRT,
@@ -115,6 +115,20 @@ def build_engine(
     return sealed
 
 
+def calibrate(bundle: Path, progress: Progress = SILENT) -> Manifest:
+    """Measure a bundle's costs on this machine, and put them into its manifest in place of those it had.
+
+    Raises:
+        FolderError: the folder is no bundle, is damaged, or cannot be written.
+        EngineError: an engine does not run here.
+    """
+    manifest, build = open_bundle(bundle, progress)
+    build = msgspec.structs.replace(build, costs=measure(bundle, manifest, build, progress))
+    sealed = msgspec.structs.replace(manifest, build=build)
+    replace_manifest(bundle, sealed)
+    return sealed
+
+
 def _check_volumes(manifest: Manifest, capacity: int, batch: int, rows: int) -> None:
     for role, model in manifest.models.items():
         caches = [batch * capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers)]
@@ -141,22 +155,21 @@ def _device(package: Facts, options: Options) -> str:
 
 
 def _profiles(manifest: Manifest, k: list[int], capacity: int, batch: int, chunk: int) -> dict[str, list[Profile]]:
-    rows = {role: model.vocab_rows for role, model in manifest.models.items()}
     steps = step_profiles(k, capacity, batch, chunk)
-    samplers = {name: sampler_profiles(name, k, batch, rows["target"], rows["draft"]) for name in SAMPLERS}
-    return {**dict.fromkeys(ROLES, steps), **samplers}
+    samplers = {name: sampler_profiles(name, k, batch, *manifest.widths) for name in manifest.samplers}
+    return {**dict.fromkeys(manifest.roles, steps), **samplers}
 
 
 def _compile(
     source: Path, folder: Path, manifest: Manifest, build: Build, package: Facts, options: Options, progress: Progress
 ) -> None:
     """Write the plan of every engine."""
-    weights = sum(manifest.files[model_file(role) + ".data"].size for role in ROLES)
+    weights = sum(manifest.files[model_file(role) + ".data"].size for role in manifest.roles)
     asked = (
         f"a batch of {build.batch}, a capacity of {build.capacity}, a prompt chunk of {build.max_prompt_chunk},"
         f" k = {', '.join(map(str, build.k))}, {weights:,} bytes of weights"
     )
-    for name in ENGINES:
+    for name in manifest.engines:
         plan = folder / engine_file(name)
         plan.parent.mkdir(exist_ok=True)
         job = Job(

@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.engines.bundle import open_engines
 from outrider.engines.errors import EngineError, OutriderWarning
-from outrider.engines.manifest import ROLES, Build, Manifest, model_file
+from outrider.engines.manifest import Build, Manifest, model_file
 from outrider.engines.progress import Progress
 from outrider.engines.session import Engines
 
@@ -54,7 +54,7 @@ def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, prog
     from outrider.engines.onnxruntime import optimize
 
     made = {}
-    for role in ROLES:
+    for role in manifest.roles:
         progress.stage(f"fusing the {role}")
         fused, final = folder / "fused" / "model.onnx", folder / "final" / model_file(role)
         for path in (fused, final):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 import outrider
-from outrider.cli import build_engine, export, generate, inspect, verify
+from outrider.cli import bench, build_engine, calibrate, export, generate, inspect, plan, verify
 from outrider.engines.errors import OutriderError, OutriderWarning, UsageError
 
 
@@ -82,5 +82,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
 
 
-for module in (export, build_engine, verify, generate, inspect):
+for module in (export, build_engine, calibrate, verify, generate, inspect, plan, bench):
     main.add_command(module.command)

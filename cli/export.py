@@ -13,7 +13,9 @@ from outrider.cli.show import progress_bar
 @click.option(
     "--target", required=True, metavar="SOURCE", help="The big model: a Hugging Face folder, a hub id, or a GGUF file."
 )
-@click.option("--draft", required=True, metavar="SOURCE", help="The small model, of the same vocabulary.")
+@click.option(
+    "--draft", metavar="SOURCE", help="The small model, of the same vocabulary. Without it, drafts come from the text alone."
+)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]), default="fp32", show_default=True)
 @click.option(
@@ -37,7 +39,7 @@ from outrider.cli.show import progress_bar
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(
     target: str,
-    draft: str,
+    draft: str | None,
     output: Path,
     precision: str,
     head_precision: str | None,
@@ -47,7 +49,7 @@ def command(
     draft_vocab_text: Path | None,
     as_json: bool,
 ) -> None:
-    """Export a checkpoint pair as standard ONNX, each graph checked against its checkpoint."""
+    """Export a checkpoint pair, or a target alone, as standard ONNX, each graph checked against its checkpoint."""
     from outrider.export.pair import export_pair
 
     with progress_bar() as progress:

@@ -58,6 +58,12 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
     return dict(biases)
 
 
+def _k(_: click.Context, __: click.Parameter, text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is no number, and not auto")
+    return text if text == "auto" else int(text)
+
+
 @click.command("generate", cls=Grouped)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
@@ -100,17 +106,25 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
     "--k",
     cls=In,
     group=SPECULATION,
-    type=int,
-    help="Draft tokens a round: one of the built numbers, or 0 for plain decoding.  [default: up to 4]",
+    default="auto",
+    show_default=True,
+    callback=_k,
+    help="Draft tokens a round: one of the built numbers, 0 for plain decoding, or auto, which chooses each round.",
+)
+@click.option(
+    "--drafter",
+    cls=In,
+    group=SPECULATION,
+    type=click.Choice(["model", "ngram", "auto"]),
+    help="Where drafted tokens come from: the draft model, what followed earlier in the text, or what is faster."
+    "  [default: auto where --k is, else the model if there is one]",
 )
 @click.option(
     "--rule",
     cls=In,
     group=SPECULATION,
     type=click.Choice(RULES),
-    default=DEFAULTS.rule,
-    show_default=True,
-    help="Which drafted tokens are accepted.",
+    help="Which drafted tokens are accepted.  [default: exact-match with a --seed, else rejection]",
 )
 @number("logprobs", OUTPUT, "With --json: each token's logprob, and those of so many most likely tokens.")
 @device
@@ -124,7 +138,15 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
     help="Print one JSON object on standard output, and nothing else there.",
 )
 def command(
-    bundle: Path, prompt: str | None, chat: bool, k: int | None, device: str | None, show: bool, as_json: bool, **params: Any
+    bundle: Path,
+    prompt: str | None,
+    chat: bool,
+    k: int | str,
+    drafter: str | None,
+    device: str | None,
+    show: bool,
+    as_json: bool,
+    **params: Any,
 ) -> None:
     """Continue a prompt. Only confirmed tokens are ever printed."""
     if show and as_json:
@@ -137,7 +159,7 @@ def command(
     text = _read_prompt() if prompt is None else prompt
     with progress_bar() as progress:
         loaded = Outrider.load(bundle, progress, device=device)
-    events = loaded.generate(text, asked, k=k, chat=chat)
+    events = loaded.generate(text, asked, k=k, drafter=drafter, chat=chat)
     if as_json:
         _print_json(events)
     else:

@@ -63,10 +63,11 @@ class Bar(Progress):
 def bundle_table(manifest: Manifest) -> Any:
     from rich.table import Table
 
-    from outrider.engines.manifest import ENGINES, ROLES, engine_file
+    from outrider.engines.manifest import engine_file
 
-    table = Table("", *ROLES, title="models", title_justify="left")
-    models = [manifest.models[role] for role in ROLES]
+    roles = manifest.roles
+    table = Table("", *roles, title="models", title_justify="left")
+    models = [manifest.models[role] for role in roles]
     table.add_row("source", *(model.source for model in models))
     table.add_row("architecture", *(model.architecture for model in models))
     table.add_row("parameters", *(f"{model.parameters:,}" for model in models))
@@ -82,24 +83,27 @@ def bundle_table(manifest: Manifest) -> Any:
     table.add_row("end of text", ", ".join(str(token) for token in manifest.generation.eos_token_ids) or "none")
     build = manifest.build
     if build is not None:
-        table.add_row("backend", f"{build.backend} {build.backend_version}", build.device)
+        table.add_row("backend", f"{build.backend} {build.backend_version}, {build.device}")
         table.add_row("k", ", ".join(str(k) for k in build.k))
         table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
         table.add_row("longest prompt chunk", str(build.max_prompt_chunk))
         table.add_row("windows", ", ".join(str(window) for window in build.windows))
         if build.rewrites:
-            counts = [build.rewrites.get(role, {}) for role in ROLES]
+            counts = [build.rewrites.get(role, {}) for role in roles]
             table.add_row("fused", *(", ".join(f"{count} {name}" for name, count in each.items()) or "no" for each in counts))
         if build.profiles:
             table.add_row("compute capabilities", ", ".join(build.compute_capabilities) or "the package's default")
             table.add_section()
-        for name in ENGINES if build.profiles else ():
+        for name in manifest.engines if build.profiles else ():
             spans = ", ".join(str(most) if least == most else f"{least}-{most}" for least, most in build.rows(name))
-            table.add_row(f"{name}, rows", spans, f"{manifest.files[engine_file(name)].size:,} bytes")
+            table.add_row(f"{name}, rows", f"{spans}; {manifest.files[engine_file(name)].size:,} bytes")
         table.add_section()
-        measured = [build.costs.get(role, {}) for role in ROLES]
-        for rows in sorted(measured[0].keys() & measured[1].keys(), key=int):
-            table.add_row(
-                f"{rows} rows, ms", *(f"{c[rows].median:.2f} ({c[rows].fastest:.2f}-{c[rows].slowest:.2f})" for c in measured)
-            )
+        measured = [{(c.batch, c.window, c.rows): c for c in build.costs.get(role, [])} for role in roles]
+        ends = {build.windows[0], build.windows[-1]}
+        for at in sorted(set.intersection(*map(set, measured))):
+            batch, window, rows = at
+            if window in ends:
+                of = f" of {batch} sequences" if batch > 1 else ""
+                costs = (f"{c[at].median:.2f} ({c[at].fastest:.2f}-{c[at].slowest:.2f})" for c in measured)
+                table.add_row(f"{rows} rows{of}, window {window}, ms", *costs)
     return table

@@ -80,9 +80,7 @@ def _print(found: Audit) -> None:
         f" differ, {len(greedy.near_ties)} part at a near-tie ({greedy.allowed} allowed)"
     )
     for tie in (*greedy.differences, *greedy.near_ties):
-        click.echo(
-            f"           k = {tie.k}, token {tie.place}: plain {tie.plain}, speculative {tie.speculative}; {tie.prompt!r}"
-        )
+        click.echo(f"           {tie.way}, token {tie.place}: plain {tie.plain}, speculative {tie.speculative}; {tie.prompt!r}")
     least = min(each.p_value for cell in found.sampled for each in cell.comparisons)
     comparisons = sum(len(cell.comparisons) for cell in found.sampled)
     click.echo(
@@ -97,8 +95,11 @@ def _print(found: Audit) -> None:
         f"support    {verdicts['support']}  {sum(cell.excluded for cell in found.sampled)} of {emitted:,} sampled tokens"
         " excluded by truncation"
     )
-    click.echo(f"controls   {verdicts['controls']}  wrong samplers must be found by the same test, the right one must not")
-    screen.print(_control_table(found))
+    if found.controls:
+        click.echo(f"controls   {verdicts['controls']}  wrong samplers must be found by the same test, the right one must not")
+        screen.print(_control_table(found))
+    else:
+        click.echo("controls   none  without a draft model only what the target itself drew is accepted")
     if not found.verdicts()["controls"]:
         click.echo("           a wrong sampler that is not found: raise --draws, unless the draft is its target")
     counters = found.counters

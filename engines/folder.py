@@ -94,6 +94,22 @@ def digest_all(folder: Path, progress: Progress = SILENT) -> dict[str, FileEntry
     return {path.relative_to(folder).as_posix(): digest(path, progress) for path in paths}
 
 
+def replace_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write a manifest in place of the one that the folder has; readers see either, whole.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    whole = folder.resolve()
+    unfinished = whole.parent / f".{whole.name}.{MANIFEST}.{os.getpid()}"
+    try:
+        unfinished.write_bytes(manifest.encode())
+        os.replace(unfinished, folder / MANIFEST)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise write_error(folder / MANIFEST, error) from error
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of an export or a bundle, its file names checked but not the files.
 

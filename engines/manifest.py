@@ -13,7 +13,7 @@ import msgspec
 from outrider.engines.contract import CONTRACT_VERSION, DRAFTERS, SAMPLERS, window_buckets
 from outrider.engines.errors import FolderError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -23,7 +23,7 @@ TENSORRT = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # backend -
 EXTRAS = {"tensorrt-rtx": "rtx", "tensorrt": "tensorrt"}  # backend -> what of outrider's extras installs it
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
-Rows = Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,14}$")]
+Milliseconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 Shape = Annotated[list[Positive], msgspec.Meta(min_length=1)]
 Profile = dict[str, tuple[Shape, Shape, Shape]]  # input -> its least, likeliest and greatest shape; of `candidates`, values
 
@@ -99,12 +99,15 @@ class Generation(Struct, frozen=True):
 
 
 class Cost(Struct, frozen=True):
-    """Milliseconds of one pass, over `runs` runs at the smallest window."""
+    """Milliseconds of one pass of `batch` sequences, over `runs` runs; a step model's ends at the end of `window`."""
 
-    median: float
-    fastest: float
-    slowest: float
-    runs: int
+    rows: Positive
+    window: Annotated[int, msgspec.Meta(ge=0)]  # 0 for samplers, which have none
+    batch: Positive
+    median: Milliseconds
+    fastest: Milliseconds
+    slowest: Milliseconds
+    runs: Positive
 
 
 class Build(Struct, frozen=True):
@@ -118,7 +121,7 @@ class Build(Struct, frozen=True):
     batch: Positive
     max_prompt_chunk: Positive
     windows: list[Positive]
-    costs: dict[str, dict[Rows, Cost]]  # engine -> rows of the pass -> cost; empty where none was measured
+    costs: dict[str, list[Cost]]  # by engine; empty where none was measured
     # The first below is ONNX Runtime's, the other three are TensorRT's.
     rewrites: dict[str, dict[str, int]]  # role -> rewrite -> how often it was made in the graph; empty where it is as exported
     compute_capabilities: list[str]  # such as 8.9, that the engines may run on; empty leaves it to the plans themselves
@@ -148,6 +151,27 @@ class Manifest(Struct, frozen=True):
     generation: Generation
     files: dict[str, FileEntry]
     build: Build | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of the models that there are: a target may come without a draft."""
+        return tuple(role for role in ROLES if role in self.models)
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """Of `contract.SAMPLERS`, those that the models need."""
+        return tuple(name for name in SAMPLERS if "draft" in self.models or name not in DRAFTERS)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Of `ENGINES`, those that the models need."""
+        return self.roles + self.samplers
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of the target's logits and of the draft's; without a draft, no sampler looks at the second."""
+        target = self.models["target"].vocab_rows
+        return target, self.models["draft"].vocab_rows if "draft" in self.models else target
 
     def encode(self) -> bytes:
         """Readable JSON."""
@@ -187,15 +211,15 @@ def decode_manifest(data: bytes) -> Manifest:
 
 def _check(manifest: Manifest) -> None:
     """What types alone cannot say. Raises `msgspec.ValidationError`."""
-    if sorted(manifest.models) != sorted(ROLES):
-        raise msgspec.ValidationError(f"it names the models {sorted(manifest.models)}, not {sorted(ROLES)}")
+    if set(manifest.models) not in ({"target"}, set(ROLES)):
+        raise msgspec.ValidationError(f"it names the models {sorted(manifest.models)}, not {' and '.join(ROLES)}")
     build = manifest.build
     tensorrt = build is not None and build.backend in TENSORRT
     if tensorrt:
-        needed = {TOKENIZER, *map(engine_file, ENGINES)}
+        needed = {TOKENIZER, *map(engine_file, manifest.engines)}
     else:
-        needed = {TOKENIZER, *map(sampler_file, SAMPLERS)}
-        needed |= {name for role in ROLES for name in (model_file(role), model_file(role) + ".data")}
+        needed = {TOKENIZER, *map(sampler_file, manifest.samplers)}
+        needed |= {name for role in manifest.roles for name in (model_file(role), model_file(role) + ".data")}
     if missing := sorted(needed - manifest.files.keys()):
         raise msgspec.ValidationError(f"it does not list {missing[0]}")
     rows = manifest.models["target"].vocab_rows
@@ -213,12 +237,13 @@ def _check(manifest: Manifest) -> None:
         raise msgspec.ValidationError("its capacity does not hold its k or prompt chunk - at `$.build.capacity`")
     verified = {k + 1 for k in build.k}
     if tensorrt:
-        for name in ENGINES:
+        for name in manifest.engines:
             needed_rows = {1} if name in DRAFTERS else {1, *verified} | ({2} if name in ROLES else set())
             spans = {(rows, rows) for rows in needed_rows} | ({(1, build.max_prompt_chunk)} if name in ROLES else set())
             if not spans <= set(build.rows(name)):
                 raise msgspec.ValidationError(f"profiles of the {name} are missing - at `$.build.profiles`")
     if build.costs or not tensorrt:  # TensorRT's are measured on the GPU that runs it, which need not be the one that builds
-        for role in ROLES:
-            if not {str(rows) for rows in verified} <= build.costs.get(role, {}).keys():
-                raise msgspec.ValidationError(f"costs of the {role} are missing - at `$.build.costs`")
+        for name in manifest.engines:
+            measured = {cost.rows for cost in build.costs.get(name, []) if cost.batch == 1}
+            if not (verified | {1} if name == "target" or name.endswith("verifier") else {1}) <= measured:
+                raise msgspec.ValidationError(f"costs of the {name} are missing - at `$.build.costs`")

@@ -85,9 +85,7 @@ class OnnxRuntime(Engines):
         return OnnxRuntimeEngine(self.folder / model_file(role), _step_tensors(model), self.device)
 
     def sampler(self, name: str) -> Engine:
-        rows = {role: model.vocab_rows for role, model in self.manifest.models.items()}
-        want = sampler_types(name, rows["target"], rows["draft"])
-        return OnnxRuntimeEngine(self.folder / sampler_file(name), want, self.device)
+        return OnnxRuntimeEngine(self.folder / sampler_file(name), sampler_types(name, *self.manifest.widths), self.device)
 
 
 Want = dict[str, tuple[str, tuple[int | None, ...]]]

@@ -307,8 +307,7 @@ def _wanted(manifest: Manifest, name: str) -> dict[str, str]:
         for tensor in cache_tensors(model.layers):
             wanted[tensor.past] = wanted[tensor.present] = CACHE_TYPES[model.precision]
         return wanted
-    rows = {role: model.vocab_rows for role, model in manifest.models.items()}
-    inputs, outputs = sampler_tensors(name, rows["target"], rows["draft"])
+    inputs, outputs = sampler_tensors(name, *manifest.widths)
     return {each.name: each.dtype for each in inputs + outputs}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx_ir as ir
 import torch
@@ -16,7 +17,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.engines.contract import CONTRACT_VERSION, SAMPLERS
+from outrider.engines.contract import CONTRACT_VERSION
 from outrider.engines.errors import UnsupportedModelError, UsageError
 from outrider.engines.folder import digest_all, staged
 from outrider.engines.manifest import (
@@ -51,7 +52,7 @@ from outrider.export.vocabulary import check_same_vocabulary
 
 def export_pair(
     target: str,
-    draft: str,
+    draft: str | None,
     output: Path,
     *,
     precision: str,
@@ -62,7 +63,7 @@ def export_pair(
     draft_vocab_text: Path | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
-    """Export both models of a pair into the folder `output`, and return its manifest.
+    """Export both models of a pair, or a target alone, into the folder `output`, and return its manifest.
 
     One model is in memory at a time. The folder is written whole or not at all. `head_precision`, `method` and
     `calibration`, a text, are for int4 and int8 (`Rounding`). The draft proposes only the `draft_vocab` tokens that
@@ -76,14 +77,16 @@ def export_pair(
     rounding = Rounding.asked(precision, head_precision, method, calibration)
     if (draft_vocab is None) != (draft_vocab_text is None):
         raise UsageError("--draft-vocab and --draft-vocab-text go together", "give the number and a text to count tokens in")
-    sources = {"target": Source.parse(target), "draft": Source.parse(draft)}
+    if draft is None and draft_vocab is not None:
+        raise UsageError("--draft-vocab is for a draft, and there is none", "give --draft, too, or leave it out")
+    sources = {role: Source.parse(name) for role, name in (("target", target), ("draft", draft)) if name is not None}
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():
             read_config(source)
-        progress.stage("comparing the vocabularies")
+        progress.stage("reading the vocabularies")
         tokenizers = {role: load_tokenizer(source) for role, source in sources.items()}
         vocabulary = tokenizers["target"].vocabulary()
-        count = check_same_vocabulary(vocabulary, tokenizers["draft"].vocabulary())
+        count = max(check_same_vocabulary(vocabulary, each.vocabulary()) for each in tokenizers.values())
         models: dict[str, Model] = {}
         generation = None
         for role, source in sources.items():
@@ -99,7 +102,6 @@ def export_pair(
             )
             generation = generation or defaults
         _write_text(folder, tokenizers["target"])
-        _write_samplers(folder, models["target"].vocab_rows, models["draft"].vocab_rows)
         assert generation is not None
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -108,8 +110,13 @@ def export_pair(
             vocab_tokens=count,
             models=models,
             generation=generation,
-            files=digest_all(folder, progress),
+            files={},
         )
+        for name in manifest.samplers:
+            path = folder / sampler_file(name)
+            path.parent.mkdir(exist_ok=True)
+            ir.save(sampler(name, *manifest.widths), path)
+        manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
         (folder / MANIFEST).write_bytes(manifest.encode())
     return manifest
 
@@ -195,13 +202,6 @@ def _write_text(folder: Path, tokenizer: TokenizerFiles) -> None:
     (folder / TOKENIZER).write_text(tokenizer.json, encoding="utf-8")
     if tokenizer.chat_template is not None:
         (folder / CHAT_TEMPLATE).write_text(tokenizer.chat_template, encoding="utf-8")
-
-
-def _write_samplers(folder: Path, vocab_rows: int, draft_rows: int) -> None:
-    for name in SAMPLERS:
-        path = folder / sampler_file(name)
-        path.parent.mkdir(exist_ok=True)
-        ir.save(sampler(name, vocab_rows, draft_rows), path)
 
 
 @contextmanager

@@ -17,6 +17,11 @@ class ModelDrafter:
         self.written: list[int] = []  # the token behind each entry of the cache, confirmed or only drafted
         self._agreed = 0  # of these, how many are known to be confirmed
 
+    def missing(self, tokens: list[int]) -> int:
+        """How many entries `catch_up` would write."""
+        self._agree(tokens)
+        return max(len(tokens) - 2 - self._agreed, 0)
+
     def rewind(self, length: int) -> None:
         """Expect another continuation of the first `length` tokens."""
         del self.written[length:]
@@ -28,14 +33,17 @@ class ModelDrafter:
         A round writes these two itself: after one in which every drafted token was accepted, the entry of the last but
         one is not in the cache yet; otherwise it is written again with what it was. So both cases are one shape.
         """
-        end = min(len(self.written), len(tokens))
-        while self._agreed < end and self.written[self._agreed] == tokens[self._agreed]:
-            self._agreed += 1
+        self._agree(tokens)
         top = self.session.vocab_rows - 1  # what the draft's embedding lacks is fed as the nearest that it has
         for at in range(self._agreed, len(tokens) - 2, self._chunk):
             chunk = tokens[at : min(at + self._chunk, len(tokens) - 2)]
             self.written[at:] = chunk
             self.session.write(np.array([[min(token, top) for token in chunk]]), np.array([at]))
+
+    def _agree(self, tokens: list[int]) -> None:
+        end = min(len(self.written), len(tokens))
+        while self._agreed < end and self.written[self._agreed] == tokens[self._agreed]:
+            self._agreed += 1
 
     def wrote(self, tokens: list[int], drafted: list[int]) -> None:
         """Notice what a round wrote: the last two confirmed tokens, and the drafted ones but the last."""

@@ -10,13 +10,13 @@ from numbers import Integral
 from pathlib import Path
 
 from outrider.engines.bundle import open_bundle, open_engines
-from outrider.engines.contract import SAMPLERS
 from outrider.engines.errors import EngineError, UsageError
-from outrider.engines.manifest import ROLES
 from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Engines
+from outrider.runtime.costs import Costs
 from outrider.runtime.loop import Loop, Round
 from outrider.runtime.params import DEFAULTS, SamplingParams
+from outrider.runtime.policy import AUTO, BUILT_UP_TO, DRAFTERS, MODEL, NGRAM, Chooser, Fixed, Policy
 from outrider.runtime.request import Logprobs, Request
 from outrider.runtime.rounds import Rounds
 from outrider.runtime.stats import Stats
@@ -53,11 +53,13 @@ class Outrider:
         self.manifest = engines.manifest
         self.build = engines.build
         self.text = text
-        self.sessions = {role: engines.session(role, batch=1) for role in ROLES}
-        samplers = {name: engines.sampler(name) for name in SAMPLERS}
+        self.sessions = {role: engines.session(role, batch=1) for role in self.manifest.roles}
+        self.drafters = [name for name in DRAFTERS if name != MODEL or "draft" in self.sessions]
+        samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
         self.vocab_rows = self.manifest.models["target"].vocab_rows
         rounds = Rounds(engines.device, self.sessions, samplers, self.build.k[-1])
         self.loop = Loop(rounds, self.build.k, self.build.max_prompt_chunk)
+        self.policy = Policy(Costs(self.manifest, self.build), self.drafters, stops=engines.device.synchronous)
         self._running: object = None
 
     @classmethod
@@ -90,22 +92,26 @@ class Outrider:
 
     @property
     def default_k(self) -> int:
-        """The largest built k up to 4, which is where most pairs do best; else the smallest."""
-        return max((k for k in self.build.k if k <= 4), default=min(self.build.k))
+        """The k where nothing chooses: the largest built one up to 4; else the smallest."""
+        return max((k for k in self.build.k if k <= BUILT_UP_TO), default=min(self.build.k))
 
     def generate(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams = DEFAULTS,
         *,
-        k: int | None = None,
+        k: int | str = AUTO,
+        drafter: str | None = None,
         chat: bool = False,
     ) -> Iterator[Event]:
         """The continuation of a prompt (text, or token ids), one event a round.
 
         Args:
             params: how tokens are chosen, and when the text ends; greedy and 256 tokens where nothing is said.
-            k: draft tokens a round: 0 is plain decoding, else one that was built; None is `default_k`.
+            k: draft tokens a round: 0 is plain decoding, else one that was built; or "auto", which chooses for every round
+                by what rounds cost and how much is accepted.
+            drafter: where they come from: "model", "ngram" (what followed earlier in the text), or "auto", whichever
+                is faster at the time. None is "auto" where k is, and elsewhere the model, if the bundle has one.
             chat: put the prompt into the bundle's chat template.
 
         Raises:
@@ -115,10 +121,23 @@ class Outrider:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {params!r}", "give SamplingParams(...)")
         tokens = self.text.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
-        k = self.default_k if k is None else k
         params.check_tokens(self.vocab_rows)
-        self._check(tokens, params, k)
-        return self._events(tokens, params, k)
+        self._check(tokens, params)
+        self._check_drafting(k, drafter)
+        return self._events(tokens, params, k, drafter)
+
+    def chooser(self, params: SamplingParams, k: int | str, drafter: str | None) -> Chooser:
+        """What decides on the rounds of a new generation."""
+        if drafter is None and k != AUTO:
+            drafter = self.drafters[0]
+        if isinstance(k, int):
+            return Fixed(drafter or NGRAM, k)
+        allowed = self.drafters if drafter in (None, AUTO) else [str(drafter)]
+        if params.seed is not None and params.temperature > 0 and not params.exact:
+            # By the rule of rejection a seed's answer depends on what was drafted, and that must not depend on the time.
+            return Fixed(allowed[0], self.default_k)
+        self.policy.start(self.request(params, []).greedy, allowed)
+        return self.policy
 
     def request(self, params: SamplingParams, prompt: list[int]) -> Request:
         """The state of a new generation."""
@@ -127,7 +146,22 @@ class Outrider:
     def _end_ids(self, params: SamplingParams) -> list[int]:
         return [*self.manifest.generation.eos_token_ids, *params.stop_tokens]
 
-    def _check(self, tokens: list[int], params: SamplingParams, k: int) -> None:
+    def _check_drafting(self, k: int | str, drafter: str | None) -> None:
+        if k != AUTO and (type(k) is not int or (k != 0 and k not in self.build.k)):
+            built = ", ".join(str(size) for size in [0, *self.build.k])
+            raise UsageError(
+                f"k = {k} was not built into this bundle; it has k = {built}", "choose one or auto, or build again with --k"
+            )
+        if drafter not in (None, AUTO, *DRAFTERS):
+            raise UsageError(f"there is no drafter {drafter!r}", f"give {', '.join(DRAFTERS)} or {AUTO}")
+        if drafter == MODEL and MODEL not in self.drafters:
+            raise UsageError("this bundle has no draft model", "leave --drafter out, or export the target with a draft")
+        if drafter == AUTO and k != AUTO:
+            raise UsageError(
+                f"the drafter is {AUTO} where k is {k}", f"leave k out, or give the drafter {DRAFTERS[0]} or {NGRAM}"
+            )
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:
             raise UsageError("the prompt is empty", "give at least one token")
         if not all(isinstance(token, Integral) and 0 <= token < self.vocab_rows for token in tokens):
@@ -145,19 +179,15 @@ class Outrider:
             )
         if params.min_new_tokens and len(set(self._end_ids(params))) == self.vocab_rows:
             raise UsageError("every token is a stop token, and min_new_tokens bans them all", "leave some tokens out")
-        if type(k) is not int or (k != 0 and k not in self.build.k):
-            built = ", ".join(str(size) for size in [0, *self.build.k])
-            raise UsageError(
-                f"k = {k} was not built into this bundle; it has k = {built}", "choose one, or build again with --k"
-            )
 
-    def _events(self, prompt: list[int], params: SamplingParams, k: int) -> Iterator[Event]:
+    def _events(self, prompt: list[int], params: SamplingParams, k: int | str, drafter: str | None) -> Iterator[Event]:
         ticket = self._running = object()
         stats = Stats(prompt_tokens=len(prompt))
         started = time.perf_counter()
         stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
         request = self.request(params, prompt)
-        self.loop.start(prompt, request, k)
+        wanted = min(params.max_new_tokens, self.build.capacity - len(prompt) + 1)
+        stats.draft_prompt_seconds = self.loop.start(prompt, request, self.chooser(params, k, drafter), wanted)
         stats.prompt_seconds = time.perf_counter() - started
         spent = stats.prompt_seconds
         finish_reason = None
@@ -167,7 +197,7 @@ class Outrider:
             begun, engines = time.perf_counter(), self._engine_seconds()
             wanted = min(params.max_new_tokens - stats.emitted, self.loop.room)
             try:
-                done = self.loop.round(k, wanted)
+                done = self.loop.round(wanted)
             except EngineError:
                 for session in self.sessions.values():
                     session.clear()
@@ -176,7 +206,7 @@ class Outrider:
             accepted = min(len(done.tokens) - 1, len(ids))
             own = len(ids) - accepted
             rejected = own if len(done.tokens) - 1 < done.drafted else 0  # the text may have ended before it
-            stats.count(done.drafted, accepted, rejected, own)
+            stats.count(done.drafted, accepted, rejected, own, done.drafter == NGRAM)
             if finish_reason is None and len(ids) == wanted:
                 finish_reason = "length" if stats.emitted == params.max_new_tokens else "capacity"
             if finish_reason is not None:

@@ -23,6 +23,7 @@ class Shape(NamedTuple):
 
     lead: int  # confirmed tokens that the draft's first step takes: 2, or 1 where there are no more
     drafted: int  # tokens to draft
+    given: bool  # whether they come from the host, and not from the draft
     rows: int  # of the target's pass
     window: int
     greedy: bool  # the samplers that need no table, random numbers or candidates
@@ -50,13 +51,14 @@ class Launches:
         self.samplers = samplers
         self.vocab_rows = sessions["target"].vocab_rows
         self.most = most
-        rows, draft_rows = most + 1, sessions["draft"].vocab_rows
+        rows = most + 1
         one, many = ((1,), "int64"), ((1, rows), "int64")
         self._in = Arena(
             device,
             {
                 "draft_ids": ((1, 2), "int64"),
                 "input_ids": many,
+                "given": many,
                 "positions": one,
                 "drafted_count": one,
                 "verifying": ((1, rows, 3), "float32"),
@@ -78,20 +80,23 @@ class Launches:
             },
         )
         what = "the logits of a round"
-        self._draft_logits = [device.zeros((1, 2 if row == 0 else 1, draft_rows), "float32", what) for row in range(most)]
+        self._draft_logits = []
+        if "draft" in sessions:
+            width = sessions["draft"].vocab_rows
+            self._draft_logits = [device.zeros((1, 2 if row == 0 else 1, width), "float32", what) for row in range(most)]
         self._target_logits = device.zeros((1, rows, self.vocab_rows), "float32", what)
         self._q = device.zeros((rows, 1, self.vocab_rows), "float32", what)
         limits = [engine.most_candidates for engine in samplers.values() if engine.most_candidates]
         self.most_candidates = min([self.vocab_rows, *limits])
         self._tables: dict[int, Arena] = {}  # by their number of edits
-        self._sent: object = None  # the request's table that the device has
+        self._sent: tuple[object, bool] = (None, False)  # the request's table that the device has, and for which rule
         self._lead = 2  # of the last round that drafted
         self._logprobs: dict[int, Arena] = {}
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._slots: dict[tuple[str, int], tuple[Buffer, list[Launch]]] = {}
         self._plans: dict[Shape, list[Step]] = {}
 
-    def shape(self, tokens: list[int], request: Request, count: int, rows: int) -> Shape:
+    def shape(self, tokens: list[int], request: Request, count: int, rows: int, given: bool) -> Shape:
         """What the round after the confirmed `tokens` is, that drafts `count` and runs `rows` rows of the target.
 
         Raises:
@@ -100,12 +105,13 @@ class Launches:
         at = len(tokens) - 1
         top = request.params.logprobs
         return Shape(
-            min(2, len(tokens)) if count else 2,
+            min(2, len(tokens)) if count and not given else 2,
             count,
+            given,
             rows,
             self.sessions["target"].window(rows, at, at),
             request.greedy,
-            0 if request.greedy else self._send_table(request),
+            0 if request.greedy else self._send_table(request, given),
             0 if request.greedy else self._candidates(request.candidates),
             None if top is None else max(top, 1),
         )
@@ -115,14 +121,19 @@ class Launches:
         enough = (size for size in (1, *CANDIDATES) if size >= wanted)
         return min(next(enough, self.vocab_rows), self.most_candidates)
 
-    def _send_table(self, request: Request) -> int:
-        """Bring the request's settings and edits to the device, where it has others. Returns how many edits that are."""
+    def _send_table(self, request: Request, given: bool) -> int:
+        """Bring the request's settings and edits to the device, where it has others. Returns how many edits that are.
+
+        Given tokens were drawn from nothing. Accepting one where the target's own draw is the same keeps the target's
+        distribution, and does so as often as it can be done: with the target's probability of it.
+        """
         edit_ids, edits = table = request.table()
         size = 1
         while size < edit_ids.shape[1]:
             size *= 4  # few different sizes, for the same reason
         size = min(size, self.vocab_rows)
-        if self._sent is table:
+        exact = given or request.exact
+        if self._sent[0] is table and self._sent[1] == exact:
             return size
         if size not in self._tables:
             layout = {
@@ -133,24 +144,28 @@ class Launches:
             self._tables[size] = Arena(self.device, layout)
         arena, count = self._tables[size], edit_ids.shape[1]
         arena.host["settings"][...] = request.settings
+        arena.host["settings"][:, SETTINGS.index("exact_match")] = exact
         for name, values in (("edit_ids", edit_ids), ("edits", edits)):
             arena.host[name][:, :count] = values
             arena.host[name][:, count:] = values[:, :1]  # entries of one token must be equal
         arena.upload()
-        self._sent = table
+        self._sent = table, exact
         return size
 
-    def fill(self, tokens: list[int], request: Request, shape: Shape) -> None:
-        """Write down what the round is to read from the host."""
+    def fill(self, tokens: list[int], request: Request, shape: Shape, given: list[int]) -> None:
+        """Write down what the round is to read from the host; `given` are the drafted tokens, where the host has them."""
         host = self._in.host
         self._lead = shape.lead
         at = len(tokens) - 1
         host["input_ids"].reshape(-1)[: shape.rows] = tokens[-1]
         host["positions"][0] = at
         host["drafted_count"][0] = shape.drafted
+        if shape.given:
+            host["input_ids"].reshape(-1)[1 : 1 + shape.drafted] = given
+            host["given"].reshape(-1)[: shape.drafted] = given
         uniforms = request.uniforms(request.emitted, shape.rows)
         host["verifying"].reshape(-1)[: 3 * shape.rows] = uniforms[:, ACCEPTING.start : DRAWING.stop].reshape(-1)
-        if shape.drafted:
+        if shape.drafted and not shape.given:
             # A target with more padding rows than the draft could emit a token that the draft's embedding lacks; it is
             # fed the nearest it has, and what it makes of that costs acceptance and nothing else.
             last = self.sessions["draft"].vocab_rows - 1
@@ -164,7 +179,7 @@ class Launches:
         """The launches of a round, in order; steps of the same number mean the same in rounds that differ in candidates."""
         if shape not in self._plans:
             steps = [Step(self._in.upload)]
-            for row in range(shape.drafted):
+            for row in range(0 if shape.given else shape.drafted):
                 steps.append(Step(self._draft_step(row, shape)))
                 steps.append(Step(self._drafter(row, shape), self.out.host[f"status {row}"], row))
             steps.append(Step(self._target_pass(shape)))
@@ -235,12 +250,12 @@ class Launches:
             ids = self._in.device["input_ids"].part(0, 1, shape.rows)
             logits = self._target_logits.part(0, 1, shape.rows, self.vocab_rows)
             launches = [self.sessions["target"].bind(ids, self._in.device["positions"], logits, shape.window)]
-            if shape.drafted:
+            if shape.drafted and not shape.given:
                 drafted = self.out.device["drafted"]
                 launches.insert(0, self.device.copy_columns(ids, 1, drafted, 0, shape.drafted))
             return _sequence(launches)
 
-        return self._kept(("target", shape.drafted, shape.rows, shape.window), make)
+        return self._kept(("target", shape.drafted, shape.given, shape.rows, shape.window), make)
 
     def _verifier(self, shape: Shape) -> Launch:
         rows = shape.rows
@@ -248,7 +263,9 @@ class Launches:
         def make() -> Launch:
             tensors = {
                 "logits": self._target_logits.part(0, 1, rows, self.vocab_rows),
-                "drafted": self.out.device["drafted"].part(0, 1, rows),
+                "drafted": (self._in if shape.given else self.out)
+                .device["given" if shape.given else "drafted"]
+                .part(0, 1, rows),
                 "drafted_count": self._in.device["drafted_count"],
                 "accepted": self.out.device["accepted"],
                 "tokens": self.out.device["tokens"].part(0, 1, rows),
@@ -262,7 +279,19 @@ class Launches:
             }
             return self._sampler("verifier", tensors, shape)
 
-        return self._kept(("verifier", rows, shape.greedy, shape.edits, shape.candidates), make)
+        return self._kept(("verifier", rows, shape.given, shape.greedy, shape.edits, shape.candidates), make)
+
+    def shorten(self, shape: Shape, drafted: int, rows: int) -> Shape:
+        """The same round with fewer drafted tokens, where it is under way on a CPU, whose buffers are the host's."""
+        self._in.host["drafted_count"][0] = drafted
+        return shape._replace(drafted=drafted, rows=rows)
+
+    def confidence(self, row: int, greedy: bool) -> float:
+        """Of the round under way, on a CPU: the draft's probability of the likeliest token after so many drafted ones."""
+        if not greedy:
+            return float(self._q.view()[row].max())
+        logits = self.draft_logits(row)
+        return float(1 / np.exp(logits - logits.max()).sum())
 
     def _sampler(self, name: str, tensors: dict[str, Buffer], shape: Shape) -> Launch:
         """A run of a sampler over these tensors and the table."""
@@ -302,6 +331,12 @@ class Launches:
             pairs = zip(host["top_ids"][best].tolist(), host["top_logprobs"][best].tolist(), strict=True)
             found.append(Logprobs(float(host["logprobs"][row]), tuple(pairs)))
         return found
+
+    def drafted(self, shape: Shape) -> list[int]:
+        """Of the last round: the drafted tokens, and what lies behind them."""
+        buffer = self._in.device["given"] if shape.given else self.out.device["drafted"]
+        tokens: list[int] = self.device.read(buffer)[0].tolist()
+        return tokens
 
     def draft_logits(self, row: int) -> Floats:
         """Of the last round: what the drafted token of that number was drawn from, [Vd]."""

@@ -47,7 +47,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted for each time that the answer has the token
     logit_bias: Mapping[int, float] | None = None  # by token id: added to the logit, -100 to 100
     seed: int | None = None  # fixes the answer; None draws one
-    rule: str = "rejection"  # which drafted tokens are accepted: one of RULES
+    # Which drafted tokens are accepted: one of RULES. None is exact-match where a seed is given, for then the answer is that of
+    # plain decoding whatever was drafted; and rejection, which accepts more, elsewhere.
+    rule: str | None = None
     max_new_tokens: int = 256
     min_new_tokens: int = 0  # before it no end-of-text or stop token is chosen, and no stop string looked for
     stop: str | Iterable[str] | None = ()  # strings that end the text, and are not part of it
@@ -65,7 +67,7 @@ class SamplingParams:
             unset = value is None and name in ("seed", "logprobs")
             _check(name, value, unset or (_is_number(value, kind) and fits(value)), wanted)
         _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens")
-        _check("rule", self.rule, self.rule in RULES, " or ".join(RULES))
+        _check("rule", self.rule, self.rule is None or self.rule in RULES, " or ".join(RULES))
         strings = (self.stop,) if isinstance(self.stop, str) else _copy("stop", self.stop, tuple)
         for text in strings:
             _check("stop", text, isinstance(text, str) and text != "", "text, and not empty")
@@ -75,6 +77,11 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", strings)
         object.__setattr__(self, "stop_tokens", _copy("stop_token_ids", self.stop_token_ids, tuple))
         object.__setattr__(self, "biases", biases)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the rule is exact-match."""
+        return self.rule == "exact-match" or (self.rule is None and self.seed is not None)
 
     def check_tokens(self, vocab_rows: int) -> None:
         """Raise `UsageError` where a token id is none of a target with so many rows of logits."""

@@ -31,7 +31,7 @@ class Request:
         self.params = params
         self.end_ids = end_ids
         self.settings = np.array([[_setting(params, name, vocab_rows) for name in SETTINGS]], dtype=np.float32)
-        self.exact = params.rule == "exact-match"
+        self.exact = params.exact
         self.candidates = 1
         if self.setting("top_k") > 0:
             self.candidates = int(self.setting("top_k"))
@@ -106,7 +106,7 @@ def _setting(params: SamplingParams, name: str, vocab_rows: int) -> float:
     if params.temperature == 0 and name in NO_TRUNCATION:
         return NO_TRUNCATION[name]  # the most likely token is never cut, so there is nothing to look for
     if name == "exact_match":
-        return params.rule == "exact-match"
+        return params.exact
     if name == "top_k":
         return min(max(params.top_k, 0), vocab_rows)
     value: float = getattr(params, name)

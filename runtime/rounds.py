@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 
@@ -37,13 +38,25 @@ class Rounds:
         # False is plain launches, for who wants to compare the two.
         self.record = all(engine.recordable for engine in (*samplers.values(), *(each.engine for each in sessions.values())))
         self.seconds = 0.0
+        self._shortened = 0  # rows of the pass, where a round drafts less than it could
         self._recorded: dict[Shape, Launch] = {}
 
     def run(
-        self, tokens: list[int], request: Request, count: int, rows: int
+        self,
+        tokens: list[int],
+        request: Request,
+        count: int,
+        rows: int,
+        given: list[int] | None = None,
+        shorter: Callable[[int], int | None] | None = None,
     ) -> tuple[list[int], list[int], list[Logprobs] | None]:
         """Draft `count` tokens after the confirmed `tokens`, and decide on them by one pass of `rows` rows; rows beyond
         the drafted tokens are padding that nobody looks at.
+
+        Args:
+            given: the drafted tokens, where the draft is not asked for them.
+            shorter: asked after so many drafted tokens, on a device that does not run ahead: the rows of the pass if these
+                are to be all, or None to go on.
 
         Returns:
             the drafted tokens; the accepted ones and the target's own after them; and their logprobs where the request
@@ -52,21 +65,29 @@ class Rounds:
         Raises:
             EngineError: the rows do not fit the cache, logits are not finite numbers, or the backend failed.
         """
-        shape = self.launches.shape(tokens, request, count, rows)
-        self.launches.fill(tokens, request, shape)
-        self._launch(shape, request)
+        shape = self.launches.shape(tokens, request, count, rows, given is not None)
+        self.launches.fill(tokens, request, shape, given or [])
+        shape = self._launch(shape, request, shorter if self.device.synchronous else None)
         out = self.launches.out.host
         emitted: list[int] = out["tokens"].reshape(-1)[: int(out["accepted"][0]) + 1].tolist()
-        drafted: list[int] = out["drafted"][0, :count].tolist()
+        drafted: list[int] = given or out["drafted"][0, : shape.drafted].tolist()
         top = request.params.logprobs
         return drafted, emitted, None if top is None else self.launches.logprobs(len(emitted), top)
 
-    def _launch(self, shape: Shape, request: Request) -> None:
-        """The round; and where top_k or top_p reach beyond the candidates, on from there with more, until all is decided."""
+    def _launch(self, shape: Shape, request: Request, shorter: Callable[[int], int | None] | None) -> Shape:
+        """The round; and where top_k or top_p reach beyond the candidates, on from there with more, until all is decided.
+
+        Returns:
+            what it was in the end.
+        """
         steps, first = self.launches.steps(shape), 0
-        while (at := self._advance(shape, steps, first)) is not None:
+        while (at := self._advance(shape, steps, first, shorter)) is not None:
             row, status = steps[at].row, steps[at].status
             assert status is not None
+            if status[0] == FINE:
+                shape = self.launches.shorten(shape, row + 1, self._shortened)
+                steps, first, shorter = self.launches.steps(shape), at + 1, None
+                continue
             if status[0] == NOT_FINITE:
                 raise EngineError(
                     "the model's logits are not finite numbers (NaN or infinity)",
@@ -79,15 +100,20 @@ class Rounds:
             else:
                 self._decide(row, shape, request)
                 first = at + 1
+        return shape
 
-    def _advance(self, shape: Shape, steps: list[Step], first: int) -> int | None:
-        """Launch the steps from `first` on, and return the first that did not decide, if there is one."""
+    def _advance(self, shape: Shape, steps: list[Step], first: int, shorter: Callable[[int], int | None] | None) -> int | None:
+        """Launch the steps from `first` on, and return the first that did not decide, or that is to draft the last token,
+        if there is one."""
         if self.device.synchronous:
             for at, step in enumerate(steps[first:], first):
                 started = time.perf_counter()
                 step.launch()
                 self.seconds += time.perf_counter() - started
                 if step.status is not None and step.status[0] != FINE:
+                    return at
+                if shorter is not None and 0 <= step.row < shape.drafted - 1 and (rows := shorter(step.row + 1)):
+                    self._shortened = rows
                     return at
             return None
         started = time.perf_counter()
@@ -137,7 +163,9 @@ class Rounds:
         settings = reference.named_settings(request.settings[0])
         edits = reference.edits_of(*request.table())
         launches = self.launches
-        drafted = self.device.read(launches.out.device["drafted"])[0].tolist()
+        drafted = launches.drafted(shape)
+        if shape.given:
+            settings |= {"exact_match": 1.0}
         if row == VERIFIER:
             uniforms = request.uniforms(request.emitted, shape.drafted + 1)[:, ACCEPTING.start : DRAWING.stop]
             logits, q = launches.target_logits(shape.rows).astype(np.float64), launches.q(shape.drafted).astype(np.float64)

@@ -22,13 +22,17 @@ class Stats:
     accepted: int = 0
     rejected: int = 0
     own: int = 0  # emitted tokens that are the target's own
+    ngram_rounds: int = 0  # of the drafting rounds, those whose tokens came from earlier in the text
+    ngram_accepted: int = 0  # of the accepted tokens
+    histogram: list[int] = field(default_factory=list)  # drafting rounds by how many of their tokens were accepted: 0, 1, ...
     drafted_at: list[int] = field(default_factory=list)  # rounds drafting position i
     accepted_at: list[int] = field(default_factory=list)  # rounds accepting position i
     seconds: float = 0.0  # from the request to the last token
     prompt_seconds: float = 0.0  # of these, until the prompt was in the caches
+    draft_prompt_seconds: float = 0.0  # of these, what the draft took to read it
     engine_seconds: float = 0.0  # of the rounds' time, what the engines' own runs took
 
-    def count(self, drafted: int, accepted: int, rejected: int, own: int) -> None:
+    def count(self, drafted: int, accepted: int, rejected: int, own: int, ngram: bool = False) -> None:
         """Add one round."""
         self.rounds += 1
         self.drafting_rounds += drafted > 0
@@ -36,6 +40,11 @@ class Stats:
         self.accepted += accepted
         self.rejected += rejected
         self.own += own
+        self.ngram_rounds += ngram
+        self.ngram_accepted += accepted * ngram
+        if drafted:
+            self.histogram += [0] * (drafted + 1 - len(self.histogram))
+            self.histogram[accepted] += 1
         while len(self.drafted_at) < drafted:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
@@ -99,12 +108,16 @@ class Stats:
             "rejected": self.rejected,
             "unexamined": self.unexamined,
             "own": self.own,
+            "ngram_rounds": self.ngram_rounds,
+            "ngram_accepted": self.ngram_accepted,
+            "acceptance_histogram": self.histogram,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_rate": self.acceptance_rate,
             "per_position_rates": self.per_position_rates,
             "tokens_per_second": self.tokens_per_second,
             "seconds": self.seconds,
             "prompt_seconds": self.prompt_seconds,
+            "draft_prompt_seconds": self.draft_prompt_seconds,
             "engine_seconds": self.engine_seconds,
             "outside_engines": self.outside_engines,
         }

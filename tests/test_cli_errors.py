@@ -226,7 +226,7 @@ def test_logits_that_are_no_numbers(tmp_path: Path, options: list[str]) -> None:
         (["--prompt", "x", "--logprobs", "2"], "logprobs are only in the JSON output"),
         (["--prompt", "x", "--rule", "lenient"], "'lenient' is not one of 'rejection', 'exact-match'"),
         (["--prompt", "x", "--show", "--json"], "exclude each other"),
-        (["--prompt", "x", "--k", "many"], "not a valid integer"),
+        (["--prompt", "x", "--k", "many"], "is no number, and not auto"),
         (["--prompt"], "requires an argument"),
     ],
 )

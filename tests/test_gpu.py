@@ -61,7 +61,8 @@ def loaded(bundles: dict[str, Path]) -> Iterator[Outrider]:
 
 
 def tokens(outrider: Outrider, k: int, **params: Any) -> list[int]:
-    asked = SamplingParams(**({"max_new_tokens": 100, "seed": 5} | params))
+    usual: dict[str, Any] = {"max_new_tokens": 100, "seed": 5, "rule": "rejection"}
+    asked = SamplingParams(**(usual | params))
     return [token for event in outrider.generate(PROMPT, asked, k=k) for token in event.token_ids]
 
 

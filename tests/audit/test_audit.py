@@ -21,6 +21,7 @@ from outrider.engines.errors import EngineError
 from outrider.engines.manifest import sampler_file
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.runtime.policy import Fixed
 from outrider.runtime.reference import Fault
 from outrider.runtime.request import Logprobs, Request
 from outrider.runtime.rounds import Rounds
@@ -44,7 +45,7 @@ def test_the_shipped_pair_passes(report: dict[str, Any]) -> None:
 
 
 def test_greedy_is_compared_for_every_k(report: dict[str, Any]) -> None:
-    assert report["greedy"]["compared"] == 10 * 4
+    assert report["greedy"]["compared"] == 10 * 6  # four of the draft model, n-grams, and all in turn
     assert report["greedy"]["differences"] == []
 
 
@@ -168,9 +169,9 @@ def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeyp
     run = Rounds.run
 
     def wrong(
-        self: Rounds, tokens: list[int], request: Request, count: int, rows: int
+        self: Rounds, tokens: list[int], request: Request, count: int, *rest: Any
     ) -> tuple[list[int], list[int], list[Logprobs] | None]:
-        drafted, emitted, logprobs = run(self, tokens, request, count, rows)
+        drafted, emitted, logprobs = run(self, tokens, request, count, *rest)
         if count and request.params.temperature == 0 and request.emitted > 20:
             emitted[-1] = 77
         return drafted, emitted, logprobs
@@ -200,7 +201,8 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
         def run() -> None:
             launch()
             row = place - int(positions.view()[0])
-            if input_ids.shape[1] == 5 and 0 <= row < width:
+            fixed = isinstance(shipped.loop.chooser, Fixed)  # one tie is enough
+            if fixed and input_ids.shape[1] == 5 and 0 <= row < width:
                 found = logits.view()[0, row]
                 found[found.argmax()] = found.min()
 
@@ -211,8 +213,8 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
     greedy = audited(shipped).greedy
     assert greedy.differences == []
-    assert {(tie.k, tie.place) for tie in greedy.near_ties} <= {(4, 10)}
-    assert len(greedy.near_ties) == 1 or width < 5  # a round may have had that token in another row
+    assert {tie.place for tie in greedy.near_ties} <= {10}
+    assert greedy.near_ties or width < 5  # a round may have had that token in another row
     assert greedy.allowed == 1
     assert greedy.passed
 
@@ -221,8 +223,8 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
 def test_a_counter_that_does_not_balance_fails(shipped: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     count = Stats.count
 
-    def forgetful(self: Stats, drafted: int, accepted: int, rejected: int, own: int) -> None:
-        count(self, drafted, accepted, 0, own)
+    def forgetful(self: Stats, drafted: int, accepted: int, rejected: int, own: int, ngram: bool) -> None:
+        count(self, drafted, accepted, 0, own, ngram)
 
     monkeypatch.setattr(Stats, "count", forgetful)
     found = audited(shipped)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from outrider.builder.build import build_engine
@@ -14,7 +15,7 @@ from outrider.engines.folder import read_manifest
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.support import build
+from outrider.tests.support import build, run
 
 
 def test_the_manifest_says_how_it_was_built(tiny_bundle: Path, tiny_export: Path) -> None:
@@ -27,8 +28,10 @@ def test_the_manifest_says_how_it_was_built(tiny_bundle: Path, tiny_export: Path
     assert (made.capacity, made.batch, made.max_prompt_chunk, made.windows) == (160, 1, 16, [64, 128, 160])
     assert manifest.models == read_manifest(tiny_export).models
     for role in ("target", "draft"):
-        assert set(made.costs[role]) == {"1", "2", "3", "5", "9", "16"}
-        for cost in made.costs[role].values():
+        measured = {window: {cost.rows for cost in made.costs[role] if cost.window == window} for window in made.windows}
+        assert measured == {64: {1, 2, 3, 5, 9, 16}, 128: {1, 2, 3, 5, 9}, 160: {1, 2, 3, 5, 9, 16}}
+        for cost in made.costs[role]:
+            assert cost.batch == 1
             assert 0 < cost.fastest <= cost.median <= cost.slowest
 
 
@@ -106,3 +109,24 @@ def test_k_is_sorted_and_each_is_built_once(tiny_export: Path, tmp_path: Path) -
     )
     assert manifest.build is not None
     assert manifest.build.k == [1, 4]
+
+
+def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle, bundle)
+    before = read_manifest(bundle)
+    assert before.build is not None
+    done = run("calibrate", bundle)
+    assert done.returncode == 0, done.stderr
+    after = read_manifest(bundle)
+    assert after.build is not None
+    assert after.build.costs != before.build.costs
+    assert {name: [(c.rows, c.window) for c in costs] for name, costs in after.build.costs.items()} == {
+        name: [(c.rows, c.window) for c in costs] for name, costs in before.build.costs.items()
+    }
+    builds = [msgspec.structs.replace(each, costs={}) for each in (before.build, after.build)]
+    assert builds[0] == builds[1]
+    assert msgspec.structs.replace(after, build=before.build) == before
+    assert [each.name for each in tmp_path.iterdir()] == ["bundle"]
+    refused = run("calibrate", tmp_path / "none")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 2)

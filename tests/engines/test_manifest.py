@@ -12,7 +12,7 @@ from outrider.builder.profiles import sampler_profiles, step_profiles
 from outrider.engines.contract import SAMPLERS
 from outrider.engines.errors import FolderError
 from outrider.engines.folder import read_manifest
-from outrider.engines.manifest import ENGINES, MANIFEST, ROLES, SCHEMA_VERSION, decode_manifest, engine_file
+from outrider.engines.manifest import ENGINES, MANIFEST, ROLES, SCHEMA_VERSION, Manifest, decode_manifest, engine_file
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def data(tiny_bundle: Path) -> dict[str, Any]:
     return loaded
 
 
-def decode(data: dict[str, Any]) -> None:
-    decode_manifest(json.dumps(data).encode())
+def decode(data: dict[str, Any]) -> Manifest:
+    return decode_manifest(json.dumps(data).encode())
 
 
 def test_a_manifest_reads_back_as_it_was_written(tiny_bundle: Path) -> None:
@@ -71,7 +71,8 @@ def test_damage_is_named(data: dict[str, Any]) -> None:
         {"max_prompt_chunk": 161},
         {"batch": 10**30},
         {"costs": {}},
-        {"costs": {"target": {"many": {}}, "draft": {}}},
+        {"costs": {"target": [{}], "draft": []}},
+        {"costs": {"target": [{"rows": 0}]}},
     ],
 )
 def test_numbers_that_cannot_be_are_damage(data: dict[str, Any], change: dict[str, Any]) -> None:
@@ -102,9 +103,12 @@ def test_bytes_that_are_no_text_are_damage() -> None:
             decode_manifest(broken)
 
 
-def test_a_manifest_without_a_draft_is_refused(data: dict[str, Any]) -> None:
-    del data["models"]["draft"]
-    with pytest.raises(FolderError, match=r"names the models \['target'\]"):
+def test_a_manifest_without_a_draft_is_one_without_a_target_is_not(data: dict[str, Any]) -> None:
+    models = data["models"]
+    data["models"] = {"target": models["target"]}
+    assert decode(data).roles == ("target",)
+    data["models"] = {"draft": models["draft"]}
+    with pytest.raises(FolderError, match=r"names the models \['draft'\]"):
         decode(data)
 
 
@@ -140,6 +144,6 @@ def test_profiles_that_are_not_there_are_damage(tensorrt: dict[str, Any], engine
 
 
 def test_costs_that_were_measured_are_of_every_k(tensorrt: dict[str, Any]) -> None:
-    tensorrt["build"]["costs"] = {"target": {}}
+    tensorrt["build"]["costs"] = {"target": []}
     with pytest.raises(FolderError, match="costs of the target are missing"):
         decode(tensorrt)

@@ -17,11 +17,11 @@ from outrider.runtime.stats import Stats
 from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
 
 
-def text_of(outrider: Outrider, prompt: str, *, k: int | None = None, **params: Any) -> str:
+def text_of(outrider: Outrider, prompt: str, *, k: int | str = "auto", **params: Any) -> str:
     return "".join(event.text for event in outrider.generate(prompt, SamplingParams(**params), k=k))
 
 
-def ids_of(outrider: Outrider, prompt: str | list[int], *, k: int | None = None, **params: Any) -> list[int]:
+def ids_of(outrider: Outrider, prompt: str | list[int], *, k: int | str = "auto", **params: Any) -> list[int]:
     events = outrider.generate(prompt, SamplingParams(**params), k=k)
     return [token for event in events for token in event.token_ids]
 

@@ -140,6 +140,7 @@ def test_the_cache_is_that_of_a_fresh_prefill(
     outrider = bundles[draft]
     run(outrider, PROMPTS["support"], k, limit=60)
     confirmed = outrider.loop.tokens
+    assert outrider.loop.drafter is not None
     written = outrider.loop.drafter.written
     agreed = next((at for at, (a, b) in enumerate(zip(written, confirmed, strict=False)) if a != b), len(written))
     assert agreed >= len(confirmed) - k - 1

@@ -23,7 +23,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "max_new_tokens": ([1, 10**6], [0, -1, None, 2.0]),
     "min_new_tokens": ([0, 256], [-1, 257, None]),
     "logprobs": ([None, 0, 20], [-1, 21, 1.0]),
-    "rule": (["rejection", "exact-match"], ["", "typical", None]),
+    "rule": (["rejection", "exact-match", None], ["", "typical", 1]),
     "stop": ([(), None, "a", ["a", "b"]], ["", ["a", ""], [1], 5]),
     "stop_token_ids": ([(), None, [1], {2}], [5]),
     "logit_bias": ([{}, None, {1: 100, 2: -100.0}], [{1: 101}, {1: math.nan}, {1: "1"}, [1], 5]),

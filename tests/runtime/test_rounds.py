@@ -49,7 +49,8 @@ def at_once(bundle: Path) -> Outrider:
 
 
 def answer(outrider: Outrider, prompt: Any, k: int, tokens: int = 70, **params: Any) -> list[Any]:
-    events = list(outrider.generate(prompt, SamplingParams(max_new_tokens=tokens, seed=3, **params), k=k))
+    asked = SamplingParams(**{"max_new_tokens": tokens, "seed": 3, "rule": "rejection", **params})
+    events = list(outrider.generate(prompt, asked, k=k))
     logprobs = [each.logprob for event in events for each in event.logprobs or ()]
     return [token for event in events for token in event.token_ids] + [round(value, 4) for value in logprobs]
 
@@ -99,7 +100,7 @@ def test_a_recorded_round_is_one_launch_and_one_wait(bundle: Path) -> None:
     events = list(queued.generate("the quick", SamplingParams(max_new_tokens=40), k=4))
     assert device.recorded == recorded  # nothing new to record: the same shapes
     assert device.replayed - replayed == len(events)
-    prefill = 2 * -(-len(queued.text.encode("the quick", chat=False)) // queued.build.max_prompt_chunk)
+    prefill = 2 + 2 * -(-len(queued.text.encode("the quick", chat=False)) // queued.build.max_prompt_chunk)
     assert device.waits - waits <= len(events) + prefill
 
 

@@ -1,0 +1,1 @@
+"""Measuring by workload, predicting, and comparing policies offline."""

@@ -1,0 +1,236 @@
+"""Plain decoding and every way of drafting, side by side on the same prompts."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import outrider
+from outrider.bench.results import SCHEMA, Part, Percentiles, Results, Summary, Way, geometric_mean
+from outrider.bench.simulator import Trace, compare, replay
+from outrider.bench.workloads import Prompt
+from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
+from outrider.engines.errors import UsageError
+from outrider.engines.progress import SILENT, Progress
+from outrider.runtime.costs import Costs
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE, Chooser, Fixed, Policy
+from outrider.runtime.stats import Stats
+
+PLAIN = Way(drafter=NONE, k=0)
+WARM_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One text."""
+
+    tokens: list[int]
+    seconds: float  # after the target has read the prompt, the draft's reading included
+    arrivals: list[tuple[float, int]]  # seconds since the request, and tokens that came then
+    stats: Stats
+
+    @property
+    def per_token(self) -> float:
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / max(len(self.tokens) - self.arrivals[0][1], 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between each token and the next."""
+        gaps = [0.0] * (self.arrivals[0][1] - 1)
+        for (before, _), (now, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
+            gaps += [now - before, *[0.0] * (count - 1)]
+        return gaps
+
+
+def ways(loaded: Outrider, k: Sequence[int] | None) -> list[Way]:
+    """What is measured by default: plain decoding, each k of the model, the default k of n-grams, and what chooses itself.
+
+    Raises:
+        UsageError: a k was not built.
+    """
+    asked = sorted(set(loaded.build.k if k is None else k) - {0})
+    if missing := [each for each in asked if each not in loaded.build.k]:
+        built = ", ".join(map(str, loaded.build.k))
+        raise UsageError(f"k = {missing[0]} was not built into this bundle; it has k = {built}", "choose of these")
+    found = [PLAIN]
+    if MODEL in loaded.drafters:
+        found += [Way(drafter=MODEL, k=each) for each in asked]
+    return [*found, Way(drafter=NGRAM, k=loaded.default_k), Way(drafter=AUTO, k=AUTO)]
+
+
+def measure(
+    loaded: Outrider,
+    prompts: Sequence[Prompt],
+    *,
+    k: Sequence[int] | None = None,
+    rounds: int = 3,
+    max_new_tokens: int = 64,
+    chat: bool = False,
+    bundle: str = "",
+    command: str = "",
+    progress: Progress = SILENT,
+) -> Results:
+    """Every way on every prompt, greedy, in each of `rounds` rounds; all ways take turns on a prompt before the next one.
+
+    Raises:
+        UsageError: a k was not built, or a prompt does not fit the bundle.
+        EngineError: a run failed.
+    """
+    contestants = ways(loaded, k)
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    encoded = [loaded.text.encode(prompt.prompt, chat=chat) for prompt in prompts]
+    for way in contestants:  # so that no one pays for what is made once
+        _answer(loaded, encoded[0][: loaded.build.capacity - WARM_TOKENS], SamplingParams(max_new_tokens=WARM_TOKENS), way)
+    loaded.policy = Policy(loaded.policy.costs, loaded.drafters, loaded.policy.stops)
+    answers: dict[tuple[str, str | int], list[list[Answer]]] = {(way.drafter, way.k): [] for way in contestants}
+    progress.stage("measuring", rounds * len(prompts) * len(contestants))
+    for number in range(rounds):
+        for each in answers.values():
+            each.append([])
+        for at, prompt in enumerate(encoded):
+            first = (number + at) % len(contestants)
+            for way in contestants[first:] + contestants[:first]:
+                answers[way.drafter, way.k][-1].append(_answer(loaded, prompt, params, way))
+                progress.advance(1)
+    plain = answers[PLAIN.drafter, PLAIN.k]
+    progress.stage("replaying")
+    traces = [
+        trace(loaded, prompt.workload, ids, answer.tokens)
+        for prompt, ids, answer in zip(prompts, encoded, plain[0], strict=True)
+    ]
+    costs, stops = loaded.policy.costs, loaded.policy.stops
+    summaries = []
+    for workload in dict.fromkeys(prompt.workload for prompt in prompts):
+        places = [at for at, prompt in enumerate(prompts) if prompt.workload == workload]
+        of_workload = [traces[at] for at in places]
+        for way in contestants:
+            taken = [[each[at] for at in places] for each in answers[way.drafter, way.k]]
+            summaries.append(
+                _summary(workload, way, taken, [[each[at] for at in places] for each in plain], costs, of_workload)
+            )
+    manifest, build = loaded.manifest, loaded.build
+    middle = sum(len(each.prompt) + len(each.tokens) // 2 for each in traces) // len(traces)
+    return Results(
+        schema=SCHEMA,
+        bundle=bundle,
+        target=Path(manifest.models["target"].source).name,
+        draft=Path(manifest.models["draft"].source).name if "draft" in manifest.models else None,
+        precision=", ".join(dict.fromkeys(model.precision for model in manifest.models.values())),
+        backend=f"{build.backend} {build.backend_version}, {build.device}",
+        machine=machine(),
+        date=str(datetime.date.today()),
+        outrider=outrider.__version__,
+        command=command,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        rounds=rounds,
+        summaries=summaries,
+        parts=[_part(way, costs, middle) for way in contestants if isinstance(way.k, int)],
+        policies=compare(traces, costs, stops),
+        traces=traces,
+    )
+
+
+def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, way: Way) -> Answer:
+    started = time.perf_counter()
+    tokens: list[int] = []
+    arrivals = []
+    for event in loaded.generate(prompt, params, k=way.k, drafter=None if way == PLAIN else way.drafter):
+        arrivals.append((time.perf_counter() - started, len(event.token_ids)))
+        tokens += event.token_ids
+    stats = event.stats
+    return Answer(tokens, stats.seconds - stats.prompt_seconds + stats.draft_prompt_seconds, arrivals, stats)
+
+
+def _summary(
+    workload: str, way: Way, taken: list[list[Answer]], plain: list[list[Answer]], costs: Costs, traces: list[Trace]
+) -> Summary:
+    total = Stats()
+    everything = [answer for each in taken for answer in each]
+    for answer in everything:
+        total.add(answer.stats)
+    chooser: Chooser | None = None
+    if isinstance(way.k, int) and (way.drafter != MODEL or all(each.agrees for each in traces)):
+        chooser = Fixed(way.drafter, way.k)
+    predicted = None
+    if chooser is not None:
+        without = sum(replay(each, costs, Fixed(NONE, 0)) for each in traces)
+        predicted = without / sum(replay(each, costs, chooser) for each in traces)
+    return Summary(
+        workload=workload,
+        way=way,
+        prompts=len(traces),
+        tokens=sum(len(answer.tokens) for answer in taken[0]),
+        tokens_per_second=[geometric_mean(len(a.tokens) / a.seconds for a in each) for each in taken],
+        speedup=[
+            geometric_mean(p.seconds / a.seconds * len(a.tokens) / len(p.tokens) for a, p in zip(each, before, strict=True))
+            for each, before in zip(taken, plain, strict=True)
+        ],
+        predicted_speedup=predicted,
+        first_token=Percentiles.of([answer.arrivals[0][0] for answer in everything]),
+        per_token=Percentiles.of([answer.per_token for answer in everything]),
+        between_tokens=Percentiles.of([gap for answer in everything for gap in answer.gaps]),
+        mean_acceptance_length=total.mean_acceptance_length,
+        acceptance_rate=total.acceptance_rate,
+        per_position_rates=total.per_position_rates,
+        acceptance_histogram=total.histogram,
+        ngram_rounds=total.ngram_rounds,
+        drafting_rounds=total.drafting_rounds,
+        rounds=total.rounds,
+        outside_engines=total.outside_engines,
+        same_text=sum(
+            a.tokens == p.tokens for each, before in zip(taken, plain, strict=True) for a, p in zip(each, before, strict=True)
+        ),
+    )
+
+
+def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int]) -> Trace:
+    """A text with what the draft would have said at each place of it, from reading it once."""
+    agrees: list[bool] = []
+    confidences: list[float] = []
+    if loaded.loop.drafter is not None:
+        session, top = loaded.sessions["draft"], loaded.sessions["draft"].vocab_rows - 1
+        text = [min(token, top) for token in (prompt + tokens)[:-1]]
+        for at in range(0, len(text), loaded.build.max_prompt_chunk):
+            chunk = text[at : at + loaded.build.max_prompt_chunk]
+            ids, position = np.array([chunk], dtype=np.int64), np.array([at], dtype=np.int64)
+            if at + len(chunk) < len(prompt):
+                session.write(ids, position)
+                continue
+            rows = session.run(ids, position)[0, max(len(prompt) - 1 - at, 0) :]
+            rows = rows[:, : loaded.vocab_rows]
+            best = rows.argmax(-1)
+            agrees += (best == np.array(tokens[len(agrees) : len(agrees) + len(best)])).tolist()
+            confidences += (1 / np.exp(rows - rows.max(-1, keepdims=True)).sum(-1)).tolist()
+        loaded.loop.drafter.rewind(0)
+    return Trace(workload, prompt, tokens, agrees, [round(each, 4) for each in confidences])
+
+
+def _part(way: Way, costs: Costs, end: int) -> Part:
+    k = int(way.k)
+    drafted = k if way.drafter == MODEL else 0
+    return Part(
+        way=way,
+        draft=sum(costs.step("draft", 1 if row else 2, end) for row in range(drafted)),
+        draft_sampler=drafted * costs.sampler(DRAFT_SAMPLERS[True], 1),
+        target=costs.step("target", k + 1, end),
+        verifier=costs.sampler("greedy_verifier", k + 1),
+    )
+
+
+def machine() -> str:
+    """The processor, as far as the system tells, and the cores this process may use."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"

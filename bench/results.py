@@ -1,0 +1,189 @@
+"""What a measurement found: the JSON of `outrider bench`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from outrider.bench.simulator import Trace
+from outrider.engines.errors import UsageError
+
+SCHEMA = 1
+
+
+class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the parts: immutable, and strict when read."""
+
+
+class Percentiles(Struct, frozen=True):
+    """Of many times, in milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Percentiles:
+        ordered = sorted(seconds) or [0.0]
+        at = (ordered[min(int(len(ordered) * share), len(ordered) - 1)] for share in (0.5, 0.9, 0.99))
+        return cls(**{name: 1000 * value for name, value in zip(("p50", "p90", "p99"), at, strict=True)})
+
+
+class Way(Struct, frozen=True):
+    """How a text was made: which drafter, and how many tokens a round."""
+
+    drafter: str  # model, ngram, auto, or none
+    k: int | str  # a number, or "auto"
+
+    @property
+    def label(self) -> str:
+        if self.k == 0:
+            return "plain"
+        name = {"model": "draft model", "ngram": "n-gram", "auto": "any drafter"}[self.drafter]
+        return f"{name}, k = {self.k}"
+
+
+class Summary(Struct, frozen=True):
+    """One way on one workload. Speeds and ratios are geometric means over its prompts, one of each round.
+
+    The time of a text is from when the target has read the prompt to the last token, so that the draft's reading of the
+    prompt counts.
+    """
+
+    workload: str
+    way: Way
+    prompts: int
+    tokens: int  # of one round, over all prompts
+    tokens_per_second: list[float]
+    speedup: list[float]  # over plain decoding in the same round
+    predicted_speedup: float | None  # from the bundle's costs and the recorded texts; None for what cannot be
+    first_token: Percentiles  # since the request: TTFT
+    per_token: Percentiles  # mean time between a text's tokens after the first: TPOT
+    between_tokens: Percentiles  # between one token and the next, 0 within a round: inter-token latency
+    mean_acceptance_length: float
+    acceptance_rate: float
+    per_position_rates: list[float]
+    acceptance_histogram: list[int]
+    ngram_rounds: int
+    drafting_rounds: int
+    rounds: int
+    outside_engines: float  # share of the rounds' time
+    same_text: int  # texts that are plain decoding's
+
+    @property
+    def median_speedup(self) -> float:
+        return statistics.median(self.speedup)
+
+
+class Part(Struct, frozen=True):
+    """Where a round's time goes, in milliseconds, by the bundle's costs at the middle of the texts."""
+
+    way: Way
+    draft: float
+    draft_sampler: float
+    target: float
+    verifier: float
+
+
+class Results(Struct, frozen=True):
+    """All of it."""
+
+    schema: int
+    bundle: str
+    target: str
+    draft: str | None
+    precision: str
+    backend: str
+    machine: str
+    date: str
+    outrider: str
+    command: str
+    max_new_tokens: int
+    chat: bool
+    rounds: int
+    summaries: list[Summary]
+    parts: list[Part]
+    policies: dict[str, dict[str, float]]  # workload -> policy -> milliseconds, replayed; see `simulator.compare`
+    traces: list[Trace]
+
+    @property
+    def workloads(self) -> list[str]:
+        return list(dict.fromkeys(summary.workload for summary in self.summaries))
+
+    @property
+    def ways(self) -> list[Way]:
+        return [Way(drafter=drafter, k=k) for drafter, k in dict.fromkeys((s.way.drafter, s.way.k) for s in self.summaries)]
+
+    def of(self, workload: str, way: Way) -> Summary:
+        return next(summary for summary in self.summaries if summary.workload == workload and summary.way == way)
+
+
+def read(path: Path) -> Results:
+    """What `outrider bench --report` wrote.
+
+    Raises:
+        UsageError: it is not there, or not that.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Results)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", "name a bench.json that outrider bench wrote") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} is no report of this outrider: {' '.join(str(error).split())}",
+            "make it again: outrider bench BUNDLE --report DIR",
+        ) from error
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+class Change(Struct, frozen=True):
+    """One way on one workload, before and after."""
+
+    workload: str
+    way: Way
+    before: float  # median tokens/s
+    after: float
+    verdict: str  # better, worse, or within the noise
+    length_before: float  # mean acceptance length
+    length_after: float
+
+
+def changes(before: Results, after: Results) -> list[Change]:
+    """What both measured. Better or worse is where no round of the one was as fast as any of the other.
+
+    Raises:
+        UsageError: they have nothing in common.
+    """
+    found = []
+    for old in before.summaries:
+        new = next((each for each in after.summaries if (each.workload, each.way) == (old.workload, old.way)), None)
+        if new is None:
+            continue
+        verdict = "within the noise"
+        if min(new.tokens_per_second) > max(old.tokens_per_second):
+            verdict = "better"
+        elif max(new.tokens_per_second) < min(old.tokens_per_second):
+            verdict = "worse"
+        medians = (statistics.median(each.tokens_per_second) for each in (old, new))
+        found.append(
+            Change(
+                workload=old.workload,
+                way=old.way,
+                before=next(medians),
+                after=next(medians),
+                verdict=verdict,
+                length_before=old.mean_acceptance_length,
+                length_after=new.mean_acceptance_length,
+            )
+        )
+    if not found:
+        raise UsageError("the two reports have no workload and k in common", "measure both with the same --workload and --k")
+    return found

@@ -1,0 +1,119 @@
+"""Recorded texts replayed against costs: what a policy would have taken, what the best fixed k, and who knows the future."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from outrider.runtime.costs import Costs
+from outrider.runtime.ngram import NgramDrafter
+from outrider.runtime.policy import DRAFTERS, MODEL, NGRAM, NONE, Choice, Chooser, Fixed, Policy
+
+
+class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One greedy answer, and what the draft would have said at each place of it."""
+
+    workload: str
+    prompt: list[int]
+    tokens: list[int]
+    agrees: list[bool]  # for each token: whether the draft's most likely one there is the same; empty without a draft
+    confidences: list[float]  # the draft's probability of its most likely one
+
+    def accepted(self, at: int, drafted: int) -> int:
+        """Of so many tokens that the draft proposes from a place on, how many are right."""
+        count = 0
+        while count < min(drafted, len(self.tokens) - at) and self.agrees[at + count]:
+            count += 1
+        return count
+
+
+def replay(trace: Trace, costs: Costs, chooser: Chooser) -> float:
+    """Milliseconds that the answer would have taken after its prompt, the draft's reading of the prompt included where it
+    is asked."""
+    ngrams = NgramDrafter()
+    ngrams.extend(trace.prompt)
+    at = written = 0  # emitted tokens; tokens in the draft's cache
+    total = 0.0
+    while at < len(trace.tokens):
+        wanted, length = len(trace.tokens) - at, len(trace.prompt) + at
+        proposed, agreeing = ngrams.propose(costs.k[-1])
+        choice = chooser.choose(length, length - 2 - written, agreeing, wanted)
+        drafted = min(choice.k, wanted - 1)
+        size = next((k for k in (0, *costs.k) if k >= drafted), drafted)
+        accepted = 0
+        if choice.drafter == MODEL and drafted:
+            total += costs.catch_up(length - 2 - written, length)
+            stopped = (
+                n
+                for n in range(1, drafted if chooser.stops else 1)
+                if not chooser.worth(trace.confidences[at : at + n], choice.k, length)
+            )
+            drafted = next(stopped, drafted)
+            size = next(k for k in costs.k if k >= drafted)
+            accepted = trace.accepted(at, drafted)
+            chooser.observe_confidences(trace.confidences[at : at + drafted], accepted)
+            written = length + min(accepted, drafted - 1)
+        elif choice.drafter == NGRAM:
+            while accepted < drafted and proposed[accepted] == trace.tokens[at + accepted]:
+                accepted += 1
+        took = costs.round(drafted if choice.drafter == MODEL else 0, size, length + size, True)
+        total += took
+        emitted = trace.tokens[at : at + accepted + 1]
+        chooser.observe(Choice(choice.drafter, size), drafted, accepted, length, took)
+        if agreeing:
+            chooser.observe_lookup(agreeing, proposed, emitted)
+        ngrams.extend(emitted)
+        at += len(emitted)
+    return total
+
+
+def oracle(trace: Trace, costs: Costs, drafters: Sequence[str] = DRAFTERS) -> float:
+    """The least that any policy could have taken, knowing what will be accepted; the draft reads for nothing."""
+    ngrams = NgramDrafter()
+    ngrams.extend(trace.prompt)
+    count = len(trace.tokens)
+    looked_up = []
+    for token in trace.tokens:
+        looked_up.append(ngrams.propose(max(costs.k))[0])
+        ngrams.extend([token])
+    least = [0.0] * (count + 1)
+    for at in reversed(range(count)):
+        end = len(trace.prompt) + at
+        ways = [costs.round(0, 0, end, True) + least[at + 1]]
+        for k in costs.k:
+            if NGRAM in drafters and looked_up[at]:
+                right = 0
+                while right < min(k, count - at - 1) and looked_up[at][right] == trace.tokens[at + right]:
+                    right += 1
+                ways.append(costs.round(0, k, end + k, True) + least[at + right + 1])
+            if MODEL in drafters and trace.agrees:
+                right = trace.accepted(at, min(k, count - at - 1))
+                ways.append(costs.round(right, k, end + k, True) + least[at + right + 1])
+        least[at] = min(ways)
+    return least[0]
+
+
+def compare(traces: Sequence[Trace], costs: Costs, stops: bool = True) -> dict[str, dict[str, float]]:
+    """Milliseconds of each workload's traces, by policy: each fixed k, what chooses itself, and `oracle`.
+
+    `stops` is whether rounds can stop drafting early, as those of a CPU. What chooses itself goes through all the traces in
+    their order, as a server would, and keeps what it learned.
+    """
+    drafters = [name for name in DRAFTERS if name == NGRAM or all(trace.agrees for trace in traces)]
+    fixed: dict[str, Chooser] = {"plain": Fixed(NONE, 0)}
+    policies: dict[str, Policy] = {}
+    for name in drafters:
+        fixed |= {f"{name}, k = {k}": Fixed(name, k) for k in costs.k}
+        policies[f"{name}, k = auto"] = Policy(costs, [name], stops)
+    policies["auto"] = Policy(costs, drafters, stops)
+    choosers = fixed | policies
+    found: dict[str, dict[str, float]] = {}
+    for trace in traces:
+        taken = found.setdefault(trace.workload, dict.fromkeys((*choosers, "oracle"), 0.0))
+        for policy in policies.values():
+            policy.start(greedy=True)
+        for name, chooser in choosers.items():
+            taken[name] += replay(trace, costs, chooser)
+        taken["oracle"] += oracle(trace, costs, drafters)
+    return found

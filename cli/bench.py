@@ -1,0 +1,145 @@
+"""`outrider bench`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.options import device
+from outrider.cli.show import console, progress_bar
+from outrider.engines.errors import UsageError
+
+if TYPE_CHECKING:
+    from outrider.bench.results import Change, Results
+
+
+def _sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,2,4") from None
+
+
+@click.command("bench")
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--workload",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.jsonl",
+    help='Prompts, {"workload": ..., "prompt": ...} a line.  [default: 20 that ship with outrider]',
+)
+@click.option("--each", type=click.IntRange(min=1), help="The first so many prompts of every workload.  [default: all]")
+@click.option(
+    "--k", callback=_sizes, metavar="LIST", help="Numbers of draft tokens to measure.  [default: all that were built]"
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times that all is measured.")
+@click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="The longest answer.")
+@click.option("--chat", is_flag=True, help="Put the prompts into the bundle's chat template.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write index.html, bench.md and bench.json.",
+)
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="A.json B.json",
+    help="Measure nothing; say what got better or worse from A to B.",
+)
+@device
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on standard output, and nothing else there.")
+def command(
+    bundle: Path | None,
+    workload: Path | None,
+    each: int | None,
+    k: list[int] | None,
+    rounds: int,
+    max_new_tokens: int,
+    chat: bool,
+    report: Path | None,
+    compare: tuple[Path, Path] | None,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Measure plain decoding and every way of drafting, by workload, side by side."""
+    import msgspec
+
+    if compare is not None:
+        from outrider.bench.results import changes, read
+
+        if bundle is not None:
+            raise UsageError("--compare measures no bundle", "leave the bundle out, or --compare")
+        found = changes(*map(read, compare))
+        click.echo(msgspec.json.encode(found).decode()) if as_json else console().print(_changes_table(found))
+        return
+    if bundle is None:
+        raise UsageError("no bundle is named", "give one, or --compare with two reports")
+    from outrider.bench.measure import measure
+    from outrider.bench.workloads import SHIPPED, load
+    from outrider.runtime.generation import Outrider
+
+    prompts = load(workload or SHIPPED, each)
+    with progress_bar() as progress:
+        loaded = Outrider.load(bundle, progress, device=device)
+        results = measure(
+            loaded,
+            prompts,
+            k=k,
+            rounds=rounds,
+            max_new_tokens=max_new_tokens,
+            chat=chat,
+            bundle=str(bundle),
+            command=shlex.join(["outrider", *sys.argv[1:]]),
+            progress=progress,
+        )
+    if report is not None:
+        from outrider.bench.report import write
+
+        write(report, results)
+    if as_json:
+        click.echo(msgspec.json.encode(results).decode())
+        return
+    screen = console()
+    for table in _tables(results):
+        screen.print(table)
+    if report is not None:
+        click.echo(f"wrote {report / 'index.html'}")
+
+
+def _tables(results: Results) -> list[Any]:
+    from rich.table import Table
+
+    from outrider.bench.report import HEADS, REGRET_HEADS, regrets, row
+
+    shown = (0, 1, 2, 3, 4, 5, 10)
+    tables = []
+    for workload in results.workloads:
+        table = Table(*(HEADS[at] for at in shown), title=workload, title_justify="left")
+        for summary in results.summaries:
+            if summary.workload == workload:
+                cells = row(summary)
+                table.add_row(*(cells[at] for at in shown))
+        tables.append(table)
+    table = Table(*REGRET_HEADS, title="how k is chosen, replayed", title_justify="left")
+    for cells_of in regrets(results):
+        table.add_row(*cells_of)
+    return [*tables, table]
+
+
+def _changes_table(found: list[Change]) -> Any:
+    from rich.table import Table
+
+    table = Table("workload", "way", "tokens/s", "then", "change", "", "mean acceptance length")
+    for each in found:
+        lengths = f"{each.length_before:.2f}"
+        if round(each.length_before, 2) != round(each.length_after, 2):
+            lengths += f" -> {each.length_after:.2f}"
+        change = f"{each.after / each.before - 1:+.1%}"
+        table.add_row(each.workload, each.way.label, f"{each.before:.1f}", f"{each.after:.1f}", change, each.verdict, lengths)
+    return table

@@ -1,0 +1,174 @@
+"""`outrider plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cli.options import Grouped, In
+from outrider.cli.show import console
+from outrider.engines.errors import UsageError
+
+if TYPE_CHECKING:
+    from outrider.bench.planner import Prediction, Sum
+
+NUMBERS, BUNDLE = "From numbers", "From a bundle"
+
+
+@click.command("plan", cls=Grouped)
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--k", cls=In, group=NUMBERS, type=click.IntRange(min=1), help="Draft tokens a round.")
+@click.option(
+    "--mean-accepted",
+    cls=In,
+    group=NUMBERS,
+    type=click.FloatRange(min=1),
+    help="Tokens that a pass of the target yields on average.",
+)
+@click.option(
+    "--cost-ratio",
+    cls=In,
+    group=NUMBERS,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Draft steps that take as long as one pass of the target over one row.",
+)
+@click.option(
+    "--pass-cost",
+    cls=In,
+    group=NUMBERS,
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Of a pass over k + 1 rows, in passes over one.",
+)
+@click.option(
+    "--tokens", cls=In, group=NUMBERS, type=click.IntRange(min=1), default=100, show_default=True, help="Of the text."
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, 1),
+    help="With numbers or a bundle: the probability that a drafted token is accepted if those before it were.",
+)
+@click.option(
+    "--bench",
+    cls=In,
+    group=BUNDLE,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="BENCH.json",
+    help="Texts that outrider bench recorded, of any bundle with the same models.",
+)
+@click.option(
+    "--position",
+    cls=In,
+    group=BUNDLE,
+    type=click.IntRange(min=1),
+    help="With --rate: where in the cache.  [default: a quarter in]",
+)
+@click.option(
+    "--plot", cls=In, group=BUNDLE, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw it."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON on standard output, and nothing else there.")
+def command(
+    bundle: Path | None,
+    k: int | None,
+    mean_accepted: float | None,
+    cost_ratio: float | None,
+    pass_cost: float,
+    tokens: int,
+    rate: float | None,
+    bench: Path | None,
+    position: int | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Predict what speculation brings: from numbers, or from a bundle's measured costs and a workload's acceptance."""
+    import msgspec
+
+    if bundle is None:
+        if k is None or cost_ratio is None or (mean_accepted is None) == (rate is None):
+            raise UsageError(
+                "without a bundle, --k, --cost-ratio and one of --mean-accepted and --rate are needed",
+                "for example: outrider plan --k 4 --mean-accepted 3 --cost-ratio 6 --tokens 12",
+            )
+        from outrider.bench.planner import account
+        from outrider.runtime.costs import expected_tokens
+
+        if mean_accepted is None:
+            assert rate is not None
+            mean_accepted = expected_tokens(rate, k)
+        found = account(k, mean_accepted, cost_ratio, tokens, pass_cost)
+        if as_json:
+            click.echo(msgspec.json.encode(found).decode())
+        else:
+            _say(found, mean_accepted, tokens)
+        return
+    if (rate is None) == (bench is None):
+        raise UsageError("a bundle needs one of --rate and --bench", "for example: outrider plan BUNDLE --rate 0.8")
+    from outrider.bench.planner import at_rate, of_traces
+    from outrider.bench.results import read as read_results
+    from outrider.engines.bundle import open_bundle
+    from outrider.runtime.costs import Costs
+
+    manifest, build = open_bundle(bundle)
+    if not build.costs:
+        raise UsageError("this bundle's costs were not measured", f"outrider calibrate {bundle}, where it is to run")
+    if "draft" not in manifest.models:
+        raise UsageError("this bundle has no draft model, so there is nothing to plan", "outrider bench measures its n-grams")
+    costs = Costs(manifest, build)
+    if bench is not None:
+        predictions = of_traces(costs, read_results(bench).traces)
+    else:
+        assert rate is not None
+        predictions = at_rate(costs, rate, min(position or build.capacity // 4, build.capacity))
+    if plot is not None:
+        from outrider.bench.report import write_plan
+
+        write_plan(plot, predictions)
+    if as_json:
+        click.echo(msgspec.json.encode(predictions).decode())
+        return
+    console().print(_table(predictions))
+    for line in _advice(predictions):
+        click.echo(line)
+    if plot is not None:
+        click.echo(f"wrote {plot}")
+
+
+def _say(found: Sum, tokens_per_pass: float, tokens: int) -> None:
+    click.echo(f"{found.target_passes} target passes, {found.draft_steps} draft steps")
+    click.echo(f"{found.target_steps:.1f} target-step equivalents for {tokens} tokens, {tokens_per_pass:.2f} a pass")
+    click.echo(f"{found.speedup:.1f} times plain decoding")
+
+
+def _table(predictions: list[Prediction]) -> Any:
+    from rich.table import Table
+
+    from outrider.bench.planner import BETTER, CHEAPER
+
+    heads = ("workload", "k", "mean acceptance length", "tokens/s", "speed-up", "break-even rate")
+    table = Table(*heads, f"draft at {CHEAPER:.0%} of its cost", f"{BETTER:.0%} fewer rejections")
+    best = {each.workload: max((p.speedup, p.k) for p in predictions if p.workload == each.workload)[1] for each in predictions}
+    for each in predictions:
+        table.add_row(
+            each.workload or "-",
+            f"{each.k}",
+            f"{each.mean_acceptance_length:.2f}",
+            f"{each.tokens_per_second:.1f}",
+            f"{each.speedup:.2f}",
+            "none" if each.break_even is None else f"{each.break_even:.2f}",
+            f"{each.cheaper_draft:.2f}",
+            f"{each.better_draft:.2f}",
+            style="bold" if each.k == best[each.workload] else None,
+        )
+    return table
+
+
+def _advice(predictions: list[Prediction]) -> list[str]:
+    lines = []
+    for workload in dict.fromkeys(each.workload for each in predictions):
+        best = max((each for each in predictions if each.workload == workload), key=lambda each: each.speedup)
+        of = f"{workload}: " if workload else ""
+        lines.append(f"{of}k = {best.k}, {best.speedup:.2f} times plain" if best.speedup > 1 else f"{of}plain decoding is best")
+    return lines

@@ -1,0 +1,275 @@
+"""Which drafter and how many tokens each round drafts: by what rounds cost, and what was accepted of late.
+
+A round of k drafted tokens emits 1 + a + ... + a^k tokens, where a is the probability that one is accepted. The policy takes
+what costs the least time a token, plain decoding included. Nothing of it changes what is emitted: see
+`SamplingParams.rule`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.runtime.costs import Costs, expected_tokens
+
+MODEL, NGRAM, NONE = "model", "ngram", "none"
+DRAFTERS = (MODEL, NGRAM)
+AUTO = "auto"
+
+BUILT_UP_TO = 4  # the k where nothing chooses: most pairs do best there
+
+FIRST_GUESS = {MODEL: 0.6, NGRAM: 0.5}  # of a drafted token's acceptance, before any was seen
+REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's own acceptance: what a round keeps, and what history counts for
+FADING = 0.985  # what a request's own keeps in a round that did not ask the draft
+HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
+STICKY = 0.97  # another k must promise this much of the time a token
+HOPE = 1.0  # standard errors by which the acceptance of earlier requests is taken for higher than it was
+PROBING = 0.02  # of the time of plain decoding: what may go to asking the draft again
+HORIZON = 128  # tokens, if so many are wanted, over which a draft that was left behind must earn the time to catch up
+TIMED, LEAST_TIMED = 9, 3  # rounds of a kind whose time is remembered, and how few say something
+BINS, BIN_WEIGHT = 10, 3.0  # of the draft's confidence, and how many tokens the rate over all counts as in each
+STALE = 100  # rounds after which plain decoding is timed again, where it is not chosen anyway
+
+
+class Choice(NamedTuple):
+    """How a round drafts."""
+
+    drafter: str  # of DRAFTERS, or NONE
+    k: int  # a built number, or 0
+
+
+PLAIN = Choice(NONE, 0)
+
+
+class Chooser(ABC):
+    """What decides on each round of a request."""
+
+    looks_up = False  # whether n-grams are to be looked for
+    stops = False  # whether `worth` is to be asked, on a device where the host takes part in a round
+
+    @abstractmethod
+    def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
+        """How the next round drafts.
+
+        Args:
+            length: confirmed tokens.
+            missing: of these, how many the draft's cache lacks.
+            agreeing: tokens of the text that agree with where an n-gram is proposed from; 0 is that none is.
+            wanted: tokens that may still be emitted.
+        """
+
+    @abstractmethod
+    def reads(self, length: int, wanted: int) -> bool:
+        """Whether the draft is to read a prompt of so many tokens before the first round."""
+
+    def worth(self, confidences: list[float], k: int, length: int) -> bool:
+        """Whether a round of up to k tokens, that has drafted some of such confidences, is to draft another."""
+        return True
+
+    def observe(self, choice: Choice, drafted: int, accepted: int, length: int, milliseconds: float) -> None:  # noqa: B027
+        """Take in what a round did that began at `length` confirmed tokens; `choice` has the k of its pass."""
+
+    def observe_confidences(self, confidences: list[float], accepted: int) -> None:  # noqa: B027
+        """Take in how confident the draft was of each token of a round, of which so many were accepted."""
+
+    def observe_lookup(self, agreeing: int, proposed: list[int], emitted: list[int]) -> None:  # noqa: B027
+        """Take in a proposed n-gram and what came instead, whether it was drafted or not."""
+
+
+class Fixed(Chooser):
+    """Always the same drafter and k; plain decoding where no n-gram is found."""
+
+    def __init__(self, drafter: str, k: int):
+        self._choice = Choice(drafter, k) if k else PLAIN
+        self.looks_up = self._choice.drafter == NGRAM
+
+    def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
+        return PLAIN if self.looks_up and not agreeing else self._choice
+
+    def reads(self, length: int, wanted: int) -> bool:
+        return self._choice.drafter == MODEL
+
+
+class Acceptance:
+    """The probability that a drafted token is accepted if those before it were, from what was seen; the recent counts for more.
+
+    Args:
+        before: what is believed where little was seen: a rate, or what was seen elsewhere.
+        memory: what the counts keep of themselves each round.
+        weight: how many tokens the belief counts as.
+    """
+
+    def __init__(self, before: float | Acceptance, memory: float, weight: float):
+        self._before, self._memory, self._weight = before, memory, weight
+        self._seen = self._kept = 0.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Take in that of so many drafted tokens the first `accepted` were accepted."""
+        self._seen = self._seen * self._memory + min(drafted, accepted + 1)
+        self._kept = self._kept * self._memory + accepted
+
+    def fade(self) -> None:
+        """Nothing was seen for a round, and what was seen is that much older."""
+        self._seen, self._kept = self._seen * FADING, self._kept * FADING
+
+    @property
+    def rate(self) -> float:
+        before = self._before.hopeful if isinstance(self._before, Acceptance) else self._before
+        return (self._kept + self._weight * before) / (self._seen + self._weight)
+
+    @property
+    def hopeful(self) -> float:
+        """What it may well be: bad luck at the start must not decide for all that follows."""
+        rate = self.rate
+        return min(rate + HOPE * math.sqrt(rate * (1 - rate) / (self._seen + self._weight)), 1.0)
+
+    def tokens(self, k: int) -> float:
+        """That a round of k drafted tokens is expected to emit."""
+        return expected_tokens(self.rate, k)
+
+
+class Policy(Chooser):
+    """Chooses for one request at a time; what was seen of earlier ones is where the next begins."""
+
+    def __init__(self, costs: Costs, drafters: Sequence[str], stops: bool):
+        """`drafters` are those that there are; `stops` is whether rounds can stop drafting early."""
+        self.costs = costs
+        self.drafters = drafters
+        self.stops = stops
+        self._history = {name: Acceptance(FIRST_GUESS[name], HISTORY_MEMORY, HISTORY_WEIGHT) for name in DRAFTERS}
+        self._by_agreement: dict[int, Acceptance] = {}  # of n-grams, by how many tokens agree
+        self._ratios: dict[Choice, deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))  # measured / predicted
+        self._factors: dict[Choice, float] = {}  # their medians
+        self._factor = 1.0  # for choices that were not timed
+        self._untimed = 0  # rounds since plain decoding was timed
+        self._asking = False  # whether the last round was a probe that went well
+        self._saved = 0.0  # time of plain decoding since the draft was asked last, as `Costs` has it
+        self._confidence = [[0.0, 0.0] for _ in range(BINS)]  # tokens accepted and examined
+        self.start(greedy=True)
+
+    def start(self, greedy: bool, drafters: Sequence[str] = DRAFTERS) -> None:
+        """Begin a request, which allows these drafters."""
+        self._greedy = greedy
+        self._allowed = [name for name in self.drafters if name in drafters]
+        self.looks_up = NGRAM in self._allowed
+        self._model = Acceptance(self._history[MODEL], REQUEST_MEMORY, REQUEST_WEIGHT)
+        self._last: Choice | None = None  # but for probes and n-grams
+        self._least = 0.0  # its time for a token
+
+    def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
+        if self._untimed > STALE * len(self._ratios[PLAIN]) / TIMED:
+            return PLAIN
+        sizes = self.sizes(wanted)
+        best, least = self._steady(length, missing, wanted)
+        self._last, self._least = best, least
+        if self.looks_up and agreeing:
+            # What a round saves: its tokens' time otherwise, less its own, and what the draft takes to read them.
+            reading = self.costs.step("draft", 2, length) if best.drafter == MODEL else 0.0
+            tokens = {k: self._of_ngrams(agreeing).tokens(k) for k in sizes}
+            saved = {k: tokens[k] * least - self._time(Choice(NGRAM, k), length) - reading for k in sizes}
+            k = max(sizes, key=lambda k: saved[k], default=0)
+            if k and saved[k] > 0:
+                return Choice(NGRAM, k)
+        if best == PLAIN and MODEL in self._allowed and sizes:
+            return self._probe(sizes[0], least, length, missing)
+        if best.drafter == MODEL and self.stops:
+            return Choice(MODEL, sizes[-1])  # `worth` says where it ends
+        return best
+
+    def reads(self, length: int, wanted: int) -> bool:
+        return self._steady(length, length - 2, wanted)[0].drafter == MODEL
+
+    def sizes(self, wanted: int) -> list[int]:
+        """The built k that so many tokens need, the last one perhaps not whole."""
+        needed = [k for k in self.costs.k if k < wanted - 1]
+        return self.costs.k[: len(needed) + 1] if wanted > 1 else []
+
+    def _steady(self, length: int, missing: int, wanted: int) -> tuple[Choice, float]:
+        """What does best round after round, and its time for a token."""
+        times = {PLAIN: self._time(PLAIN, length)}
+        if MODEL in self._allowed:
+            late = self.costs.catch_up(missing, length) / max(min(HORIZON, wanted), 1)
+            for k in self.sizes(wanted):
+                choice = Choice(MODEL, k)
+                times[choice] = self._time(choice, length) / self._model.tokens(k) + late
+        best = min(times, key=lambda choice: times[choice])
+        if self._last in times and times[best] > STICKY * times[self._last]:
+            best = self._last
+        return best, times[best]
+
+    def _size(self, drafted: int) -> int:
+        """The built k that so many drafted tokens need."""
+        return next(k for k in self.costs.k if k >= drafted)
+
+    def _probe(self, k: int, plain: float, length: int, missing: int) -> Choice:
+        """Plain decoding; or now and then a round that asks whether the draft has become better, for a small share of time."""
+        self._saved += plain
+        probe = Choice(MODEL, k)
+        price = max(self._time(probe, length) - plain, 0.0) + self.costs.catch_up(missing, length)
+        if price > PROBING * self._saved and not self._asking:
+            return PLAIN
+        self._saved = 0.0
+        return probe
+
+    def _time(self, choice: Choice, length: int) -> float:
+        """Of a round, by the costs and what rounds took of late."""
+        return self._predicted(choice, choice.k, length) * self._factors.get(choice, self._factor)
+
+    def _predicted(self, choice: Choice, drafted: int, length: int) -> float:
+        """The time of a round by the costs alone."""
+        return self.costs.round(drafted if choice.drafter == MODEL else 0, choice.k, length + choice.k, self._greedy)
+
+    def _of_ngrams(self, agreeing: int) -> Acceptance:
+        if agreeing not in self._by_agreement:
+            self._by_agreement[agreeing] = Acceptance(self._history[NGRAM], HISTORY_MEMORY, HISTORY_WEIGHT)
+        return self._by_agreement[agreeing]
+
+    def worth(self, confidences: list[float], k: int, length: int) -> bool:
+        """Whether the tokens that more drafted ones will bring, times what a token takes otherwise, are worth their cost."""
+        rate = self._model.rate
+        chance = rate
+        for confidence in confidences:
+            accepted, examined = self._confidence[_bin(confidence)]
+            chance *= (accepted + BIN_WEIGHT * rate) / (examined + BIN_WEIGHT)
+        drafted = len(confidences)
+        costs = [self._predicted(Choice(MODEL, self._size(each)), each, length) for each in range(drafted, k + 1)]
+        gain = 0.0
+        for cost in costs[1:]:  # one more, or two, ...: passes grow by leaps
+            gain += chance * self._least
+            if gain > cost - costs[0]:
+                return True
+            chance *= rate
+        return False
+
+    def observe(self, choice: Choice, drafted: int, accepted: int, length: int, milliseconds: float) -> None:
+        self._untimed = 0 if choice == PLAIN else self._untimed + 1
+        self._asking = choice.drafter == MODEL and self._last == PLAIN and accepted == drafted
+        if choice.drafter == MODEL:
+            self._model.observe(drafted, accepted)
+            self._history[MODEL].observe(drafted, accepted)
+        else:
+            self._model.fade()
+        self._ratios[choice].append(milliseconds / self._predicted(choice, drafted, length))
+        if len(self._ratios[choice]) >= LEAST_TIMED:
+            self._factors[choice] = statistics.median(self._ratios[choice])
+            self._factor = statistics.median(self._factors.values())
+
+    def observe_confidences(self, confidences: list[float], accepted: int) -> None:
+        for at, confidence in enumerate(confidences[: accepted + 1]):
+            counts = self._confidence[_bin(confidence)]
+            counts[0], counts[1] = counts[0] * HISTORY_MEMORY + (at < accepted), counts[1] * HISTORY_MEMORY + 1
+
+    def observe_lookup(self, agreeing: int, proposed: list[int], emitted: list[int]) -> None:
+        shown = min(len(proposed), len(emitted))
+        right = next((at for at in range(shown) if proposed[at] != emitted[at]), shown)
+        if shown:
+            self._of_ngrams(agreeing).observe(shown, right)
+            self._history[NGRAM].observe(shown, right)
+
+
+def _bin(confidence: float) -> int:
+    return min(int(confidence * BINS), BINS - 1)

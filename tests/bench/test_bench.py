@@ -1,0 +1,171 @@
+"""`outrider bench` on the shipped pair: what it counts, what it writes, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from outrider.bench.measure import Answer, measure, trace, ways
+from outrider.bench.planner import tokens_per_round
+from outrider.bench.report import markdown, regrets
+from outrider.bench.results import Percentiles, Results, Way, changes, read
+from outrider.bench.workloads import SHIPPED, Prompt, load
+from outrider.engines.errors import UsageError
+from outrider.runtime.generation import Outrider
+from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE
+from outrider.runtime.stats import Stats
+from outrider.tests.support import run
+
+PROMPTS = [
+    Prompt("support", "Customer: Hi, I would like to book a table for two in San Jose."),
+    Prompt("support", "Customer: I need a flight."),
+    Prompt("echo", "Agent: What time? Customer: At six. " * 4),
+]
+
+
+@pytest.fixture(scope="module")
+def results(shipped: Outrider) -> Results:
+    return measure(shipped, PROMPTS, rounds=2, max_new_tokens=40, bundle="bundle", command="outrider bench bundle")
+
+
+def test_every_way_is_measured_on_every_workload(results: Results, shipped: Outrider) -> None:
+    labels = [way.label for way in results.ways]
+    assert labels[0] == "plain"
+    assert labels[1:-2] == [f"draft model, k = {k}" for k in shipped.build.k]
+    assert labels[-2:] == ["n-gram, k = 4", "any drafter, k = auto"]
+    assert results.workloads == ["support", "echo"]
+    for each in results.summaries:
+        assert len(each.tokens_per_second) == len(each.speedup) == 2
+        assert min(each.tokens_per_second) > 0
+        assert each.same_text == 2 * each.prompts  # greedy text is plain decoding's
+        assert 0 < each.first_token.p50 <= each.first_token.p90 <= each.first_token.p99
+    for workload in results.workloads:
+        assert results.of(workload, Way(drafter=NONE, k=0)).speedup == [1, 1]
+        assert results.of(workload, Way(drafter=AUTO, k=AUTO)).predicted_speedup is None
+
+
+def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) -> None:
+    """Acceptance is counted twice: by the rounds, and by reading the finished text once with the draft."""
+    for workload in results.workloads:
+        texts = [each for each in results.traces if each.workload == workload]
+        for k in (1, 2, 4, 8):
+            found = results.of(workload, Way(drafter=MODEL, k=k))
+            assert found.mean_acceptance_length == pytest.approx(tokens_per_round(texts, k))
+            assert found.predicted_speedup is not None
+            assert found.predicted_speedup > 0
+
+
+def test_ngrams_are_accepted_where_a_text_repeats_itself(results: Results) -> None:
+    found = results.of("echo", Way(drafter=NGRAM, k=4))
+    assert found.ngram_rounds == found.drafting_rounds > 0
+    assert found.mean_acceptance_length > 1.3
+
+
+def test_a_trace_is_what_the_draft_says_at_each_place(shipped: Outrider) -> None:
+    prompt = shipped.text.encode(PROMPTS[0].prompt, chat=False)
+    found = trace(shipped, "support", prompt, [5, 6, 7])
+    session = shipped.sessions["draft"]
+    text = [*prompt, 5, 6]
+    logits = np.concatenate([session.run(np.array([text[at : at + 1]]), np.array([at]))[0].copy() for at in range(len(text))])[
+        -3:
+    ].astype(np.float64)
+    assert found.agrees == [int(row.argmax()) == token for row, token in zip(logits, (5, 6, 7), strict=True)]
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    np.testing.assert_allclose(found.confidences, shares.max(-1) / shares.sum(-1), atol=1e-3)
+
+
+def test_times_between_tokens_are_zero_within_a_round() -> None:
+    answer = Answer([1, 2, 3, 4, 5, 6], 1.0, [(0.5, 2), (0.7, 1), (1.3, 3)], Stats())
+    assert answer.gaps == pytest.approx([0, 0.2, 0.6, 0, 0])
+    assert answer.per_token == pytest.approx(0.8 / 4)
+    assert Percentiles.of([0.001 * each for each in range(1, 101)]).p90 == pytest.approx(91)
+
+
+def test_the_report_opens_in_a_browser(results: Results, tmp_path: Path, shipped_bundle: Path) -> None:
+    few = ["--each", "1", "--rounds", "1", "--max-new-tokens", "24"]
+    done = run("bench", shipped_bundle, *few, "--report", tmp_path / "report")
+    assert done.returncode == 0, done.stderr
+    assert "wrote" in done.stdout
+    written = read(tmp_path / "report" / "bench.json")
+    assert written.workloads == ["chat", "code", "math", "summarization", "support"]
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert not re.search(r"(src|href)=[\"']?http", page)  # it needs no other file
+    assert "# Measured by workload" in (tmp_path / "report" / "bench.md").read_text()
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium on this machine; .ci/run installs one")
+    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+    quiet += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
+    shown = subprocess.run(
+        [browser, "--headless", "--no-sandbox", *quiet, "--dump-dom", f"file://{tmp_path / 'report' / 'index.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert shown.count("<svg") == 4
+    for said in ("How well k was chosen", "Speed-up against k", "draft model, k = 8", "summarization"):
+        assert said in shown
+    planned = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json")
+    assert planned.returncode == 0, planned.stderr
+    assert "summarization" in planned.stdout
+
+
+def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_bytes(msgspec.json.encode(results))
+    assert read(path) == results
+    assert {row[0] for row in regrets(results)} == set(results.workloads)
+    assert "| plain |" in markdown(results)
+
+
+def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Results, tmp_path: Path) -> None:
+    def scaled(factor: float) -> Results:
+        faster = [
+            msgspec.structs.replace(each, tokens_per_second=[factor * speed for speed in each.tokens_per_second])
+            for each in results.summaries
+        ]
+        return msgspec.structs.replace(results, summaries=faster)
+
+    assert {each.verdict for each in changes(results, results)} == {"within the noise"}
+    assert {each.verdict for each in changes(results, scaled(100))} == {"better"}
+    assert {each.verdict for each in changes(results, scaled(0.01))} == {"worse"}
+    for name, each in (("a", results), ("b", scaled(100))):
+        (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(each))
+    done = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
+    found = json.loads(done.stdout)
+    assert {each["verdict"] for each in found} == {"better"}
+    assert "better" in run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
+
+
+def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outrider, shipped_bundle: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"workload": "chat"}\n')
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    for arguments, message in (
+        ((), "no bundle is named"),
+        ((shipped_bundle, "--workload", tmp_path / "none.jsonl"), "cannot read"),
+        ((shipped_bundle, "--workload", broken), "line 1"),
+        ((shipped_bundle, "--workload", empty), "has no prompts"),
+        ((shipped_bundle, "--k", "3"), "k = 3 was not built"),
+        ((shipped_bundle, "--k", "few"), "no list of numbers"),
+        (("--compare", broken, broken), "is no report"),
+    ):
+        done = run("bench", *arguments)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    with pytest.raises(UsageError, match="not built"):
+        ways(shipped, [3])
+
+
+def test_the_shipped_prompts_are_of_five_workloads() -> None:
+    prompts = load(SHIPPED)
+    assert {each.workload for each in prompts} == {"chat", "code", "math", "summarization", "support"}
+    assert len(load(SHIPPED, each=1)) == 5

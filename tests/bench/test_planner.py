@@ -1,0 +1,130 @@
+"""Predictions: the textbook's numbers, a bundle's costs, and recorded texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.planner import account, at_rate, of_traces, tokens_per_round
+from outrider.bench.simulator import Trace, compare, oracle, replay
+from outrider.engines.folder import read_manifest
+from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.policy import MODEL, NGRAM, NONE, Fixed
+from outrider.tests.runtime.test_policy import K, costs, flips, text
+from outrider.tests.support import run
+
+
+def test_the_textbook_example() -> None:
+    found = account(k=4, tokens_per_pass=3, cost_ratio=6, tokens=12)
+    assert (found.target_passes, found.draft_steps) == (4, 16)
+    assert found.target_steps == pytest.approx(6.7, abs=0.05)
+    assert found.speedup == pytest.approx(1.8, abs=0.05)
+    assert account(k=5, tokens_per_pass=2.5, cost_ratio=6, tokens=20).target_passes == 8
+    assert account(k=5, tokens_per_pass=4, cost_ratio=6, tokens=20).target_passes == 5
+
+
+def test_the_command_says_so() -> None:
+    done = run("plan", "--k", "4", "--mean-accepted", "3", "--cost-ratio", "6", "--tokens", "12")
+    assert done.stdout.splitlines() == [
+        "4 target passes, 16 draft steps",
+        "6.7 target-step equivalents for 12 tokens, 3.00 a pass",
+        "1.8 times plain decoding",
+    ]
+    done = run("plan", "--k", "4", "--rate", "0.8", "--cost-ratio", "4", "--pass-cost", "1.5", "--json")
+    found = json.loads(done.stdout)
+    assert found["target_passes"] == 30  # 100 / 3.36
+    assert found["target_steps"] == pytest.approx(30 * 1.5 + 120 / 4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--k", "4"),
+        ("--k", "4", "--cost-ratio", "6"),
+        ("--k", "4", "--cost-ratio", "6", "--rate", "0.5", "--mean-accepted", "2"),
+        ("--k", "4", "--cost-ratio", "0", "--rate", "0.5"),
+        ("--k", "4", "--cost-ratio", "6", "--rate", "1.5"),
+    ],
+)
+def test_numbers_that_say_too_little_or_too_much_are_refused(arguments: tuple[str, ...]) -> None:
+    done = run("plan", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(("error: ", "Error"))
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rate_gives_every_built_k_and_where_each_breaks_even() -> None:
+    table = costs()
+    found = {each.k: each for each in at_rate(table, 0.8, end=40)}
+    assert list(found) == K
+    for k, each in found.items():
+        took = table.round(k, k, 40, True)
+        assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, k))
+        assert each.speedup == pytest.approx(each.mean_acceptance_length * 6 / took)
+        assert each.tokens_per_second == pytest.approx(1000 * each.mean_acceptance_length / took)
+        assert each.break_even is not None
+        assert expected_tokens(each.break_even, k) * 6 / took == pytest.approx(1)
+        assert each.cheaper_draft > each.speedup
+        assert each.better_draft > each.speedup
+    assert at_rate(costs(draft=30), 1.0, end=40)[0].break_even is None
+
+
+def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
+    table = costs()
+    traces = [text(flips(0.8, seed=seed)) for seed in range(3)]
+    for each in of_traces(table, traces):
+        taken = sum(replay(trace, table, Fixed(MODEL, each.k)) for trace in traces)
+        plain = sum(replay(trace, table, Fixed(NONE, 0)) for trace in traces)
+        assert each.speedup == pytest.approx(plain / taken)
+        assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, each.k), rel=0.1)
+        assert each.mean_acceptance_length == pytest.approx(tokens_per_round(traces, each.k))
+
+
+def test_no_policy_beats_who_knows_the_future() -> None:
+    table = costs()
+    ngrams = Trace("repeats", [1, 2, 3, 4] * 5, [1, 2, 3, 4] * 10, flips(0.5, 40), [0.5] * 40)
+    found = compare([text(flips(0.7)), ngrams], table)
+    for taken in found.values():
+        least = taken.pop("oracle")
+        assert all(time >= least for name, time in taken.items() if NGRAM in name or name == "plain")
+    repeats = found["repeats"]
+    assert repeats["ngram, k = 8"] < 0.5 * repeats["plain"]
+    assert repeats["auto"] < 0.6 * repeats["plain"]
+
+
+def test_the_oracle_is_the_least_of_all_ways_to_cut_a_text() -> None:
+    table = costs()
+    trace = text(flips(0.6, 9))
+
+    def least(at: int) -> float:
+        if at == len(trace.tokens):
+            return 0.0
+        end = len(trace.prompt) + at
+        ways = [table.round(0, 0, end, True) + least(at + 1)]
+        for k in K:
+            for drafted in range(1, min(k, len(trace.tokens) - at - 1) + 1):
+                accepted = trace.accepted(at, drafted)
+                ways.append(table.round(accepted, k, end + k, True) + least(at + accepted + 1))
+        return min(ways)
+
+    assert oracle(trace, table, [MODEL]) == pytest.approx(least(0))
+
+
+def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
+    done = run("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "plan.svg")
+    assert done.returncode == 0, done.stderr
+    assert "break-even" in done.stdout
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    found = json.loads(run("plan", shipped_bundle, "--rate", "0.7", "--json").stdout)
+    manifest = read_manifest(shipped_bundle)
+    assert manifest.build is not None
+    assert [each["k"] for each in found] == manifest.build.k
+    table = Costs(manifest, manifest.build)
+    assert found[0]["speedup"] == pytest.approx(at_rate(table, 0.7, manifest.build.capacity // 4)[0].speedup)
+    refused = run("plan", shipped_bundle)
+    assert (refused.returncode, "one of --rate and --bench" in refused.stderr) == (2, True)
+    missing = run("plan", shipped_bundle, "--bench", tmp_path / "none.json")
+    assert (missing.returncode, "cannot read" in missing.stderr) == (2, True)

@@ -1,0 +1,258 @@
+"""k chosen live: what it costs, what it gains, and that no token depends on it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.bench.simulator import Trace, oracle, replay
+from outrider.engines.manifest import Cost
+from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.policy import MODEL, NGRAM, NONE, PLAIN, Acceptance, Choice, Fixed, Policy
+
+PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
+K = [1, 2, 4, 8]
+
+
+def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0) -> Costs:
+    """A pass of the target takes `target` and `row` more for each further row."""
+
+    def table(of: Callable[[int], float]) -> list[Cost]:
+        return [
+            Cost(rows=rows, window=64, batch=1, median=of(rows), fastest=of(rows), slowest=of(rows), runs=1)
+            for rows in (1, 2, 3, 5, 9, 16)
+        ]
+
+    made = {"target": table(lambda rows: target + row * (rows - 1)), "draft": table(lambda rows: draft * (1 + 0.01 * rows))}
+    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs=made)
+    models = {"target": SimpleNamespace(parameters=6), "draft": SimpleNamespace(parameters=1)}
+    manifest: Any = SimpleNamespace(models=models)
+    return Costs(manifest, build)
+
+
+def text(agrees: list[bool], prompt: int = 40) -> Trace:
+    """A text in which no n-gram comes twice."""
+    start = prompt + 10
+    return Trace("", list(range(prompt)), list(range(start, start + len(agrees))), agrees, [0.5] * len(agrees))
+
+
+def flips(rate: float, count: int = 400, seed: int = 0) -> list[bool]:
+    chance = random.Random(seed)
+    return [chance.random() < rate for _ in range(count)]
+
+
+def best_fixed(trace: Trace, table: Costs) -> float:
+    return min(replay(trace, table, Fixed(MODEL, k)) for k in [0, *K])
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 1.0])
+@pytest.mark.parametrize("draft", [0.3, 1.0, 3.0])
+def test_it_is_as_fast_as_the_best_fixed_k_and_never_slower_than_plain(draft: float, rate: float, stops: bool) -> None:
+    table, trace = costs(draft), text(flips(rate))
+    policy = Policy(table, [MODEL], stops)
+    replay(trace, table, policy)  # a server's first request, from which it learns
+    policy.start(greedy=True)
+    taken = replay(trace, table, policy)
+    assert taken <= best_fixed(trace, table) / 0.95
+    assert taken <= replay(trace, table, Fixed(NONE, 0)) / 0.97
+    assert oracle(trace, table, [MODEL]) <= taken
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_draft_that_is_of_no_use_costs_little_from_the_first_request_on(stops: bool) -> None:
+    table = costs()
+    policy, trace = Policy(table, [MODEL], stops), text(flips(0.0, 200))
+    plain = replay(trace, table, Fixed(NONE, 0))
+    assert replay(trace, table, policy) <= plain / 0.95
+    total = 0.0
+    for _ in range(8):
+        policy.start(greedy=True)
+        total += replay(trace, table, policy)
+    assert total <= 8 * plain / 0.98
+
+
+@pytest.mark.parametrize("length", [30, 80, 200])
+def test_text_that_changes_between_easy_and_hard_is_followed(length: int) -> None:
+    """It comes back after acceptance collapsed, and does not fall behind plain decoding."""
+    table = costs()
+    agrees = [agreed for part in range(8) for agreed in flips(0.95 if part % 2 else 0.05, length, seed=part)]
+    trace = text(agrees)
+    taken = replay(trace, table, Policy(table, [MODEL], stops=False))
+    assert taken <= replay(trace, table, Fixed(NONE, 0)) / 0.97
+    if length >= 80:
+        assert taken <= best_fixed(trace, table)
+
+
+def test_it_does_not_thrash() -> None:
+    """At an acceptance where two choices are as good, it stays with one."""
+    table = costs(draft=1.0)
+    policy = Policy(table, [MODEL], stops=False)
+    chosen: list[Choice] = []
+    chance = random.Random(1)
+    for at in range(400):
+        choice = policy.choose(40 + at, 0, 0, 1000)
+        accepted = next((i for i in range(choice.k) if chance.random() >= 0.62), choice.k)
+        policy.observe(choice, choice.k, accepted, 40 + at, table.round(choice.k, choice.k, 40, True))
+        chosen.append(choice)
+    changes = sum(before != after for before, after in pairwise(chosen))
+    assert changes < 40
+
+
+def test_the_same_rounds_lead_to_the_same_choices() -> None:
+    def chosen() -> list[Choice]:
+        policy = Policy(costs(), [MODEL, NGRAM], stops=True)
+        found = []
+        for at in range(60):
+            choice = policy.choose(40 + at, 0, at % 3, 1000)
+            policy.observe(choice, choice.k, at % (choice.k + 1), 40 + at, 7.0)
+            found.append(choice)
+        return found
+
+    assert chosen() == chosen()
+
+
+def test_rounds_that_take_longer_than_the_costs_say_are_believed() -> None:
+    """The machine that runs a bundle need not be the one that measured it."""
+    policy = Policy(costs(draft=0.3), [MODEL], stops=False)
+    kinds = []
+    for at in range(200):
+        choice = policy.choose(40 + at, 0, 0, 1000)
+        slow = 40.0 if choice.k else 6.0
+        policy.observe(choice, choice.k, choice.k, 40 + at, slow + choice.k)
+        kinds.append(choice.k)
+    assert kinds[-1] == 8  # 48 ms for 9 tokens are still less than 6 ms each
+    for at in range(200):
+        choice = policy.choose(300 + at, 0, 0, 1000)
+        policy.observe(choice, choice.k, choice.k, 300 + at, 100.0 if choice.k else 6.0)
+        kinds.append(choice.k)
+    assert kinds[-50:].count(0) > 45
+
+
+def test_a_draft_that_was_left_behind_is_worth_its_catching_up_or_not() -> None:
+    table = costs(draft=3.0)
+    fresh = Policy(table, [MODEL], stops=False)
+    fresh.observe(Choice(MODEL, 8), 8, 8, 40, table.round(8, 8, 40, True))
+    fresh.observe(PLAIN, 0, 0, 40, table.round(0, 0, 40, True))
+    assert fresh.choose(40, 0, 0, 20).drafter == MODEL
+    fresh = Policy(table, [MODEL], stops=False)
+    assert fresh.choose(4000, 4000, 0, 20).drafter == NONE
+    assert not fresh.reads(4000, 20)
+    assert fresh.reads(8, 20)
+
+
+def test_without_measured_costs_it_goes_by_what_rounds_take() -> None:
+    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs={})
+    manifest: Any = SimpleNamespace(models={"target": SimpleNamespace(parameters=10), "draft": SimpleNamespace(parameters=1)})
+    policy = Policy(Costs(manifest, build), [MODEL], stops=False)
+    kinds = []
+    for at in range(300):
+        choice = policy.choose(40 + at, 0, 0, 1000)
+        policy.observe(choice, choice.k, min(1, choice.k), 40 + at, 10.0 + 9 * choice.k)
+        kinds.append(choice.k)
+    assert kinds[-50:].count(0) + kinds[-50:].count(1) > 45
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_rates_are_probabilities_and_more_drafted_tokens_never_mean_fewer_emitted(rounds: list[tuple[int, int]]) -> None:
+    history = Acceptance(0.7, 0.99, 2)
+    seen = Acceptance(history, 0.94, 3)
+    for drafted, accepted in rounds:
+        history.observe(drafted, min(accepted, drafted))
+        seen.observe(drafted, min(accepted, drafted))
+    assert 0 <= seen.rate <= seen.hopeful <= 1
+    tokens = [seen.tokens(k) for k in range(9)]
+    assert tokens == sorted(tokens)
+    assert tokens[0] == 1
+
+
+def test_expected_tokens_are_the_closed_form() -> None:
+    for rate in (0.0, 0.3, 0.8, 0.99):
+        for k in (0, 1, 4, 9):
+            assert expected_tokens(rate, k) == pytest.approx((1 - rate ** (k + 1)) / (1 - rate))
+
+
+# --- in the loop ---------------------------------------------------------------------------------------------------------
+
+
+def tokens(outrider: Outrider, prompt: str = PROMPT, **asked: Any) -> list[int]:
+    given = {name: asked.pop(name) for name in ("k", "drafter") if name in asked}
+    params = SamplingParams(**{"max_new_tokens": 90, **asked})
+    return [token for event in outrider.generate(prompt, params, **given) for token in event.token_ids]
+
+
+WAYS: list[dict[str, Any]] = [
+    {"k": "auto"},
+    {"k": "auto", "drafter": "model"},
+    {"k": "auto", "drafter": "ngram"},
+    {"k": 1, "drafter": "ngram"},
+    {"k": 8, "drafter": "ngram"},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"repetition_penalty": 1.2},
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 7, "frequency_penalty": 0.4},
+    ],
+    ids=str,
+)
+def test_the_text_is_plain_decodings_whatever_was_chosen(
+    shipped: Outrider, way: dict[str, Any], params: dict[str, Any]
+) -> None:
+    """A seed fixes the answer, though what is chosen depends on how long rounds took."""
+    plain = tokens(shipped, k=0, **params)
+    for _ in range(3):
+        assert tokens(shipped, **way, **params) == plain
+
+
+@pytest.mark.parametrize("jitter", range(6))
+def test_the_times_of_rounds_change_k_and_nothing_else(shipped: Outrider, jitter: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is ours: rounds seem to take now this long, now that, and k goes up and down; the text stays."""
+    chance, now = random.Random(jitter), [0.0]
+
+    def clock() -> float:
+        now[0] += chance.choice([0.001, 0.01, 0.1])
+        return now[0]
+
+    monkeypatch.setattr(shipped.loop, "_clock", clock)
+    asked: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_new_tokens": 150}
+    assert tokens(shipped, **asked) == tokens(shipped, k=0, **asked)
+
+
+def test_a_seed_with_the_rule_of_rejection_keeps_to_one_k(shipped: Outrider) -> None:
+    asked: dict[str, Any] = {"temperature": 0.9, "seed": 11, "rule": "rejection"}
+    assert tokens(shipped, **asked) == tokens(shipped, k=shipped.default_k, **asked)
+
+
+def test_ngrams_are_found_in_the_prompt_and_accepted(shipped: Outrider) -> None:
+    prompt = "Customer: I need a flight. Agent: " * 6
+    events = list(shipped.generate(prompt, SamplingParams(max_new_tokens=60), k=8, drafter="ngram"))
+    stats = events[-1].stats
+    assert stats.ngram_rounds == stats.drafting_rounds > 0
+    assert stats.ngram_accepted == stats.accepted > 0
+    assert sum(stats.histogram) == stats.drafting_rounds
+    assert sum(count * at for at, count in enumerate(stats.histogram)) == stats.accepted
+
+
+def test_a_round_stops_drafting_where_the_draft_is_unsure(shipped: Outrider) -> None:
+    shipped.policy = Policy(shipped.policy.costs, [MODEL], stops=True)
+    for _ in range(3):
+        events = list(shipped.generate(PROMPT, SamplingParams(max_new_tokens=120), drafter="model"))
+    drafted = events[-1].stats.drafted_at
+    if drafted:  # else plain decoding was faster on this machine
+        assert drafted[0] > drafted[-1]

@@ -1,0 +1,86 @@
+"""A bundle that has a target alone: drafts come from the text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.engines.errors import UsageError
+from outrider.engines.folder import read_manifest
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.support import PAIR, build, run
+
+PROMPT = "Agent: What time? Customer: At six. " * 5
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    done = run("export", "--target", PAIR / "target", "-o", folder / "onnx")
+    assert done.returncode == 0, done.stderr
+    return build(folder / "onnx", folder / "bundle")
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path) -> Outrider:
+    return Outrider.load(bundle)
+
+
+def tokens(outrider: Outrider, **asked: Any) -> list[int]:
+    given = {name: asked.pop(name) for name in ("k", "drafter") if name in asked}
+    params = SamplingParams(**{"max_new_tokens": 60, **asked})
+    return [token for event in outrider.generate(PROMPT, params, **given) for token in event.token_ids]
+
+
+def test_there_is_nothing_of_a_draft_in_it(bundle: Path) -> None:
+    manifest = read_manifest(bundle)
+    assert manifest.roles == ("target",)
+    assert not any("draft" in name for name in manifest.files)
+    shown = run("inspect", bundle)
+    assert shown.returncode == 0, shown.stderr
+    assert "draft" not in shown.stdout.replace(str(bundle), "")
+
+
+SAMPLED = {"temperature": 0.8, "seed": 5}
+
+
+@pytest.mark.parametrize("way", [{}, {"k": 4}, {"k": 8, "drafter": "ngram"}, {"drafter": "auto"}], ids=str)
+@pytest.mark.parametrize("params", [{}, SAMPLED, SAMPLED | {"rule": "rejection"}], ids=str)
+def test_its_text_is_plain_decodings_and_the_pairs(
+    alone: Outrider, shipped: Outrider, way: dict[str, Any], params: dict[str, Any]
+) -> None:
+    plain = tokens(alone, k=0, **params)
+    assert tokens(alone, **way, **params) == plain
+    assert tokens(shipped, k=0, **params) == plain
+
+
+def test_drafted_tokens_come_from_the_text(alone: Outrider) -> None:
+    stats = list(alone.generate(PROMPT, SamplingParams(max_new_tokens=60), k=4))[-1].stats
+    assert stats.ngram_rounds == stats.drafting_rounds > 0
+    assert stats.accepted > 0
+
+
+def test_the_draft_model_that_is_not_there_is_refused(alone: Outrider, bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no draft model"):
+        alone.generate(PROMPT, drafter="model")
+    for command in (("generate", bundle, "--prompt", "x", "--drafter", "model"), ("plan", bundle, "--rate", "0.5")):
+        done = run(*command)
+        assert (done.returncode, "has no draft model" in done.stderr) == (2, True)
+    with pytest.raises(UsageError, match="--draft-vocab is for a draft"):
+        text = tmp_path / "text"
+        text.write_text("the")
+        export_pair(str(PAIR / "target"), None, tmp_path / "x", precision="fp32", draft_vocab=99, draft_vocab_text=text)
+
+
+def test_it_passes_the_audit(bundle: Path) -> None:
+    done = run("verify", bundle, "--draws", "100", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"]
+    assert found["controls"] == []
+    assert found["counters"]["accepted"] > 0
