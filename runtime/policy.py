@@ -240,7 +240,7 @@ class Policy(Chooser):
         gain = 0.0
         for cost in costs[1:]:  # one more, or two, ...: passes grow by leaps
             gain += chance * self._least
-            if gain > cost - costs[0]:
+            if gain > (cost - costs[0]) * self._factor:
                 return True
             chance *= rate
         return False
