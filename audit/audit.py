@@ -74,7 +74,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         greedy = _greedy(outrider, watched, counters, progress)
         _count_sampled(outrider, watched, counters)
     arithmetic.add(watched)
-    compared = len(SAMPLED) * (len(outrider.build.k) + 1) + 1 + len(Fault)
+    compared = len(SAMPLED) * (len(outrider.build.k) + 2) + 1 + len(Fault)
     significance = FALSE_ALARM / (2 * len(PLACES) * compared)  # two criteria at each place
     sampled, controls = [], []
     progress.stage("drawing texts", draws * (compared + len(SAMPLED)))
@@ -82,7 +82,8 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         cell = Cell(outrider, params, outrider.text.encode(text, chat=False), number, significance, progress)
         watched = _made(WatchedRounds, outrider)
         plain = cell.draw(watched, 0, 2 * draws)
-        drawn = {k: cell.draw(watched, k, draws) for k in outrider.build.k}
+        ways: list[int | str] = [*outrider.build.k, AUTO]
+        drawn = {k: cell.draw(watched, k, draws) for k in ways}
         arithmetic.add(watched)
         sampled += [Sampled(_named(params), k, cell.compare(plain, tokens)) for k, tokens in drawn.items()]
         together = cell.compare(plain, np.concatenate(list(drawn.values())))
@@ -234,7 +235,7 @@ class Cell:
         """Both samples at each place."""
         return [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
 
-    def draw(self, rounds: WatchedRounds, k: int, draws: int) -> Tokens:
+    def draw(self, rounds: WatchedRounds, k: int | str, draws: int) -> Tokens:
         """The tokens of so many short texts, [draws, SAMPLED_TOKENS]; after an early end stand -1 and, last, the end.
 
         Every text has a seed of its own, also across settings and k, so the samples are independent.
@@ -242,10 +243,12 @@ class Cell:
         loop = self.outrider.loop
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
         with _installed(self.outrider, rounds):
-            chooser = self.outrider.chooser(self.params, k, None)
-            loop.start(self.prompt, self.outrider.request(self.params, self.prompt), chooser, SAMPLED_TOKENS)
+            request = self.outrider.request(self.params, self.prompt)
+            chooser = self.outrider.chooser(request, k, None)
+            loop.start(self.prompt, request, chooser, SAMPLED_TOKENS)
             for index in range(draws):
-                params = replace(self.params, seed=(self.number << 48) + (k << 32) + index)
+                way = k if isinstance(k, int) else 2**15
+                params = replace(self.params, seed=(self.number << 48) + (way << 32) + index)
                 request = self.outrider.request(params, self.prompt)
                 loop.restart(self.prompt, request, chooser)
                 tokens: list[int] = []

@@ -67,7 +67,7 @@ class Sampled:
     """Speculative against plain draws at one setting."""
 
     setting: str
-    k: int | None  # None is the texts of every k together
+    k: int | str | None  # auto is every drafter and k in turn, None the texts of all of these together
     comparisons: list[Comparison]
     emitted: int = 0
     excluded: int = 0  # emitted although truncation excludes it

@@ -87,19 +87,28 @@ def measure(
     """
     contestants = ways(loaded, k)
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    encoded = [loaded.text.encode(prompt.prompt, chat=chat) for prompt in prompts]
+    encoded = []
+    for prompt in prompts:
+        ids = loaded.text.encode(prompt.prompt, chat=chat)
+        if not 0 < len(ids) <= loaded.build.capacity:
+            raise UsageError(
+                f"a prompt of {prompt.workload} has {len(ids):,} tokens, and the bundle's capacity is"
+                f" {loaded.build.capacity:,}: {prompt.prompt[:40]!r}",
+                "leave it out, or build the engine with a larger --capacity",
+            )
+        encoded.append(ids)
     for way in contestants:  # so that no one pays for what is made once
-        _answer(loaded, encoded[0][: loaded.build.capacity - WARM_TOKENS], SamplingParams(max_new_tokens=WARM_TOKENS), way)
+        _answer(loaded, encoded[0], SamplingParams(max_new_tokens=WARM_TOKENS), way)
     loaded.policy = Policy(loaded.policy.costs, loaded.drafters, loaded.policy.stops)
     answers: dict[tuple[str, str | int], list[list[Answer]]] = {(way.drafter, way.k): [] for way in contestants}
     progress.stage("measuring", rounds * len(prompts) * len(contestants))
     for number in range(rounds):
         for each in answers.values():
             each.append([])
-        for at, prompt in enumerate(encoded):
+        for at, ids in enumerate(encoded):
             first = (number + at) % len(contestants)
             for way in contestants[first:] + contestants[:first]:
-                answers[way.drafter, way.k][-1].append(_answer(loaded, prompt, params, way))
+                answers[way.drafter, way.k][-1].append(_answer(loaded, ids, params, way))
                 progress.advance(1)
     plain = answers[PLAIN.drafter, PLAIN.k]
     progress.stage("replaying")
@@ -163,8 +172,7 @@ def _summary(
         chooser = Fixed(way.drafter, way.k)
     predicted = None
     if chooser is not None:
-        without = sum(replay(each, costs, Fixed(NONE, 0)) for each in traces)
-        predicted = without / sum(replay(each, costs, chooser) for each in traces)
+        predicted = geometric_mean(replay(each, costs, Fixed(NONE, 0)) / replay(each, costs, chooser) for each in traces)
     return Summary(
         workload=workload,
         way=way,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from outrider.bench.results import geometric_mean
 from outrider.bench.simulator import Trace, replay
 from outrider.engines.errors import UsageError
 from outrider.runtime.costs import Costs, expected_tokens
@@ -32,7 +33,18 @@ def account(k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass
         tokens_per_pass: what a round yields on average: the mean acceptance length.
         cost_ratio: draft steps that take as long as one pass of the target's.
         pass_cost: of a pass over k + 1 rows, in passes over one.
+
+    Raises:
+        UsageError: a number is none, or a round would yield more than k + 1 tokens.
     """
+    numbers = {"--mean-accepted": tokens_per_pass, "--cost-ratio": cost_ratio, "--pass-cost": pass_cost}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise UsageError(f"{name} is {value}", "give a number")
+    if not 1 <= tokens_per_pass <= k + 1:
+        raise UsageError(
+            f"a round of {k} drafted tokens cannot yield {tokens_per_pass:g}", f"give 1 to {k + 1} for --mean-accepted"
+        )
     passes = math.ceil(tokens / tokens_per_pass - 1e-9)
     steps = passes * k
     equivalent = passes * pass_cost + steps / cost_ratio
@@ -71,9 +83,11 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
         texts = [trace for trace in traces if trace.workload == workload]
         tokens = sum(len(trace.tokens) for trace in texts)
         end = sum(len(trace.prompt) + len(trace.tokens) // 2 for trace in texts) // len(texts)
-        plain = sum(replay(trace, costs, Fixed(NONE, 0)) for trace in texts)
         for k in costs.k:
             taken = sum(replay(trace, costs, Fixed(MODEL, k)) for trace in texts)
+            speedup = geometric_mean(
+                replay(trace, costs, Fixed(NONE, 0)) / replay(trace, costs, Fixed(MODEL, k)) for trace in texts
+            )
             length, better = (tokens_per_round(texts, k, share) for share in (0.0, BETTER))
             usual = _prediction(workload, k, costs, end, length, better)
             found.append(
@@ -82,10 +96,10 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
                     k,
                     length,
                     1000 * tokens / taken,
-                    plain / taken,
+                    speedup,
                     usual.break_even,
-                    usual.cheaper_draft * plain / taken / usual.speedup,
-                    usual.better_draft * plain / taken / usual.speedup,
+                    usual.cheaper_draft * speedup / usual.speedup,
+                    usual.better_draft * speedup / usual.speedup,
                 )
             )
     return found

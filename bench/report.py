@@ -16,32 +16,49 @@ from outrider.bench.planner import Prediction
 from outrider.bench.results import Results, Summary, Way
 from outrider.engines.errors import EngineError
 from outrider.engines.folder import write_error
+from outrider.runtime.policy import MODEL
 
 INK, PAPER, RULE = "#1c2430", "#ffffff", "#d9dee6"
 COLOURS = ("#2f6fde", "#e0662c", "#2a9d6f", "#a44fbf", "#c0392b", "#7a8699")
 PARTS = ("draft", "draft_sampler", "target", "verifier")
 
 
-def write(folder: Path, results: Results) -> None:
-    """`bench.json`, `bench.md` and `index.html` in a folder, which is made.
+def prepare(folder: Path) -> None:
+    """Make the folder of a report, and find out before anything is measured what would be in its way.
 
     Raises:
         EngineError: matplotlib is not installed.
         FolderError: the folder cannot be written.
     """
-    files = {
-        "bench.json": msgspec.json.format(msgspec.json.encode(results), indent=1),
-        "bench.md": markdown(results).encode(),
-        "index.html": page(results).encode(),
-    }
+    _pyplot()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            unfinished = folder / f".{name}.partial"
-            unfinished.write_bytes(content)
-            unfinished.replace(folder / name)
     except OSError as error:
         raise write_error(folder, error) from error
+    _write(folder / ".trial", b"")
+    (folder / ".trial").unlink()
+
+
+def write(folder: Path, results: Results) -> None:
+    """`bench.json`, `bench.md` and `index.html` in a folder that `prepare` made; what was measured first.
+
+    Raises:
+        FolderError: the folder cannot be written.
+    """
+    _write(folder / "bench.json", msgspec.json.format(msgspec.json.encode(results), indent=1))
+    _write(folder / "bench.md", markdown(results).encode())
+    _write(folder / "index.html", page(results).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A file, whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.partial")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise write_error(path, error) from error
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -108,18 +125,27 @@ def row(each: Summary) -> list[str]:
     ]
 
 
-def regrets(results: Results) -> list[tuple[str, str, str, str, str]]:
-    """Of each workload, replayed: the policy's speed-up, the best fixed k with its own, the oracle's, and the regret."""
+def regrets(results: Results) -> list[tuple[str, ...]]:
+    """Of each workload, replayed: the policy's speed-up, the best fixed way's, the oracle's, and what more time than these two
+    the policy took."""
     found = []
     for workload, taken in results.policies.items():
         fixed = {name: time for name, time in taken.items() if "auto" not in name and name != "oracle"}
         best = min(fixed, key=lambda name: fixed[name])
         ratios = [f"{taken['plain'] / time:.2f}" for time in (taken["auto"], taken[best], taken["oracle"])]
-        found.append((workload, ratios[0], f"{ratios[1]} ({best})", ratios[2], f"{taken['auto'] / taken[best] - 1:+.1%}"))
+        more = [f"{taken['auto'] / taken[name] - 1:+.1%}" for name in (best, "oracle")]
+        found.append((workload, ratios[0], f"{ratios[1]} ({best})", ratios[2], *more))
     return found
 
 
-REGRET_HEADS = ("workload", "chosen live", "best fixed way in hindsight", "knowing the future", "regret against the best fixed")
+REGRET_HEADS = (
+    "workload",
+    "chosen live",
+    "best fixed way in hindsight",
+    "knowing the future",
+    "regret against the best fixed",
+    "regret against the future",
+)
 
 
 def markdown(results: Results) -> str:
@@ -163,6 +189,7 @@ def _pyplot() -> Any:
     style: Any = {
         "svg.fonttype": "none",  # text stays text
         "svg.hashsalt": "outrider",
+        "text.parse_math": False,
         "font.family": "sans-serif",
         "font.size": 10,
         "axes.edgecolor": RULE,
@@ -247,8 +274,8 @@ def k_plot(results: Results) -> str:
 def acceptance_plot(results: Results) -> str:
     """How often each drafted position is accepted, at the largest k of the draft model; or of n-grams, without one."""
     figure, axes = _pyplot().subplots(figsize=(4.2, 3.2))
-    name = "model" if results.draft else "ngram"
-    way = [each for each in results.ways if each.drafter == name][-1]
+    drafting = [each for each in results.ways if isinstance(each.k, int) and each.k]
+    way = next((each for each in reversed(drafting) if each.drafter == MODEL), drafting[-1])
     for workload, colour in zip(results.workloads, COLOURS * len(results.workloads), strict=False):
         rates = results.of(workload, way).per_position_rates
         axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, color=colour, label=workload)
@@ -284,8 +311,9 @@ def page(results: Results) -> str:
     best_of = {workload: best_fixed(results, workload) for workload in results.workloads}
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     plots = {"speed": speed_plot, "acceptance": acceptance_plot, "parts": parts_plot}
-    if results.draft:
+    if any(way.drafter == MODEL for way in results.ways):
         plots["against_k"] = k_plot
+    drawn: dict[str, Markup | None] = {"against_k": None} | {name: Markup(make(results)) for name, make in plots.items()}
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         results=results,
         headline=[(each, automatic(results, each).median_speedup, best_of[each]) for each in results.workloads],
@@ -298,7 +326,7 @@ def page(results: Results) -> str:
         ink=INK,
         rule=RULE,
         paper=PAPER,
-        **{name: Markup(make(results)) for name, make in plots.items()},
+        **drawn,
     )
 
 
@@ -321,7 +349,4 @@ def write_plan(path: Path, predictions: Sequence[Prediction]) -> None:
     axes.set_ylabel("predicted speed-up; shaded: a better draft")
     if any(each.workload for each in predictions):
         axes.legend(fontsize=8)
-    try:
-        path.write_text(_svg(figure), encoding="utf-8")
-    except OSError as error:
-        raise write_error(path, error) from error
+    _write(path, _svg(figure).encode())

@@ -44,12 +44,9 @@ def replay(trace: Trace, costs: Costs, chooser: Chooser) -> float:
         accepted = 0
         if choice.drafter == MODEL and drafted:
             total += costs.catch_up(length - 2 - written, length)
-            stopped = (
-                n
-                for n in range(1, drafted if chooser.stops else 1)
-                if not chooser.worth(trace.confidences[at : at + n], choice.k, length)
-            )
-            drafted = next(stopped, drafted)
+            most = drafted if chooser.stops else 1
+            confidences = trace.confidences[at : at + drafted]
+            drafted = next((n for n in range(1, most) if not chooser.worth(confidences[:n], drafted, length)), drafted)
             size = next(k for k in costs.k if k >= drafted)
             accepted = trace.accepted(at, drafted)
             chooser.observe_confidences(trace.confidences[at : at + drafted], accepted)

@@ -45,8 +45,9 @@ def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) 
                 sizes = [rows for rows in passes if rows <= window]
                 sizes += [chunk] if chunk not in sizes and window in (holding[0], holding[-1]) else []
                 for rows in sizes:
-                    run = _step(session, rows, window - rows, logits=rows in passes)
-                    costs[role].append(_cost(run, rows, window, batch))
+                    step = _step(session, rows, window - rows, logits=rows in passes)
+                    costs[role].append(_cost(step, rows, window, batch))
+                    del step  # it holds the session
                 progress.advance(1)
             del session  # one model in memory at a time
     progress.stage("measuring the samplers")

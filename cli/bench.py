@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,9 @@ def _sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int]
 @click.option(
     "--k", callback=_sizes, metavar="LIST", help="Numbers of draft tokens to measure.  [default: all that were built]"
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times that all is measured.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times that all is measured; --compare needs 5."
+)
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="The longest answer.")
 @click.option("--chat", is_flag=True, help="Put the prompts into the bundle's chat template.")
 @click.option(
@@ -73,8 +76,8 @@ def command(
     if compare is not None:
         from outrider.bench.results import changes, read
 
-        if bundle is not None:
-            raise UsageError("--compare measures no bundle", "leave the bundle out, or --compare")
+        if bundle is not None or report is not None:
+            raise UsageError("--compare measures nothing", "leave out the bundle and --report, or --compare")
         found = changes(*map(read, compare))
         click.echo(msgspec.json.encode(found).decode()) if as_json else console().print(_changes_table(found))
         return
@@ -85,6 +88,10 @@ def command(
     from outrider.runtime.generation import Outrider
 
     prompts = load(workload or SHIPPED, each)
+    if report is not None:
+        from outrider.bench.report import prepare
+
+        prepare(report)
     with progress_bar() as progress:
         loaded = Outrider.load(bundle, progress, device=device)
         results = measure(
@@ -135,11 +142,14 @@ def _tables(results: Results) -> list[Any]:
 def _changes_table(found: list[Change]) -> Any:
     from rich.table import Table
 
+    from outrider.bench.report import spread
+
     table = Table("workload", "way", "tokens/s", "then", "change", "", "mean acceptance length")
     for each in found:
         lengths = f"{each.length_before:.2f}"
         if round(each.length_before, 2) != round(each.length_after, 2):
             lengths += f" -> {each.length_after:.2f}"
-        change = f"{each.after / each.before - 1:+.1%}"
-        table.add_row(each.workload, each.way.label, f"{each.before:.1f}", f"{each.after:.1f}", change, each.verdict, lengths)
+        change = f"{statistics.median(each.after) / statistics.median(each.before) - 1:+.1%}"
+        speeds = (spread(speeds, 1) for speeds in (each.before, each.after))
+        table.add_row(each.workload, each.way.label, *speeds, change, each.verdict, lengths)
     return table

@@ -86,6 +86,14 @@ def command(
     """Predict what speculation brings: from numbers, or from a bundle's measured costs and a workload's acceptance."""
     import msgspec
 
+    of_numbers = {"--k": k, "--mean-accepted": mean_accepted, "--cost-ratio": cost_ratio}
+    of_bundles = {"--bench": bench, "--position": position, "--plot": plot}
+    for name, value in (of_bundles if bundle is None else of_numbers).items():
+        if value is not None:
+            of = "a bundle" if bundle is None else "numbers alone"
+            raise UsageError(f"{name} goes with {of}", f"see outrider plan --help; leave {name} out")
+    if rate is not None and not 0 <= rate <= 1:  # NaN, which no range refuses
+        raise UsageError(f"--rate is {rate}", "give a number from 0 to 1")
     if bundle is None:
         if k is None or cost_ratio is None or (mean_accepted is None) == (rate is None):
             raise UsageError(
@@ -118,7 +126,16 @@ def command(
         raise UsageError("this bundle has no draft model, so there is nothing to plan", "outrider bench measures its n-grams")
     costs = Costs(manifest, build)
     if bench is not None:
-        predictions = of_traces(costs, read_results(bench).traces)
+        if position is not None:
+            raise UsageError("--position goes with --rate", "leave it out: the texts say where they were")
+        results = read_results(bench)
+        models = [Path(model.source).name for model in manifest.models.values()]
+        if [results.target, results.draft] != models:
+            raise UsageError(
+                f"{bench} is of {results.target} and {results.draft}; the bundle has {' and '.join(models)}",
+                "measure a bundle of the same models",
+            )
+        predictions = of_traces(costs, results.traces)
     else:
         assert rate is not None
         predictions = at_rate(costs, rate, min(position or build.capacity // 4, build.capacity))

@@ -17,6 +17,7 @@ from outrider.engines.manifest import MANIFEST, FileEntry, Manifest, decode_mani
 from outrider.engines.progress import SILENT, Progress
 
 BLOCK = 1 << 22
+UNFINISHED = f".{MANIFEST}.partial"  # beside a manifest that is being replaced
 
 
 @contextmanager
@@ -100,8 +101,7 @@ def replace_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         FolderError: it cannot be written.
     """
-    whole = folder.resolve()
-    unfinished = whole.parent / f".{whole.name}.{MANIFEST}.{os.getpid()}"
+    unfinished = folder / UNFINISHED
     try:
         unfinished.write_bytes(manifest.encode())
         os.replace(unfinished, folder / MANIFEST)
@@ -158,5 +158,5 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
             raise FolderError(f"{folder}/{MANIFEST} names a path that cannot be: {name!r}", again) from error
     listed = {folder / name for name in (*manifest.files, MANIFEST)}
     for path in sorted(folder.rglob("*")):
-        if path not in listed and not path.is_dir():
+        if path not in listed and not path.is_dir() and path != folder / UNFINISHED:
             raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from where it was made")

@@ -244,6 +244,10 @@ def _check(manifest: Manifest) -> None:
                 raise msgspec.ValidationError(f"profiles of the {name} are missing - at `$.build.profiles`")
     if build.costs or not tensorrt:  # TensorRT's are measured on the GPU that runs it, which need not be the one that builds
         for name in manifest.engines:
-            measured = {cost.rows for cost in build.costs.get(name, []) if cost.batch == 1}
-            if not (verified | {1} if name == "target" or name.endswith("verifier") else {1}) <= measured:
+            measured = {(cost.window, cost.rows) for cost in build.costs.get(name, []) if cost.batch == 1}
+            if name in manifest.roles:
+                wanted = {(window, rows) for window in build.windows for rows in {1, 2, *verified} if rows <= window}
+            else:
+                wanted = {(0, rows) for rows in ({1} if name in DRAFTERS else {1, *verified})}
+            if not wanted <= measured:
                 raise msgspec.ValidationError(f"costs of the {name} are missing - at `$.build.costs`")

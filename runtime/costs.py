@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 
 import numpy as np
@@ -31,6 +30,7 @@ class Costs:
         self.chunk = build.max_prompt_chunk
         self.measured = bool(build.costs)
         self._windows = build.windows
+        self._known: dict[tuple[str, int, int], float] = {}  # by engine, rows and window
         self._tables: dict[str, dict[int, tuple[list[int], list[float]]]] = {}  # by engine and window: rows and medians
         sizes = {role: model.parameters for role, model in manifest.models.items()}
         self._guessed = {role: size / sizes["target"] for role, size in sizes.items()}
@@ -51,8 +51,12 @@ class Costs:
         window = self._windows[min(bisect_left(self._windows, end), len(self._windows) - 1)]
         return self._interpolated(role, rows, window)
 
-    @functools.cache  # noqa: B019  # a few hundred numbers, for as long as the bundle is open
     def _interpolated(self, name: str, rows: int, window: int) -> float:
+        if (name, rows, window) not in self._known:
+            self._known[name, rows, window] = self._interpolate(name, rows, window)
+        return self._known[name, rows, window]
+
+    def _interpolate(self, name: str, rows: int, window: int) -> float:
         xs, ys = self._tables[name][window]
         if rows <= xs[-1]:
             return float(np.interp(rows, xs, ys))

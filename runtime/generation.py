@@ -126,8 +126,9 @@ class Outrider:
         self._check_drafting(k, drafter)
         return self._events(tokens, params, k, drafter)
 
-    def chooser(self, params: SamplingParams, k: int | str, drafter: str | None) -> Chooser:
+    def chooser(self, request: Request, k: int | str, drafter: str | None) -> Chooser:
         """What decides on the rounds of a new generation."""
+        params = request.params
         if drafter is None and k != AUTO:
             drafter = self.drafters[0]
         if isinstance(k, int):
@@ -136,7 +137,7 @@ class Outrider:
         if params.seed is not None and params.temperature > 0 and not params.exact:
             # By the rule of rejection a seed's answer depends on what was drafted, and that must not depend on the time.
             return Fixed(allowed[0], self.default_k)
-        self.policy.start(self.request(params, []).greedy, allowed)
+        self.policy.start(request.greedy, allowed)
         return self.policy
 
     def request(self, params: SamplingParams, prompt: list[int]) -> Request:
@@ -187,7 +188,7 @@ class Outrider:
         stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
         request = self.request(params, prompt)
         wanted = min(params.max_new_tokens, self.build.capacity - len(prompt) + 1)
-        stats.draft_prompt_seconds = self.loop.start(prompt, request, self.chooser(params, k, drafter), wanted)
+        stats.draft_prompt_seconds = self.loop.start(prompt, request, self.chooser(request, k, drafter), wanted)
         stats.prompt_seconds = time.perf_counter() - started
         spent = stats.prompt_seconds
         finish_reason = None

@@ -60,9 +60,9 @@ class Loop:
         self.ngrams.rewind(0)
         self.restart(prompt, request, chooser)
         prefill(self.target, prompt[:-1], self._chunk)
+        self.target.device.synchronize()
         if self.drafter is None or not chooser.reads(len(prompt), wanted):
             return 0.0
-        self.target.device.synchronize()
         started = self._clock()
         self.drafter.catch_up(prompt)
         self.target.device.synchronize()
@@ -102,7 +102,9 @@ class Loop:
             given = proposed[:count]
         elif choice.drafter == MODEL and count:
             assert self.drafter is not None
-            self.drafter.catch_up(self.tokens)
+            if missing:
+                self.drafter.catch_up(self.tokens)
+                self.target.device.synchronize()  # it is not of the round, whose time is taken
             if chooser.stops:
 
                 def shorter(drafted: int) -> int | None:

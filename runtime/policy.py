@@ -30,9 +30,9 @@ STICKY = 0.97  # another k must promise this much of the time a token
 HOPE = 1.0  # standard errors by which the acceptance of earlier requests is taken for higher than it was
 PROBING = 0.02  # of the time of plain decoding: what may go to asking the draft again
 HORIZON = 128  # tokens, if so many are wanted, over which a draft that was left behind must earn the time to catch up
-TIMED, LEAST_TIMED = 9, 3  # rounds of a kind whose time is remembered, and how few say something
+TIMED = 9  # rounds of a kind whose time is remembered
 BINS, BIN_WEIGHT = 10, 3.0  # of the draft's confidence, and how many tokens the rate over all counts as in each
-STALE = 100  # rounds after which plain decoding is timed again, where it is not chosen anyway
+STALE = 100  # rounds after which a time says nothing any more; that of plain decoding is then taken again
 
 
 class Choice(NamedTuple):
@@ -143,11 +143,10 @@ class Policy(Chooser):
         self._history = {name: Acceptance(FIRST_GUESS[name], HISTORY_MEMORY, HISTORY_WEIGHT) for name in DRAFTERS}
         self._by_agreement: dict[int, Acceptance] = {}  # of n-grams, by how many tokens agree
         self._ratios: dict[Choice, deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))  # measured / predicted
-        self._factors: dict[Choice, float] = {}  # their medians
-        self._factor = 1.0  # for choices that were not timed
-        self._untimed = 0  # rounds since plain decoding was timed
-        self._asking = False  # whether the last round was a probe that went well
-        self._saved = 0.0  # time of plain decoding since the draft was asked last, as `Costs` has it
+        self._timed: dict[Choice, int] = {}  # the round in which each was timed last
+        self._rounds = 0
+        self._factor = 1.0  # of what was timed of late, all together: for choices that were not
+        self._saved = 0.0  # milliseconds of plain decoding since the draft was asked last
         self._confidence = [[0.0, 0.0] for _ in range(BINS)]  # tokens accepted and examined
         self.start(greedy=True)
 
@@ -157,11 +156,12 @@ class Policy(Chooser):
         self._allowed = [name for name in self.drafters if name in drafters]
         self.looks_up = NGRAM in self._allowed
         self._model = Acceptance(self._history[MODEL], REQUEST_MEMORY, REQUEST_WEIGHT)
+        self._asking = False  # whether the last round was a probe that went well
         self._last: Choice | None = None  # but for probes and n-grams
         self._least = 0.0  # its time for a token
 
     def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
-        if self._untimed > STALE * len(self._ratios[PLAIN]) / TIMED:
+        if self._rounds - self._timed.get(PLAIN, 0) > STALE:
             return PLAIN
         sizes = self.sizes(wanted)
         best, least = self._steady(length, missing, wanted)
@@ -217,7 +217,11 @@ class Policy(Chooser):
 
     def _time(self, choice: Choice, length: int) -> float:
         """Of a round, by the costs and what rounds took of late."""
-        return self._predicted(choice, choice.k, length) * self._factors.get(choice, self._factor)
+        known = self._fresh(choice) and self._ratios[choice]
+        return self._predicted(choice, choice.k, length) * (statistics.median(known) if known else self._factor)
+
+    def _fresh(self, choice: Choice) -> bool:
+        return self._rounds - self._timed.get(choice, -STALE) < STALE
 
     def _predicted(self, choice: Choice, drafted: int, length: int) -> float:
         """The time of a round by the costs alone."""
@@ -246,17 +250,20 @@ class Policy(Chooser):
         return False
 
     def observe(self, choice: Choice, drafted: int, accepted: int, length: int, milliseconds: float) -> None:
-        self._untimed = 0 if choice == PLAIN else self._untimed + 1
         self._asking = choice.drafter == MODEL and self._last == PLAIN and accepted == drafted
         if choice.drafter == MODEL:
             self._model.observe(drafted, accepted)
             self._history[MODEL].observe(drafted, accepted)
         else:
             self._model.fade()
-        self._ratios[choice].append(milliseconds / self._predicted(choice, drafted, length))
-        if len(self._ratios[choice]) >= LEAST_TIMED:
-            self._factors[choice] = statistics.median(self._ratios[choice])
-            self._factor = statistics.median(self._factors.values())
+        self._rounds += 1
+        if choice in self._timed:  # the first time, buffers are bound
+            if not self._fresh(choice):
+                self._ratios[choice].clear()
+            self._ratios[choice].append(milliseconds / self._predicted(choice, drafted, length))
+            timed = [statistics.median(ratios) for each, ratios in self._ratios.items() if ratios and self._fresh(each)]
+            self._factor = statistics.median(timed) if timed else 1.0
+        self._timed[choice] = self._rounds
 
     def observe_confidences(self, confidences: list[float], accepted: int) -> None:
         for at, confidence in enumerate(confidences[: accepted + 1]):

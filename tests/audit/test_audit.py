@@ -50,10 +50,10 @@ def test_greedy_is_compared_for_every_k(report: dict[str, Any]) -> None:
 
 
 def test_every_setting_is_drawn_for_every_k_and_compared_at_every_place(report: dict[str, Any]) -> None:
-    assert [cell["k"] for cell in report["sampled"]] == [1, 2, 4, 8, None] * len(SAMPLED)
+    assert [cell["k"] for cell in report["sampled"]] == [1, 2, 4, 8, "auto", None] * len(SAMPLED)
     for cell in report["sampled"]:
         assert [each["place"] for each in cell["comparisons"]] == ["first", "second", "third", "last"]
-        assert all(each["draws"] == [1000, 500 if cell["k"] else 2000] for each in cell["comparisons"])
+        assert all(each["draws"] == [1000, 500 if cell["k"] else 2500] for each in cell["comparisons"])
         assert cell["excluded"] == 0
         assert cell["k"] or cell["emitted"] > 10_000
 
