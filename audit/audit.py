@@ -241,13 +241,13 @@ class Cell:
         Every text has a seed of its own, also across settings and k, so the samples are independent.
         """
         loop = self.outrider.loop
+        way = k if isinstance(k, int) else 2**15
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
         with _installed(self.outrider, rounds):
             request = self.outrider.request(self.params, self.prompt)
             chooser = self.outrider.chooser(request, k, None)
             loop.start(self.prompt, request, chooser, SAMPLED_TOKENS)
             for index in range(draws):
-                way = k if isinstance(k, int) else 2**15
                 params = replace(self.params, seed=(self.number << 48) + (way << 32) + index)
                 request = self.outrider.request(params, self.prompt)
                 loop.restart(self.prompt, request, chooser)

@@ -22,7 +22,7 @@ from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.costs import Costs
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE, Chooser, Fixed, Policy
+from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE, Fixed, Policy
 from outrider.runtime.stats import Stats
 
 PLAIN = Way(drafter=NONE, k=0)
@@ -167,11 +167,9 @@ def _summary(
     everything = [answer for each in taken for answer in each]
     for answer in everything:
         total.add(answer.stats)
-    chooser: Chooser | None = None
-    if isinstance(way.k, int) and (way.drafter != MODEL or all(each.agrees for each in traces)):
-        chooser = Fixed(way.drafter, way.k)
     predicted = None
-    if chooser is not None:
+    if isinstance(way.k, int):
+        chooser = Fixed(way.drafter, way.k)
         predicted = geometric_mean(replay(each, costs, Fixed(NONE, 0)) / replay(each, costs, chooser) for each in traces)
     return Summary(
         workload=workload,

@@ -83,11 +83,10 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
         texts = [trace for trace in traces if trace.workload == workload]
         tokens = sum(len(trace.tokens) for trace in texts)
         end = sum(len(trace.prompt) + len(trace.tokens) // 2 for trace in texts) // len(texts)
+        plain = [replay(trace, costs, Fixed(NONE, 0)) for trace in texts]
         for k in costs.k:
-            taken = sum(replay(trace, costs, Fixed(MODEL, k)) for trace in texts)
-            speedup = geometric_mean(
-                replay(trace, costs, Fixed(NONE, 0)) / replay(trace, costs, Fixed(MODEL, k)) for trace in texts
-            )
+            taken = [replay(trace, costs, Fixed(MODEL, k)) for trace in texts]
+            speedup = geometric_mean(before / after for before, after in zip(plain, taken, strict=True))
             length, better = (tokens_per_round(texts, k, share) for share in (0.0, BETTER))
             usual = _prediction(workload, k, costs, end, length, better)
             found.append(
@@ -95,7 +94,7 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
                     workload,
                     k,
                     length,
-                    1000 * tokens / taken,
+                    1000 * tokens / sum(taken),
                     speedup,
                     usual.break_even,
                     usual.cheaper_draft * speedup / usual.speedup,

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from outrider.bench.planner import Prediction
 from outrider.bench.results import Results, Summary, Way
 from outrider.engines.errors import EngineError
-from outrider.engines.folder import write_error
+from outrider.engines.folder import write_error, write_whole
 from outrider.runtime.policy import MODEL
 
 INK, PAPER, RULE = "#1c2430", "#ffffff", "#d9dee6"
@@ -35,7 +35,7 @@ def prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_error(folder, error) from error
-    _write(folder / ".trial", b"")
+    write_whole(folder / ".trial", b"")
     (folder / ".trial").unlink()
 
 
@@ -45,20 +45,9 @@ def write(folder: Path, results: Results) -> None:
     Raises:
         FolderError: the folder cannot be written.
     """
-    _write(folder / "bench.json", msgspec.json.format(msgspec.json.encode(results), indent=1))
-    _write(folder / "bench.md", markdown(results).encode())
-    _write(folder / "index.html", page(results).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """A file, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.partial")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise write_error(path, error) from error
+    write_whole(folder / "bench.json", msgspec.json.format(msgspec.json.encode(results), indent=1))
+    write_whole(folder / "bench.md", markdown(results).encode())
+    write_whole(folder / "index.html", page(results).encode())
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -349,4 +338,4 @@ def write_plan(path: Path, predictions: Sequence[Prediction]) -> None:
     axes.set_ylabel("predicted speed-up; shaded: a better draft")
     if any(each.workload for each in predictions):
         axes.legend(fontsize=8)
-    _write(path, _svg(figure).encode())
+    write_whole(path, _svg(figure).encode())

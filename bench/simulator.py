@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.runtime.costs import Costs
-from outrider.runtime.ngram import NgramDrafter
+from outrider.runtime.ngram import NgramDrafter, agreement
 from outrider.runtime.policy import DRAFTERS, MODEL, NGRAM, NONE, Choice, Chooser, Fixed, Policy
 
 
@@ -40,20 +40,19 @@ def replay(trace: Trace, costs: Costs, chooser: Chooser) -> float:
         proposed, agreeing = ngrams.propose(costs.k[-1])
         choice = chooser.choose(length, length - 2 - written, agreeing, wanted)
         drafted = min(choice.k, wanted - 1)
-        size = next((k for k in (0, *costs.k) if k >= drafted), drafted)
+        size = costs.size(drafted)
         accepted = 0
         if choice.drafter == MODEL and drafted:
             total += costs.catch_up(length - 2 - written, length)
             most = drafted if chooser.stops else 1
             confidences = trace.confidences[at : at + drafted]
             drafted = next((n for n in range(1, most) if not chooser.worth(confidences[:n], drafted, length)), drafted)
-            size = next(k for k in costs.k if k >= drafted)
+            size = costs.size(drafted)
             accepted = trace.accepted(at, drafted)
             chooser.observe_confidences(trace.confidences[at : at + drafted], accepted)
             written = length + min(accepted, drafted - 1)
         elif choice.drafter == NGRAM:
-            while accepted < drafted and proposed[accepted] == trace.tokens[at + accepted]:
-                accepted += 1
+            accepted = agreement(proposed[:drafted], trace.tokens[at:])
         took = costs.round(drafted if choice.drafter == MODEL else 0, size, length + size, True)
         total += took
         emitted = trace.tokens[at : at + accepted + 1]
@@ -80,9 +79,7 @@ def oracle(trace: Trace, costs: Costs, drafters: Sequence[str] = DRAFTERS) -> fl
         ways = [costs.round(0, 0, end, True) + least[at + 1]]
         for k in costs.k:
             if NGRAM in drafters and looked_up[at]:
-                right = 0
-                while right < min(k, count - at - 1) and looked_up[at][right] == trace.tokens[at + right]:
-                    right += 1
+                right = agreement(looked_up[at][:k], trace.tokens[at : count - 1])
                 ways.append(costs.round(0, k, end + k, True) + least[at + right + 1])
             if MODEL in drafters and trace.agrees:
                 right = trace.accepted(at, min(k, count - at - 1))

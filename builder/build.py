@@ -17,7 +17,7 @@ from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_opt
 from outrider.engines.bundle import open_bundle
 from outrider.engines.contract import cache_tensors, window_buckets
 from outrider.engines.errors import EngineError, FolderError, UsageError
-from outrider.engines.folder import check_files, digest_all, read_manifest, replace_manifest, staged
+from outrider.engines.folder import check_files, digest_all, read_manifest, staged, write_whole
 from outrider.engines.manifest import (
     MANIFEST,
     ROLES,
@@ -125,7 +125,7 @@ def calibrate(bundle: Path, progress: Progress = SILENT) -> Manifest:
     manifest, build = open_bundle(bundle, progress)
     build = msgspec.structs.replace(build, costs=measure(bundle, manifest, build, progress))
     sealed = msgspec.structs.replace(manifest, build=build)
-    replace_manifest(bundle, sealed)
+    write_whole(bundle / MANIFEST, sealed.encode())
     return sealed
 
 

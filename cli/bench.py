@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cli.options import device
+from outrider.cli.options import device, sizes
 from outrider.cli.show import console, progress_bar
 from outrider.engines.errors import UsageError
 
 if TYPE_CHECKING:
     from outrider.bench.results import Change, Results
-
-
-def _sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:
-    try:
-        return None if text is None else [int(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,2,4") from None
 
 
 @click.command("bench")
@@ -34,9 +27,7 @@ def _sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int]
     help='Prompts, {"workload": ..., "prompt": ...} a line.  [default: 20 that ship with outrider]',
 )
 @click.option("--each", type=click.IntRange(min=1), help="The first so many prompts of every workload.  [default: all]")
-@click.option(
-    "--k", callback=_sizes, metavar="LIST", help="Numbers of draft tokens to measure.  [default: all that were built]"
-)
+@click.option("--k", callback=sizes, metavar="LIST", help="Numbers of draft tokens to measure.  [default: all that were built]")
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times that all is measured; --compare needs 5."
 )

@@ -7,17 +7,10 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import Grouped, In
+from outrider.cli.options import Grouped, In, sizes
 from outrider.cli.show import bundle_table, console, progress_bar
 
 ENGINES, BOTH, TENSORRT = "Engines", "For tensorrt-rtx and tensorrt", "For tensorrt"
-
-
-def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,2,4,8") from None
 
 
 def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
@@ -46,7 +39,7 @@ def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tu
     "--k",
     cls=In,
     group=ENGINES,
-    callback=_sizes,
+    callback=sizes,
     default="1,2,4,8",
     show_default=True,
     help="Numbers of draft tokens a round may have.",

@@ -28,6 +28,14 @@ class Grouped(click.Command):
                 formatter.write_dl(records)
 
 
+def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:
+    """A callback for numbers separated by commas."""
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,2,4,8") from None
+
+
 device = click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),

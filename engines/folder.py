@@ -95,19 +95,19 @@ def digest_all(folder: Path, progress: Progress = SILENT) -> dict[str, FileEntry
     return {path.relative_to(folder).as_posix(): digest(path, progress) for path in paths}
 
 
-def replace_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write a manifest in place of the one that the folder has; readers see either, whole.
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, in place of one that is there; readers see either, whole.
 
     Raises:
         FolderError: it cannot be written.
     """
-    unfinished = folder / UNFINISHED
+    unfinished = path.with_name(f".{path.name}.partial")
     try:
-        unfinished.write_bytes(manifest.encode())
-        os.replace(unfinished, folder / MANIFEST)
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise write_error(folder / MANIFEST, error) from error
+        raise write_error(path, error) from error
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -43,6 +43,10 @@ class Costs:
                 if (at := sorted((c for c in of_batch if c.window == window), key=lambda c: c.rows))
             }
 
+    def size(self, drafted: int) -> int:
+        """The built k, or 0, that so many drafted tokens need."""
+        return next(k for k in (0, *self.k) if k >= drafted)
+
     def step(self, role: str, rows: int, end: int) -> float:
         """A pass of a model that ends at position `end`: of the smallest window that holds it; rows between those measured
         are interpolated, and more rows than that go on as the last ones do."""

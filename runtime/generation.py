@@ -129,10 +129,8 @@ class Outrider:
     def chooser(self, request: Request, k: int | str, drafter: str | None) -> Chooser:
         """What decides on the rounds of a new generation."""
         params = request.params
-        if drafter is None and k != AUTO:
-            drafter = self.drafters[0]
         if isinstance(k, int):
-            return Fixed(drafter or NGRAM, k)
+            return Fixed(drafter or self.drafters[0], k)
         allowed = self.drafters if drafter in (None, AUTO) else [str(drafter)]
         if params.seed is not None and params.temperature > 0 and not params.exact:
             # By the rule of rejection a seed's answer depends on what was drafted, and that must not depend on the time.

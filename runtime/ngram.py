@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LONGEST, SHORTEST = 4, 2  # tokens that must agree; the longest agreement is followed
+
+
+def agreement(proposed: Sequence[int], came: Sequence[int]) -> int:
+    """How many tokens, from the first on, are the same."""
+    shown = min(len(proposed), len(came))
+    return next((at for at in range(shown) if proposed[at] != came[at]), shown)
 
 
 class NgramDrafter:

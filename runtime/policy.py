@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.ngram import agreement
 
 MODEL, NGRAM, NONE = "model", "ngram", "none"
 DRAFTERS = (MODEL, NGRAM)
@@ -201,10 +202,6 @@ class Policy(Chooser):
             best = self._last
         return best, times[best]
 
-    def _size(self, drafted: int) -> int:
-        """The built k that so many drafted tokens need."""
-        return next(k for k in self.costs.k if k >= drafted)
-
     def _probe(self, k: int, plain: float, length: int, missing: int) -> Choice:
         """Plain decoding; or now and then a round that asks whether the draft has become better, for a small share of time."""
         self._saved += plain
@@ -240,7 +237,7 @@ class Policy(Chooser):
             accepted, examined = self._confidence[_bin(confidence)]
             chance *= (accepted + BIN_WEIGHT * rate) / (examined + BIN_WEIGHT)
         drafted = len(confidences)
-        costs = [self._predicted(Choice(MODEL, self._size(each)), each, length) for each in range(drafted, k + 1)]
+        costs = [self._predicted(Choice(MODEL, self.costs.size(each)), each, length) for each in range(drafted, k + 1)]
         gain = 0.0
         for cost in costs[1:]:  # one more, or two, ...: passes grow by leaps
             gain += chance * self._least
@@ -272,7 +269,7 @@ class Policy(Chooser):
 
     def observe_lookup(self, agreeing: int, proposed: list[int], emitted: list[int]) -> None:
         shown = min(len(proposed), len(emitted))
-        right = next((at for at in range(shown) if proposed[at] != emitted[at]), shown)
+        right = agreement(proposed, emitted)
         if shown:
             self._of_ngrams(agreeing).observe(shown, right)
             self._history[NGRAM].observe(shown, right)
