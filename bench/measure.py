@@ -6,16 +6,19 @@ import datetime
 import os
 import platform
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 import outrider
-from outrider.bench.results import SCHEMA, Part, Percentiles, Results, Summary, Way, geometric_mean
+from outrider.bench.results import SCHEMA, Part, Percentiles, Results, Summary, Text, Way, geometric_mean
 from outrider.bench.simulator import Trace, compare, replay
 from outrider.bench.workloads import Prompt
+from outrider.engines.calibration import Stopwatch, sampler_rows, sampling, steps
 from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
 from outrider.engines.errors import UsageError
 from outrider.engines.progress import SILENT, Progress
@@ -81,6 +84,9 @@ def measure(
 ) -> Results:
     """Every way on every prompt, greedy, in each of `rounds` rounds; all ways take turns on a prompt before the next one.
 
+    What is predicted comes from passes timed in the same run, once before every prompt: a machine is not always as fast as it
+    was when the bundle's costs were measured.
+
     Raises:
         UsageError: a k was not built, or a prompt does not fit the bundle.
         EngineError: a run failed.
@@ -101,11 +107,13 @@ def measure(
         _answer(loaded, encoded[0], SamplingParams(max_new_tokens=WARM_TOKENS), way)
     loaded.policy = Policy(loaded.policy.costs, loaded.drafters, loaded.policy.stops)
     answers: dict[tuple[str, str | int], list[list[Answer]]] = {(way.drafter, way.k): [] for way in contestants}
+    stopwatch = _stopwatch(loaded, max(map(len, encoded)) + max_new_tokens)
     progress.stage("measuring", rounds * len(prompts) * len(contestants))
     for number in range(rounds):
         for each in answers.values():
             each.append([])
         for at, ids in enumerate(encoded):
+            stopwatch.run()
             first = (number + at) % len(contestants)
             for way in contestants[first:] + contestants[:first]:
                 answers[way.drafter, way.k][-1].append(_answer(loaded, ids, params, way))
@@ -116,7 +124,12 @@ def measure(
         trace(loaded, prompt.workload, ids, answer.tokens)
         for prompt, ids, answer in zip(prompts, encoded, plain[0], strict=True)
     ]
-    costs, stops = loaded.policy.costs, loaded.policy.stops
+    texts = [
+        _text(at, prompt.workload, way, [each[at] for each in answers[way.drafter, way.k]])
+        for at, prompt in enumerate(prompts)
+        for way in contestants
+    ]
+    costs = Costs(loaded.manifest, msgspec.structs.replace(loaded.build, costs=stopwatch.costs()))
     summaries = []
     for workload in dict.fromkeys(prompt.workload for prompt in prompts):
         places = [at for at, prompt in enumerate(prompts) if prompt.workload == workload]
@@ -143,10 +156,24 @@ def measure(
         chat=chat,
         rounds=rounds,
         summaries=summaries,
+        texts=texts,
         parts=[_part(way, costs, middle) for way in contestants if isinstance(way.k, int)],
-        policies=compare(traces, costs, stops),
+        policies=compare(traces, costs, loaded.policy.stops),
         traces=traces,
     )
+
+
+def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
+    """The passes of rounds on texts of up to so many tokens, on the engines that make them."""
+    build, windows = loaded.build, loaded.build.windows
+    reached = windows[: bisect_left(windows, min(longest, build.capacity)) + 1]
+    passes = {}
+    for role, session in loaded.sessions.items():
+        passes |= steps(session, role, build, reached)
+    for name, engine in loaded.loop.rounds.launches.samplers.items():
+        for rows in sampler_rows(name, build):
+            passes |= sampling(engine, loaded.engines.device, name, loaded.manifest, build, rows, 1)
+    return Stopwatch(passes)
 
 
 def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, way: Way) -> Answer:
@@ -158,6 +185,26 @@ def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, way: Wa
         tokens += event.token_ids
     stats = event.stats
     return Answer(tokens, stats.seconds - stats.prompt_seconds + stats.draft_prompt_seconds, arrivals, stats)
+
+
+def _text(prompt: int, workload: str, way: Way, taken: list[Answer]) -> Text:
+    total = Stats()
+    for answer in taken:
+        total.add(answer.stats)
+    return Text(
+        workload=workload,
+        prompt=prompt,
+        way=way,
+        tokens=len(taken[0].tokens),
+        tokens_per_second=[len(answer.tokens) / answer.seconds for answer in taken],
+        first_token=[1000 * answer.arrivals[0][0] for answer in taken],
+        per_token=[1000 * answer.per_token for answer in taken],
+        between_tokens=Percentiles.of([gap for answer in taken for gap in answer.gaps]),
+        mean_acceptance_length=total.mean_acceptance_length,
+        acceptance_rate=total.acceptance_rate,
+        per_position_rates=total.per_position_rates,
+        acceptance_histogram=total.histogram,
+    )
 
 
 def _summary(

@@ -143,8 +143,8 @@ def markdown(results: Results) -> str:
     lines += ["", "Made by", "", f"    {results.command}", ""]
     lines += [
         "The time of a text is from when the target has read the prompt; speed-ups are over plain decoding of the same prompt"
-        " in the same round, as geometric means over a workload's prompts. Predicted is from the bundle's costs and what"
-        " the draft says to the finished text.",
+        " in the same round, as geometric means over a workload's prompts. Predicted is from passes timed in the same run and"
+        " what the draft says to the finished text.",
         "",
     ]
     for workload in results.workloads:
@@ -154,7 +154,7 @@ def markdown(results: Results) -> str:
             *_table(HEADS, (row(each) for each in results.summaries if each.workload == workload)),
             "",
         ]
-    lines += ["## How k is chosen", "", "The same texts replayed against the bundle's costs; speed-ups.", ""]
+    lines += ["## How k is chosen", "", "The same texts replayed against these passes' costs; speed-ups.", ""]
     lines += [*_table(REGRET_HEADS, regrets(results)), ""]
     return "\n".join(lines)
 
@@ -277,7 +277,7 @@ def acceptance_plot(results: Results) -> str:
 
 
 def parts_plot(results: Results) -> str:
-    """Where the time of a round goes, by the bundle's costs."""
+    """Where the time of a round goes, by passes timed in the same run."""
     figure, axes = _pyplot().subplots(figsize=(4.4, 3.2))
     parts = results.parts[::-1]
     left = [0.0] * len(parts)

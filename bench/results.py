@@ -12,7 +12,7 @@ import msgspec
 from outrider.bench.simulator import Trace
 from outrider.engines.errors import UsageError
 
-SCHEMA = 1
+SCHEMA = 2
 ROUNDS = 5  # that a comparison needs of each
 
 
@@ -61,7 +61,7 @@ class Summary(Struct, frozen=True):
     tokens: int  # of one round, over all prompts
     tokens_per_second: list[float]
     speedup: list[float]  # over plain decoding in the same round
-    predicted_speedup: float | None  # from the bundle's costs and the recorded texts; None for what cannot be
+    predicted_speedup: float | None  # from passes timed in the same run and the recorded texts; None for what cannot be
     first_token: Percentiles  # since the request: TTFT
     per_token: Percentiles  # mean time between a text's tokens after the first: TPOT
     between_tokens: Percentiles  # between one token and the next, 0 within a round: inter-token latency
@@ -80,8 +80,25 @@ class Summary(Struct, frozen=True):
         return statistics.median(self.speedup)
 
 
+class Text(Struct, frozen=True):
+    """One way on one prompt, a value for each round."""
+
+    workload: str
+    prompt: int  # its place among all prompts, and in `Results.traces`
+    way: Way
+    tokens: int
+    tokens_per_second: list[float]  # as in `Summary`
+    first_token: list[float]  # milliseconds
+    per_token: list[float]  # milliseconds
+    between_tokens: Percentiles
+    mean_acceptance_length: float
+    acceptance_rate: float
+    per_position_rates: list[float]
+    acceptance_histogram: list[int]
+
+
 class Part(Struct, frozen=True):
-    """Where a round's time goes, in milliseconds, by the bundle's costs at the middle of the texts."""
+    """Where a round's time goes, in milliseconds, by passes timed in the same run, at the middle of the texts."""
 
     way: Way
     draft: float
@@ -107,6 +124,7 @@ class Results(Struct, frozen=True):
     chat: bool
     rounds: int
     summaries: list[Summary]
+    texts: list[Text]
     parts: list[Part]
     policies: dict[str, dict[str, float]]  # workload -> policy -> milliseconds, replayed; see `simulator.compare`
     traces: list[Trace]

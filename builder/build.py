@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.builder.measure import measure
 from outrider.builder.onnxruntime import fuse_pair, package_version
 from outrider.builder.profiles import sampler_profiles, step_profiles
 from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_options, facts
 from outrider.engines.bundle import open_bundle
+from outrider.engines.calibration import measure
 from outrider.engines.contract import cache_tensors, window_buckets
 from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import check_files, digest_all, read_manifest, staged, write_whole

@@ -15,7 +15,7 @@ import pytest
 from outrider.bench.measure import Answer, measure, trace, ways
 from outrider.bench.planner import tokens_per_round
 from outrider.bench.report import markdown, regrets
-from outrider.bench.results import Percentiles, Results, Way, changes, read
+from outrider.bench.results import Percentiles, Results, Way, changes, geometric_mean, read
 from outrider.bench.workloads import SHIPPED, Prompt, load
 from outrider.engines.errors import UsageError
 from outrider.runtime.generation import Outrider
@@ -49,6 +49,18 @@ def test_every_way_is_measured_on_every_workload(results: Results, shipped: Outr
     for workload in results.workloads:
         assert results.of(workload, Way(drafter=NONE, k=0)).speedup == [1, 1]
         assert results.of(workload, Way(drafter=AUTO, k=AUTO)).predicted_speedup is None
+
+
+def test_every_prompt_has_its_own_numbers(results: Results) -> None:
+    assert len(results.texts) == len(PROMPTS) * len(results.ways)
+    for each in results.texts:
+        assert results.traces[each.prompt].workload == each.workload == PROMPTS[each.prompt].workload
+        assert len(each.tokens_per_second) == len(each.first_token) == len(each.per_token) == results.rounds
+    for summary in results.summaries:
+        of_it = [each for each in results.texts if (each.workload, each.way) == (summary.workload, summary.way)]
+        assert sum(each.tokens for each in of_it) == summary.tokens
+        speeds = [geometric_mean(each.tokens_per_second[number] for each in of_it) for number in range(results.rounds)]
+        assert speeds == pytest.approx(summary.tokens_per_second)
 
 
 def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) -> None:
