@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import outrider
 from outrider.bench.results import SCHEMA, Part, Percentiles, Results, Summary, Text, Way, geometric_mean
 from outrider.bench.simulator import Trace, compare, replay
 from outrider.bench.workloads import Prompt
-from outrider.engines.calibration import Stopwatch, sampler_rows, sampling, steps
+from outrider.engines.calibration import Pass, Stopwatch, sampler_rows, sampling, steps
 from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
 from outrider.engines.errors import UsageError
 from outrider.engines.progress import SILENT, Progress
@@ -167,7 +167,7 @@ def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
     """The passes of rounds on texts of up to so many tokens, on the engines that make them."""
     build, windows = loaded.build, loaded.build.windows
     reached = windows[: bisect_left(windows, min(longest, build.capacity)) + 1]
-    passes = {}
+    passes: dict[Pass, Callable[[], None]] = {}
     for role, session in loaded.sessions.items():
         passes |= steps(session, role, build, reached)
     for name, engine in loaded.loop.rounds.launches.samplers.items():
