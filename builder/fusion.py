@@ -299,11 +299,13 @@ class CachedAttention(RewriteRuleClassBase):
     then. All its other kernels there give each row the same bits in any company.
     """
 
-    def __init__(self, steady: bool, ids: ir.Value) -> None:
-        """`ids` are the graph's tokens, [B, S]."""
+    def __init__(self, steady: bool, graph: ir.Graph, batch: int) -> None:
+        """For up to `batch` sequences."""
         super().__init__("attention")
         self._steady = steady
-        self._ids = ids
+        self._graph = graph
+        self._ids = next(each for each in graph.inputs if each.name == INPUT_IDS)  # [B, S]
+        self._batch = batch
 
     def pattern(
         self,
@@ -359,30 +361,88 @@ class CachedAttention(RewriteRuleClassBase):
         real = rows = op.Shape(self._ids, start=1, end=2)  # of the tokens, so that all layers share what comes of it
         if self._steady:
             rows = op.Max(real, op.Constant(value_ints=[2]))
-            zero = op.Constant(value_ints=[0, 0, 0, 0])
-            pads = op.Concat(zero, op.Sub(rows, real), op.Constant(value_ints=[0]), axis=0)
-            flat = [None if each is None else op.Pad(each, pads) for each in flat]
-        last = op.Cast(op.Sub(op.Add(positions, rows), op.Constant(value_ints=[1])), to=ir.DataType.INT32)
-        total = op.Cast(op.Add(op.ReduceMax(positions, keepdims=0), op.Squeeze(rows)), to=ir.DataType.INT32)
-        attended, present_key, present_value = op.GroupQueryAttention(
-            *flat,
-            past_key,
-            past_value,
-            last,
-            total,
-            *(caches[0] if rotary else ()),
-            num_heads=heads,
-            kv_num_heads=kv_heads,
-            scale=scale,
-            do_rotary=int(rotary),
-            local_window_size=self._window,
-            _domain=MICROSOFT,
-            _outputs=3,
-        )
+
+        def attend(flat: list[Any], caches_of_slot: tuple[Any, Any], last: Any, total: Any) -> Any:
+            return op.GroupQueryAttention(
+                *flat,
+                *caches_of_slot,
+                last,
+                total,
+                *(caches[0] if rotary else ()),
+                num_heads=heads,
+                kv_num_heads=kv_heads,
+                scale=scale,
+                do_rotary=int(rotary),
+                local_window_size=self._window,
+                _domain=MICROSOFT,
+                _outputs=3,
+            )
+
+        if self._batch == 1:
+            if self._steady:
+                flat = self._padded(op, flat, op.Constant(value_ints=[0]), op.Sub(rows, real))
+            last = op.Cast(op.Sub(op.Add(positions, rows), op.Constant(value_ints=[1])), to=ir.DataType.INT32)
+            total = op.Cast(op.Add(op.ReduceMax(positions, keepdims=0), op.Squeeze(rows)), to=ir.DataType.INT32)
+            attended, present_key, present_value = attend(flat, (past_key, past_value), last, total)
+        else:
+            attended, present_key, present_value = self._by_slot(op, attend, flat, (past_key, past_value), positions, real, rows)
         if self._steady:
             attended = op.Slice(attended, op.Constant(value_ints=[0]), real, op.Constant(value_ints=[1]))
         (attended.shape, attended.dtype) = ir.Shape([query.shape[0], query.shape[2], heads * width]), query.dtype
         return op.Reshape(attended, op.Constant(value_ints=[0, 0, heads, width])), present_key, present_value
+
+    def _by_slot(
+        self, op: Op, attend: Any, flat: list[Any], past: tuple[Any, Any], positions: Any, real: Any, rows: Any
+    ) -> tuple[Any, Any, Any]:
+        """Attention of each sequence by a node of its own, over a cache of its own: `GroupQueryAttention` verifies one at a
+        time. Everything else stays one run over all of them.
+
+        The pass may be of fewer sequences than there are nodes. Those left over get as few rows of zeros as a node takes.
+        """
+        # One sequence of zeros behind the real ones, for the nodes that are left over.
+        flat = self._padded(op, flat, op.Constant(value_ints=[1]), op.Sub(rows, real))
+        count, numbers = op.Shape(self._ids, start=0, end=1), op.Constant(value_ints=list(range(self._batch)))
+        fewest = op.Constant(value_ints=[2 if self._steady else 1])
+        taken = op.Where(op.Less(numbers, count), rows, fewest)
+        begins = op.Pad(positions, op.Concat(op.Constant(value_ints=[0]), op.Sub(op.Constant(value_ints=[self._batch]), count), axis=0))
+        ends = op.Add(begins, taken)
+        zero, one, axes = op.Constant(value_ints=[0]), op.Constant(value_ints=[1]), op.Constant(value_ints=[0, 1])
+        attended, present = [], []
+        for slot in range(self._batch):
+            here, after = op.Constant(value_ints=[slot]), op.Constant(value_ints=[slot + 1])
+            place = op.Min(here, count)
+            size, end = op.Slice(taken, here, after), op.Slice(ends, here, after)
+            bounds = op.Concat(place, zero, axis=0), op.Concat(op.Add(place, one), size, axis=0)
+            parts = [None if each is None else op.Slice(each, *bounds, axes) for each in flat]
+            last = op.Cast(op.Sub(end, one), to=ir.DataType.INT32)
+            out, *caches = attend(parts, self._caches(slot, past), last, op.Cast(op.Squeeze(end), to=ir.DataType.INT32))
+            attended.append(out)
+            present.append(caches)
+        for slot, caches in enumerate(present[1:], 1):
+            for value, before in zip(caches, past, strict=True):
+                value.name = f"{before.name.replace('past', 'present')}.{slot}"
+                (value.shape, value.dtype) = before.shape, before.dtype
+                self._graph.outputs.append(value)
+        joined = op.Slice(op.Concat(*attended, axis=1), zero, op.Mul(count, rows), one)
+        shape = op.Concat(count, rows, op.Constant(value_ints=[-1]), axis=0)
+        return op.Reshape(joined, shape), *present[0]
+
+    def _caches(self, slot: int, past: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The cache of a slot: that of the first has the name of the whole one, the others are new inputs."""
+        if slot == 0:
+            return past
+        found = []
+        for first in past:
+            value = ir.Value(name=f"{first.name}.{slot}", type=first.type, shape=first.shape)
+            self._graph.inputs.append(value)
+            found.append(value)
+        return found[0], found[1]
+
+    def _padded(self, op: Op, flat: list[Any], sequences: Any, rows: Any) -> list[Any]:
+        """So many sequences, and rows to each, of zeros behind the real ones."""
+        zero = op.Constant(value_ints=[0])
+        pads = op.Concat(op.Constant(value_ints=[0, 0, 0]), sequences, rows, zero, axis=0)
+        return [None if each is None else op.Pad(each, pads) for each in flat]
 
     def _packed(self, flat: list[Any]) -> list[Any]:
         """Query, key and value, as one tensor where they are the parts of one."""
@@ -455,8 +515,11 @@ class LastRows(RewriteRuleClassBase):
         return op.MatMul(op.Slice(x, op.Sub(end, count), end, op.Constant(value_ints=[1])), weight)
 
 
-def fuse(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int]:
+def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> dict[str, int]:
     """Write the graph at `path`, fused for caches of `capacity` positions and a spare one, as `output`, its weights beside it.
+
+    For more than one sequence, `past_*` and `present_*` are of the first; those of sequence i of the pass are `past_*.i` and
+    `present_*.i`.
 
     A `steady` one gives a row the same bits in any company, where it was exported to do so; see `CachedAttention`.
 
@@ -467,16 +530,20 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int
     model = ir.load(path)
     common.ClearMetadataAndDocStringPass()(model)  # which rewriting joins, twice as long with each layer
     model.opset_imports[MICROSOFT] = 1
-    ids = next(each for each in model.graph.inputs if each.name == INPUT_IDS)
     done = {
         "norms": rms_normalization_ruleset.apply_to_model(model),
         "norms of sums": skip_rms_normalization_ruleset.apply_to_model(model),
     }
+    ids = next(each for each in model.graph.inputs if each.name == INPUT_IDS)
+    for node in model.graph:  # the batch is read off the tokens: a slot's cache has one sequence, whatever the pass has
+        if node.op_type == "Shape" and (node.attributes.get_int("start", 0), node.attributes.get_int("end", 0)) == (0, 1):
+            if node.inputs[0] in model.graph.inputs:
+                node.replace_input_with(0, ids)
     spared = RewriteRuleSet([SpareRow.rule()]).apply_to_model(model) > 0  # type: ignore[no-untyped-call]
     rules: list[Any] = [
         Products.rule(),  # type: ignore[no-untyped-call]
         Rotary.rule(capacity + 1),  # type: ignore[no-untyped-call]
-        CachedAttention.rule(steady and spared, ids),  # type: ignore[no-untyped-call]
+        CachedAttention.rule(steady and spared, model.graph, batch),  # type: ignore[no-untyped-call]
         Unsplit.rule(),  # type: ignore[no-untyped-call]
         LastRows.rule(model.graph),  # type: ignore[no-untyped-call]
     ]

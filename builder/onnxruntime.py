@@ -38,8 +38,8 @@ def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, prog
     Returns:
         for each model that was rewritten, how often each rewrite was made.
     """
-    if build.device != "cpu" or build.batch > 1:
-        return {}  # on CUDA the exported attention has fused kernels; GroupQueryAttention does not verify a batch
+    if build.device != "cpu":
+        return {}  # on CUDA the exported attention has fused kernels
     if any(model.precision == "bf16" for model in manifest.models.values()):
         return {}  # for which there are no kernels, as whoever opens them is told
     try:
@@ -60,7 +60,7 @@ def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, prog
         for path in (fused, final):
             path.parent.mkdir(parents=True)
         try:
-            done = fuse(source / model_file(role), fused, build.capacity, steady=role == "target")
+            done = fuse(source / model_file(role), fused, build.capacity, role == "target", build.batch)
             optimize(fused, final)
             shutil.rmtree(fused.parent)
             progress.stage(f"comparing the fused {role} with the exported one")
@@ -88,11 +88,15 @@ def _differs(plain: Engines, fused: Engines, role: str) -> str | None:
     passes, at = [], 0
     for rows in sizes:
         at = min(at, build.capacity - rows)
-        passes.append((random.integers(0, model.vocab_rows, (1, rows)), np.array([at])))
+        # All sequences, each at a place of its own; then all but the first.
+        places = np.array([max(at - 3 * sequence, 0) for sequence in range(build.batch)])
+        for first in {0, min(1, build.batch - 1)}:
+            ids = random.integers(0, model.vocab_rows, (build.batch - first, rows))
+            passes.append((ids, places[first:], first))
         at += rows
     found = []
     for engines in (plain, fused):  # one model in memory at a time
-        session = engines.session(role, 1)
+        session = engines.session(role, build.batch)
         found.append([session.run(*each).copy() for each in passes])
         del session
     for want, got in zip(*found, strict=True):

@@ -123,7 +123,7 @@ def _step(session: Session, rows: int, position: int, logits: bool) -> Callable[
     positions = np.full(session.batch, position, dtype=np.int64)
 
     def run() -> None:
-        session.write(ids, positions, logits)
+        session.write(ids, positions, logits=logits)
         session.device.synchronize()
 
     return run

@@ -28,6 +28,7 @@ from outrider.engines.manifest import Model, model_file, sampler_file
 from outrider.engines.session import CACHE_TYPES, Engines
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+UNUSED_POSITIONS = 2  # rows that attention without a sequence is given, at most
 BFLOAT16 = 16  # its number in ONNX; NumPy has no such type
 TYPES = {"int64": "tensor(int64)", "float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)"}
 
@@ -82,7 +83,7 @@ class OnnxRuntime(Engines):
                 "ONNX Runtime has no CPU kernels for bf16",
                 "export again with --precision fp32 or --precision fp16, or give --device cuda",
             )
-        return OnnxRuntimeEngine(self.folder / model_file(role), _step_tensors(model), self.device)
+        return OnnxRuntimeEngine(self.folder / model_file(role), _step_tensors(model), self.device, self.build.batch)
 
     def sampler(self, name: str) -> Engine:
         return OnnxRuntimeEngine(self.folder / sampler_file(name), sampler_types(name, *self.manifest.widths), self.device)
@@ -116,8 +117,8 @@ class OnnxRuntimeEngine(Engine):
 
     spare_slots = 1  # fused attention may write a row of padding there
 
-    def __init__(self, path: Path, want: Want, device: Device):
-        """Load `path`.
+    def __init__(self, path: Path, want: Want, device: Device, batch: int = 1):
+        """Load `path`, a graph for up to `batch` sequences.
 
         Raises:
             EngineError: ONNX Runtime refuses the graph, or its tensors are not those that are wanted.
@@ -145,6 +146,13 @@ class OnnxRuntimeEngine(Engine):
         self.skips_logits = LOGITS in want and LOGITS_ROWS in found
         if self.skips_logits:
             want = want | {LOGITS_ROWS: ("tensor(int64)", (1,))}
+        caches = [name for name in want if name.startswith(("past_", "present_"))]
+        # Fused attention for several sequences has tensors of its own for each; see `builder.fusion.fuse`.
+        self._slots: dict[str, list[str]] = {}
+        if any(f"{name}.1" in found for name in caches):
+            self._slots = {name: [name, *(f"{name}.{slot}" for slot in range(1, batch))] for name in caches}
+            want = want | {each: want[name] for name, each_of in self._slots.items() for each in each_of}
+            self._unused: dict[str, Buffer] = {}  # of a slot that a pass has no sequence for
         for name in sorted(want.keys() | found.keys()):
             if want.get(name) != found.get(name):
                 raise EngineError(
@@ -158,6 +166,8 @@ class OnnxRuntimeEngine(Engine):
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
         if self.skips_logits:
             tensors = {**tensors, LOGITS_ROWS: host_buffer(np.array([tensors[LOGITS].shape[1]], dtype=np.int64))}
+        for name, names in self._slots.items():
+            tensors = {**tensors, **dict(zip(names, self._by_slot(name, tensors[name]), strict=True))}
         binding = self._session.io_binding()
         try:
             for each in self._session.get_inputs():
@@ -176,6 +186,17 @@ class OnnxRuntimeEngine(Engine):
                 raise _failed(error, "failed in a run", "build the bundle again") from error
 
         return launch
+
+
+    def _by_slot(self, name: str, cache: Buffer) -> list[Buffer]:
+        """The parts of a cache [N, H, C, D], and for the graph's slots beyond them a piece of memory that nobody reads."""
+        count, heads, capacity, width = cache.shape
+        size = heads * capacity * width
+        if name not in self._unused:
+            shape = (1, heads, UNUSED_POSITIONS, width)
+            self._unused[name] = host_buffer(np.zeros(shape, DTYPES[cache.dtype]))
+        left = [self._unused[name]] * (len(self._slots[name]) - count)
+        return [cache.part(slot * size, 1, heads, capacity, width) for slot in range(count)] + left
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -82,7 +83,7 @@ class Session:
         self._arena = Arena(device, {INPUT_IDS: ((batch * self.max_rows,), "int64"), POSITIONS: ((batch,), "int64")})
         self._key_positions = device.zeros((self.capacity,), "int64", what)
         device.write(self._key_positions, np.arange(self.capacity))
-        self._passes: dict[tuple[int, int, int], Launch] = {}  # by rows, window, and rows of logits
+        self._passes: dict[tuple[int, ...], Launch] = {}  # by sequences, rows, window, rows of logits, and first slot
 
     def window(self, rows: int, first: int, last: int) -> int:
         """The window for a pass of so many rows at positions from `first` to `last` over the batch.
@@ -99,13 +100,14 @@ class Session:
             )
         return self._windows[bisect_left(self._windows, end)]
 
-    def bind(self, input_ids: Buffer, positions: Buffer, logits: Buffer, window: int) -> Launch:
+    def bind(self, input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
         """A pass over buffers of the caller's, at a window that `window` gave.
 
         Args:
-            input_ids: int64 [B, S], ids below `vocab_rows`.
-            positions: int64 [B], the index at which each sequence's first row is written.
-            logits: float32 [B, S, V], filled for every row; or [B, R, V] for the last R, where the engine `skips_logits`.
+            input_ids: int64 [N, S], ids below `vocab_rows`.
+            positions: int64 [N], the index at which each sequence's first row is written.
+            logits: float32 [N, S, V], filled for every row; or [N, R, V] for the last R, where the engine `skips_logits`.
+            first: the slot of the first sequence; the others follow it.
         """
         tensors = {
             INPUT_IDS: input_ids,
@@ -113,9 +115,14 @@ class Session:
             KEY_POSITIONS: self._key_positions.part(0, window),
             LOGITS: logits,
         }
+        count = input_ids.shape[0]
         for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
-            tensors[tensor.past] = tensors[tensor.present] = self._cache[tensor.past]
+            tensors[tensor.past] = tensors[tensor.present] = self._of_slots(self._cache[tensor.past], first, count)
         return self.engine.bind(tensors)
+
+    def _of_slots(self, cache: Buffer, first: int, count: int) -> Buffer:
+        shape = cache.shape[1:]
+        return cache.part(first * math.prod(shape), count, *shape)
 
     @functools.cached_property
     def _logits(self) -> Buffer:
@@ -123,45 +130,58 @@ class Session:
         size = self.batch * self.max_rows * self.vocab_rows
         return self.device.zeros((size,), "float32", "the logits of a prompt chunk")
 
-    def write(self, input_ids: Int64s, positions: Int64s, logits: bool = False) -> None:
-        """One pass from host arrays: write the keys and values of `input_ids` [B, S] from `positions` [B] on.
+    def write(self, input_ids: Int64s, positions: Int64s, first: int = 0, logits: bool = False) -> None:
+        """One pass from host arrays: write the keys and values of `input_ids` [N, S] from `positions` [N] on.
 
         Args:
+            first: the slot of the first sequence; the others follow it.
             logits: whether they must be computed; without, engines that can save it do.
 
         Raises:
             EngineError: the rows do not fit, or the backend failed.
         """
         batch, rows = input_ids.shape
-        if batch != self.batch:
-            raise EngineError(f"a run of {batch}x{rows} rows does not fit a session of {self.batch}", "open it for that batch")
+        if not 0 <= first <= self.batch - batch:
+            raise EngineError(
+                f"a run of {batch}x{rows} rows from slot {first} on does not fit a session of {self.batch}",
+                "open it for a larger batch",
+            )
         window = self.window(rows, int(positions.min()), int(positions.max()))
         kept = rows if logits or not self.engine.skips_logits else 0
-        if (rows, window, kept) not in self._passes:
+        key = batch, rows, window, kept, first
+        if key not in self._passes:
             ids = self._arena.device[INPUT_IDS].part(0, batch, rows)
             whole = self._logits if kept else self.device.zeros((1,), "float32", "no logits")
             buffer = whole.part(0, batch, kept, self.vocab_rows)
-            self._passes[rows, window, kept] = self.bind(ids, self._arena.device[POSITIONS], buffer, window)
+            self._passes[key] = self.bind(ids, self._arena.device[POSITIONS].part(0, batch), buffer, window, first)
         self.device.synchronize()  # or the arrays might still be on their way to the pass before
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
-        self._arena.host[POSITIONS][:] = positions
+        self._arena.host[POSITIONS][:batch] = positions
         started = time.perf_counter()
         self._arena.upload()
-        self._passes[rows, window, kept]()
+        self._passes[key]()
         self.seconds += time.perf_counter() - started
 
-    def run(self, input_ids: Int64s, positions: Int64s) -> Floats:
-        """`write`, and the logits of every row: float32 [B, S, V], valid until the next pass."""
-        self.write(input_ids, positions, logits=True)
+    def run(self, input_ids: Int64s, positions: Int64s, first: int = 0) -> Floats:
+        """`write`, and the logits of every row: float32 [N, S, V], valid until the next pass."""
+        self.write(input_ids, positions, first, logits=True)
         started = time.perf_counter()
         logits = self.device.read(self._logits.part(0, *input_ids.shape, self.vocab_rows))
         self.seconds += time.perf_counter() - started
         return logits
 
-    def clear(self) -> None:
-        """Zero the cache, for what was NaN in one sequence would be NaN in the next: masked values still multiply."""
-        for buffer in self._cache.values():
+    def clear(self, slot: int) -> None:
+        """Zero the cache of a slot, for what was NaN in one sequence would be NaN in the next: masked values still multiply."""
+        for whole in self._cache.values():
+            buffer = self._of_slots(whole, slot, 1)
             self.device.write(buffer, np.zeros(buffer.shape, DTYPES[buffer.dtype]))
+
+    def move(self, slot: int, to: int, length: int) -> None:
+        """Copy the first `length` positions of a slot's cache into another slot."""
+        for whole in self._cache.values():
+            _, heads, capacity, width = whole.shape
+            into, out = (self._of_slots(whole, each, 1).part(0, heads, capacity * width) for each in (to, slot))
+            self.device.copy_columns(into, 0, out, 0, length * width)()
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         """The cache tensors by name, [B, Hkv, C, D]; for tests and tools."""

@@ -69,10 +69,14 @@ def test_the_fused_graphs_compute_what_the_exported_ones_do(shipped_bundle: Path
     assert "the engines compute what ONNX Runtime does" in done.stdout
 
 
-def test_batches_stay_as_exported(tiny_export: Path, tmp_path: Path) -> None:
-    bundle = build(tiny_export, tmp_path / "bundle", batch=2)
-    assert made_of(bundle).rewrites == {}
-    assert "Attention" in operators(bundle / "target" / "model.onnx")
+def test_each_sequence_of_a_batch_has_attention_of_its_own(tiny_export: Path, tmp_path: Path) -> None:
+    bundle = build(tiny_export, tmp_path / "bundle", batch=3)
+    assert made_of(bundle).rewrites["target"]["attention"] == 2
+    found = operators(bundle / "target" / "model.onnx")
+    assert found["GroupQueryAttention"] == 3 * 2
+    assert not found.keys() & {"Attention", "TensorScatter"}
+    plain = operators(build(tiny_export, tmp_path / "plain") / "target" / "model.onnx")
+    assert found["MatMul"] == plain["MatMul"]
 
 
 def texts(bundle: Path) -> list[list[int]]:
@@ -84,8 +88,8 @@ def texts(bundle: Path) -> list[list[int]]:
 def test_a_graph_that_computes_otherwise_is_not_taken(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int]:
-        done = fuse(path, output, capacity, steady)
+    def wrong(path: Path, output: Path, *sizes: int) -> dict[str, int]:
+        done = fuse(path, output, *sizes)
         model = onnx.load(output, load_external_data=False)
         for node in model.graph.node:
             for attribute in node.attribute:
@@ -154,6 +158,18 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, precision: str) 
         np.testing.assert_array_equal(logits(rows), alone)
     np.testing.assert_array_equal(session.run(ids[:, -1:], np.array([CAPACITY - 1])).shape, (1, 1, session.vocab_rows))
 
+    # Beside other sequences, at another place in each, in any slots.
+    batched = open_engines(many := build(tmp_path / "onnx", tmp_path / "many", batch=4), *open_bundle(many)).session("target", 4)
+    assert made_of(many).rewrites["target"]["attention"] == 6
+    for slot, begin in enumerate((16, 40, 64, 90)):
+        for at in range(0, begin, 16):
+            batched.write(ids[:, at : min(at + 16, begin)], np.array([at]), slot)
+    for first, begins in ((0, (16, 40, 64, 90)), (1, (40, 64)), (2, (64, 90)), (3, (90,)), (0, (16,))):
+        for rows in (1, 2, 5):
+            given = np.concatenate([ids[:, at : at + rows] for at in begins])
+            for found, at in zip(batched.run(given, np.array(begins), first), begins, strict=True):
+                np.testing.assert_array_equal(found, alone[at - 16 : at - 16 + rows])
+
 
 COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 
@@ -184,11 +200,11 @@ def test_joined_products_give_the_bits_of_those_they_join(
     program = trace(model, layers, spare_row=True)
     pack(program, model)
     program.save(graph, external_data=True)
-    done = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True)
+    done = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
     assert done["joined products"] == joined_products
     assert done["attention"] == 2
     monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
-    assert "joined products" not in fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True)
+    assert "joined products" not in fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
     assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, products]
     joined, apart = (Fused(tmp_path / f"{each}.onnx", layers, "int4").logits(tokens) for each in ("joined", "apart"))
     np.testing.assert_array_equal(joined, apart)
@@ -197,7 +213,7 @@ def test_joined_products_give_the_bits_of_those_they_join(
 def test_a_graph_that_cannot_be_rewritten_stays_as_exported(
     tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stumble(path: Path, output: Path, capacity: int, steady: bool) -> dict[str, int]:
+    def stumble(*_: object) -> dict[str, int]:
         raise KeyError("a node of a kind that nobody has seen")
 
     monkeypatch.setattr("outrider.builder.fusion.fuse", stumble)
