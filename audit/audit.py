@@ -240,7 +240,7 @@ class Cell:
 
         Every text has a seed of its own, also across settings and k, so the samples are independent.
         """
-        loop = self.outrider.loop
+        loop, text = self.outrider.loop, self.outrider.loop.texts[0]
         way = k if isinstance(k, int) else 2**15
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
         with _installed(self.outrider, rounds):
@@ -250,10 +250,10 @@ class Cell:
             for index in range(draws):
                 params = replace(self.params, seed=(self.number << 48) + (way << 32) + index)
                 request = self.outrider.request(params, self.prompt)
-                loop.restart(self.prompt, request, chooser)
+                text.begin(self.prompt, request, kept=len(self.prompt))
                 tokens: list[int] = []
                 while len(tokens) < SAMPLED_TOKENS and not set(tokens) & set(request.end_ids):
-                    tokens += loop.round(SAMPLED_TOKENS - len(tokens)).tokens
+                    tokens += loop.round(text, SAMPLED_TOKENS - len(tokens)).tokens
                 end = next((at + 1 for at, token in enumerate(tokens) if token in request.end_ids), len(tokens))
                 drawn[index, :end] = tokens[:end]
                 drawn[index, -1] = tokens[end - 1]

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from outrider.runtime.policy import DRAFTERS, NGRAM, PLAIN, Choice, Policy
+from outrider.engines.errors import EngineError
+from outrider.runtime.launches import Idle, Shape, Turn
+from outrider.runtime.policy import DRAFTERS, NGRAM, PLAIN, Acceptance, Choice, Policy
 from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
 from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs, Request
-from outrider.runtime.rounds import Rounds
+from outrider.runtime.rounds import Rounds, Verdict
 
 CHECKED = 4  # every so many runs of a graph are decided again by the reference
 CLOSE = 1e-4  # what fp32 may change of a probability
@@ -29,67 +31,79 @@ class WatchedRounds(Rounds):
         self.disagreed = 0
         self.decided: list[tuple[int, list[int]]] = []  # of each round: tokens drafted, tokens emitted
         self._runs = 0
-        self._given = False  # whether the round's drafted tokens were
 
     def run(
         self,
-        tokens: list[int],
-        request: Request,
-        count: int,
+        turns: Sequence[Turn | Idle],
         rows: int,
-        given: list[int] | None = None,
-        shorter: Callable[[int], int | None] | None = None,
-    ) -> tuple[list[int], list[int], list[Logprobs] | None]:
-        drafted, emitted, logprobs = super().run(tokens, request, count, rows, given, shorter)
-        self._given = given is not None
-        for row in range(0 if self._given else len(drafted)):
+        *,
+        first: int = 0,
+        given: bool = False,
+        shorter: Callable[[float], int | None] | None = None,
+    ) -> list[Verdict | EngineError | None]:
+        found = super().run(turns, rows, first=first, given=given, shorter=shorter)
+        return [
+            self._watch(turn.request, each, lane) if isinstance(turn, Turn) and isinstance(each, Verdict) else each
+            for lane, (turn, each) in enumerate(zip(turns, found, strict=True))
+        ]
+
+    def _launch(
+        self, turns: Sequence[Turn | Idle], shape: Shape, shorter: Callable[[float], int | None] | None
+    ) -> tuple[Shape, dict[int, EngineError]]:
+        self._shape, failed = super()._launch(turns, shape, shorter)
+        return self._shape, failed
+
+    def _watch(self, request: Request, verdict: Verdict, lane: int) -> Verdict:
+        drafted = verdict.drafted
+        for row in range(0 if self._shape.given else len(drafted)):
             if self._check_this():
-                self.disagreed += not any(self._drawn_so(drafted, request, row, each) for each in self._readings(request))
-        emitted = self.decide(request, drafted, emitted)
+                self.disagreed += not any(self._drawn_so(drafted, request, row, lane, each) for each in self._readings(request))
+        emitted = self.decide(request, drafted, verdict.tokens, lane)
         settings, edits = named_settings(request.settings[0]), edits_of(*request.table())
         self.emitted += len(emitted)
         self.decided.append((len(drafted), emitted))
-        logits = self.launches.target_logits(len(emitted))
+        logits = self.launches.target_logits(self._shape, lane)
         for row, token in enumerate(emitted):
             x = edit(logits[row].astype(np.float64), settings, edits, emitted[:row], row)
             self.excluded += excluded(x, settings, token)
-        if logprobs is not None and self._check_this():
-            self.disagreed += self._wrong(logprobs, emitted)
-        return drafted, emitted, logprobs
+        if verdict.logprobs is not None and self._check_this():
+            self.disagreed += self._wrong(verdict.logprobs, emitted, lane)
+        return verdict._replace(tokens=emitted)
 
-    def _drawn_so(self, drafted: list[int], request: Request, row: int, settings: dict[str, float]) -> bool:
+    def _drawn_so(self, drafted: list[int], request: Request, row: int, lane: int, settings: dict[str, float]) -> bool:
         """Whether the reference would draw that token, and from the same q."""
         edits = edits_of(*request.table())
-        p = draft(self.launches.draft_logits(row).astype(np.float64), self.launches.vocab_rows, settings, edits, drafted[:row])
+        logits = self.launches.draft_logits(row, self._shape, lane).astype(np.float64)
+        p = draft(logits, self.launches.vocab_rows, settings, edits, drafted[:row])
         place = request.uniforms(request.emitted + row, 1)[0]
-        same_q = settings["temperature"] == 0 or np.abs(self.launches.q(row + 1)[row] - p).max() < CLOSE
+        same_q = settings["temperature"] == 0 or np.abs(self.launches.q(row + 1, self._shape, lane)[row] - p).max() < CLOSE
         return bool(same_q) and drafted[row] == draw(p, place[DRAWING if request.exact else DRAFTING])
 
-    def decide(self, request: Request, drafted: list[int], emitted: list[int]) -> list[int]:
+    def decide(self, request: Request, drafted: list[int], emitted: list[int], lane: int) -> list[int]:
         """The verdict, which the graph said is `emitted`."""
         if self._check_this():
-            verdicts = (self.reference(request, drafted, settings) for settings in self._readings(request))
+            verdicts = (self.reference(request, drafted, lane, settings) for settings in self._readings(request))
             self.disagreed += not any(emitted == verdict for verdict in verdicts)
         return emitted
 
     def reference(
-        self, request: Request, drafted: list[int], settings: dict[str, float], fault: Fault | None = None
+        self, request: Request, drafted: list[int], lane: int, settings: dict[str, float], fault: Fault | None = None
     ) -> list[int]:
         """The verdict of the reference."""
         count = len(drafted)
         return verify(
-            self.launches.target_logits(count + 1).astype(np.float64),
+            self.launches.target_logits(self._shape, lane)[: count + 1].astype(np.float64),
             drafted,
-            self.launches.q(count).astype(np.float64),
+            self.launches.q(count, self._shape, lane).astype(np.float64),
             settings,
             request.uniforms(request.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop],
             edits_of(*request.table()),
             fault,
         )
 
-    def _wrong(self, found: list[Logprobs], tokens: list[int]) -> bool:
+    def _wrong(self, found: list[Logprobs], tokens: list[int], lane: int) -> bool:
         """Whether a logprob is not the one of float64."""
-        x = self.launches.target_logits(len(tokens)).astype(np.float64)
+        x = self.launches.target_logits(self._shape, lane)[: len(tokens)].astype(np.float64)
         normal = x - x.max(axis=1, keepdims=True)
         normal -= np.log(np.exp(normal).sum(axis=1, keepdims=True))
         claimed = [(row, *pair) for row, each in enumerate(found) for pair in ((tokens[row], each.logprob), *each.top)]
@@ -98,7 +112,7 @@ class WatchedRounds(Rounds):
     def _readings(self, request: Request) -> Iterator[dict[str, float]]:
         """The round's settings; and, where top_p falls on the edge of a token, as fp32 may read them."""
         settings = named_settings(request.settings[0])
-        if self._given:
+        if self._shape.given:
             settings |= {"exact_match": 1.0}
         yield settings
         if settings["top_p"] < 1:
@@ -118,8 +132,8 @@ class Restless(Policy):
     def __init__(self, like: Policy):
         super().__init__(like.costs, like.drafters, like.stops)
 
-    def start(self, greedy: bool, drafters: Sequence[str] = DRAFTERS) -> None:
-        super().start(greedy, drafters)
+    def start(self, greedy: bool, drafters: Sequence[str] = DRAFTERS, acceptance: Acceptance | None = None) -> None:
+        super().start(greedy, drafters, acceptance)
         self._chance = random.Random(0)
 
     def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
@@ -141,5 +155,5 @@ class ReferenceRounds(WatchedRounds):
 
     fault: Fault | None = None
 
-    def decide(self, request: Request, drafted: list[int], emitted: list[int]) -> list[int]:
-        return self.reference(request, drafted, next(self._readings(request)), self.fault)
+    def decide(self, request: Request, drafted: list[int], emitted: list[int], lane: int) -> list[int]:
+        return self.reference(request, drafted, lane, next(self._readings(request)), self.fault)

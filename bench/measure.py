@@ -250,7 +250,8 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int])
     """A text with what the draft would have said at each place of it, from reading it once."""
     agrees: list[bool] = []
     confidences: list[float] = []
-    if loaded.loop.drafter is not None:
+    drafter = loaded.loop.texts[0].drafter
+    if drafter is not None:
         session, top = loaded.sessions["draft"], loaded.sessions["draft"].vocab_rows - 1
         text = [min(token, top) for token in (prompt + tokens)[:-1]]
         for at in range(0, len(text), loaded.build.max_prompt_chunk):
@@ -264,7 +265,7 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int])
             best = rows.argmax(-1)
             agrees += (best == np.array(tokens[len(agrees) : len(agrees) + len(best)])).tolist()
             confidences += (1 / np.exp(rows - rows.max(-1, keepdims=True)).sum(-1)).tolist()
-        loaded.loop.drafter.rewind(0)
+        drafter.rewind(0)
     return Trace(workload, prompt, tokens, agrees, [round(each, 4) for each in confidences])
 
 

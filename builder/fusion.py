@@ -385,7 +385,9 @@ class CachedAttention(RewriteRuleClassBase):
             total = op.Cast(op.Add(op.ReduceMax(positions, keepdims=0), op.Squeeze(rows)), to=ir.DataType.INT32)
             attended, present_key, present_value = attend(flat, (past_key, past_value), last, total)
         else:
-            attended, present_key, present_value = self._by_slot(op, attend, flat, (past_key, past_value), positions, real, rows)
+            attended, present_key, present_value = self._by_slot(
+                op, attend, flat, (past_key, past_value), positions, real, rows
+            )
         if self._steady:
             attended = op.Slice(attended, op.Constant(value_ints=[0]), real, op.Constant(value_ints=[1]))
         (attended.shape, attended.dtype) = ir.Shape([query.shape[0], query.shape[2], heads * width]), query.dtype
@@ -404,7 +406,8 @@ class CachedAttention(RewriteRuleClassBase):
         count, numbers = op.Shape(self._ids, start=0, end=1), op.Constant(value_ints=list(range(self._batch)))
         fewest = op.Constant(value_ints=[2 if self._steady else 1])
         taken = op.Where(op.Less(numbers, count), rows, fewest)
-        begins = op.Pad(positions, op.Concat(op.Constant(value_ints=[0]), op.Sub(op.Constant(value_ints=[self._batch]), count), axis=0))
+        left_over = op.Sub(op.Constant(value_ints=[self._batch]), count)
+        begins = op.Pad(positions, op.Concat(op.Constant(value_ints=[0]), left_over, axis=0))
         ends = op.Add(begins, taken)
         zero, one, axes = op.Constant(value_ints=[0]), op.Constant(value_ints=[1]), op.Constant(value_ints=[0, 1])
         attended, present = [], []
@@ -536,9 +539,9 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> d
     }
     ids = next(each for each in model.graph.inputs if each.name == INPUT_IDS)
     for node in model.graph:  # the batch is read off the tokens: a slot's cache has one sequence, whatever the pass has
-        if node.op_type == "Shape" and (node.attributes.get_int("start", 0), node.attributes.get_int("end", 0)) == (0, 1):
-            if node.inputs[0] in model.graph.inputs:
-                node.replace_input_with(0, ids)
+        sizes = [node.attributes.get_int(name, 0) for name in ("start", "end")]
+        if node.op_type == "Shape" and sizes == [0, 1] and node.inputs[0] in model.graph.inputs:
+            node.replace_input_with(0, ids)
     spared = RewriteRuleSet([SpareRow.rule()]).apply_to_model(model) > 0  # type: ignore[no-untyped-call]
     rules: list[Any] = [
         Products.rule(),  # type: ignore[no-untyped-call]

@@ -187,7 +187,6 @@ class OnnxRuntimeEngine(Engine):
 
         return launch
 
-
     def _by_slot(self, name: str, cache: Buffer) -> list[Buffer]:
         """The parts of a cache [N, H, C, D], and for the graph's slots beyond them a piece of memory that nobody reads."""
         count, heads, capacity, width = cache.shape

@@ -8,11 +8,12 @@ from outrider.engines.session import Session
 
 
 class ModelDrafter:
-    """The draft model's cache, for one sequence at a time; the drafting itself is a part of the round."""
+    """The draft model's cache of one slot; the drafting itself is a part of the round."""
 
-    def __init__(self, session: Session, chunk: int):
+    def __init__(self, session: Session, chunk: int, slot: int):
         """`chunk` is the longest prefill run."""
         self.session = session
+        self.slot = slot
         self._chunk = chunk
         self.written: list[int] = []  # the token behind each entry of the cache, confirmed or only drafted
         self._agreed = 0  # of these, how many are known to be confirmed
@@ -27,18 +28,19 @@ class ModelDrafter:
         del self.written[length:]
         self._agreed = min(self._agreed, length)
 
-    def catch_up(self, tokens: list[int]) -> None:
-        """Write whatever the cache lacks of all confirmed tokens but the last two, with which a round begins.
+    def catch_up(self, tokens: list[int], chunks: int | None = None) -> None:
+        """Write what the cache lacks of all confirmed tokens but the last two, with which a round begins; or so many chunks of
+        it.
 
         A round writes these two itself: after one in which every drafted token was accepted, the entry of the last but
         one is not in the cache yet; otherwise it is written again with what it was. So both cases are one shape.
         """
         self._agree(tokens)
         top = self.session.vocab_rows - 1  # what the draft's embedding lacks is fed as the nearest that it has
-        for at in range(self._agreed, len(tokens) - 2, self._chunk):
+        for at in range(self._agreed, len(tokens) - 2, self._chunk)[:chunks]:
             chunk = tokens[at : min(at + self._chunk, len(tokens) - 2)]
             self.written[at:] = chunk
-            self.session.write(np.array([[min(token, top) for token in chunk]]), np.array([at]))
+            self.session.write(np.array([[min(token, top) for token in chunk]]), np.array([at]), self.slot)
 
     def _agree(self, tokens: list[int]) -> None:
         end = min(len(self.written), len(tokens))

@@ -181,6 +181,7 @@ class Outrider:
 
     def _events(self, prompt: list[int], params: SamplingParams, k: int | str, drafter: str | None) -> Iterator[Event]:
         ticket = self._running = object()
+        text = self.loop.texts[0]
         stats = Stats(prompt_tokens=len(prompt))
         started = time.perf_counter()
         stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
@@ -194,12 +195,12 @@ class Outrider:
             if self._running is not ticket:
                 raise UsageError("another generation was started on this bundle", "finish one before starting the next")
             begun, engines = time.perf_counter(), self._engine_seconds()
-            wanted = min(params.max_new_tokens - stats.emitted, self.loop.room)
+            wanted = min(params.max_new_tokens - stats.emitted, self.loop.room(text))
             try:
-                done = self.loop.round(wanted)
+                done = self.loop.round(text, wanted)
             except EngineError:
                 for session in self.sessions.values():
-                    session.clear()
+                    session.clear(text.slot)
                 raise
             ids, pieces, finish_reason = self._emit(done, request, stats.emitted, stream)
             accepted = min(len(done.tokens) - 1, len(ids))

@@ -7,11 +7,12 @@ what costs the least time a token, plain decoding included. Nothing of it change
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from outrider.runtime.costs import Costs, expected_tokens
@@ -151,15 +152,19 @@ class Policy(Chooser):
         self._confidence = [[0.0, 0.0] for _ in range(BINS)]  # tokens accepted and examined
         self.start(greedy=True)
 
-    def start(self, greedy: bool, drafters: Sequence[str] = DRAFTERS) -> None:
-        """Begin a request, which allows these drafters."""
+    def start(self, greedy: bool, drafters: Sequence[str] = DRAFTERS, acceptance: Acceptance | None = None) -> None:
+        """Begin a request, which allows these drafters; or go on with one, of which `acceptance` is known."""
         self._greedy = greedy
         self._allowed = [name for name in self.drafters if name in drafters]
         self.looks_up = NGRAM in self._allowed
-        self._model = Acceptance(self._history[MODEL], REQUEST_MEMORY, REQUEST_WEIGHT)
+        self._model = acceptance or self.acceptance()
         self._asking = False  # whether the last round was a probe that went well
         self._last: Choice | None = None  # but for probes and n-grams
         self._least = 0.0  # its time for a token
+
+    def acceptance(self) -> Acceptance:
+        """What is believed of the draft at the beginning of a request."""
+        return Acceptance(self._history[MODEL], REQUEST_MEMORY, REQUEST_WEIGHT)
 
     def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
         if self._rounds - self._timed.get(PLAIN, 0) > STALE:
@@ -170,7 +175,7 @@ class Policy(Chooser):
         if self.looks_up and agreeing:
             # What a round saves: its tokens' time otherwise, less its own, and what the draft takes to read them.
             reading = self.costs.step("draft", 2, length) if best.drafter == MODEL else 0.0
-            tokens = {k: self._of_ngrams(agreeing).tokens(k) for k in sizes}
+            tokens = {k: self.of_ngrams(agreeing).tokens(k) for k in sizes}
             saved = {k: tokens[k] * least - self._time(Choice(NGRAM, k), length) - reading for k in sizes}
             k = max(sizes, key=lambda k: saved[k], default=0)
             if k and saved[k] > 0:
@@ -224,7 +229,8 @@ class Policy(Chooser):
         """The time of a round by the costs alone."""
         return self.costs.round(drafted if choice.drafter == MODEL else 0, choice.k, length + choice.k, self._greedy)
 
-    def _of_ngrams(self, agreeing: int) -> Acceptance:
+    def of_ngrams(self, agreeing: int) -> Acceptance:
+        """Of what n-grams propose, where so many tokens agree."""
         if agreeing not in self._by_agreement:
             self._by_agreement[agreeing] = Acceptance(self._history[NGRAM], HISTORY_MEMORY, HISTORY_WEIGHT)
         return self._by_agreement[agreeing]
@@ -249,8 +255,7 @@ class Policy(Chooser):
     def observe(self, choice: Choice, drafted: int, accepted: int, length: int, milliseconds: float) -> None:
         self._asking = choice.drafter == MODEL and self._last == PLAIN and accepted == drafted
         if choice.drafter == MODEL:
-            self._model.observe(drafted, accepted)
-            self._history[MODEL].observe(drafted, accepted)
+            self.observe_acceptance(self._model, drafted, accepted)
         else:
             self._model.fade()
         self._rounds += 1
@@ -262,6 +267,11 @@ class Policy(Chooser):
             self._factor = statistics.median(timed) if timed else 1.0
         self._timed[choice] = self._rounds
 
+    def observe_acceptance(self, acceptance: Acceptance, drafted: int, accepted: int) -> None:
+        """Take in that of so many tokens that the draft drafted for a request the first `accepted` were accepted."""
+        acceptance.observe(drafted, accepted)
+        self._history[MODEL].observe(drafted, accepted)
+
     def observe_confidences(self, confidences: list[float], accepted: int) -> None:
         for at, confidence in enumerate(confidences[: accepted + 1]):
             counts = self._confidence[_bin(confidence)]
@@ -271,8 +281,107 @@ class Policy(Chooser):
         shown = min(len(proposed), len(emitted))
         right = agreement(proposed, emitted)
         if shown:
-            self._of_ngrams(agreeing).observe(shown, right)
+            self.of_ngrams(agreeing).observe(shown, right)
             self._history[NGRAM].observe(shown, right)
+
+
+class Member(NamedTuple):
+    """A request among several that run together."""
+
+    length: int  # confirmed tokens
+    missing: int  # of these, how many the draft's cache lacks
+    agreeing: int  # see `Chooser.choose`
+    wanted: int  # tokens that may still be emitted
+    acceptance: Acceptance
+    greedy: bool
+
+
+class Company:
+    """Chooses for several requests that run in the same passes: one drafter and one k for all.
+
+    It weighs what a policy does, by what a round costs at their number. Checking more rows of many sequences costs more of
+    what is scarce then, so speculation that pays for one request alone may not for many, and turns itself off.
+    """
+
+    def __init__(self, policy: Policy, costs: Callable[[int], Costs], drafters: Sequence[str] = DRAFTERS, k: int | None = None):
+        """`policy` is what chooses for one request alone, whose history is shared; `costs` are those of so many; `k`, where
+        one is given, is the only one."""
+        self._policy = policy
+        self._costs = functools.cache(costs)
+        self._allowed = [name for name in policy.drafters if name in drafters and k != 0]
+        self._k = k
+        self.looks_up = NGRAM in self._allowed
+        self._ratios: dict[tuple[int, Choice], deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))  # measured / predicted
+        self._last: Choice | None = None
+        self._saved = 0.0  # milliseconds of plain decoding since the draft was asked last
+
+    def choose(self, members: Sequence[Member]) -> Choice:
+        """How the next round of these drafts."""
+        most = max(member.wanted for member in members)
+        sizes = [k for k in self._policy.sizes(most) if self._k in (None, k)]
+        missing = sum(member.missing for member in members)
+        costs, end = self._costs(len(members)), max(member.length for member in members)
+        times = {PLAIN: self._time(PLAIN, members) / len(members)}
+        for k in sizes if MODEL in self._allowed else ():
+            choice = Choice(MODEL, k)
+            tokens = sum(member.acceptance.tokens(min(k, member.wanted - 1)) for member in members)
+            late = self._costs(1).catch_up(missing, end) / (len(members) * max(min(HORIZON, most), 1))
+            times[choice] = self._time(choice, members) / tokens + late
+        if self._k is not None:
+            del times[PLAIN]
+        best = min(times, key=lambda choice: times[choice], default=PLAIN)
+        if self._last in times and times.get(best, 0.0) > STICKY * times[self._last]:
+            best = self._last
+        self._last = best
+        if self.looks_up and any(member.agreeing for member in members):
+            least = times.get(best, math.inf)
+            reading = len(members) * costs.step("draft", 2, end) if best.drafter == MODEL else 0.0
+            for k in sizes:
+                tokens = sum(
+                    self._policy.of_ngrams(member.agreeing).tokens(min(k, member.wanted - 1)) if member.agreeing else 1.0
+                    for member in members
+                )
+                time = (self._time(Choice(NGRAM, k), members) + reading) / tokens
+                if time < least:
+                    best, least = Choice(NGRAM, k), time
+        if best == PLAIN and MODEL in self._allowed and sizes:
+            return self._probe(Choice(MODEL, sizes[0]), members, missing)
+        return best
+
+    def _probe(self, probe: Choice, members: Sequence[Member], missing: int) -> Choice:
+        """Plain decoding; or now and then a round that asks whether the draft has become better, for a small share of time."""
+        plain, end = self._time(PLAIN, members), max(member.length for member in members)
+        self._saved += plain
+        price = max(self._time(probe, members) - plain, 0.0) + self._costs(1).catch_up(missing, end)
+        if price > PROBING * self._saved:
+            return PLAIN
+        self._saved = 0.0
+        return probe
+
+    def _time(self, choice: Choice, members: Sequence[Member]) -> float:
+        """Of a round, by the costs and what such rounds took of late; of others, what they all took."""
+        known = self._ratios.get((len(members), choice)) or self._ratios.get((len(members), PLAIN)) or (1.0,)
+        return self._predicted(choice, members) * statistics.median(known)
+
+    def _predicted(self, choice: Choice, members: Sequence[Member]) -> float:
+        drafted = choice.k if choice.drafter == MODEL else 0
+        end, greedy = max(member.length for member in members), all(member.greedy for member in members)
+        return self._costs(len(members)).round(drafted, choice.k, end + choice.k, greedy)
+
+    def observe(self, choice: Choice, members: Sequence[Member], milliseconds: float) -> None:
+        """Take in what a round of these took."""
+        self._ratios[len(members), choice].append(milliseconds / self._predicted(choice, members))
+
+    def observe_text(self, drafter: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
+        """Take in what a round did to one of the texts."""
+        if drafter == MODEL and drafted:
+            self._policy.observe_acceptance(acceptance, drafted, accepted)
+        else:
+            acceptance.fade()
+
+    def observe_lookup(self, agreeing: int, proposed: list[int], emitted: list[int]) -> None:
+        """See `Chooser.observe_lookup`."""
+        self._policy.observe_lookup(agreeing, proposed, emitted)
 
 
 def _bin(confidence: float) -> int:

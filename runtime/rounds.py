@@ -13,23 +13,32 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from outrider.engines.contract import CANDIDATES, FINE, NOT_FINITE
+from outrider.engines.contract import CANDIDATES, FINE, WIDE
 from outrider.engines.device import Device, Engine, Launch
 from outrider.engines.errors import EngineError, OutriderWarning
 from outrider.engines.session import Session
 from outrider.runtime import reference
-from outrider.runtime.launches import VERIFIER, Launches, Shape, Step
-from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs, Request
+from outrider.runtime.launches import VERIFIER, Idle, Launches, Shape, Step, Turn
+from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs
 
 MOST_RECORDED = 64  # rounds kept recorded; each holds some memory of the device
 
 
+class Verdict(NamedTuple):
+    """What a round decided for one sequence."""
+
+    drafted: list[int]
+    tokens: list[int]  # the accepted ones, and the target's own after them
+    logprobs: list[Logprobs] | None  # of each, where the request asks for them
+
+
 class Rounds:
-    """One sequence's rounds. `seconds` is what their launches took, waiting for them included."""
+    """The rounds of the sequences in the sessions' slots. `seconds` is what their launches took, waiting included."""
 
     def __init__(self, device: Device, sessions: dict[str, Session], samplers: dict[str, Engine], most: int):
         """`most` is the largest number of tokens to draft."""
@@ -43,76 +52,109 @@ class Rounds:
 
     def run(
         self,
-        tokens: list[int],
-        request: Request,
-        count: int,
+        turns: Sequence[Turn | Idle],
         rows: int,
-        given: list[int] | None = None,
-        shorter: Callable[[int], int | None] | None = None,
-    ) -> tuple[list[int], list[int], list[Logprobs] | None]:
-        """Draft `count` tokens after the confirmed `tokens`, and decide on them by one pass of `rows` rows; rows beyond
+        *,
+        first: int = 0,
+        given: bool = False,
+        shorter: Callable[[float], int | None] | None = None,
+    ) -> list[Verdict | EngineError | None]:
+        """Draft tokens after the confirmed ones of each turn, and decide on them by one pass of `rows` rows; rows beyond
         the drafted tokens are padding that nobody looks at.
 
         Args:
-            given: the drafted tokens, where the draft is not asked for them.
-            shorter: asked after so many drafted tokens, on a device that does not run ahead: the rows of the pass if these
-                are to be all, or None to go on.
+            turns: of the slots from `first` on.
+            given: whether the turns bring their drafted tokens, and the draft is not asked for them.
+            shorter: told how sure the draft was of each token but the last, where there is one turn, on a device that does not
+                run ahead. It gives the rows of the pass if these tokens are to be all, or None to go on.
 
         Returns:
-            the drafted tokens; the accepted ones and the target's own after them; and their logprobs where the request
-            asks for them.
+            of each turn what was decided, or why nothing could be: its logits were not finite numbers.
 
         Raises:
-            EngineError: the rows do not fit the cache, logits are not finite numbers, or the backend failed.
+            EngineError: the rows do not fit the cache, or the backend failed.
         """
-        shape = self.launches.shape(tokens, request, count, rows, given is not None)
-        self.launches.fill(tokens, request, shape, given or [])
-        shape = self._launch(shape, request, shorter if self.device.synchronous else None)
-        out = self.launches.out.host
-        emitted: list[int] = out["tokens"].reshape(-1)[: int(out["accepted"][0]) + 1].tolist()
-        drafted: list[int] = given or out["drafted"][0, : shape.drafted].tolist()
-        top = request.params.logprobs
-        return drafted, emitted, None if top is None else self.launches.logprobs(len(emitted), top)
+        count = max(turn.k for turn in turns if isinstance(turn, Turn))
+        shape = self.launches.shape(turns, first, count, rows, given)
+        self.launches.fill(turns, shape)
+        shape, failed = self._launch(turns, shape, shorter if self.device.synchronous else None)
+        return [
+            None if isinstance(turn, Idle) else failed.get(lane) or self._verdict(turn, shape, lane)
+            for lane, turn in enumerate(turns)
+        ]
 
-    def _launch(self, shape: Shape, request: Request, shorter: Callable[[int], int | None] | None) -> Shape:
+    def _verdict(self, turn: Turn, shape: Shape, lane: int) -> Verdict:
+        emitted = self.launches.emitted(shape, lane)
+        count, top = min(turn.k, shape.drafted), turn.request.params.logprobs
+        begin = lane * (self.launches.most + 1)
+        drafted = turn.given if shape.given else self.launches.out.host["drafted"][begin : begin + count].tolist()
+        return Verdict(drafted, emitted, None if top is None else self.launches.logprobs(shape, lane, len(emitted), top))
+
+    def _launch(
+        self, turns: Sequence[Turn | Idle], shape: Shape, shorter: Callable[[float], int | None] | None
+    ) -> tuple[Shape, dict[int, EngineError]]:
         """The round; and where top_k or top_p reach beyond the candidates, on from there with more, until all is decided.
 
         Returns:
-            what it was in the end.
+            what it was in the end, and which turns failed.
         """
         steps, first = self.launches.steps(shape), 0
-        while (at := self._advance(shape, steps, first, shorter)) is not None:
+        lanes = [lane for lane, turn in enumerate(turns) if isinstance(turn, Turn)]
+        failed: dict[int, EngineError] = {}
+        while (at := self._advance(shape, steps, first, lanes, shorter)) is not None:
             row, status = steps[at].row, steps[at].status
             assert status is not None
-            if status[0] == FINE:
+            undecided = [lane for lane in lanes if status[lane] != FINE]
+            if not undecided:
                 shape = self.launches.shorten(shape, row + 1, self._shortened)
                 steps, first, shorter = self.launches.steps(shape), at + 1, None
                 continue
-            if status[0] == NOT_FINITE:
-                raise EngineError(
-                    "the model's logits are not finite numbers (NaN or infinity)",
-                    "check the checkpoint; an fp16 export may overflow where fp32 or bf16 does not",
-                )
-            if shape.candidates < self.launches.most_candidates:
+            wide = [lane for lane in undecided if status[lane] == WIDE]
+            for lane in undecided:
+                if lane not in wide:
+                    lanes.remove(lane)  # the others go on
+                    failed[lane] = EngineError(
+                        "the model's logits are not finite numbers (NaN or infinity)",
+                        "check the checkpoint; an fp16 export may overflow where fp32 or bf16 does not",
+                    )
+                    if row != VERIFIER:
+                        self.launches.put_drafted(row, shape, lane, 0)  # some token, for the passes that come
+            if not lanes:
+                break
+            first = at + 1
+            if wide and shape.candidates < self.launches.most_candidates:
                 more = (size for size in CANDIDATES if shape.candidates < size)
                 shape = shape._replace(candidates=min(next(more, self.launches.vocab_rows), self.launches.most_candidates))
                 steps, first = self.launches.steps(shape), at
             else:
-                self._decide(row, shape, request)
-                first = at + 1
-        return shape
+                for lane in wide:
+                    self._decide(row, shape, lane, turns[lane])
+        return shape, failed
 
-    def _advance(self, shape: Shape, steps: list[Step], first: int, shorter: Callable[[int], int | None] | None) -> int | None:
-        """Launch the steps from `first` on, and return the first that did not decide, or that is to draft the last token,
-        if there is one."""
+    def _advance(
+        self,
+        shape: Shape,
+        steps: list[Step],
+        first: int,
+        lanes: list[int],
+        shorter: Callable[[float], int | None] | None,
+    ) -> int | None:
+        """Launch the steps from `first` on, and return the first that did not decide for one of the `lanes`, or that is to
+        draft the last token, if there is one."""
+
+        def decided(step: Step) -> bool:
+            return step.status is None or all(step.status[lane] == FINE for lane in lanes)
+
         if self.device.synchronous:
             for at, step in enumerate(steps[first:], first):
                 started = time.perf_counter()
                 step.launch()
                 self.seconds += time.perf_counter() - started
-                if step.status is not None and step.status[0] != FINE:
+                if not decided(step):
                     return at
-                if shorter is not None and 0 <= step.row < shape.drafted - 1 and (rows := shorter(step.row + 1)):
+                if shorter is None or not 0 <= step.row < shape.drafted - 1:
+                    continue
+                if rows := shorter(self.launches.confidence(step.row, shape)):
                     self._shortened = rows
                     return at
             return None
@@ -124,7 +166,7 @@ class Rounds:
             self._launch_all(steps[first:])
         self.seconds += time.perf_counter() - started
         later = list(enumerate(steps))[first:]
-        undecided = next((at for at, step in later if step.status is not None and step.status[0] != FINE), None)
+        undecided = next((at for at, step in later if not decided(step)), None)
         if first == 0 and undecided is None and self.record and shape not in self._recorded:
             self._record(shape, steps)
         return undecided
@@ -157,21 +199,24 @@ class Rounds:
             self._launch_all(steps)
         self._recorded[shape] = replay
 
-    def _decide(self, row: int, shape: Shape, request: Request) -> None:
+    def _decide(self, row: int, shape: Shape, lane: int, turn: Turn | Idle) -> None:
         """What a sampler's graph could not decide, because TensorRT's TopK takes no more candidates: on the host, exactly,
         and slowly. Nearly flat distributions alone come here."""
+        assert isinstance(turn, Turn)
+        request, launches = turn.request, self.launches
         settings = reference.named_settings(request.settings[0])
         edits = reference.edits_of(*request.table())
-        launches = self.launches
-        drafted = launches.drafted(shape)
+        drafted = launches.drafted(shape, lane)
         if shape.given:
             settings |= {"exact_match": 1.0}
         if row == VERIFIER:
-            uniforms = request.uniforms(request.emitted, shape.drafted + 1)[:, ACCEPTING.start : DRAWING.stop]
-            logits, q = launches.target_logits(shape.rows).astype(np.float64), launches.q(shape.drafted).astype(np.float64)
-            tokens = reference.verify(logits, drafted[: shape.drafted], q, settings, uniforms, edits)
-            launches.put_verdict(shape.rows, tokens)
+            count = min(turn.k, shape.drafted)
+            uniforms = request.uniforms(request.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop]
+            logits = launches.target_logits(shape, lane).astype(np.float64)
+            q = launches.q(count, shape, lane).astype(np.float64)
+            tokens = reference.verify(logits, drafted[:count], q, settings, uniforms, edits)
+            launches.put_verdict(shape, lane, tokens)
         else:
-            p = reference.draft(launches.draft_logits(row), launches.vocab_rows, settings, edits, drafted[:row])
+            p = reference.draft(launches.draft_logits(row, shape, lane), launches.vocab_rows, settings, edits, drafted[:row])
             uniforms = request.uniforms(request.emitted + row, 1)[0, DRAWING if request.exact else DRAFTING]
-            launches.put_drafted(row, reference.draw(p, uniforms), p.astype(np.float32))
+            launches.put_drafted(row, shape, lane, reference.draw(p, uniforms), p.astype(np.float32))

@@ -101,7 +101,7 @@ def test_answers_are_the_same_each_time(loaded: Outrider) -> None:
 @pytest.mark.gpu("past and present caches are the same memory, written where the tokens stand")
 def test_the_cache_is_written_in_place(loaded: Outrider) -> None:
     session = loaded.sessions["target"]
-    session.clear()
+    session.clear(0)
     session.run(np.array([[5, 9, 11]]), np.array([4]))
     for values in session.cache().values():
         assert (values[:, :, 4:7] != 0).any(axis=-1).all()

@@ -21,10 +21,10 @@ from outrider.engines.errors import EngineError
 from outrider.engines.manifest import sampler_file
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.runtime.launches import Idle, Turn
 from outrider.runtime.policy import Fixed
 from outrider.runtime.reference import Fault
-from outrider.runtime.request import Logprobs, Request
-from outrider.runtime.rounds import Rounds
+from outrider.runtime.rounds import Rounds, Verdict
 from outrider.runtime.stats import Stats
 from outrider.tests.support import build, reseal, run
 
@@ -168,13 +168,14 @@ def test_a_bundle_too_small_for_the_audits_texts_is_told_its_size(tiny_export: P
 def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Rounds.run
 
-    def wrong(
-        self: Rounds, tokens: list[int], request: Request, count: int, *rest: Any
-    ) -> tuple[list[int], list[int], list[Logprobs] | None]:
-        drafted, emitted, logprobs = run(self, tokens, request, count, *rest)
-        if count and request.params.temperature == 0 and request.emitted > 20:
-            emitted[-1] = 77
-        return drafted, emitted, logprobs
+    def wrong(self: Rounds, turns: list[Turn | Idle], *rest: Any, **named: Any) -> list[Verdict | EngineError | None]:
+        found = run(self, turns, *rest, **named)
+        for turn, each in zip(turns, found, strict=True):
+            assert isinstance(turn, Turn)
+            assert isinstance(each, Verdict)
+            if turn.k and turn.request.params.temperature == 0 and turn.request.emitted > 20:
+                each.tokens[-1] = 77
+        return found
 
     monkeypatch.setattr(Rounds, "run", wrong)
     found = audited(shipped)
@@ -195,13 +196,13 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     prompt = shipped.text.encode(PROMPTS[0], chat=False)
     place = len(prompt) + 9
 
-    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int) -> Launch:
-        launch = bind(input_ids, positions, logits, window)
+    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
+        launch = bind(input_ids, positions, logits, window, first)
 
         def run() -> None:
             launch()
             row = place - int(positions.view()[0])
-            fixed = isinstance(shipped.loop.chooser, Fixed)  # one tie is enough
+            fixed = isinstance(shipped.loop.texts[0].chooser, Fixed)  # one tie is enough
             if fixed and input_ids.shape[1] == 5 and 0 <= row < width:
                 found = logits.view()[0, row]
                 found[found.argmax()] = found.min()

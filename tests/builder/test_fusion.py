@@ -88,7 +88,7 @@ def texts(bundle: Path) -> list[list[int]]:
 def test_a_graph_that_computes_otherwise_is_not_taken(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(path: Path, output: Path, *sizes: int) -> dict[str, int]:
+    def wrong(path: Path, output: Path, *sizes: Any) -> dict[str, int]:
         done = fuse(path, output, *sizes)
         model = onnx.load(output, load_external_data=False)
         for node in model.graph.node:
@@ -159,7 +159,8 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path, precision: str) 
     np.testing.assert_array_equal(session.run(ids[:, -1:], np.array([CAPACITY - 1])).shape, (1, 1, session.vocab_rows))
 
     # Beside other sequences, at another place in each, in any slots.
-    batched = open_engines(many := build(tmp_path / "onnx", tmp_path / "many", batch=4), *open_bundle(many)).session("target", 4)
+    many = build(tmp_path / "onnx", tmp_path / "many", batch=4)
+    batched = open_engines(many, *open_bundle(many)).session("target", 4)
     assert made_of(many).rewrites["target"]["attention"] == 6
     for slot, begin in enumerate((16, 40, 64, 90)):
         for at in range(0, begin, 16):

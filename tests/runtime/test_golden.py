@@ -149,9 +149,9 @@ def test_the_cache_is_that_of_a_fresh_prefill(
     """After rejections, what the caches hold up to the confirmed position is what a prefill of the text writes there."""
     outrider = bundles[draft]
     run(outrider, PROMPTS["support"], k, limit=60)
-    confirmed = outrider.loop.tokens
-    assert outrider.loop.drafter is not None
-    written = outrider.loop.drafter.written
+    confirmed = outrider.loop.texts[0].tokens
+    assert outrider.loop.texts[0].drafter is not None
+    written = outrider.loop.texts[0].drafter.written
     agreed = next((at for at, (a, b) in enumerate(zip(written, confirmed, strict=False)) if a != b), len(written))
     assert not isinstance(k, int) or agreed >= len(confirmed) - k - 1  # else the draft may not have been asked of late
     ends = {"target": len(confirmed) - 1, "draft": agreed}
@@ -173,8 +173,8 @@ def test_the_draft_runs_two_rows_and_then_single_ones(
     runs: list[tuple[int, int]] = []
     bind = session.bind
 
-    def watched(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int) -> Launch:
-        launch = bind(input_ids, positions, logits, window)
+    def watched(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
+        launch = bind(input_ids, positions, logits, window, first)
 
         def run() -> None:
             runs.append((int(positions.view()[0]), input_ids.shape[1]))

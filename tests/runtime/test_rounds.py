@@ -15,9 +15,8 @@ from outrider.engines.errors import EngineError, OutriderWarning
 from outrider.engines.manifest import Generation
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.runtime.launches import Shape
+from outrider.runtime.launches import Shape, Turn
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.request import Request
 from outrider.tests.deferred import Deferred, DeferredEngine, deferred
 from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
 
@@ -75,9 +74,9 @@ def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monke
     decided: list[int] = []
     decide = WatchedRounds._decide
 
-    def noted(self: WatchedRounds, row: int, shape: Shape, request: Request) -> None:
+    def noted(self: WatchedRounds, row: int, shape: Shape, lane: int, turn: Turn) -> None:
         decided.append(row)
-        decide(self, row, shape, request)
+        decide(self, row, shape, lane, turn)
 
     monkeypatch.setattr(WatchedRounds, "_decide", noted)
     for prompt in ("the quick", [5]):
@@ -132,7 +131,7 @@ def test_a_replay_that_decides_otherwise_is_not_used(bundle: Path, at_once: Outr
     rounds = queued.loop.rounds
 
     def spoil() -> None:
-        rounds.launches.out.host["tokens"][0, 0] = 77
+        rounds.launches.out.host["tokens"][0] = 77
 
     device_of(queued).spoil = spoil
     with pytest.warns(OutriderWarning, match="its replay decided otherwise"):
