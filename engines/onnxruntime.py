@@ -130,6 +130,7 @@ class OnnxRuntimeEngine(Engine):
             # Its work goes onto our stream, in order with all else, and we wait for it once a round. Recording it there is
             # not safe: it copies from host memory of its own, whose address a recorded copy keeps after it is freed.
             self.recordable = False
+            self.spare_slots = 0  # nor is its attention fused
             providers.insert(0, (CUDA, {"user_compute_stream": str(device.stream), "use_tf32": "0"}))
             self._options = onnxruntime.RunOptions()
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")

@@ -64,7 +64,7 @@ class Session:
         """Lay out the buffers.
 
         Raises:
-            EngineError: there is no memory for them.
+            EngineError: there is no memory for them, or slots would not begin where the device must have them.
         """
         self.device = device
         self.batch = batch
@@ -80,6 +80,13 @@ class Session:
             tensor.past: device.zeros((batch, tensor.heads, self.capacity + engine.spare_slots, tensor.width), dtype, what)
             for tensor in self._tensors
         }
+        crooked = [each for each in self._cache.values() if each.nbytes // batch % device.alignment]
+        if batch > 1 and crooked:
+            raise EngineError(
+                f"the cache of a slot has {crooked[0].nbytes // batch:,} bytes, so that the next would not begin at a multiple"
+                f" of {device.alignment}, as engines here must have it",
+                "build the bundle again with a --capacity that is a multiple of 64",
+            )
         self._arena = Arena(device, {INPUT_IDS: ((batch * self.max_rows,), "int64"), POSITIONS: ((batch,), "int64")})
         self._key_positions = device.zeros((self.capacity,), "int64", what)
         device.write(self._key_positions, np.arange(self.capacity))

@@ -45,15 +45,60 @@ class Event:
         return "".join(text for text, _ in self.pieces)
 
 
-class Outrider:
-    """A loaded bundle. One generation at a time: starting another ends the one before."""
+class Answer:
+    """One request's answer as it grows: what of each round goes out, and where it ends."""
 
-    def __init__(self, engines: Engines, text: Text):
+    def __init__(self, outrider: Outrider, prompt: list[int], params: SamplingParams):
+        self.prompt = prompt
+        self.params = params
+        self.request = outrider.request(params, prompt)
+        self.stats = Stats(prompt_tokens=len(prompt))
+        self._room = outrider.build.capacity - len(prompt) + 1  # one for each slot that is left, the last token's own included
+        self._stream = TextStream(outrider.text.tokenizer, prompt, params.stop_strings)
+
+    @property
+    def wanted(self) -> int:
+        """Tokens that may still be emitted."""
+        return min(self.params.max_new_tokens, self._room) - self.stats.emitted
+
+    def take(self, done: Round) -> Event:
+        """What of a round goes out. `stats` is counted, but for its times."""
+        wanted = self.wanted
+        ids, pieces, finish_reason = self._cut(done)
+        accepted = min(len(done.tokens) - 1, len(ids))
+        own = len(ids) - accepted
+        rejected = own if len(done.tokens) - 1 < done.drafted else 0  # the text may have ended before it
+        self.stats.count(done.drafted, accepted, rejected, own, done.drafter == NGRAM)
+        if finish_reason is None and len(ids) == wanted:
+            finish_reason = "length" if self.stats.emitted == self.params.max_new_tokens else "capacity"
+        if finish_reason is not None:
+            pieces += self._stream.finish()
+        from_draft = tuple(index < accepted for index in range(len(ids)))
+        logprobs = None if done.logprobs is None else tuple(done.logprobs[: len(ids)])
+        return Event(tuple(ids), from_draft, tuple(pieces), self.stats, finish_reason, logprobs)
+
+    def _cut(self, done: Round) -> tuple[list[int], list[Piece], str | None]:
+        """The round's tokens up to where the text ends, their text, and "stop" where it does end."""
+        ids: list[int] = []
+        pieces: list[Piece] = []
+        for token in done.tokens:
+            free = self.stats.emitted + len(ids) < self.params.min_new_tokens
+            pieces += self._stream.push(token, from_draft=len(ids) < len(done.tokens) - 1, may_stop=not free)
+            ids.append(token)
+            if self._stream.stopped or token in self.request.end_ids:
+                return ids, pieces, "stop"
+        return ids, pieces, None
+
+
+class Outrider:
+    """A loaded bundle. One generation at a time: starting another ends the one before. For many at once, see `Scheduler`."""
+
+    def __init__(self, engines: Engines, text: Text, slots: int = 1):
         self.engines = engines
         self.manifest = engines.manifest
         self.build = engines.build
         self.text = text
-        self.sessions = {role: engines.session(role, batch=1) for role in self.manifest.roles}
+        self.sessions = {role: engines.session(role, slots) for role in self.manifest.roles}
         self.drafters = [name for name in DRAFTERS if name != MODEL or "draft" in self.sessions]
         samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
         self.vocab_rows = self.manifest.models["target"].vocab_rows
@@ -63,20 +108,28 @@ class Outrider:
         self._running: object = None
 
     @classmethod
-    def load(cls, bundle: str | Path, progress: Progress = SILENT, *, device: str | None = None) -> Outrider:
+    def load(
+        cls, bundle: str | Path, progress: Progress = SILENT, *, device: str | None = None, slots: int | None = 1
+    ) -> Outrider:
         """Check every file of a bundle and load its engines.
 
         Args:
             device: "cpu" or "cuda"; None is what the bundle was built on.
+            slots: texts that there are caches for, at most the batch that the bundle was built for; None is all of them.
 
         Raises:
             FolderError: the bundle is missing, damaged, or of a newer schema.
             EngineError: its backend is not installed, does not run here, or refuses an engine.
-            UsageError: the backend does not run on that device.
+            UsageError: the backend does not run on that device, or the bundle was built for fewer slots.
         """
         folder = Path(bundle)
         manifest, build = open_bundle(folder, progress)
-        return cls(open_engines(folder, manifest, build, device), Text(folder, manifest))
+        slots = build.batch if slots is None else slots
+        if not 1 <= slots <= build.batch:
+            raise UsageError(
+                f"this bundle was built for {build.batch} sequences at once, not {slots}", f"build it with --batch {slots}"
+            )
+        return cls(open_engines(folder, manifest, build, device), Text(folder, manifest), slots)
 
     def __enter__(self) -> Outrider:
         return self
@@ -121,10 +174,19 @@ class Outrider:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {params!r}", "give SamplingParams(...)")
         tokens = self.text.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
+        answer = self.answer(tokens, params)
+        self.check_drafting(k, drafter)
+        return self._events(answer, k, drafter)
+
+    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+        """A new answer to a prompt.
+
+        Raises:
+            UsageError: it cannot be given: see `generate`.
+        """
         params.check_tokens(self.vocab_rows)
-        self._check(tokens, params)
-        self._check_drafting(k, drafter)
-        return self._events(tokens, params, k, drafter)
+        self._check(prompt, params)
+        return Answer(self, prompt, params)
 
     def chooser(self, request: Request, k: int | str, drafter: str | None) -> Chooser:
         """What decides on the rounds of a new generation."""
@@ -145,7 +207,8 @@ class Outrider:
     def _end_ids(self, params: SamplingParams) -> list[int]:
         return [*self.manifest.generation.eos_token_ids, *params.stop_tokens]
 
-    def _check_drafting(self, k: int | str, drafter: str | None) -> None:
+    def check_drafting(self, k: int | str, drafter: str | None) -> None:
+        """Raise `UsageError` where the bundle has no such k or drafter."""
         if k != AUTO and (type(k) is not int or (k != 0 and k not in self.build.k)):
             built = ", ".join(str(size) for size in [0, *self.build.k])
             raise UsageError(
@@ -179,58 +242,31 @@ class Outrider:
         if params.min_new_tokens and len(set(self._end_ids(params))) == self.vocab_rows:
             raise UsageError("every token is a stop token, and min_new_tokens bans them all", "leave some tokens out")
 
-    def _events(self, prompt: list[int], params: SamplingParams, k: int | str, drafter: str | None) -> Iterator[Event]:
+    def _events(self, answer: Answer, k: int | str, drafter: str | None) -> Iterator[Event]:
         ticket = self._running = object()
-        text = self.loop.texts[0]
-        stats = Stats(prompt_tokens=len(prompt))
+        text, stats = self.loop.texts[0], answer.stats
         started = time.perf_counter()
-        stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
-        request = self.request(params, prompt)
-        wanted = min(params.max_new_tokens, self.build.capacity - len(prompt) + 1)
-        stats.draft_prompt_seconds = self.loop.start(prompt, request, self.chooser(request, k, drafter), wanted)
+        chooser = self.chooser(answer.request, k, drafter)
+        stats.draft_prompt_seconds = self.loop.start(answer.prompt, answer.request, chooser, answer.wanted)
         stats.prompt_seconds = time.perf_counter() - started
         spent = stats.prompt_seconds
         finish_reason = None
         while finish_reason is None:
             if self._running is not ticket:
                 raise UsageError("another generation was started on this bundle", "finish one before starting the next")
-            begun, engines = time.perf_counter(), self._engine_seconds()
-            wanted = min(params.max_new_tokens - stats.emitted, self.loop.room(text))
+            begun, engines = time.perf_counter(), self.engine_seconds()
             try:
-                done = self.loop.round(text, wanted)
+                done = self.loop.round(text, answer.wanted)
             except EngineError:
-                for session in self.sessions.values():
-                    session.clear(text.slot)
+                self.loop.clear(text)
                 raise
-            ids, pieces, finish_reason = self._emit(done, request, stats.emitted, stream)
-            accepted = min(len(done.tokens) - 1, len(ids))
-            own = len(ids) - accepted
-            rejected = own if len(done.tokens) - 1 < done.drafted else 0  # the text may have ended before it
-            stats.count(done.drafted, accepted, rejected, own, done.drafter == NGRAM)
-            if finish_reason is None and len(ids) == wanted:
-                finish_reason = "length" if stats.emitted == params.max_new_tokens else "capacity"
-            if finish_reason is not None:
-                pieces += stream.finish()
-            stats.engine_seconds += self._engine_seconds() - engines
+            event = answer.take(done)
+            finish_reason = event.finish_reason
+            stats.engine_seconds += self.engine_seconds() - engines
             spent += time.perf_counter() - begun
             stats.seconds = spent  # the time between events is the caller's
-            from_draft = tuple(index < accepted for index in range(len(ids)))
-            logprobs = None if done.logprobs is None else tuple(done.logprobs[: len(ids)])
-            yield Event(tuple(ids), from_draft, tuple(pieces), stats, finish_reason, logprobs)
+            yield event
 
-    def _engine_seconds(self) -> float:
+    def engine_seconds(self) -> float:
+        """What the engines' own runs took so far."""
         return self.loop.rounds.seconds + sum(session.seconds for session in self.sessions.values())
-
-    def _emit(
-        self, done: Round, request: Request, emitted: int, stream: TextStream
-    ) -> tuple[list[int], list[Piece], str | None]:
-        """The round's tokens up to where the text ends, their text, and "stop" where it does end."""
-        ids: list[int] = []
-        pieces: list[Piece] = []
-        for token in done.tokens:
-            free = emitted + len(ids) < request.params.min_new_tokens
-            pieces += stream.push(token, from_draft=len(ids) < len(done.tokens) - 1, may_stop=not free)
-            ids.append(token)
-            if stream.stopped or token in request.end_ids:
-                return ids, pieces, "stop"
-        return ids, pieces, None

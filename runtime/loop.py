@@ -141,9 +141,12 @@ class Loop:
                 each.drafter.slot = place
         other.end()
 
-    def room(self, text: Text) -> int:
-        """Tokens that may still be emitted: one for each slot that is left, the last token's own included."""
-        return self.target.capacity - len(text.tokens) + 1
+    def clear(self, text: Text) -> None:
+        """Give a text up whose caches may hold what is no number."""
+        self.target.clear(text.slot)
+        if self.draft is not None:
+            self.draft.clear(text.slot)
+        text.end()
 
     def round(self, text: Text, wanted: int) -> Round:
         """Draft tokens as the text's chooser says, verify them in one pass of the target, and confirm the accepted ones and
@@ -240,7 +243,10 @@ class Loop:
                 continue
             drafted = len(verdict.drafted)
             if choice.drafter == MODEL and text.drafter is not None:
-                text.drafter.wrote(text.tokens, verdict.drafted) if drafted else text.drafter.rewind(len(text.tokens) - 2)
+                if drafted:
+                    text.drafter.wrote(text.tokens, verdict.drafted)
+                else:  # what the pass wrote there is nobody's
+                    text.drafter.rewind(max(len(text.tokens) - 2, 0))
             company.observe_text(choice.drafter, text.acceptance, drafted, len(verdict.tokens) - 1)
             if agreeing:
                 company.observe_lookup(agreeing, proposed, verdict.tokens)

@@ -101,6 +101,7 @@ class DeferredEngine(Engine):
         self._engine = engine
         self._device = device
         self.most_candidates = most_candidates
+        self.spare_slots = engine.spare_slots
 
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
         for name, buffer in tensors.items():
@@ -125,7 +126,7 @@ class DeferredEngines(OnnxRuntime):
         return DeferredEngine(super().sampler(name), self.device, limit)
 
 
-def deferred(bundle: Path, most_candidates: int | None = None) -> Outrider:
+def deferred(bundle: Path, most_candidates: int | None = None, slots: int = 1) -> Outrider:
     """A bundle loaded onto such a device."""
     manifest, build = open_bundle(bundle)
-    return Outrider(DeferredEngines(bundle, manifest, build, most_candidates), Text(bundle, manifest))
+    return Outrider(DeferredEngines(bundle, manifest, build, most_candidates), Text(bundle, manifest), slots)
