@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 import outrider
-from outrider.cli import bench, build_engine, calibrate, export, generate, inspect, plan, verify
+from outrider.cli import bench, build_engine, calibrate, export, generate, inspect, plan, serve, verify
 from outrider.engines.errors import OutriderError, OutriderWarning, UsageError
 
 
@@ -70,7 +70,7 @@ def _one_line(text: str) -> str:
 def main() -> None:
     """Compile a draft and a target language model into engines, and run them with speculative decoding.
 
-    The stages, in order: export, build-engine, verify, generate.
+    The stages, in order: export, build-engine, verify, generate or serve.
     """
     if sys.stderr is None:  # closed by whoever started us
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the life of the process
@@ -82,5 +82,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
 
 
-for module in (export, build_engine, calibrate, verify, generate, inspect, plan, bench):
+for module in (export, build_engine, calibrate, verify, generate, serve, inspect, plan, bench):
     main.add_command(module.command)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from outrider.cli.options import Grouped, In, device
+from outrider.cli.options import Grouped, In, device, number_or_auto
 from outrider.cli.show import console, progress_bar
 from outrider.engines.errors import UsageError
 from outrider.runtime.params import DEFAULTS, RANGES, RULES, SamplingParams
@@ -58,12 +58,6 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
     return dict(biases)
 
 
-def _k(_: click.Context, __: click.Parameter, text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise click.BadParameter(f"{text!r} is no number, and not auto")
-    return text if text == "auto" else int(text)
-
-
 @click.command("generate", cls=Grouped)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
@@ -108,7 +102,7 @@ def _k(_: click.Context, __: click.Parameter, text: str) -> int | str:
     group=SPECULATION,
     default="auto",
     show_default=True,
-    callback=_k,
+    callback=number_or_auto,
     help="Draft tokens a round: one of the built numbers, 0 for plain decoding, or auto, which chooses each round.",
 )
 @click.option(

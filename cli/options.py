@@ -28,6 +28,13 @@ class Grouped(click.Command):
                 formatter.write_dl(records)
 
 
+def number_or_auto(_: click.Context, __: click.Parameter, text: str) -> int | str:
+    """A callback for a k."""
+    if text != "auto" and not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is no number, and not auto")
+    return text if text == "auto" else int(text)
+
+
 def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:
     """A callback for numbers separated by commas."""
     try:

@@ -46,16 +46,32 @@ class Text:
         """
         if not prompt:
             raise UsageError("the prompt is empty", "give some text with --prompt or on standard input")
+        if chat:
+            return self.encode_chat([{"role": "user", "content": prompt}])
+        return self._encode(prompt, special=True)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of messages in the chat template.
+
+        Raises:
+            UsageError: there is no chat template, it refuses the messages, or they are not text.
+        """
+        return self._encode(self.render(messages), special=False)
+
+    def _encode(self, prompt: str, special: bool) -> list[int]:
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UsageError("the prompt is not UTF-8 text", "convert it to UTF-8") from error
-        if chat:
-            prompt = self.render([{"role": "user", "content": prompt}])
-        tokens: list[int] = self.tokenizer.encode(prompt, add_special_tokens=not chat).ids
+        tokens: list[int] = self.tokenizer.encode(prompt, add_special_tokens=special).ids
         if not tokens:
             raise UsageError("the prompt has no tokens", "give some more text")
         return tokens
+
+    def token(self, token: int) -> str:
+        """The text of one token; U+FFFD stands for bytes that are no whole character."""
+        said: str = self.tokenizer.decode([token], skip_special_tokens=False)
+        return said
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """The messages in the bundle's chat template, ready for the assistant's turn.

@@ -1,0 +1,94 @@
+"""A real server process over a real bundle, for the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.engines.manifest import CHAT_TEMPLATE
+from outrider.tests.support import COMMAND, build, reseal
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 'Customer: ' if m.role == 'user' else 'Agent: ' }}{{ m.content }}\n{% endfor %}"
+    "{% if messages[-1].content == 'refuse' %}{{ raise_exception('never say that') }}{% endif %}Agent:"
+)
+
+
+def chat_bundle(export: Path, output: Path, **options: Any) -> Path:
+    """The shipped pair with a chat template, for four at once."""
+    bundle = build(export, output, **({"k": [1, 2, 4], "capacity": 511, "batch": 4} | options))
+    (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
+    reseal(bundle)
+    return bundle
+
+
+class Server:
+    """`outrider serve` as a process of its own, on any free port."""
+
+    def __init__(self, bundle: Path, *options: str, env: dict[str, str] | None = None):
+        command = [*COMMAND, "serve", str(bundle), "--port", "0", *options]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
+        )
+        self.log: list[str] = []
+        assert self.process.stderr is not None
+        self.url = ""
+        for line in self.process.stderr:
+            self.log.append(line)
+            said = json.loads(line)["message"]
+            if "running on" in said:
+                self.url = said.split("running on ")[1].split()[0]
+                break
+        assert self.url, self.log
+        # What nobody reads would fill the pipe, and the server would wait for ever.
+        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True)
+        self._reader.start()
+
+    def ready(self) -> None:
+        """Wait until the bundle is loaded."""
+        for _ in range(600):
+            status, said = self.health()
+            if status == 200:
+                return
+            assert status == 503, said
+            time.sleep(0.1)
+        raise AssertionError("it was never ready")
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """What it says of itself."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health") as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """End it, and keep what it logged."""
+        self.process.send_signal(how)
+        code = self.process.wait(timeout=60)
+        self._reader.join(timeout=10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@contextmanager
+def serving(bundle: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server that is ready."""
+    server = Server(bundle, *options, env=env)
+    try:
+        server.ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()

@@ -1,0 +1,358 @@
+"""The server as the official client sees it: a real process, a real bundle, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from outrider.engines.folder import read_manifest
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.serve.server import Server, chat_bundle, serving
+from outrider.tests.support import COMMAND, run
+
+PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
+
+
+@pytest.fixture(scope="module")
+def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_bundle(shipped_export, tmp_path_factory.mktemp("served") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Server]:
+    with serving(bundle) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path) -> Outrider:
+    return Outrider.load(bundle)
+
+
+def text_of(outrider: Outrider, prompt: str, **params: Any) -> str:
+    return "".join(event.text for event in outrider.generate(prompt, SamplingParams(**params), k=0))
+
+
+def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def counters(server: Server) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+def test_a_completion_is_plain_decodings_text(client: openai.OpenAI, alone: Outrider) -> None:
+    done = client.completions.create(model="target", prompt=PROMPT, temperature=0, max_tokens=60)
+    assert done.choices[0].text == text_of(alone, PROMPT, max_new_tokens=60)
+    assert done.choices[0].finish_reason in ("length", "stop")
+    assert done.usage is not None
+    assert done.usage.completion_tokens <= 60
+    assert done.usage.prompt_tokens == len(alone.text.encode(PROMPT, chat=False))
+
+
+def test_a_stream_is_the_same_text_in_bursts(client: openai.OpenAI, alone: Outrider) -> None:
+    asked: dict[str, Any] = {"model": "target", "prompt": PROMPT, "temperature": 0, "max_tokens": 60}
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == text_of(alone, PROMPT, max_new_tokens=60)
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-2]] == [None] * (len(chunks) - 2)
+    assert len(chunks) < 55  # several tokens at a time
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    found = chunks[-1].metrics["speculative_decoding"]
+    assert found["num_spec_steps"] == sum(found["acceptance_histogram"]) > 0
+    accepted = sum(at * count for at, count in enumerate(found["acceptance_histogram"]))
+    assert found["num_accepted_draft_tokens"] == accepted
+    assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / found["num_spec_steps"])
+    assert found["draft_acceptance_rate"] == pytest.approx(accepted / found["num_draft_tokens"])
+
+
+def test_chat_goes_through_the_template(client: openai.OpenAI, alone: Outrider) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "A table "}, {"type": "text", "text": "for two."}]},
+    ]
+    done = client.chat.completions.create(model="target", messages=messages, temperature=0, max_completion_tokens=40)
+    want = text_of(alone, "Agent: Be brief.\nCustomer: A table for two.\nAgent:", max_new_tokens=40)
+    assert done.choices[0].message.content == want
+    chunks = client.chat.completions.create(
+        model="target", messages=messages, temperature=0, max_completion_tokens=40, stream=True
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want
+
+
+def test_a_seed_fixes_the_answer_and_choices_differ(client: openai.OpenAI, alone: Outrider) -> None:
+    asked: dict[str, Any] = {"model": "target", "prompt": PROMPT, "seed": 11, "max_tokens": 30, "n": 3, "temperature": 1.0}
+    first, second = (client.completions.create(**asked) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) == 3
+    assert texts[0] == text_of(alone, PROMPT, seed=11, temperature=1.0, max_new_tokens=30)
+    assert first.metrics is None  # of several answers there is no one acceptance
+    streamed = dict.fromkeys(range(3), "")
+    for chunk in client.completions.create(**asked, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(streamed.values()) == texts
+
+
+def test_stop_bias_and_logprobs(client: openai.OpenAI, alone: Outrider) -> None:
+    whole = text_of(alone, PROMPT, max_new_tokens=60)
+    stop = whole[10:14]
+    done = client.completions.create(model="target", prompt=PROMPT, temperature=0, max_tokens=60, stop=[stop])
+    assert done.choices[0].text == whole[: whole.index(stop)]
+    assert done.choices[0].finish_reason == "stop"
+    token = alone.text.encode("coffee", chat=False)[0]
+    biased = client.completions.create(
+        model="target", prompt=PROMPT, temperature=0, max_tokens=3, logit_bias={str(token): 100}, logprobs=2
+    )
+    found = biased.choices[0].logprobs
+    assert found is not None
+    assert found.tokens == [alone.text.token(token)] * 3
+    assert found.top_logprobs is not None
+    assert all(len(each) == 2 and max(each.values()) <= 0 for each in found.top_logprobs)
+    chat = client.chat.completions.create(
+        model="target", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, logprobs=True, top_logprobs=2
+    )
+    content = chat.choices[0].logprobs.content if chat.choices[0].logprobs else None
+    assert content is not None
+    assert [len(each.top_logprobs) for each in content] == [2] * 4
+    assert all(bytes(each.bytes or []).decode() == each.token for each in content if each.bytes)
+
+
+def test_several_prompts_and_token_ids(client: openai.OpenAI, alone: Outrider) -> None:
+    ids = alone.text.encode(PROMPT, chat=False)
+    done = client.completions.create(model="target", prompt=[PROMPT, "Once"], temperature=0, max_tokens=10)
+    assert [choice.index for choice in done.choices] == [0, 1]
+    by_ids = client.completions.create(model="target", prompt=ids, temperature=0, max_tokens=10)
+    many = client.completions.create(model="target", prompt=[ids], temperature=0, max_tokens=10)
+    assert by_ids.choices[0].text == many.choices[0].text == done.choices[0].text
+    assert done.choices[1].text == text_of(alone, "Once", max_new_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "tools": [{}]}, "tools"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "top_p": 0}, "top_p"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 2.5}, "max_tokens"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": "x", "n": 17}, "n"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "seed": 2**64}, "seed"),
+        ({"prompt": "x", "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": [999999]}, None),
+        ({"prompt": ""}, None),
+        ({"prompt": []}, None),
+        ({"prompt": [[]]}, None),
+        ({"prompt": "\ud800"}, None),
+        ({}, "prompt"),
+    ],
+    ids=lambda each: json.dumps(each)[:40],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(server: Server, body: dict[str, Any], param: str | None) -> None:
+    status, said = post(server, "/v1/completions", json.dumps(body).encode())
+    assert status == 400, said
+    assert said["error"]["type"] == "invalid_request_error"
+    assert said["error"]["param"] == param, said
+    assert said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}",
+    ],
+    ids=range(12),
+)
+def test_what_is_no_request_is_refused(server: Server, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        status, said = post(server, path, body)
+        assert 400 <= status < 500
+        assert said["error"]["message"]
+
+
+def test_a_model_of_another_name_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+        client.completions.create(model="gpt", prompt="x")
+    assert [model.id for model in client.models.list()] == ["target"]
+
+
+def test_messages_that_the_template_refuses(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="never say that"):
+        client.chat.completions.create(model="target", messages=[{"role": "user", "content": "refuse"}])
+
+
+def test_many_clients_get_what_each_would_get_alone(client: openai.OpenAI, alone: Outrider, server: Server) -> None:
+    prompts = [f"Customer: I would like {number} tickets for the " for number in range(12)]
+    want = [text_of(alone, prompt, max_new_tokens=40) for prompt in prompts]
+
+    def ask(prompt: str) -> str:
+        return client.completions.create(model="target", prompt=prompt, temperature=0, max_tokens=40).choices[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, prompts)) == want
+    found = counters(server)
+    assert found["outrider_num_requests_running"] == found["outrider_num_requests_waiting"] == 0
+    assert found["outrider_kv_cache_usage"] == 0
+    assert found["outrider_spec_decode_num_accepted_tokens_total"] > 0
+    assert found["outrider_time_to_first_token_seconds_count"] >= 12
+
+
+def test_a_client_that_goes_away_ends_its_answer(server: Server) -> None:
+    """In the middle of a stream, and while it waits for the whole of an answer."""
+    for stream in ("true", "false"):
+        before = counters(server).get('outrider_requests_total{finish_reason="cancelled"}', 0)
+        host, port = server.url.removeprefix("http://").split(":")
+        body = f'{{"prompt": "Once", "max_tokens": 500, "min_tokens": 500, "stream": {stream}}}'.encode()
+        with socket.create_connection((host, int(port))) as connection:
+            lines = [
+                "POST /v1/completions HTTP/1.1",
+                "Host: x",
+                "Content-Type: application/json",
+                f"Content-Length: {len(body)}",
+            ]
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+            if stream == "true":
+                assert connection.recv(1000)
+            else:
+                time.sleep(0.1)
+        for _ in range(100):
+            if counters(server).get('outrider_requests_total{finish_reason="cancelled"}', 0) == before + 1:
+                break
+            time.sleep(0.05)
+        else:
+            raise AssertionError("it was never cancelled")
+        assert counters(server)["outrider_num_requests_running"] == 0
+
+
+def test_keys(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first\n second \n")
+    with serving(bundle, "--api-key-file", str(tmp_path / "keys"), env={"OUTRIDER_API_KEYS": "third"}) as server:
+        body = b'{"prompt": "x", "max_tokens": 1}'
+        for key in ("first", "second", "third"):
+            assert post(server, "/v1/completions", body, Authorization=f"Bearer {key}")[0] == 200
+        for wrong in ({}, {"Authorization": "Bearer fourth"}, {"Authorization": "first"}, {"Authorization": "Bearer "}):
+            status, said = post(server, "/v1/completions", body, **wrong)
+            assert (status, said["error"]["code"]) == (401, "invalid_api_key")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{server.url}/metrics")
+        with urllib.request.urlopen(f"{server.url}/health") as answer:
+            assert answer.status == 200
+    assert not any(key in line for line in server.log for key in ('first"', 'second"', "third", "fourth"))
+
+
+def test_limits(bundle: Path) -> None:
+    options = ["--max-body", "2000", "--max-prompt", "20", "--max-waiting", "1", "--timeout", "1", "--model-name", "mine"]
+    with serving(bundle, *options) as server:
+        status, said = post(server, "/v1/completions", json.dumps({"prompt": "x" * 3000}).encode())
+        assert (status, said["error"]["code"]) == (413, "body_too_large")
+        status, said = post(server, "/v1/completions", json.dumps({"prompt": "one two three " * 20}).encode())
+        assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
+        long = json.dumps({"model": "mine", "prompt": "Once", "max_tokens": 480, "min_tokens": 480, "n": 2}).encode()
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _: post(server, "/v1/completions", long), range(8)))
+        assert {status for status, _ in found} <= {200, 429, 504}
+        assert 429 in {status for status, _ in found}
+
+
+def test_it_is_ready_only_when_it_is(bundle: Path, tmp_path: Path) -> None:
+    done = run("serve", bundle / "nothing")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    broken = tmp_path / "broken"
+    subprocess.run(["cp", "-r", bundle, broken], check=True)
+    with (broken / "target" / "model.onnx.data").open("r+b") as weights:
+        weights.write(b"\0" * 64)
+    server = Server(broken)
+    try:
+        for _ in range(100):
+            status, answer = server.health()
+            assert status == 503
+            said = answer["error"]["message"]
+            if "could not be loaded" in said:
+                break
+            time.sleep(0.1)
+        assert "model.onnx.data" in said
+    finally:
+        server.stop()
+
+
+def test_a_bundle_replaced_under_a_running_server_changes_nothing(bundle: Path, tmp_path: Path, alone: Outrider) -> None:
+    """It is replaced as `build-engine` does it, by renaming; what runs keeps the files that it opened."""
+    copy = tmp_path / "bundle"
+    subprocess.run(["cp", "-r", bundle, copy], check=True)
+    with serving(copy) as server:
+        copy.rename(tmp_path / "gone")
+        subprocess.run(["cp", "-r", bundle, copy], check=True)
+        subprocess.run(["rm", "-r", tmp_path / "gone"], check=True)
+        body = json.dumps({"prompt": PROMPT, "temperature": 0, "max_tokens": 60}).encode()
+        assert post(server, "/v1/completions", body)[1]["choices"][0]["text"] == text_of(alone, PROMPT, max_new_tokens=60)
+    assert read_manifest(copy)
+
+
+def test_sigterm_lets_answers_end(bundle: Path, alone: Outrider) -> None:
+    server = Server(bundle)
+    server.ready()
+    body = json.dumps({"prompt": PROMPT, "temperature": 0, "max_tokens": 300, "min_tokens": 300}).encode()
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(post, server, "/v1/completions", body) for _ in range(4)]
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        found = [answer.result() for answer in answers]
+    want = text_of(alone, PROMPT, max_new_tokens=300, min_new_tokens=300)
+    assert [status for status, _ in found] == [200] * 4
+    assert {said["choices"][0]["text"] for _, said in found} == {want}
+    server.stop()
+
+
+def test_wrong_use_is_one_line_and_exit_code_2() -> None:
+    for options in (["--port", "99999"], ["--k", "many"], ["--timeout", "0"]):
+        done = subprocess.run([*COMMAND, "serve", "nowhere", *options], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr

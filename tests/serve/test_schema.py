@@ -1,0 +1,46 @@
+"""Whatever a client sends, the server answers, and never with a failure of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.generation import GenerationMode
+
+from outrider.tests.serve.server import Server, chat_bundle, serving
+
+
+@pytest.fixture(scope="module")
+def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    # Short answers: what is asked of them is that they come.
+    with serving(chat_bundle(shipped_export, tmp_path_factory.mktemp("schema") / "bundle", capacity=63)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def test_no_request_makes_it_fail(server: Server, mode: GenerationMode) -> None:
+    """Requests made from the document that the server gives of itself: such as it allows, and such as it does not."""
+    tried = 0
+    for each in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations():
+
+        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        assert isinstance(each, Ok)
+
+        @given(case=each.ok().as_strategy(generation_mode=mode))
+        def check(case: Any) -> None:
+            nonlocal tried
+            tried += 1
+            case.call_and_validate(checks=[not_a_server_error], timeout=60)
+
+        with contextlib.suppress(Unsatisfiable):  # nothing about a request without parameters can be wrong
+            check()
+    assert tried > 60
+    assert server.health() == (200, {"status": "ok", "running": 0})
