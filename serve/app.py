@@ -96,9 +96,7 @@ class Guard:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         refused: ApiError | None = None
         if scope["path"] not in OPEN_PATHS and self._settings.keys and not self._known(headers.get(b"authorization", b"")):
-            refused = ApiError(
-                401, "no key, or none that this server knows: send Authorization: Bearer KEY", code="invalid_api_key"
-            )
+            refused = ApiError(401, "this needs a key: send the header Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._settings.most_bytes:
             refused = refused or self._too_large()
@@ -414,7 +412,7 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
 
     @app.get("/", response_model=None, include_in_schema=False)
     async def chat_page() -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
     return app

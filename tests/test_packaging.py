@@ -14,15 +14,16 @@ import pytest
 
 from outrider.tests.support import ROOT
 
-FOLDERS = ("audit", "bench", "builder", "cli", "engines", "export", "runtime")
+FOLDERS = ("audit", "bench", "builder", "cli", "engines", "export", "runtime", "serve")
 MAY_IMPORT = {
     "audit": {"engines", "runtime"},
     "bench": {"engines", "runtime"},
-    "cli": {"audit", "bench", "builder", "engines", "export", "runtime"},
+    "cli": {"audit", "bench", "builder", "engines", "export", "runtime", "serve"},
     "engines": set(),
     "export": {"engines"},
     "builder": {"engines"},
     "runtime": {"engines"},
+    "serve": {"engines", "runtime"},
 }
 HEAVY = {"torch", "transformers", "tensorrt", "tensorrt_rtx", "onnxruntime", "onnx"}
 
@@ -50,7 +51,7 @@ def test_imports_go_one_way(folder: str) -> None:
 
 
 def test_only_export_knows_torch() -> None:
-    for folder in ("audit", "bench", "builder", "cli", "engines", "runtime"):
+    for folder in ("audit", "bench", "builder", "cli", "engines", "runtime", "serve"):
         for path in (ROOT / folder).rglob("*.py"):
             assert not {module.split(".")[0] for module in imports(path)} & {"torch", "transformers"}, path
 
@@ -76,7 +77,7 @@ def test_the_wheel_holds_every_module_and_no_stray_one(wheel: Path) -> None:
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"outrider/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     expected |= {"outrider/__init__.py", "outrider/py.typed"}
-    expected |= {"outrider/bench/report.html", "outrider/bench/workloads.jsonl"}
+    expected |= {"outrider/bench/report.html", "outrider/bench/workloads.jsonl", "outrider/serve/page.html"}
     assert shipped == expected
 
 

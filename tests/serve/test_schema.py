@@ -30,10 +30,9 @@ def test_no_request_makes_it_fail(server: Server, mode: GenerationMode) -> None:
     """Requests made from the document that the server gives of itself: such as it allows, and such as it does not."""
     tried = 0
     for each in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations():
-
-        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         assert isinstance(each, Ok)
 
+        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(case=each.ok().as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
             nonlocal tried
