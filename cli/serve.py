@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -109,20 +111,31 @@ def command(
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    worker = Worker(load, metrics, timeout)
+
+    class Draining(uvicorn.Server):
+        """Tells those whose answers have not ended in time to try again, where uvicorn would cut them off."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().call_later(drain, worker.end)
+            await super().shutdown(sockets)
+
     config = uvicorn.Config(
-        create_app(Worker(load, metrics, timeout), metrics, settings),
+        create_app(worker, metrics, settings),
         host=host,
         port=port,
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=drain,
+        timeout_graceful_shutdown=drain + 5,
     )
-    uvicorn.Server(config).run()
+    Draining(config).run()
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:
     """Those of the file and those of the environment."""
     keys = os.environ.get(KEYS, "").split(",")
+    if KEYS in os.environ and not any(key.strip() for key in keys):
+        raise UsageError(f"${KEYS} is set and has no key in it", "give keys, or unset it to let everyone in")
     if path is not None:
         try:
             keys += path.read_text(encoding="utf-8").splitlines()

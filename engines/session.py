@@ -20,6 +20,7 @@ from outrider.engines.manifest import Build, Manifest, Model
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+MOST_BOUND = 256  # passes that a session keeps bound; a prompt's last chunk may have any length, in any slot and window
 CACHE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
 
 
@@ -156,7 +157,11 @@ class Session:
         window = self.window(rows, int(positions.min()), int(positions.max()))
         kept = rows if logits or not self.engine.skips_logits else 0
         key = batch, rows, window, kept, first
-        if key not in self._passes:
+        if key in self._passes:
+            self._passes[key] = self._passes.pop(key)  # the latest used is the last to go
+        else:
+            while len(self._passes) >= MOST_BOUND:
+                del self._passes[next(iter(self._passes))]
             ids = self._arena.device[INPUT_IDS].part(0, batch, rows)
             whole = self._logits if kept else self.device.zeros((1,), "float32", "no logits")
             buffer = whole.part(0, batch, kept, self.vocab_rows)

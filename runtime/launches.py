@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from outrider.engines.session import Floats, Session
 from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs, Request
 
 VERIFIER = -1
+MOST_KEPT = 512  # launches, and plans of them; each holds bindings of an engine
+Key = TypeVar("Key")
+Made = TypeVar("Made")
 Array = npt.NDArray[Any]
 
 # Of a slot that takes no part: greedy, and an edit that changes nothing.
@@ -222,7 +225,8 @@ class Launches:
 
     def steps(self, shape: Shape) -> list[Step]:
         """The launches of a round, in order; steps of the same number mean the same in rounds that differ in candidates."""
-        if shape not in self._plans:
+
+        def make() -> list[Step]:
             steps = [Step(self._in.upload)]
             for row in range(0 if shape.given else shape.drafted):
                 steps.append(Step(self._draft_step(row, shape)))
@@ -231,14 +235,13 @@ class Launches:
             steps.append(Step(self._verifier(shape), self.out.host["status"]))
             if shape.top is not None:
                 steps.append(Step(self._logprobs_run(shape, shape.top)))
-            self._plans[shape] = steps
-        return self._plans[shape]
+            return steps
+
+        return _kept_in(self._plans, shape, make)
 
     def _kept(self, name: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
         """The launch of that name, made when it is first asked for."""
-        if name not in self._launches:
-            self._launches[name] = make()
-        return self._launches[name]
+        return _kept_in(self._launches, name, make)
 
     def _draft_step(self, row: int, shape: Shape) -> Launch:
         lead = shape.lead if row == 0 else 1
@@ -457,6 +460,18 @@ class Launches:
         self.device.write(self.out.device["tokens"].part(lane * shape.rows, 1, shape.rows), padded)
         self.device.write(self.out.device["accepted"].part(lane, 1), np.array(len(tokens) - 1))
         self.device.write(self.out.device["status"].part(lane, 1), np.array(FINE))
+
+
+def _kept_in(kept: dict[Key, Made], key: Key, make: Callable[[], Made]) -> Made:
+    """What was made for that key, the latest used of which are kept."""
+    if key in kept:
+        kept[key] = kept.pop(key)
+    else:
+        made = make()
+        while len(kept) >= MOST_KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = made
+    return kept[key]
 
 
 def _sequence(launches: list[Launch]) -> Launch:

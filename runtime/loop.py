@@ -46,6 +46,7 @@ class Text:
         self.ngrams = NgramDrafter()
         self.tokens: list[int] = []
         self.read = 0  # tokens in the target's cache, while the prompt is read
+        self.proven = True  # whether all logits that came of the caches were numbers
 
     def begin(self, prompt: list[int], request: Request, kept: int = 0) -> None:
         """Another text, of which the caches hold the first `kept` tokens."""
@@ -55,6 +56,7 @@ class Text:
         self.tokens = list(prompt)
         self.request = request
         self.read = min(kept, len(prompt) - 1)
+        self.proven = False
 
     def end(self) -> None:
         """Give the text up; whatever its caches hold may be overwritten."""
@@ -82,6 +84,7 @@ class Text:
         """Take in what a round confirmed."""
         self.tokens += tokens
         self.read = len(self.tokens) - 1
+        self.proven = True
         self.request.advance(tokens)
 
 

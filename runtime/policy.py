@@ -312,6 +312,8 @@ class Company:
         self._k = k
         self.looks_up = NGRAM in self._allowed
         self._ratios: dict[tuple[int, Choice], deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))  # measured / predicted
+        self._timed: dict[tuple[int, Choice], int] = {}  # the round in which each was timed last
+        self._rounds = 0
         self._last: Choice | None = None
         self._saved = 0.0  # milliseconds of plain decoding since the draft was asked last
 
@@ -319,6 +321,8 @@ class Company:
         """How the next round of these drafts."""
         most = max(member.wanted for member in members)
         sizes = [k for k in self._policy.sizes(most) if self._k in (None, k)]
+        if self._k is None and self._rounds - self._timed.get((len(members), PLAIN), 0) > STALE:
+            return PLAIN  # what all else is compared with is to be known
         missing = sum(member.missing for member in members)
         costs, end = self._costs(len(members)), max(member.length for member in members)
         times = {PLAIN: self._time(PLAIN, members) / len(members)}
@@ -344,8 +348,9 @@ class Company:
                 time = (self._time(Choice(NGRAM, k), members) + reading) / tokens
                 if time < least:
                     best, least = Choice(NGRAM, k), time
-        if best == PLAIN and MODEL in self._allowed and sizes:
-            return self._probe(Choice(MODEL, sizes[0]), members, missing)
+        drafting = [choice for choice in times if choice.drafter == MODEL]
+        if best == PLAIN and drafting:
+            return self._probe(min(drafting, key=lambda choice: times[choice]), members, missing)
         return best
 
     def _probe(self, probe: Choice, members: Sequence[Member], missing: int) -> Choice:
@@ -360,8 +365,13 @@ class Company:
 
     def _time(self, choice: Choice, members: Sequence[Member]) -> float:
         """Of a round, by the costs and what such rounds took of late; of others, what they all took."""
-        known = self._ratios.get((len(members), choice)) or self._ratios.get((len(members), PLAIN)) or (1.0,)
-        return self._predicted(choice, members) * statistics.median(known)
+        for each in (choice, PLAIN):
+            if self._fresh(key := (len(members), each)) and (known := self._ratios[key]):
+                return self._predicted(choice, members) * statistics.median(known)
+        return self._predicted(choice, members)
+
+    def _fresh(self, key: tuple[int, Choice]) -> bool:
+        return self._rounds - self._timed.get(key, -STALE) < STALE
 
     def _predicted(self, choice: Choice, members: Sequence[Member]) -> float:
         drafted = choice.k if choice.drafter == MODEL else 0
@@ -370,7 +380,13 @@ class Company:
 
     def observe(self, choice: Choice, members: Sequence[Member], milliseconds: float) -> None:
         """Take in what a round of these took."""
-        self._ratios[len(members), choice].append(milliseconds / self._predicted(choice, members))
+        key = len(members), choice
+        self._rounds += 1
+        if key in self._timed:  # the first time, buffers are bound
+            if not self._fresh(key):
+                self._ratios[key].clear()
+            self._ratios[key].append(milliseconds / self._predicted(choice, members))
+        self._timed[key] = self._rounds
 
     def observe_text(self, drafter: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         """Take in what a round did to one of the texts."""

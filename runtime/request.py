@@ -29,7 +29,7 @@ class Request:
     def __init__(self, params: SamplingParams, prompt: list[int], end_ids: list[int], vocab_rows: int):
         """`end_ids` are the tokens that end the text; before `min_new_tokens` they are banned."""
         self.params = params
-        self.end_ids = end_ids
+        self.end_ids = frozenset(end_ids)
         self.settings = np.array([[_setting(params, name, vocab_rows) for name in SETTINGS]], dtype=np.float32)
         self.exact = params.exact
         self.candidates = 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,13 +83,6 @@ class Scheduler:
         self.most_waiting = most_waiting
         self._k, self._drafter, self._clock = k, drafter, clock
         self._loop = outrider.loop
-        for text in self._loop.texts:
-            text.end()
-        self._free = sorted(range(len(self._loop.texts)), reverse=True)
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []  # in the order of admission
-        self._reading: deque[Job] = deque()  # those whose prompts are not read yet, by turns
-        self._alone: Job | None = None  # whom the policy for one was started for
         self._allowed = outrider.drafters if drafter in (None, AUTO) else [str(drafter)]
         if isinstance(k, int) and drafter is None:
             self._allowed = outrider.drafters[:1]
@@ -99,6 +92,22 @@ class Scheduler:
             return costs if batch == 1 else Costs(outrider.manifest, outrider.build, batch)
 
         self._company = Company(outrider.policy, of_batch, self._allowed, k if isinstance(k, int) else None)
+        self._waiting: deque[Job] = deque()
+        for text in self._loop.texts:
+            text.end()
+        self._forget()
+
+    def reset(self) -> None:
+        """Drop the requests that have a slot, and what their caches hold; those that wait go on waiting."""
+        for text in self._loop.texts:
+            self._loop.clear(text)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._free = sorted(range(len(self._loop.texts)), reverse=True)
+        self._running: list[Job] = []  # in the order of admission
+        self._reading: deque[Job] = deque()  # those whose prompts are not read yet, by turns
+        self._alone: Job | None = None  # whom the policy for one was started for
         self._last = (0, 0)
 
     @property
@@ -119,18 +128,35 @@ class Scheduler:
             UsageError: it cannot be answered, alone or in company.
             QueueFullError: too many are waiting.
         """
+        return self.submit_all([(prompt, params)])[0]
+
+    def submit_all(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Job]:
+        """Queue all of them, or none.
+
+        Raises:
+            UsageError: one cannot be answered, alone or in company, or there will never be room for so many at once.
+            QueueFullError: too many are waiting.
+        """
+        if len(requests) > self.most_waiting + len(self._loop.texts):
+            raise UsageError(
+                f"{len(requests)} answers are asked for at once, more than ever may wait and run",
+                f"ask for at most {self.most_waiting + len(self._loop.texts)}",
+            )
+        answers = [self._answer(*request) for request in requests]
+        if len(self._waiting) + len(answers) > self.most_waiting + len(self._free):
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting, which is as many as may", "try again later")
+        jobs = [Job(answer, self._clock()) for answer in answers]
+        self._waiting += jobs
+        return jobs
+
+    def _answer(self, prompt: list[int], params: SamplingParams) -> Answer:
         if params.seed is not None and params.temperature > 0 and not params.exact:
             raise UsageError(
                 "by the rule of rejection a seed's answer depends on how many tokens are drafted, and in company that depends"
                 " on the others",
                 "leave the rule out, or the seed",
             )
-        answer = self.outrider.answer(prompt, params)
-        if len(self._waiting) >= self.most_waiting + len(self._free):
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting, which is as many as may", "try again later")
-        job = Job(answer, self._clock())
-        self._waiting.append(job)
-        return job
+        return self.outrider.answer(prompt, params)
 
     def cancel(self, job: Job) -> None:
         """Drop a request; its slot is free at once."""
@@ -224,7 +250,7 @@ class Scheduler:
             text = job.text
             assert text is not None
             if isinstance(done, EngineError):
-                self._loop.clear(text)
+                text.proven = False
                 self._release(job)
                 results.append((job, done))
                 continue
@@ -237,7 +263,10 @@ class Scheduler:
 
     def _release(self, job: Job) -> None:
         assert job.text is not None
-        job.text.end()
+        if job.text.proven:
+            job.text.end()
+        else:
+            self._loop.clear(job.text)  # nobody has seen yet whether what it wrote are numbers
         self._free = sorted([*self._free, job.text.slot], reverse=True)
         job.text = None
         self._running.remove(job)

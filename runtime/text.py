@@ -160,7 +160,11 @@ class TextStream:
     def _step(self, token: int) -> str | None:
         """The text that is whole with this token, if any is."""
         self._undecoded.append(token)
-        text: str | None = self._decoder.step(self._tokenizer, token)
+        try:
+            text: str | None = self._decoder.step(self._tokenizer, token)
+        except Exception:  # tokenizers' own, where bytes that were no character turn out to be others than it had shown
+            text = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+            self._decoder = DecodeStream(skip_special_tokens=True)
         if text is not None:
             self._undecoded.clear()
         return text

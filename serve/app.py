@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
 import logging
@@ -32,9 +34,11 @@ from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
 from outrider.serve.worker import NotReadyError, Ticket, TimedOutError, Worker
 
 LOGGER = logging.getLogger("outrider.serve")
+CHAT = "/v1/chat/completions"
 OPEN_PATHS = ("/", "/health")  # that need no key
-PARAMETERS = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # ours, and the API's
+# Our names of what a request asks for, and the API's.
+NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "the": "prompt", "every": "stop_token_ids"}
+CHAT_NAMES = {"max_new_tokens": "max_completion_tokens", "logprobs": "top_logprobs", "the": "messages"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +67,21 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
+        headers |= {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        LOGGER.info("refused", extra={"status": self.status, "reason": self.code or self.param})
         return JSONResponse(self.body(), self.status, headers)
 
 
-def api_error(error: OutriderError) -> ApiError:
+def api_error(error: OutriderError, chat: bool = False) -> ApiError:
     """What one of ours is over HTTP."""
     if isinstance(error, UsageError):
+        fields = ChatRequest.model_fields if chat else CompletionRequest.model_fields
+        names = NAMES | (CHAT_NAMES if chat else {})
         name = str(error).split(" ", 1)[0]
-        known = NAMES.get(name, name)
-        message = f"{error}; {error.mend}".replace(name, known) if known != name else f"{error}; {error.mend}"
-        return ApiError(400, message, known if known in PARAMETERS else None)
+        param, message = names.get(name, name), f"{error}; {error.mend}"
+        for ours, theirs in names.items():
+            message = message.replace(ours, theirs) if "_" in ours else message
+        return ApiError(400, message, param if param in fields else None)
     for kind, status, code in (
         (QueueFullError, 429, "queue_full"),
         (NotReadyError, 503, "not_ready"),
@@ -103,27 +112,17 @@ class Guard:
         if refused is not None:
             await refused.response()(scope, receive, send)
             return
-        seen, begun = 0, False
+        seen = 0
 
         async def counted() -> Message:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._settings.most_bytes:
-                raise self._too_large()
+            if seen > self._settings.most_bytes:  # as FastAPI lets pass from where it reads a body
+                raise HTTPException(413, str(self._too_large()))
             return message
 
-        async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, counted, noted)
-        except ApiError as error:
-            if begun:
-                raise
-            await error.response()(scope, receive, send)
+        await self._app(scope, counted, send)
 
     def _known(self, header: bytes) -> bool:
         scheme, _, given = header.partition(b" ")
@@ -159,19 +158,17 @@ class Answers:
         most = settings.most_prompt or self._worker.scheduler.outrider.build.capacity
         for prompt in prompts:
             if len(prompt) > most:
-                raise ApiError(
-                    400, f"the prompt has {len(prompt):,} tokens; this server takes {most:,}", code="context_length_exceeded"
-                )
+                message = f"the prompt has {len(prompt):,} tokens; this server takes {most:,}"
+                param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+                raise ApiError(400, message, param, "context_length_exceeded")
         self.prompts = prompts
-        try:
-            for prompt in prompts:
-                usual = params(prompt)
-                for seed in asked.seeds(asked.n):
-                    one = usual if asked.n == 1 else replace(usual, seed=seed)
-                    self.tickets.append(await self._worker.submit(prompt, one, self._deliver(len(self.tickets))))
-        except BaseException:
-            self.cancel()
-            raise
+        requests = [
+            (prompt, usual if asked.n == 1 else replace(usual, seed=seed), self._deliver(at * asked.n + choice))
+            for at, prompt in enumerate(prompts)
+            for usual in [params(prompt)]
+            for choice, seed in enumerate(asked.seeds(asked.n))
+        ]
+        self.tickets = await self._worker.submit(requests)
 
     def _deliver(self, place: int) -> Callable[[Event | OutriderError], None]:
         return lambda result: self._queue.put_nowait((place, result))
@@ -194,7 +191,7 @@ class Answers:
                 place, result = await self._queue.get()
                 if isinstance(result, OutriderError):
                     self._ended[place] = "error"
-                    raise api_error(result)
+                    raise api_error(result, isinstance(self._asked, ChatRequest))
                 if self._first is None:
                     self._first = time.perf_counter()
                 if result.finish_reason is not None:
@@ -274,12 +271,14 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
         return error.response()
 
     @app.exception_handler(OutriderError)
-    async def _(_: Request, error: OutriderError) -> Response:
-        return api_error(error).response()
+    async def _(request: Request, error: OutriderError) -> Response:
+        return api_error(error, request.url.path == CHAT).response()
 
     @app.exception_handler(HTTPException)
     async def _(_: Request, error: HTTPException) -> Response:
-        return ApiError(error.status_code, str(error.detail)).response()
+        answer = ApiError(error.status_code, str(error.detail)).response()
+        answer.headers.update(error.headers or {})
+        return answer
 
     @app.exception_handler(RequestValidationError)
     async def _(_: Request, error: RequestValidationError) -> Response:
@@ -349,7 +348,7 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
         choices = [choice(place, events) for place, events in enumerate(found)]
         return JSONResponse(chunk(answers, kind, choices=choices, **answers.totals()))
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post(CHAT, response_model=None)
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         loaded = worker.scheduler.outrider
         check_model(asked)
@@ -409,13 +408,29 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     page = files("outrider.serve").joinpath("page.html").read_text(encoding="utf-8")
+    script, style = (page.split(f"<{tag}>")[1].split(f"</{tag}>")[0] for tag in ("script", "style"))
+    allowed = [
+        "default-src 'none'",
+        f"script-src {_digest(script)}",
+        f"style-src {_digest(style)}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+    headers = {"Content-Security-Policy": "; ".join(allowed), "X-Content-Type-Options": "nosniff"}
 
     @app.get("/", response_model=None, include_in_schema=False)
     async def chat_page() -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+        return HTMLResponse(page, headers=headers)
 
     return app
+
+
+def _digest(text: str) -> str:
+    """What a content security policy knows a piece of the page by."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _sse(body: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -44,16 +44,16 @@ class Common(Strict):
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] = []
+    stop: str | Annotated[list[str], Field(max_length=16)] = []
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[Annotated[int, Field(strict=False)], float] = {}
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] = Field(default={}, max_length=1024)
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field(default=[], max_length=256)
     return_origin: bool = False
     # What changes no answer, and may be said.
     user: str | None = None
@@ -61,6 +61,12 @@ class Common(Strict):
     metadata: dict[str, str] = {}
     store: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
+
+    @model_validator(mode="after")
+    def _stream_options_of_streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
 
     def params(self, most: int, logprobs: int | None) -> SamplingParams:
         """Raises `UsageError` where a value is out of range."""

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from outrider.engines.errors import EngineError, OutriderError
 from outrider.runtime.generation import Event
@@ -16,11 +16,16 @@ from outrider.runtime.scheduler import Job, Scheduler
 from outrider.serve.metrics import Metrics
 
 WARM_TOKENS = 4
+LOST = 3  # steps in a row that failed altogether, after which the engines are taken for broken
 LOGGER = logging.getLogger("outrider.serve")
+
+Deliver = Callable[[Event | OutriderError], None]
+Request = tuple[list[int], SamplingParams, Deliver]
+"""Token ids, parameters, and who is told what comes of it."""
 
 
 class NotReadyError(OutriderError):
-    """The bundle is being loaded, or could not be."""
+    """The bundle is being loaded, or could not be; or the server is ending."""
 
 
 class TimedOutError(OutriderError):
@@ -30,32 +35,16 @@ class TimedOutError(OutriderError):
 class Ticket:
     """A request as the event loop knows it; `job` is the thread's."""
 
-    def __init__(self, deliver: Callable[[Event | OutriderError], None]):
+    def __init__(self, deliver: Deliver):
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
-        self.accepted: asyncio.Future[None] = self._loop.create_future()
         self.job: Job | None = None
         self.cancelled = False
         self.first: float | None = None  # when its first token came, by the scheduler's clock
 
     def deliver(self, result: Event | OutriderError) -> None:
         """From the thread."""
-        self._call(lambda: self._deliver(result))
-
-    def decide(self, error: OutriderError | None) -> None:
-        """From the thread: whether the request is queued."""
-
-        def settle() -> None:
-            if not self.accepted.done():
-                self.accepted.set_exception(error) if error is not None else self.accepted.set_result(None)
-
-        self._call(settle)
-
-    def _call(self, callback: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the server has ended; no one is listening
-            LOGGER.debug("a result came after the server had ended")
+        _call(self._loop, lambda: self._deliver(result))
 
 
 class Worker:
@@ -69,7 +58,8 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # of the thread, by the job's id
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
-        self._stopped = False
+        self._ending = False
+        self._lost = 0
         self._scheduler: Scheduler | None = None
         self.failure: OutriderError | None = None  # why there is none
 
@@ -78,37 +68,66 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and with it whatever still runs."""
-        self._stopped = True
+        """Fail whatever still runs, and end the thread; one that is still loading is left to the end of the process."""
+        self.end()
+        if self._scheduler is not None:
+            self._thread.join(timeout=30)
+
+    def end(self) -> None:
+        """Fail whatever still runs with what tells its client to try again; nothing more is taken."""
+        self._ending = True
         self._inbox.put(lambda: None)
-        self._thread.join(timeout=30)
 
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler.
 
         Raises:
-            NotReadyError: the bundle is not loaded and warm yet.
+            NotReadyError: the bundle is not loaded and warm yet, or its engines are broken.
         """
+        if self.failure is not None:
+            raise NotReadyError(f"the bundle cannot be run: {self.failure}", self.failure.mend)
         if self._scheduler is None:
-            reason = "the bundle is being loaded" if self.failure is None else f"the bundle could not be loaded: {self.failure}"
-            raise NotReadyError(reason, "try again later" if self.failure is None else self.failure.mend)
+            raise NotReadyError("the bundle is being loaded", "try again later")
         return self._scheduler
 
-    async def submit(
-        self, prompt: list[int], params: SamplingParams, deliver: Callable[[Event | OutriderError], None]
-    ) -> Ticket:
-        """Queue a request; what comes of it is given to `deliver`, in the event loop, up to the event with a finish reason
-        or an error.
+    async def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Queue requests, all or none; what comes of each is given to its `deliver`, in the event loop, up to the event with
+        a finish reason or an error.
 
         Raises:
-            UsageError, QueueFullError, NotReadyError: it is not queued.
+            UsageError, QueueFullError, NotReadyError: they are not queued.
         """
         assert self.scheduler is not None
-        ticket = Ticket(deliver)
-        self._inbox.put(lambda: self._submit(ticket, prompt, params))
-        await ticket.accepted
-        return ticket
+        if self._ending:
+            raise NotReadyError("the server is ending", "try again")
+        loop = asyncio.get_running_loop()
+        accepted: asyncio.Future[None] = loop.create_future()
+        tickets = [Ticket(deliver) for *_, deliver in requests]
+
+        def settle(error: OutriderError | None) -> None:
+            if not accepted.done():
+                accepted.set_exception(error) if error is not None else accepted.set_result(None)
+
+        def submit() -> None:
+            error: OutriderError | None = None
+            try:
+                self._submit(tickets, requests)
+            except OutriderError as refused:
+                error = refused
+            except Exception as defect:  # it is this request's end, and not the thread's
+                LOGGER.exception("a request could not be queued")
+                error = _defect(defect)
+            _call(loop, lambda: settle(error))
+
+        self._inbox.put(submit)
+        try:
+            await accepted
+        except asyncio.CancelledError:  # the client went away meanwhile
+            for ticket in tickets:
+                self.cancel(ticket)
+            raise
+        return tickets
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop a request; its slot is free before the next round."""
@@ -125,26 +144,56 @@ class Worker:
             self.failure = error
             LOGGER.error("the bundle could not be loaded", extra={"error": str(error), "mend": error.mend})
             return
-        except Exception as error:  # a defect; said in /health, and not in silence
-            self.failure = EngineError(f"{type(error).__name__}: {error}", "report it, please")
+        except Exception as error:  # a defect; said by /health, and not in silence
+            self.failure = _defect(error)
             LOGGER.exception("the bundle could not be loaded")
             return
         self._scheduler = scheduler
         LOGGER.info("ready")
-        while not self._stopped:
-            self._take_in(wait=not scheduler.busy)
-            if not scheduler.busy:
-                continue
+        while True:
             try:
-                results = scheduler.step()
-            except Exception as error:  # a defect must not end the server: who is here is told, and the next begin anew
+                self._take_in(wait=not scheduler.busy and not self._ending)
+                if self._ending:
+                    self._fail_all(NotReadyError("the server is ending", "try again"))
+                    self._scheduler, self.failure = None, NotReadyError("the server is ending", "try again")
+                    self._take_in(wait=False)  # who came meanwhile is refused
+                    return
+                if scheduler.busy:
+                    self._step(scheduler)
+                self._metrics.stepped(scheduler.load)
+            except Exception as error:  # a defect must not end the server: who has a slot is told, and the next begin anew
                 LOGGER.exception("a step failed")
-                self._fail_all(EngineError(f"{type(error).__name__}: {error}", "report it, please"))
-                continue
-            self._metrics.stepped(scheduler.load)
-            for job, result in results:
-                self._answer(job, result)
-            self._time_out(scheduler)
+                self._recover(scheduler, _defect(error))
+
+    def _step(self, scheduler: Scheduler) -> None:
+        results = scheduler.step()
+        for job, result in results:
+            self._answer(job, result)
+        self._time_out(scheduler)
+        if any(not isinstance(result, OutriderError) for _, result in results):
+            self._lost = 0
+        elif results:
+            self._lose(results[-1][1])
+
+    def _recover(self, scheduler: Scheduler, error: OutriderError) -> None:
+        running = [ticket for ticket in self._tickets.values() if ticket.job is not None and ticket.job.text is not None]
+        try:
+            scheduler.reset()
+        except Exception as again:
+            error, self._lost = _defect(again), LOST
+        for ticket in running:
+            if ticket.job is not None:
+                self._answer(ticket.job, error)
+        self._metrics.stepped(scheduler.load)
+        self._lose(error)
+
+    def _lose(self, error: Event | OutriderError) -> None:
+        """Another step of which nothing came."""
+        self._lost += 1
+        if self._lost > LOST and isinstance(error, OutriderError):
+            self.failure = error  # /health says so from now on, for who restarts servers
+            LOGGER.error("the engines are taken for broken", extra={"error": str(error)})
+            self._fail_all(error)
 
     def _take_in(self, wait: bool) -> None:
         try:
@@ -154,23 +203,19 @@ class Worker:
         except queue.Empty:
             pass
 
-    def _submit(self, ticket: Ticket, prompt: list[int], params: SamplingParams) -> None:
-        if ticket.cancelled:
+    def _submit(self, tickets: list[Ticket], requests: Sequence[Request]) -> None:
+        if any(ticket.cancelled for ticket in tickets):
             return
-        try:
-            ticket.job = self.scheduler.submit(prompt, params)
-        except OutriderError as error:
-            ticket.decide(error)
-            return
-        self._tickets[id(ticket.job)] = ticket
-        ticket.decide(None)
+        jobs = self.scheduler.submit_all([(prompt, params) for prompt, params, _ in requests])
+        for ticket, job in zip(tickets, jobs, strict=True):
+            ticket.job = job
+            self._tickets[id(job)] = ticket
 
     def _cancel(self, ticket: Ticket) -> None:
         job = ticket.job
-        if job is not None and self._tickets.pop(id(job), None) is not None:
-            self.scheduler.cancel(job)
+        if job is not None and self._tickets.pop(id(job), None) is not None and self._scheduler is not None:
+            self._scheduler.cancel(job)
             self._metrics.ended(job, "cancelled", time.perf_counter())
-            self._metrics.stepped(self.scheduler.load)
 
     def _answer(self, job: Job, result: Event | OutriderError) -> None:
         ticket, now = self._tickets.get(id(job)), time.perf_counter()
@@ -198,8 +243,20 @@ class Worker:
     def _fail_all(self, error: OutriderError) -> None:
         for ticket in list(self._tickets.values()):
             assert ticket.job is not None
-            self.scheduler.cancel(ticket.job)
+            if self._scheduler is not None:
+                self._scheduler.cancel(ticket.job)
             self._answer(ticket.job, error)
+
+
+def _defect(error: Exception) -> EngineError:
+    return EngineError(f"{type(error).__name__}: {error}", "report it, please")
+
+
+def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:  # the server has ended; no one is listening
+        LOGGER.debug("a result came after the server had ended")
 
 
 def _warm(scheduler: Scheduler) -> None:

@@ -19,8 +19,9 @@ from outrider.engines.errors import EngineError
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import engine_file
 from outrider.export.pair import export_pair
-from outrider.runtime.generation import Outrider
+from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.scheduler import Scheduler
 from outrider.tests.support import PAIR, broken_export, build, reseal
 
 K = (1, 2, 4, 8)
@@ -90,6 +91,25 @@ def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings:
             recorded = dict(rounds._recorded)
     assert recorded == rounds._recorded
     assert {shape.rows for shape in recorded} == {k + 1 for k in (0, *K)}
+
+
+@pytest.mark.gpu("requests that share rounds get what they get alone, each in its own slot")
+def test_company_changes_nothing(exports: dict[str, Path], backend: dict[str, Any], tmp_path: Path) -> None:
+    """In fp32 and briefly, so that no near-tie falls the other way."""
+    bundle = build(exports["fp32"], tmp_path / "bundle", capacity=256, k=list(K), batch=4, **backend)
+    params = [SamplingParams(max_new_tokens=20, temperature=each, seed=7) for each in (0.0, 0.8)]
+    with Outrider.load(bundle) as alone:
+        want = [[t for event in alone.generate(PROMPT, each, k=0) for t in event.token_ids] for each in params]
+    with Outrider.load(bundle, slots=None) as batched:
+        for k in (0, 4, "auto"):
+            scheduler = Scheduler(batched, k=k)
+            jobs = [scheduler.submit(batched.text.encode(PROMPT, chat=False), params[at % 2]) for at in range(7)]
+            got: dict[int, list[int]] = {id(job): [] for job in jobs}
+            while scheduler.busy:
+                for job, event in scheduler.step():
+                    assert isinstance(event, Event)
+                    got[id(job)] += event.token_ids
+            assert [got[id(job)] for job in jobs] == [want[at % 2] for at in range(7)]
 
 
 @pytest.mark.gpu("a seed's answer is the same each time")

@@ -132,8 +132,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
 
 
-def audited(outrider: Outrider) -> Audit:
-    return audit(outrider, draws=100)
+def audited(outrider: Outrider, draws: int = 100) -> Audit:
+    return audit(outrider, draws=draws)
 
 
 @pytest.mark.usefixtures("few")
@@ -178,7 +178,7 @@ def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeyp
         return found
 
     monkeypatch.setattr(Rounds, "run", wrong)
-    found = audited(shipped)
+    found = audited(shipped, draws=10)
     assert not found.greedy.passed
     assert not found.greedy.near_ties
     assert found.greedy.differences[0].speculative == 77
@@ -212,7 +212,7 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     monkeypatch.setattr(session, "bind", other_kernel)
     monkeypatch.setattr(session, "_passes", {})
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
-    greedy = audited(shipped).greedy
+    greedy = audited(shipped, draws=10).greedy
     assert greedy.differences == []
     assert {tie.place for tie in greedy.near_ties} <= {10}
     assert greedy.near_ties or width < 5  # a round may have had that token in another row
@@ -228,16 +228,16 @@ def test_a_counter_that_does_not_balance_fails(shipped: Outrider, monkeypatch: p
         count(self, drafted, accepted, 0, own, ngram)
 
     monkeypatch.setattr(Stats, "count", forgetful)
-    found = audited(shipped)
+    found = audited(shipped, draws=10)
     assert not found.counters.passed
     assert found.greedy.passed
 
 
 @pytest.mark.usefixtures("few")
 def test_the_audit_is_the_same_each_time_and_leaves_the_bundle_as_it_was(shipped: Outrider) -> None:
-    first = audited(shipped).as_dict()
+    first = audited(shipped, draws=40).as_dict()
     assert type(shipped.loop.rounds) is Rounds
-    assert audited(shipped).as_dict() == first
+    assert audited(shipped, draws=40).as_dict() == first
 
 
 @pytest.mark.usefixtures("few")

@@ -17,7 +17,7 @@ from outrider.engines.folder import read_manifest
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import Choice, Company, Member
+from outrider.runtime.policy import STALE, Choice, Company, Member
 from outrider.runtime.rounds import Rounds
 from outrider.runtime.scheduler import Job, QueueFullError, Scheduler
 from outrider.tests.deferred import deferred
@@ -240,14 +240,55 @@ def test_texts_move_together_when_slots_become_free(batched: Outrider, alone: di
         assert got[id(jobs[at])] == alone[at, 0]
 
 
+def test_up_to_the_last_slot_of_the_cache(batched: Outrider, bundle: Path) -> None:
+    """Long prompts beside short ones and one of a single token: no one writes past the end, and no one's cache is touched."""
+    single = Outrider.load(bundle)
+    ids = batched.text.encode(PROMPTS[3], chat=False)
+    prompts = [(ids * 4)[:length] for length in (CAPACITY, CAPACITY - 1, CAPACITY - 6, 12, 1)]
+    params = [SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=0.9, seed=3)]
+    want = [[t for e in single.generate(prompt, each, k=0) for t in e.token_ids] for prompt in prompts for each in params]
+    for k in (4, "auto"):
+        scheduler = Scheduler(batched, k=k)
+        jobs = [scheduler.submit(prompt, each) for prompt in prompts for each in params]
+        events: dict[int, list[Event]] = {id(job): [] for job in jobs}
+        while scheduler.busy:
+            for job, event in scheduler.step():
+                assert isinstance(event, Event)
+                events[id(job)].append(event)
+        assert [[t for e in events[id(job)] for t in e.token_ids] for job in jobs] == want
+        ends = [events[id(job)][-1].finish_reason for job in jobs]
+        assert ends == ["capacity"] * 6 + ["length"] * 4
+
+
+def test_the_rule_of_rejection_in_company(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What requests without a seed get is checked decision by decision against the reference, beside others with one."""
+    monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
+    watched = WatchedRounds(batched.loop.rounds)
+    monkeypatch.setattr(batched.loop, "rounds", watched)
+    scheduler = Scheduler(batched, k=4)
+    for at in range(8):
+        seed = at if at % 2 else None
+        params = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.95 if at % 3 else 1.0, seed=seed)
+        scheduler.submit(batched.text.encode(PROMPTS[at % 5], chat=False), params)
+    while scheduler.busy:
+        scheduler.step()
+    assert watched.checked > 300
+    assert watched.disagreed <= 1  # where fp32 and float64 draw neighbouring tokens
+
+
 def test_who_waits_is_bounded_and_served_in_order(batched: Outrider) -> None:
     scheduler = Scheduler(batched, most_waiting=2)
     prompt = batched.text.encode("Once", chat=False)
     jobs = [scheduler.submit(prompt, SamplingParams(max_new_tokens=3)) for _ in range(SLOTS + 2)]
     with pytest.raises(QueueFullError, match="6 requests are waiting"):
         scheduler.submit(prompt, SamplingParams())
+    with pytest.raises(UsageError, match="more than ever may wait and run"):
+        scheduler.submit_all([(prompt, SamplingParams())] * (SLOTS + 3))
     scheduler.step()
     assert (scheduler.load.running, scheduler.load.waiting) == (SLOTS, 2)
+    with pytest.raises(QueueFullError):
+        scheduler.submit_all([(prompt, SamplingParams())] * 2)  # all or none
+    assert scheduler.load.waiting == 2
     scheduler.cancel(jobs[0])
     assert (scheduler.load.running, scheduler.load.waiting) == (SLOTS - 1, 2)
     ended = []
@@ -301,6 +342,21 @@ def test_one_whose_logits_are_no_numbers_fails_and_the_others_go_on(tmp_path: Pa
         assert job is bad
         assert isinstance(error, EngineError)
         assert "not finite" in str(error)
+
+
+def test_what_it_learned_of_the_times_of_company_is_forgotten(batched: Outrider) -> None:
+    """A round's first time has the making of its buffers in it, and what was slow once may not be for ever."""
+    company = Scheduler(batched)._company
+    members = [Member(20, 0, 0, 50, batched.policy.acceptance(), True) for _ in range(3)]
+    plain, drafting = Choice("none", 0), Choice("model", 2)
+    usual = company._time(drafting, members)
+    company.observe(drafting, members, 100 * usual)
+    assert company._time(drafting, members) == usual
+    company.observe(drafting, members, 2 * usual)
+    assert company._time(drafting, members) == pytest.approx(2 * usual)
+    for _ in range(STALE + 1):
+        company.observe(plain, members, company._predicted(plain, members))
+    assert company._time(drafting, members) == pytest.approx(usual)
 
 
 def test_a_round_that_fails_is_run_again_for_each_alone(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from outrider.engines.errors import UsageError
 from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
@@ -146,3 +147,17 @@ def templated(bundle: Path, loaded: Outrider, template: str, folder: Path, made:
     generation = Generation(eos_token_ids=[0], special_tokens={"bos_token": "<s>", "messages": "no"})
     files = {**loaded.manifest.files, CHAT_TEMPLATE: loaded.manifest.files[TOKENIZER]}
     return Text(folder, msgspec.structs.replace(loaded.manifest, generation=generation, files=files))
+
+
+def test_bytes_that_were_no_character_do_not_stop_a_text() -> None:
+    """Tokenizers with a token for each byte: their decoder takes back what it has shown, which tokenizers' stream refuses."""
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "b": 257, "\u2581c": 258}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    newline, lead = vocabulary["<0x0A>"], vocabulary["<0xE2>"]
+    for prompt in ([258], [newline, lead, 257]):
+        said = "".join(pushed(TextStream(made, prompt, ()), [newline, lead, 257, 258, lead, lead, newline, 257, 257]))
+        assert said.count("b") == 3
+        assert "c" in said

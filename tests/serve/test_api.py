@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +23,7 @@ from outrider.engines.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.serve.server import Server, chat_bundle, serving
-from outrider.tests.support import COMMAND, run
+from outrider.tests.support import COMMAND, ROOT, run
 
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
 
@@ -174,11 +176,15 @@ def test_several_prompts_and_token_ids(client: openai.OpenAI, alone: Outrider) -
         ({"prompt": "x", "seed": 2**64}, "seed"),
         ({"prompt": "x", "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
-        ({"prompt": [999999]}, None),
-        ({"prompt": ""}, None),
-        ({"prompt": []}, None),
-        ({"prompt": [[]]}, None),
-        ({"prompt": "\ud800"}, None),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, None),
+        ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "x", "stop_token_ids": [1] * 257}, "stop_token_ids"),
+        ({"prompt": "x", "logit_bias": {str(at): 1 for at in range(1025)}}, "logit_bias"),
+        ({"prompt": [999999]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
         ({}, "prompt"),
     ],
     ids=lambda each: json.dumps(each)[:40],
@@ -243,6 +249,14 @@ def test_many_clients_get_what_each_would_get_alone(client: openai.OpenAI, alone
     assert found["outrider_time_to_first_token_seconds_count"] >= 12
 
 
+def test_the_dashboard_and_the_documents_name_metrics_that_are_there(server: Server) -> None:
+    there = {re.sub(r"{.*", "", name) for name in counters(server)}
+    shown = set(re.findall(r"outrider_\w+", (ROOT / "deploy" / "grafana.json").read_text()))
+    assert shown <= there
+    said = set(re.findall(r"outrider_\w+", (ROOT / "docs" / "serve.md").read_text()))
+    assert said <= there | {name.removesuffix("_bucket") for name in there}
+
+
 def test_a_client_that_goes_away_ends_its_answer(server: Server) -> None:
     """In the middle of a stream, and while it waits for the whole of an answer."""
     for stream in ("true", "false"):
@@ -291,6 +305,9 @@ def test_limits(bundle: Path) -> None:
     with serving(bundle, *options) as server:
         status, said = post(server, "/v1/completions", json.dumps({"prompt": "x" * 3000}).encode())
         assert (status, said["error"]["code"]) == (413, "body_too_large")
+        chunked = iter([b'{"prompt": "', b"x" * 3000, b'"}'])  # whose length is not said before
+        status, said = post(server, "/v1/completions", chunked)  # type: ignore[arg-type]
+        assert status == 413, said
         status, said = post(server, "/v1/completions", json.dumps({"prompt": "one two three " * 20}).encode())
         assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
         long = json.dumps({"model": "mine", "prompt": "Once", "max_tokens": 480, "min_tokens": 480, "n": 2}).encode()
@@ -298,6 +315,17 @@ def test_limits(bundle: Path) -> None:
             found = list(pool.map(lambda _: post(server, "/v1/completions", long), range(8)))
         assert {status for status, _ in found} <= {200, 429, 504}
         assert 429 in {status for status, _ in found}
+        assert 504 in {status for status, _ in found}
+        for _ in range(50):  # also after the last one was cut off
+            if counters(server)["outrider_num_requests_running"] == 0:
+                break
+            time.sleep(0.1)
+        after = counters(server)
+        assert after["outrider_num_requests_running"] == after["outrider_num_requests_waiting"] == 0
+        assert after["outrider_kv_cache_usage"] == 0
+        status, said = post(server, "/v1/completions", b'{"prompt": "x", "n": 7}')
+        assert status == 400
+        assert "more than ever may wait and run" in said["error"]["message"]
 
 
 def test_it_is_ready_only_when_it_is(bundle: Path, tmp_path: Path) -> None:
@@ -350,9 +378,30 @@ def test_sigterm_lets_answers_end(bundle: Path, alone: Outrider) -> None:
     server.stop()
 
 
-def test_wrong_use_is_one_line_and_exit_code_2() -> None:
-    for options in (["--port", "99999"], ["--k", "many"], ["--timeout", "0"]):
-        done = subprocess.run([*COMMAND, "serve", "nowhere", *options], capture_output=True, text=True)
-        assert done.returncode == 2
+def test_sigterm_tells_who_takes_too_long_to_try_again(bundle: Path) -> None:
+    server = Server(bundle, "--drain", "0")
+    server.ready()
+    body = {"prompt": PROMPT, "max_tokens": 480, "min_tokens": 480}
+    bodies = [json.dumps(body | {"stream": stream}).encode() for stream in (False, True)]
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(post, server, "/v1/completions", bodies[0])
+        request = urllib.request.Request(f"{server.url}/v1/completions", bodies[1], {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            assert stream.readline()
+            server.process.send_signal(signal.SIGTERM)
+            rest = stream.read().decode()
+        status, said = whole.result()
+    assert (status, said["error"]["code"]) == (503, "not_ready")
+    assert json.loads(rest.strip().rsplit("data: ", 1)[1])["error"]["code"] == "not_ready"
+    server.stop()
+
+
+def test_wrong_use_is_one_line_and_exit_code_2(bundle: Path) -> None:
+    for options in (["--port", "99999"], ["--k", "many"], ["--timeout", "0"], ["--api-key-file", "/dev/null"]):
+        done = subprocess.run([*COMMAND, "serve", str(bundle), *options], capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("error: ")
         assert "Traceback" not in done.stderr
+    done = run("serve", bundle, env={**os.environ, "OUTRIDER_API_KEYS": " ,"})
+    assert done.returncode == 2
+    assert "has no key in it" in done.stderr
