@@ -539,8 +539,8 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> d
     }
     ids = next(each for each in model.graph.inputs if each.name == INPUT_IDS)
     for node in model.graph:  # the batch is read off the tokens: a slot's cache has one sequence, whatever the pass has
-        sizes = [node.attributes.get_int(name, 0) for name in ("start", "end")]
-        if node.op_type == "Shape" and sizes == [0, 1] and node.inputs[0] in model.graph.inputs:
+        sizes, of = [node.attributes.get_int(name, 0) for name in ("start", "end")], node.inputs[0] if node.inputs else None
+        if node.op_type == "Shape" and sizes == [0, 1] and of is not None and (of.name or "").startswith("past_"):
             node.replace_input_with(0, ids)
     spared = RewriteRuleSet([SpareRow.rule()]).apply_to_model(model) > 0  # type: ignore[no-untyped-call]
     rules: list[Any] = [

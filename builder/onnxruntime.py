@@ -14,6 +14,7 @@ from outrider.engines.manifest import Build, Manifest, model_file
 from outrider.engines.progress import Progress
 from outrider.engines.session import Engines
 
+MOST_FUSED = 64  # sequences of a batch; each has attention nodes of its own in every layer
 # Of the largest logit: another order of the same sums, which rounded activations make more of.
 FUSED_TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}
 
@@ -38,7 +39,7 @@ def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, prog
     Returns:
         for each model that was rewritten, how often each rewrite was made.
     """
-    if build.device != "cpu":
+    if build.device != "cpu" or build.batch > MOST_FUSED:
         return {}  # on CUDA the exported attention has fused kernels
     if any(model.precision == "bf16" for model in manifest.models.values()):
         return {}  # for which there are no kernels, as whoever opens them is told

@@ -152,7 +152,7 @@ def audited(outrider: Outrider, draws: int = 100) -> Audit:
 def test_a_wrong_graph_fails_also_where_plain_decoding_is_as_wrong(
     shipped_bundle: Path, tmp_path: Path, sampler: str, damage: Callable[[onnx.GraphProto], None]
 ) -> None:
-    found = audited(Outrider.load(damaged(shipped_bundle, tmp_path, sampler, damage)))
+    found = audited(Outrider.load(damaged(shipped_bundle, tmp_path, sampler, damage)), draws=60)
     assert not found.arithmetic.passed
     assert found.arithmetic.disagreed > 10
 
@@ -186,7 +186,7 @@ def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeyp
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("width", [1, 3, 5])
 def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     shipped: Outrider, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
