@@ -81,7 +81,7 @@ class Scheduler:
         outrider.check_drafting(k, drafter)
         self.outrider = outrider
         self.most_waiting = most_waiting
-        self._k, self._drafter, self._clock = k, drafter, clock
+        self._k, self._clock = k, clock
         self._loop = outrider.loop
         self._allowed = outrider.drafters if drafter in (None, AUTO) else [str(drafter)]
         if isinstance(k, int) and drafter is None:
