@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_byte
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +147,22 @@ class Arena:
             self.device[name] = Buffer(whole.address + offsets[name], shape, dtype, whole.place, whole.memory)
         self.upload = device.upload(host, whole)
         self.download = device.download(whole, host)
+
+
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+
+def kept(made: dict[Key, Made], key: Key, most: int, make: Callable[[], Made]) -> Made:
+    """What was made for a key, or is made now; of all that was made, the `most` that were used last are kept."""
+    if key in made:
+        made[key] = made.pop(key)
+    else:
+        new = make()
+        while len(made) >= most:
+            del made[next(iter(made))]
+        made[key] = new
+    return made[key]
 
 
 def nothing() -> None:

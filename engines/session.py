@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors
-from outrider.engines.device import DTYPES, Arena, Buffer, Device, Engine, Launch
+from outrider.engines.device import DTYPES, Arena, Buffer, Device, Engine, Launch, kept
 from outrider.engines.errors import EngineError
 from outrider.engines.manifest import Build, Manifest, Model
 
@@ -155,23 +155,21 @@ class Session:
                 "open it for a larger batch",
             )
         window = self.window(rows, int(positions.min()), int(positions.max()))
-        kept = rows if logits or not self.engine.skips_logits else 0
-        key = batch, rows, window, kept, first
-        if key in self._passes:
-            self._passes[key] = self._passes.pop(key)  # the latest used is the last to go
-        else:
-            while len(self._passes) >= MOST_BOUND:
-                del self._passes[next(iter(self._passes))]
+        answered = rows if logits or not self.engine.skips_logits else 0
+
+        def bound() -> Launch:
             ids = self._arena.device[INPUT_IDS].part(0, batch, rows)
-            whole = self._logits if kept else self.device.zeros((1,), "float32", "no logits")
-            buffer = whole.part(0, batch, kept, self.vocab_rows)
-            self._passes[key] = self.bind(ids, self._arena.device[POSITIONS].part(0, batch), buffer, window, first)
+            whole = self._logits if answered else self.device.zeros((1,), "float32", "no logits")
+            buffer = whole.part(0, batch, answered, self.vocab_rows)
+            return self.bind(ids, self._arena.device[POSITIONS].part(0, batch), buffer, window, first)
+
+        launch = kept(self._passes, (batch, rows, window, answered, first), MOST_BOUND, bound)
         self.device.synchronize()  # or the arrays might still be on their way to the pass before
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
         self._arena.host[POSITIONS][:batch] = positions
         started = time.perf_counter()
         self._arena.upload()
-        self._passes[key]()
+        launch()
         self.seconds += time.perf_counter() - started
 
     def run(self, input_ids: Int64s, positions: Int64s, first: int = 0) -> Floats:

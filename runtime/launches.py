@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.engines.contract import CANDIDATES, EDITS, FINE, SETTINGS
-from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer
+from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer, kept
 from outrider.engines.session import Floats, Session
 from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs, Request
 
 VERIFIER = -1
 MOST_KEPT = 512  # launches, and plans of them; each holds bindings of an engine
-Key = TypeVar("Key")
-Made = TypeVar("Made")
 Array = npt.NDArray[Any]
 
 # Of a slot that takes no part: greedy, and an edit that changes nothing.
@@ -237,11 +235,11 @@ class Launches:
                 steps.append(Step(self._logprobs_run(shape, shape.top)))
             return steps
 
-        return _kept_in(self._plans, shape, make)
+        return kept(self._plans, shape, MOST_KEPT, make)
 
     def _kept(self, name: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
         """The launch of that name, made when it is first asked for."""
-        return _kept_in(self._launches, name, make)
+        return kept(self._launches, name, MOST_KEPT, make)
 
     def _draft_step(self, row: int, shape: Shape) -> Launch:
         lead = shape.lead if row == 0 else 1
@@ -460,18 +458,6 @@ class Launches:
         self.device.write(self.out.device["tokens"].part(lane * shape.rows, 1, shape.rows), padded)
         self.device.write(self.out.device["accepted"].part(lane, 1), np.array(len(tokens) - 1))
         self.device.write(self.out.device["status"].part(lane, 1), np.array(FINE))
-
-
-def _kept_in(kept: dict[Key, Made], key: Key, make: Callable[[], Made]) -> Made:
-    """What was made for that key, the latest used of which are kept."""
-    if key in kept:
-        kept[key] = kept.pop(key)
-    else:
-        made = make()
-        while len(kept) >= MOST_KEPT:
-            del kept[next(iter(kept))]
-        kept[key] = made
-    return kept[key]
 
 
 def _sequence(launches: list[Launch]) -> Launch:

@@ -163,10 +163,10 @@ class Answers:
                 raise ApiError(400, message, param, "context_length_exceeded")
         self.prompts = prompts
         requests = [
-            (prompt, usual if asked.n == 1 else replace(usual, seed=seed), self._deliver(at * asked.n + choice))
+            (prompt, replace(usual, seed=seed), self._deliver(at * asked.n + choice))
             for at, prompt in enumerate(prompts)
             for usual in [params(prompt)]
-            for choice, seed in enumerate(asked.seeds(asked.n))
+            for choice, seed in enumerate(asked.seeds())
         ]
         self.tickets = await self._worker.submit(requests)
 

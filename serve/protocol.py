@@ -87,9 +87,9 @@ class Common(Strict):
             logprobs=logprobs,
         )
 
-    def seeds(self, choices: int) -> list[int | None]:
+    def seeds(self) -> list[int | None]:
         """Of each choice: the first has the request's own."""
-        return [None if self.seed is None else (self.seed + at * CHOICE_SEEDS) % 2**64 for at in range(choices)]
+        return [None if self.seed is None else (self.seed + at * CHOICE_SEEDS) % 2**64 for at in range(self.n)]
 
 
 class CompletionRequest(Common):
