@@ -15,6 +15,9 @@ import outrider
 from outrider.cli import bench, build_engine, calibrate, export, generate, inspect, plan, serve, verify
 from outrider.engines.errors import OutriderError, OutriderWarning, UsageError
 
+# What to install where a package is missing, for those that `export,cpu` does not bring.
+EXTRAS = {"fastapi": "serve", "prometheus_client": "serve", "starlette": "serve", "uvicorn": "serve", "ray": "serve,ray"}
+
 
 class Commands(click.Group):
     """Turns expected failures into one line and the mend: exit code 2 for wrong use, 1 for failure."""
@@ -31,7 +34,8 @@ class Commands(click.Group):
             if error.name is None or error.name.startswith("outrider"):
                 raise
             message = f"this command needs the package {error.name}, which is not installed"
-            _fail(ctx, message, "pip install 'outrider[export,cpu]'")
+            extra = EXTRAS.get(error.name.split(".")[0], "export,cpu")
+            _fail(ctx, message, f"pip install 'outrider[{extra}]'")
         except MemoryError:
             _fail(ctx, "out of memory", "use a smaller model, precision, capacity or batch")
         except OSError as error:

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import os
 import socket
-import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from outrider.cli.options import device, number_or_auto
 from outrider.engines.errors import FolderError, UsageError
 
+if TYPE_CHECKING:
+    from outrider.serve.app import Settings
+
 KEYS = "OUTRIDER_API_KEYS"
 
 
-class JsonLines(logging.Formatter):
-    """A line of JSON for each record: its message, and what it was given besides."""
-
-    usual = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
-
-    def format(self, record: logging.LogRecord) -> str:
-        said = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        said |= {name: value for name, value in vars(record).items() if name not in self.usual}
-        if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, default=str)
+def at_least_and_most(_: click.Context, __: click.Parameter, text: str) -> tuple[int, int]:
+    """A callback for a number of replicas."""
+    parts = text.split(":")
+    if not all(part.isdecimal() for part in parts) or len(parts) > 2 or not 1 <= int(parts[0]) <= int(parts[-1]):
+        raise click.BadParameter(f"{text!r} is no number such as 2, and no least and most such as 1:4")
+    return int(parts[0]), int(parts[-1])
 
 
 @click.command("serve")
@@ -62,6 +53,13 @@ class JsonLines(logging.Formatter):
     "--drain", type=click.IntRange(min=0), default=30, show_default=True, help="Seconds that answers have after SIGTERM."
 )
 @click.option("--log-prompts", is_flag=True, help="Put prompts into the log; by default no text of a request is.")
+@click.option("--ray", is_flag=True, help="Run replicas in the Ray cluster of $RAY_ADDRESS, or in one for this command.")
+@click.option(
+    "--replicas", default="1", show_default=True, callback=at_least_and_most, help="With --ray: how many, or MIN:MAX by load."
+)
+@click.option(
+    "--cpus", type=click.IntRange(min=1), help="With --ray: cores of a replica.  [default: as many as fit; 1 with a GPU]"
+)
 @device
 def command(
     bundle: Path,
@@ -78,24 +76,33 @@ def command(
     timeout: float,
     drain: int,
     log_prompts: bool,
+    ray: bool,
+    replicas: tuple[int, int],
+    cpus: int | None,
     device: str | None,
 ) -> None:
     """Answer HTTP requests as OpenAI's API does, many at once.
 
     As many requests share a round as the bundle was built for (build-engine --batch).
     """
-    import uvicorn
-
     from outrider.engines.folder import read_manifest
-    from outrider.runtime.generation import Outrider
-    from outrider.runtime.scheduler import Scheduler
-    from outrider.serve.app import Settings, create_app
-    from outrider.serve.metrics import Metrics
-    from outrider.serve.worker import Worker
+    from outrider.serve.app import Settings
+    from outrider.serve.log import log_as_json
 
-    if read_manifest(bundle).build is None:  # what is wrong at once is said at once
+    build = read_manifest(bundle).build
+    if build is None:  # what is wrong at once is said at once
         raise FolderError(f"{bundle} is an export, not a bundle", f"build it first: outrider build-engine {bundle} -o BUNDLE")
+    if not ray and (replicas != (1, 1) or cpus is not None):
+        raise UsageError("--replicas and --cpus are for --ray", "add --ray, or leave them out")
+    if ray and port == 0:
+        raise UsageError("all machines of a cluster listen on one port", "name one with --port")
     settings = Settings(
+        bundle=bundle.resolve(),
+        device=device,
+        k=k,
+        drafter=drafter,
+        most_waiting=max_waiting,
+        timeout=timeout,
         model=model_name,
         keys=_keys(api_key_file),
         most_bytes=max_body,
@@ -103,15 +110,23 @@ def command(
         most_prompt=max_prompt,
         log_prompts=log_prompts,
     )
-    metrics = Metrics()
+    log_as_json()
+    if ray:
+        from outrider.serve import cluster
 
-    def load() -> Scheduler:
-        return Scheduler(Outrider.load(bundle, device=device, slots=None), most_waiting=max_waiting, k=k, drafter=drafter)
+        on_gpu = build.backend != "onnxruntime" or (device or build.device) == "cuda"
+        cluster.run(settings, replicas, build.batch, cpus or (1 if on_gpu else None), int(on_gpu), host, port, drain)
+    else:
+        _run(settings, host, port, drain)
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    worker = Worker(load, metrics, timeout)
+
+def _run(settings: Settings, host: str, port: int, drain: int) -> None:
+    """Serve until SIGTERM."""
+    import uvicorn
+
+    from outrider.serve.app import create_app
+
+    app, worker, _ = create_app(settings)
 
     class Draining(uvicorn.Server):
         """Tells those whose answers have not ended in time to try again, where uvicorn would cut them off."""
@@ -120,14 +135,7 @@ def command(
             asyncio.get_running_loop().call_later(drain, worker.end)
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(
-        create_app(worker, metrics, settings),
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=drain + 5,
-    )
+    config = uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=drain + 5)
     Draining(config).run()
 
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,11 +24,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import outrider
+from outrider import __version__
 from outrider.engines.errors import OutriderError, UsageError
-from outrider.runtime.generation import Event
+from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.scheduler import QueueFullError
+from outrider.runtime.scheduler import QueueFullError, Scheduler
 from outrider.serve import protocol
 from outrider.serve.metrics import Metrics
 from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
@@ -43,8 +44,14 @@ CHAT_NAMES = {"max_new_tokens": "max_completion_tokens", "logprobs": "top_logpro
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a server allows."""
+    """What a server runs, and what it allows."""
 
+    bundle: Path
+    device: str | None = None  # "cpu" or "cuda"; None is what the bundle was built on
+    k: int | str = "auto"  # draft tokens a round
+    drafter: str | None = None
+    most_waiting: int = 64  # requests without a slot
+    timeout: float = 600.0  # seconds, of an answer
     model: str = ""  # the name it answers to; "" is that of the target's checkpoint
     keys: tuple[str, ...] = field(default=(), repr=False)  # any of which must be given; none is that none need be
     most_bytes: int = 1 << 20  # of a request's body
@@ -254,8 +261,15 @@ class Answers:
         LOGGER.info("answered", extra=said)
 
 
-def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
-    """The server's application; it starts and stops the worker."""
+def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
+    """The server's application, which starts and stops the worker, and both that it stands on."""
+    metrics = Metrics()
+
+    def load() -> Scheduler:
+        outrider = Outrider.load(settings.bundle, device=settings.device, slots=None)
+        return Scheduler(outrider, most_waiting=settings.most_waiting, k=settings.k, drafter=settings.drafter)
+
+    worker = Worker(load, metrics, settings.timeout)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -263,7 +277,7 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
         yield
         await asyncio.to_thread(worker.stop)
 
-    app = FastAPI(title="Outrider", version=outrider.__version__, lifespan=life, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Outrider", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=settings)
 
     @app.exception_handler(ApiError)
@@ -274,11 +288,7 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     async def _(request: Request, error: OutriderError) -> Response:
         return api_error(error, request.url.path == CHAT).response()
 
-    @app.exception_handler(HTTPException)
-    async def _(_: Request, error: HTTPException) -> Response:
-        answer = ApiError(error.status_code, str(error.detail)).response()
-        answer.headers.update(error.headers or {})
-        return answer
+    app.add_exception_handler(HTTPException, http_error)
 
     @app.exception_handler(RequestValidationError)
     async def _(_: Request, error: RequestValidationError) -> Response:
@@ -307,15 +317,15 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
         extra = {"usage": None} if options is not None and options.include_usage else {}
         try:
             for each in opening:
-                yield _sse(chunk(answers, kind, choices=[each], **extra))
+                yield sse(chunk(answers, kind, choices=[each], **extra))
             async for place, event in answers.events():
                 if event.pieces or event.finish_reason is not None or event.logprobs:
-                    yield _sse(chunk(answers, kind, choices=[choice(place, event)], **extra))
+                    yield sse(chunk(answers, kind, choices=[choice(place, event)], **extra))
             if extra:
-                yield _sse(chunk(answers, kind, choices=[], **answers.totals()))
+                yield sse(chunk(answers, kind, choices=[], **answers.totals()))
             yield "data: [DONE]\n\n"
         except ApiError as error:
-            yield _sse(error.body())
+            yield sse(error.body())
         finally:
             answers.cancel()
 
@@ -425,7 +435,15 @@ def create_app(worker: Worker, metrics: Metrics, settings: Settings) -> FastAPI:
     async def chat_page() -> Response:
         return HTMLResponse(page, headers=headers)
 
-    return app
+    return app, worker, metrics
+
+
+async def http_error(_: Request, error: Exception) -> Response:
+    """What the framework itself refuses, in our form."""
+    assert isinstance(error, HTTPException)
+    answer = ApiError(error.status_code, str(error.detail)).response()
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _digest(text: str) -> str:
@@ -433,7 +451,8 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _sse(body: dict[str, Any]) -> str:
+def sse(body: dict[str, Any]) -> str:
+    """An event of a stream."""
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 

@@ -62,6 +62,7 @@ class Worker:
         self._lost = 0
         self._scheduler: Scheduler | None = None
         self.failure: OutriderError | None = None  # why there is none
+        self.loaded = threading.Event()  # that it is ready, or has failed
 
     def start(self) -> None:
         """Load the bundle, in the thread."""
@@ -140,6 +141,8 @@ class Worker:
         try:
             scheduler = self._load()
             _warm(scheduler)
+            self._scheduler = scheduler
+            LOGGER.info("ready")
         except OutriderError as error:
             self.failure = error
             LOGGER.error("the bundle could not be loaded", extra={"error": str(error), "mend": error.mend})
@@ -148,8 +151,8 @@ class Worker:
             self.failure = _defect(error)
             LOGGER.exception("the bundle could not be loaded")
             return
-        self._scheduler = scheduler
-        LOGGER.info("ready")
+        finally:
+            self.loaded.set()
         while True:
             try:
                 self._take_in(wait=not scheduler.busy and not self._ending)

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ def chat_bundle(export: Path, output: Path, **options: Any) -> Path:
     (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
     reseal(bundle)
     return bundle
+
+
+def fetch(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Message, bytes]:
+    """Status, headers and body of an answer, an error or not."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
 
 
 class Server:
@@ -66,11 +77,8 @@ class Server:
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """What it says of itself."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health") as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
+        status, _, said = fetch(f"{self.url}/health")
+        return status, json.loads(said)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it, and keep what it logged."""

@@ -22,7 +22,7 @@ import pytest
 from outrider.engines.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.serve.server import Server, chat_bundle, serving
+from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
 from outrider.tests.support import COMMAND, ROOT, run
 
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
@@ -55,12 +55,8 @@ def text_of(outrider: Outrider, prompt: str, **params: Any) -> str:
 
 
 def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json", **headers})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    status, _, said = fetch(server.url + path, body, **headers)
+    return status, json.loads(said)
 
 
 def counters(server: Server) -> dict[str, float]:

@@ -1,0 +1,294 @@
+"""Many machines: an application of Ray Serve, whose replicas each run one bundle behind one HTTP surface.
+
+A client's request comes to a `Front`, of which there are two, and goes on to a `Replica`, which answers it as `outrider serve`
+alone would: what passes between them are the messages of ASGI. The front knows when a replica is lost. It asks another one if
+the client has not been sent anything yet, and tells the client to try again otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+import signal
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.engines.errors import EngineError
+from outrider.serve.app import ApiError, Guard, Settings, create_app, http_error, sse
+from outrider.serve.log import log_as_json
+
+APPLICATION = "outrider"
+FRONTS = 2  # so that one is left
+TRIES = 3  # replicas that are asked before the client is told
+HEALTH_TIMEOUT = 5.0  # seconds until some replica must have said how it is
+SCALE_UP_DELAY = 10.0  # seconds that requests must have waited for; a bundle is loaded in about as many
+SESSION = b"x-session-id"  # Ray's name for the header by which requests are known to belong together
+# What of a request's scope goes on; the rest is this process's own.
+SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers", "client")
+LOGGER = logging.getLogger("outrider.serve")
+
+
+class Router(RequestRouter):  # type: ignore[misc]  # Ray's types are not looked at
+    """Chooses replicas: the same for all of a conversation as long as it has room, and else the less busy of two by chance.
+
+    Replicas are ranked for a conversation by a hash of both (rendezvous hashing, Thaler and Ravishankar 1998), so that one that
+    comes or goes moves only the conversations that it gets or had.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Groups of replicas; in each the least busy that has room is asked, and the next group if none has."""
+        session = "" if pending_request is None else pending_request.metadata.session_id
+        if not session:
+            return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+        def rank(replica: RunningReplica) -> bytes:
+            return hashlib.sha256(f"{session} {replica.replica_id.unique_id}".encode()).digest()
+
+        return [[each] for each in sorted(candidate_replicas, key=rank)]
+
+
+class Replica:
+    """One bundle."""
+
+    def __init__(self, settings: Settings):
+        log_as_json()
+        self._app, self._worker, self._metrics = create_app(settings)
+        self._name: str = serve.get_replica_context().replica_id.unique_id
+        self._worker.start()
+
+    async def check_health(self) -> None:
+        """What Ray asks: it is ready when this first returns, and is replaced where it fails."""
+        await asyncio.to_thread(self._worker.loaded.wait)
+        if self._worker.failure is not None:
+            raise EngineError(str(self._worker.failure), self._worker.failure.mend)
+
+    async def metrics(self) -> tuple[str, str]:
+        """Its name, and its metrics in Prometheus' format."""
+        return self._name, generate_latest(self._metrics.registry).decode()
+
+    async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
+        """The messages of the answer to one request; to be cancelled is that its client has gone."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        asked = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.Event()
+
+        async def receive() -> Message:
+            if asked:
+                return asked.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-replica", self._name.encode())]
+            messages.put_nowait(message)
+
+        task = asyncio.ensure_future(self._app(scope, receive, send))
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+        finally:
+            gone.set()
+            await asyncio.wait([task])
+
+    def __del__(self) -> None:
+        """What Ray calls after the last answer."""
+        self._worker.stop()
+
+
+class Front:
+    """Between clients and replicas."""
+
+    def __init__(self, settings: Settings, replicas: DeploymentHandle):
+        log_as_json()
+        self._settings, self._replicas = settings, replicas
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return Starlette(
+            routes=[Mount("/", app=self._pass_on)],
+            middleware=[Middleware(Guard, settings=self._settings)],
+            exception_handlers={HTTPException: http_error},
+        )
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/metrics":
+            answer = Response(await self._metrics(), media_type=CONTENT_TYPE_LATEST)
+            await answer(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        streamed: bool | None = None  # whether the answer that has begun is a stream of events
+        ended = False
+        error = ApiError(503, "no replica could answer; try again", code="replica_lost")
+        for _ in range(TRIES):
+            try:
+                async for message in self._answer(scope, body):
+                    if message["type"] == "http.response.start":
+                        streamed = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+                    ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+                    await send(message)
+                if ended:
+                    return
+            except BackPressureError:
+                error = ApiError(429, "too many requests are waiting; try again later", code="queue_full")
+                break
+            except TimeoutError:
+                error = ApiError(503, "no replica was free in time; try again", code="not_ready")
+                break
+            except RayError as lost:
+                LOGGER.warning("a replica was lost", extra={"error": type(lost).__name__, "begun": streamed is not None})
+            if streamed is not None:
+                break
+        if streamed is None:
+            await error.response()(scope, receive, send)
+        elif streamed:  # what has gone out is confirmed, and nothing follows
+            await send({"type": "http.response.body", "body": sse(error.body()).encode()})
+
+    async def _answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
+        """A replica's messages.
+
+        Raises:
+            TimeoutError: the first did not come in time.
+        """
+        plain = {key: scope[key] for key in SCOPE if key in scope}
+        headers = dict(scope["headers"])
+        handle = self._replicas.options(stream=True, session_id=headers.get(SESSION, b"").decode("latin-1"))
+        wait = HEALTH_TIMEOUT if scope["path"] == "/health" else self._settings.timeout
+        messages = handle.answer.remote(plain, body)
+        try:
+            async with asyncio.timeout(wait):
+                first = await anext(messages)
+            yield first
+            async for message in messages:
+                yield message
+        finally:
+            messages.cancel()
+
+    async def _metrics(self) -> bytes:
+        """Those of all replicas, each sample with its replica's name."""
+        merged: dict[str, Metric] = {}
+        found = await asyncio.to_thread(
+            lambda: self._replicas.broadcast("metrics").results(timeout_s=HEALTH_TIMEOUT, return_exceptions=True)
+        )
+        for name, text in (each for each in found if isinstance(each, tuple)):
+            for family in text_string_to_metric_families(text):
+                known = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                known.samples += [sample._replace(labels=sample.labels | {"replica": name}) for sample in family.samples]
+
+        class Merged(Collector):
+            def collect(self) -> list[Metric]:
+                return list(merged.values())
+
+        registry = CollectorRegistry()
+        registry.register(Merged())
+        return generate_latest(registry)
+
+
+def application(settings: Settings, replicas: tuple[int, int], slots: int, cpus: int, gpus: int, drain: float) -> Any:
+    """The application.
+
+    Args:
+        replicas: the least and the most; between them as many as there are requests for.
+        slots: requests that a replica runs at once.
+        cpus, gpus: of a replica.
+        drain: seconds that a replica's answers have when it is to end.
+    """
+    least, most = replicas
+    scale: dict[str, Any] = {"num_replicas": least}
+    if least != most:
+        scale = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=least, max_replicas=most, target_ongoing_requests=slots, upscale_delay_s=SCALE_UP_DELAY
+            )
+        }
+    replica = serve.deployment(
+        Replica,
+        name="replica",
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        # One more than it has slots for, so that a slot that gets free need not wait for the way here.
+        max_ongoing_requests=slots + 1,
+        max_queued_requests=settings.most_waiting,
+        request_router_config=RequestRouterConfig(request_router_class=Router),
+        graceful_shutdown_timeout_s=drain,
+        max_constructor_retry_count=2,
+        **scale,
+    )
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name="front",
+        num_replicas=FRONTS,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=10_000,  # the replicas' bound is what counts
+        graceful_shutdown_timeout_s=drain,
+    )
+    return front.bind(settings, replica.bind(settings))
+
+
+def cores(replicas: int) -> int:
+    """The most that each replica can have: as many as let this number of them fit into the cluster's nodes."""
+    nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    fit = [each for each in range(1, max(nodes, default=1) + 1) if sum(node // each for node in nodes) >= replicas]
+    return max(fit, default=1)
+
+
+def run(
+    settings: Settings, replicas: tuple[int, int], slots: int, cpus: int | None, gpus: int, host: str, port: int, drain: float
+) -> None:
+    """Run the application in the cluster that `RAY_ADDRESS` names, in place of the one of before, and return when it answers;
+    replicas of before answer until then. Without `RAY_ADDRESS` begin a cluster on this machine, and stay until SIGTERM.
+
+    Args: see `application`; without `cpus`, each replica has as many cores as let all fit.
+
+    Raises:
+        EngineError: there is no such cluster, or the replicas do not start.
+    """
+    alone = os.environ.get("RAY_ADDRESS", "") in ("", "local")
+    try:
+        ray.init(**({"address": "local", "include_dashboard": False} if alone else {}), log_to_driver=False)
+    except ConnectionError as error:
+        raise EngineError(f"no Ray cluster: {error}", "start one with ray start, or unset RAY_ADDRESS") from error
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=host, port=port))
+        app = application(settings, replicas, slots, cpus or cores(replicas[1]), gpus, drain)
+        try:
+            serve.run(app, name=APPLICATION)
+        except RuntimeError as error:
+            raise EngineError(f"the replicas do not start: {error}", "see the log of a replica: serve status") from error
+        LOGGER.info(f"running on http://{host}:{port}", extra={"replicas": replicas})
+        if alone:
+            ended.wait()
+            serve.shutdown()
+    finally:
+        ray.shutdown()

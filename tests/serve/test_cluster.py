@@ -1,0 +1,217 @@
+"""A real Ray cluster of two nodes: two replicas answer as one server, and one of them dies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+
+from outrider import Outrider, SamplingParams
+from outrider.tests.serve.server import chat_bundle, fetch
+from outrider.tests.support import COMMAND
+
+PROMPTS = [f"Customer: I need a {what}." for what in ("flight", "taxi", "table", "room", "film", "doctor", "train", "band")]
+TOKENS = 150
+
+
+class Deployed:
+    """What `outrider serve --ray` has put into a cluster."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def deploy(self, bundle: Path, *options: str) -> None:
+        command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(self.port), "--drain", "10", *options]
+        done = subprocess.run(
+            command, env={**os.environ, "RAY_ADDRESS": self.cluster.address}, capture_output=True, text=True, timeout=180
+        )
+        assert done.returncode == 0, done.stderr
+
+    def replicas(self) -> set[str]:
+        """Names of those that say what they have done."""
+        *_, said = fetch(f"{self.url}/metrics")
+        return set(re.findall(r'replica="(.+?)"', said.decode()))
+
+    def wait_for_replicas(self, number: int) -> set[str]:
+        for _ in range(240):
+            if len(found := self.replicas()) == number:
+                return found
+            time.sleep(0.5)
+        raise AssertionError(f"there are {found}, not {number}")
+
+
+@pytest.fixture(scope="module")
+def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_bundle(shipped_export, tmp_path_factory.mktemp("cluster") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def texts(bundle: Path) -> dict[str, str]:
+    """What each prompt gets alone."""
+    with Outrider.load(bundle) as outrider:
+        params = SamplingParams(max_new_tokens=TOKENS, temperature=0)
+        return {prompt: "".join(event.text for event in outrider.generate(prompt, params, k=0)) for prompt in PROMPTS}
+
+
+@pytest.fixture(scope="module")
+def deployed(bundle: Path) -> Iterator[Deployed]:
+    node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+        cluster.wait_for_nodes()
+        found = Deployed(cluster)
+        found.deploy(bundle, "--replicas", "2")
+        found.wait_for_replicas(2)
+        yield found
+    finally:
+        cluster.shutdown()
+
+
+def ask(deployed: Deployed, prompt: str, stream: bool) -> tuple[str, bool]:
+    """The text, and whether it is whole: otherwise the error was one that says to try again."""
+    asked: dict[str, Any] = {"model": "target", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+    text = ""
+    with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key="-", max_retries=0, timeout=60) as client:
+        try:
+            if not stream:
+                return client.completions.create(**asked).choices[0].text, True
+            for chunk in client.completions.create(**asked, stream=True):
+                text += chunk.choices[0].text
+                if chunk.choices[0].finish_reason is not None:
+                    return text, True
+            raise AssertionError("the stream ended without a reason and without an error")
+        except openai.APIStatusError as error:
+            if error.status_code not in (429, 503) or error.response.headers["retry-after"] != "1":
+                raise
+        except openai.APIError as error:  # in a stream that had begun
+            if "try again" not in str(error):
+                raise
+    return text, False
+
+
+@contextmanager
+def clients(deployed: Deployed, texts: dict[str, str]) -> Iterator[list[bool]]:
+    """Six clients that ask until this ends; for each answer that has come, whether it was whole. None is another than alone."""
+    ended = threading.Event()
+    found: list[bool] = []
+
+    def client(number: int) -> None:
+        for at in itertools.count(number):
+            if ended.is_set():
+                return
+            prompt = PROMPTS[at % len(PROMPTS)]
+            text, whole = ask(deployed, prompt, stream=number % 2 == 0)
+            assert text == texts[prompt] if whole else texts[prompt].startswith(text), (prompt, text)
+            found.append(whole)
+
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(client, number) for number in range(6)]
+        try:
+            yield found
+        finally:
+            ended.set()
+        for each in running:
+            each.result(timeout=120)
+
+
+def wait_for(more: int, found: list[bool]) -> None:
+    """Until so many more answers have come."""
+    until = len(found) + more
+    for _ in range(1200):
+        if len(found) >= until:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{len(found)} of {until} answers came")
+
+
+def test_it_answers_as_one_server(deployed: Deployed, texts: dict[str, str]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda prompt: ask(deployed, prompt, stream=len(prompt) % 2 == 0), PROMPTS))
+    assert found == [(texts[prompt], True) for prompt in PROMPTS]
+    status, headers, _ = fetch(f"{deployed.url}/")
+    assert (status, "Content-Security-Policy" in headers) == (200, True)
+    status, _, said = fetch(f"{deployed.url}/health")
+    assert (status, json.loads(said)["status"]) == (200, "ok")
+    status, _, said = fetch(f"{deployed.url}/v1/completions", b'{"prompt": "a", "echo": true}')
+    assert (status, json.loads(said)["error"]["param"]) == (400, "echo")
+    status, _, said = fetch(f"{deployed.url}/v1/completions", b" " * (2 << 20))
+    assert (status, json.loads(said)["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_conversation_stays_where_it_is(deployed: Deployed) -> None:
+    def replica(session: str) -> str:
+        body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 2}).encode()
+        return fetch(f"{deployed.url}/v1/completions", body, **{"X-Session-ID": session})[1]["x-replica"]
+
+    seen = {session: {replica(session) for _ in range(3)} for session in map(str, range(10))}
+    assert all(len(where) == 1 for where in seen.values()), seen
+    assert len(set.union(*seen.values())) == 2, seen
+
+
+def test_a_replica_dies_under_load(deployed: Deployed, texts: dict[str, str]) -> None:
+    before = deployed.wait_for_replicas(2)
+    with clients(deployed, texts) as found:
+        wait_for(8, found)
+        name = "ray::ServeReplica:outrider:replica"
+        next(each for each in psutil.process_iter() if " ".join(each.cmdline()).startswith(name)).kill()
+        wait_for(40, found)
+    assert sum(found) >= 40
+    assert len(before & deployed.wait_for_replicas(2)) == 1
+
+
+def test_another_bundle_comes_while_requests_do(
+    deployed: Deployed, bundle: Path, texts: dict[str, str], tmp_path: Path
+) -> None:
+    shutil.copytree(bundle, tmp_path / "next")
+    before = deployed.wait_for_replicas(2)
+    with clients(deployed, texts) as found:
+        wait_for(8, found)
+        deployed.deploy(tmp_path / "next", "--replicas", "1:2", "--max-prompt", "100")
+        wait_for(8, found)
+    assert all(found)
+    status, _, said = fetch(f"{deployed.url}/v1/completions", json.dumps({"prompt": [5] * 101, "max_tokens": 1}).encode())
+    assert (status, "takes 100" in json.loads(said)["error"]["message"]) == (400, True)
+    assert not before & deployed.replicas()
+
+
+def test_there_are_as_many_replicas_as_there_is_load(deployed: Deployed, bundle: Path, texts: dict[str, str]) -> None:
+    deployed.deploy(bundle, "--replicas", "1")
+    deployed.wait_for_replicas(1)
+    deployed.deploy(bundle, "--replicas", "1:2")
+    assert len(deployed.replicas()) == 1
+    with clients(deployed, texts):
+        deployed.wait_for_replicas(2)
+
+
+def test_where_there_is_no_cluster_it_begins_one_and_ends_it(bundle: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(port), "--cpus", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        assert any("running on" in line for line in server.stderr)
+        assert fetch(f"http://127.0.0.1:{port}/health")[0] == 200
+        server.terminate()
+        assert server.wait(timeout=60) == 0, server.stderr.read()
