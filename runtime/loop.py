@@ -65,6 +65,11 @@ class Text:
         if self.drafter is not None:
             self.drafter.rewind(0)
 
+    def shared(self, prompt: list[int]) -> int:
+        """Tokens at a prompt's beginning that the target's cache holds."""
+        held = self.tokens[: self.read]
+        return next((at for at, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
+
     @property
     def unread(self) -> int:
         """Tokens of the prompt that are not in the target's cache yet; the first round begins with the last one."""

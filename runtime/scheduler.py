@@ -20,6 +20,8 @@ from outrider.runtime.loop import Round, Text
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import AUTO, Company, Fixed
 
+SHORTEST = 16  # tokens at the beginning of a prompt for which a slot is chosen because its cache holds them
+
 
 class QueueFullError(OutriderError):
     """More requests are waiting than may."""
@@ -104,7 +106,7 @@ class Scheduler:
         self._forget()
 
     def _forget(self) -> None:
-        self._free = sorted(range(len(self._loop.texts)), reverse=True)
+        self._free = list(range(len(self._loop.texts)))  # slots, those first whose caches are to be lost first
         self._running: list[Job] = []  # in the order of admission
         self._reading: deque[Job] = deque()  # those whose prompts are not read yet, by turns
         self._alone: Job | None = None  # whom the policy for one was started for
@@ -118,7 +120,7 @@ class Scheduler:
     @property
     def load(self) -> Load:
         texts = self._loop.texts
-        used = sum(len(text.tokens) for text in texts) / (len(texts) * self.outrider.build.capacity)
+        used = sum(len(job.text.tokens) for job in self._running if job.text) / (len(texts) * self.outrider.build.capacity)
         return Load(len(self._running), len(self._waiting), used, *self._last)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Job:
@@ -174,8 +176,11 @@ class Scheduler:
         while self._waiting and self._free:
             job = self._waiting.popleft()
             job.admitted = self._clock()
-            job.text = self._loop.texts[self._free.pop()]
-            job.text.begin(job.answer.prompt, job.answer.request)
+            prompt = job.answer.prompt
+            job.text = text = self._freest(prompt)
+            self._free.remove(text.slot)
+            text.begin(prompt, job.answer.request, text.shared(prompt))
+            job.answer.stats.cached_tokens = text.read
             job.text.acceptance = self.outrider.policy.acceptance()
             self._running.append(job)
             if job.text.unread:
@@ -185,14 +190,23 @@ class Scheduler:
         self._reading.rotate(-1)  # long prompts do not hold up short ones
         return Plan(reading, [job for job in self._running if job not in self._reading])
 
+    def _freest(self, prompt: list[int]) -> Text:
+        """The free slot whose cache holds most of a prompt's beginning, or else the one that has been free for longest."""
+
+        def held(slot: int) -> int:
+            shared = self._loop.texts[slot].shared(prompt)
+            return shared if shared >= SHORTEST else 0
+
+        return self._loop.texts[max(self._free, key=held)]
+
     def _close_gaps(self) -> None:
-        """Bring the last texts into free slots before them: a pass runs over all slots from the first to the last in use."""
+        """Bring the last texts into free slots between them: a pass runs over all slots from the first to the last in use."""
         slots = sorted(job.text.slot for job in self._running if job.text is not None)
-        while slots and (gaps := [slot for slot in self._free if slot < slots[-1]]):
-            last, gap = slots.pop(), min(gaps)
+        while slots and (gaps := [slot for slot in self._free if slots[0] < slot < slots[0] + len(slots)]):
+            last, gap = slots.pop(), gaps[0]
             self._loop.move(self._loop.texts[last], gap)
             self._free.remove(gap)
-            self._free = sorted([*self._free, last], reverse=True)
+            self._free.insert(0, last)
             slots = sorted([*slots, gap])
 
     def _run(self, plan: Plan) -> list[tuple[Job, Round | EngineError]]:
@@ -263,11 +277,9 @@ class Scheduler:
 
     def _release(self, job: Job) -> None:
         assert job.text is not None
-        if job.text.proven:
-            job.text.end()
-        else:
+        if not job.text.proven:
             self._loop.clear(job.text)  # nobody has seen yet whether what it wrote are numbers
-        self._free = sorted([*self._free, job.text.slot], reverse=True)
+        self._free.append(job.text.slot)  # what its cache holds may be the beginning of a prompt to come
         job.text = None
         self._running.remove(job)
         if job in self._reading:

@@ -16,6 +16,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, those that a slot's cache held from an answer before
     rounds: int = 0  # passes of the target after the prompt's
     drafting_rounds: int = 0  # those that checked at least one drafted token
     drafted: int = 0
@@ -100,6 +101,7 @@ class Stats:
         """Every counter and rate, for JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "tokens": self.emitted,
             "rounds": self.rounds,
             "drafting_rounds": self.drafting_rounds,

@@ -27,6 +27,7 @@ class Metrics:
 
         self.requests = counter("requests", "Requests that ended, by how", "finish_reason")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.cached = counter("cached_prompt_tokens", "Of these, those that a cache held from an answer before")
         self.emitted = counter("generation_tokens", "Tokens that went out")
         self.rounds = counter("rounds", "Passes of the target after the prompts'; of several requests together once for each")
         self.drafts = counter("spec_decode_num_drafts", "Of these, those that checked drafted tokens")
@@ -68,6 +69,7 @@ class Metrics:
             self.per_token.observe((now - first) / (stats.emitted - 1))
         for metric, value in (
             (self.prompt_tokens, stats.prompt_tokens),
+            (self.cached, stats.cached_tokens),
             (self.emitted, stats.emitted),
             (self.rounds, stats.rounds),
             (self.drafts, stats.drafting_rounds),

@@ -142,10 +142,17 @@ class ChatRequest(Common):
         return text.encode_chat([{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages])
 
 
-def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, int]:
-    """Of a request's answers; each prompt counts once."""
+def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, Any]:
+    """Of a request's answers; each prompt counts once, and so do its cached tokens, as the first of its answers had them."""
     prompt, completion = sum(prompts), sum(each.emitted for each in stats)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    each_has = max(len(stats) // max(len(prompts), 1), 1)
+    cached = sum(each.cached_tokens for each in stats[::each_has])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def metrics(stats: Sequence[Stats]) -> dict[str, Any] | None:
