@@ -16,6 +16,7 @@ from outrider.engines.errors import FolderError, UsageError
 if TYPE_CHECKING:
     from outrider.serve.app import Settings
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 KEYS = "OUTRIDER_API_KEYS"
 
 
@@ -96,6 +97,7 @@ def command(
         raise UsageError("--replicas and --cpus are for --ray", "add --ray, or leave them out")
     if ray and port == 0:
         raise UsageError("all machines of a cluster listen on one port", "name one with --port")
+    keys = _keys(api_key_file)
     settings = Settings(
         bundle=bundle.resolve(),
         device=device,
@@ -104,7 +106,8 @@ def command(
         most_waiting=max_waiting,
         timeout=timeout,
         model=model_name,
-        keys=_keys(api_key_file),
+        keys=keys,
+        hosts=() if keys or host not in LOOPBACK else LOOPBACK,
         most_bytes=max_body,
         most_choices=max_choices,
         most_prompt=max_prompt,

@@ -12,7 +12,7 @@ import math
 import statistics
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from outrider.runtime.costs import Costs, expected_tokens
@@ -34,6 +34,7 @@ PROBING = 0.02  # of the time of plain decoding: what may go to asking the draft
 HORIZON = 128  # tokens, if so many are wanted, over which a draft that was left behind must earn the time to catch up
 TIMED = 9  # rounds of a kind whose time is remembered
 BINS, BIN_WEIGHT = 10, 3.0  # of the draft's confidence, and how many tokens the rate over all counts as in each
+MOST_REST = 7  # rounds of several requests between two that are chosen, where plain decoding has been best for as many
 STALE = 100  # rounds after which a time says nothing any more; that of plain decoding is then taken again
 
 
@@ -134,6 +135,43 @@ class Acceptance:
         return expected_tokens(self.rate, k)
 
 
+class Timings:
+    """What rounds of each kind took of late, as a share of what the costs say."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))
+        self._timed: dict[Hashable, int] = {}  # the round in which each kind was timed last
+        self._rounds = 0
+        self._all = 1.0  # of all kinds together: for those that were not timed
+
+    def ratio(self, *kinds: Hashable) -> float:
+        """Of the first of these kinds that was timed of late."""
+        for kind in kinds:
+            if self._fresh(kind) and (known := self._ratios[kind]):
+                return statistics.median(known)
+        return self._all
+
+    def overdue(self, kind: Hashable) -> bool:
+        """Whether a kind was not timed for so long that it is to be timed again."""
+        return self._rounds - self._timed.get(kind, 0) > STALE
+
+    def observe(self, ratio: float, kind: Hashable, *wider: Hashable) -> None:
+        """Take in a round, by its kind and by wider ones that it is of."""
+        self._rounds += 1
+        if kind in self._timed:  # the first time, buffers are bound
+            for each in (kind, *wider):
+                if not self._fresh(each):
+                    self._ratios[each].clear()
+                self._ratios[each].append(ratio)
+                self._timed[each] = self._rounds
+            timed = [statistics.median(ratios) for each, ratios in self._ratios.items() if ratios and self._fresh(each)]
+            self._all = statistics.median(timed)
+        self._timed[kind] = self._rounds
+
+    def _fresh(self, kind: Hashable) -> bool:
+        return self._rounds - self._timed.get(kind, -STALE) < STALE
+
+
 class Policy(Chooser):
     """Chooses for one request at a time; what was seen of earlier ones is where the next begins."""
 
@@ -144,10 +182,7 @@ class Policy(Chooser):
         self.stops = stops
         self._history = {name: Acceptance(FIRST_GUESS[name], HISTORY_MEMORY, HISTORY_WEIGHT) for name in DRAFTERS}
         self._by_agreement: dict[int, Acceptance] = {}  # of n-grams, by how many tokens agree
-        self._ratios: dict[Choice, deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))  # measured / predicted
-        self._timed: dict[Choice, int] = {}  # the round in which each was timed last
-        self._rounds = 0
-        self._factor = 1.0  # of what was timed of late, all together: for choices that were not
+        self._timings = Timings()
         self._saved = 0.0  # milliseconds of plain decoding since the draft was asked last
         self._confidence = [[0.0, 0.0] for _ in range(BINS)]  # tokens accepted and examined
         self.start(greedy=True)
@@ -167,7 +202,7 @@ class Policy(Chooser):
         return Acceptance(self._history[MODEL], REQUEST_MEMORY, REQUEST_WEIGHT)
 
     def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
-        if self._rounds - self._timed.get(PLAIN, 0) > STALE:
+        if self._timings.overdue(PLAIN):
             return PLAIN
         sizes = self.sizes(wanted)
         best, least = self._steady(length, missing, wanted)
@@ -219,11 +254,7 @@ class Policy(Chooser):
 
     def _time(self, choice: Choice, length: int) -> float:
         """Of a round, by the costs and what rounds took of late."""
-        known = self._fresh(choice) and self._ratios[choice]
-        return self._predicted(choice, choice.k, length) * (statistics.median(known) if known else self._factor)
-
-    def _fresh(self, choice: Choice) -> bool:
-        return self._rounds - self._timed.get(choice, -STALE) < STALE
+        return self._predicted(choice, choice.k, length) * self._timings.ratio(choice)
 
     def _predicted(self, choice: Choice, drafted: int, length: int) -> float:
         """The time of a round by the costs alone."""
@@ -247,7 +278,7 @@ class Policy(Chooser):
         gain = 0.0
         for cost in costs[1:]:  # one more, or two, ...: passes grow by leaps
             gain += chance * self._least
-            if gain > (cost - costs[0]) * self._factor:
+            if gain > (cost - costs[0]) * self._timings.ratio():
                 return True
             chance *= rate
         return False
@@ -258,14 +289,7 @@ class Policy(Chooser):
             self.observe_acceptance(self._model, drafted, accepted)
         else:
             self._model.fade()
-        self._rounds += 1
-        if choice in self._timed:  # the first time, buffers are bound
-            if not self._fresh(choice):
-                self._ratios[choice].clear()
-            self._ratios[choice].append(milliseconds / self._predicted(choice, drafted, length))
-            timed = [statistics.median(ratios) for each, ratios in self._ratios.items() if ratios and self._fresh(each)]
-            self._factor = statistics.median(timed) if timed else 1.0
-        self._timed[choice] = self._rounds
+        self._timings.observe(milliseconds / self._predicted(choice, drafted, length), choice)
 
     def observe_acceptance(self, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         """Take in that of so many tokens that the draft drafted for a request the first `accepted` were accepted."""
@@ -310,18 +334,31 @@ class Company:
         self._costs = functools.cache(costs)
         self._allowed = [name for name in policy.drafters if name in drafters and k != 0]
         self._k = k
-        self.looks_up = NGRAM in self._allowed
-        self._ratios: dict[tuple[int, Choice], deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))  # measured / predicted
-        self._timed: dict[tuple[int, Choice], int] = {}  # the round in which each was timed last
-        self._rounds = 0
+        self._timings = Timings()
         self._last: Choice | None = None
         self._saved = 0.0  # milliseconds of plain decoding since the draft was asked last
+        self._calm = 0  # rounds since anything but plain decoding was best
+        self._rest = 0  # rounds that are plain before that is asked again
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether n-grams are to be looked for."""
+        return NGRAM in self._allowed and not self._rest
 
     def choose(self, members: Sequence[Member]) -> Choice:
         """How the next round of these drafts."""
+        if self._rest:  # choosing has its price, too: a few percent of the rounds of a tiny pair
+            self._rest -= 1
+            return PLAIN
+        choice = self._weigh(members)
+        self._calm = self._calm + 1 if choice == PLAIN and self._k is None else 0
+        self._rest = min(self._calm, MOST_REST)
+        return choice
+
+    def _weigh(self, members: Sequence[Member]) -> Choice:
         most = max(member.wanted for member in members)
         sizes = [k for k in self._policy.sizes(most) if self._k in (None, k)]
-        if self._k is None and self._rounds - self._timed.get((len(members), PLAIN), 0) > STALE:
+        if self._k is None and self._timings.overdue(PLAIN):
             return PLAIN  # what all else is compared with is to be known
         missing = sum(member.missing for member in members)
         costs, end = self._costs(len(members)), max(member.length for member in members)
@@ -356,22 +393,15 @@ class Company:
     def _probe(self, probe: Choice, members: Sequence[Member], missing: int) -> Choice:
         """Plain decoding; or now and then a round that asks whether the draft has become better, for a small share of time."""
         plain, end = self._time(PLAIN, members), max(member.length for member in members)
-        self._saved += plain
         price = max(self._time(probe, members) - plain, 0.0) + self._costs(1).catch_up(missing, end)
-        if price > PROBING * self._saved:
+        if price > PROBING / 2 * self._saved:  # half, because it asks for several requests at once
             return PLAIN
         self._saved = 0.0
         return probe
 
     def _time(self, choice: Choice, members: Sequence[Member]) -> float:
-        """Of a round, by the costs and what such rounds took of late; of others, what they all took."""
-        for each in (choice, PLAIN):
-            if self._fresh(key := (len(members), each)) and (known := self._ratios[key]):
-                return self._predicted(choice, members) * statistics.median(known)
-        return self._predicted(choice, members)
-
-    def _fresh(self, key: tuple[int, Choice]) -> bool:
-        return self._rounds - self._timed.get(key, -STALE) < STALE
+        """Of a round, by the costs and what such rounds took of late, of as many or else of other numbers of requests."""
+        return self._predicted(choice, members) * self._timings.ratio((len(members), choice), choice)
 
     def _predicted(self, choice: Choice, members: Sequence[Member]) -> float:
         drafted = choice.k if choice.drafter == MODEL else 0
@@ -380,13 +410,9 @@ class Company:
 
     def observe(self, choice: Choice, members: Sequence[Member], milliseconds: float) -> None:
         """Take in what a round of these took."""
-        key = len(members), choice
-        self._rounds += 1
-        if key in self._timed:  # the first time, buffers are bound
-            if not self._fresh(key):
-                self._ratios[key].clear()
-            self._ratios[key].append(milliseconds / self._predicted(choice, members))
-        self._timed[key] = self._rounds
+        if choice == PLAIN:
+            self._saved += milliseconds
+        self._timings.observe(milliseconds / self._predicted(choice, members), (len(members), choice), choice)
 
     def observe_text(self, drafter: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         """Take in what a round did to one of the texts."""

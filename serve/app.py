@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -54,6 +55,7 @@ class Settings:
     timeout: float = 600.0  # seconds, of an answer
     model: str = ""  # the name it answers to; "" is that of the target's checkpoint
     keys: tuple[str, ...] = field(default=(), repr=False)  # any of which must be given; none is that none need be
+    hosts: tuple[str, ...] = ()  # names by which it may be asked; none is that any will do
     most_bytes: int = 1 << 20  # of a request's body
     most_choices: int = 16  # of a request: prompts times n
     most_prompt: int | None = None  # tokens; None is what the bundle holds
@@ -100,24 +102,38 @@ def api_error(error: OutriderError, chat: bool = False) -> ApiError:
 
 
 class Guard:
-    """Keys and the size of bodies, before anything reads them."""
+    """Keys, names and the size of bodies, before anything reads them; and how many requests get an error."""
 
-    def __init__(self, app: ASGIApp, settings: Settings):
-        self._app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics | None = None):
+        self._app, self._settings, self._metrics = app, settings, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # there are none here
+            await send({"type": "websocket.close"})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         refused: ApiError | None = None
+        if self._settings.hosts and _host(headers.get(b"host", b"")) not in self._settings.hosts:
+            # A page of the web may let its name mean this machine; a browser here then sends its requests to this server.
+            refused = ApiError(
+                403, f"ask for this server as {self._settings.hosts[0]}, or give it keys", code="host_not_allowed"
+            )
         if scope["path"] not in OPEN_PATHS and self._settings.keys and not self._known(headers.get(b"authorization", b"")):
             refused = ApiError(401, "this needs a key: send the header Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._settings.most_bytes:
             refused = refused or self._too_large()
+
+        async def noted(message: Message) -> None:
+            if self._metrics is not None and message["type"] == "http.response.start" and message["status"] >= 400:
+                self._metrics.refused.labels(str(message["status"])).inc()
+            await send(message)
+
         if refused is not None:
-            await refused.response()(scope, receive, send)
+            await refused.response()(scope, receive, noted)
             return
         seen = 0
 
@@ -129,7 +145,7 @@ class Guard:
                 raise HTTPException(413, str(self._too_large()))
             return message
 
-        await self._app(scope, counted, send)
+        await self._app(scope, counted, noted)
 
     def _known(self, header: bytes) -> bool:
         scheme, _, given = header.partition(b" ")
@@ -144,9 +160,10 @@ class Guard:
 class Answers:
     """The answers to one HTTP request: one for each prompt and choice."""
 
-    def __init__(self, worker: Worker, settings: Settings, request: Request, asked: Common):
+    def __init__(self, worker: Worker, settings: Settings, request: Request, asked: Common, model: str):
         self.id = f"{'chatcmpl' if isinstance(asked, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.model = model  # its name, also where the worker ends meanwhile
         self._worker, self._settings, self._request, self._asked = worker, settings, request, asked
         self._started = time.perf_counter()
         self._first: float | None = None
@@ -278,7 +295,7 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
         await asyncio.to_thread(worker.stop)
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, metrics=metrics)
 
     @app.exception_handler(ApiError)
     async def _(_: Request, error: ApiError) -> Response:
@@ -297,14 +314,14 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
     def model_name() -> str:
         return settings.model or worker.scheduler.outrider.manifest.models["target"].source.rstrip("/").rsplit("/", 1)[-1]
 
-    def check_model(asked: Common) -> None:
-        if asked.model not in (None, model_name()):
-            raise ApiError(
-                404, f"there is no model {asked.model!r} here; there is {model_name()!r}", "model", "model_not_found"
-            )
+    def checked_model(asked: Common) -> str:
+        name = model_name()
+        if asked.model not in (None, name):
+            raise ApiError(404, f"there is no model {asked.model!r} here; there is {name!r}", "model", "model_not_found")
+        return name
 
     def chunk(answers: Answers, kind: str, **rest: Any) -> dict[str, Any]:
-        return {"id": answers.id, "object": kind, "created": answers.created, "model": model_name(), **rest}
+        return {"id": answers.id, "object": kind, "created": answers.created, "model": answers.model, **rest}
 
     async def stream(
         answers: Answers,
@@ -337,9 +354,9 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
     @app.post("/v1/completions", response_model=None)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         text = worker.scheduler.outrider.text
-        check_model(asked)
+        model = checked_model(asked)
         protocol.check_best_of(asked)
-        answers = Answers(worker, settings, request, asked)
+        answers = Answers(worker, settings, request, asked, model)
         prompts = await asyncio.to_thread(asked.prompts, text)
         await answers.submit(prompts, lambda _: asked.params(asked.max_tokens, asked.logprobs))
         said = [protocol.CompletionLogprobs(text) for _ in answers.tickets]
@@ -361,10 +378,10 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
     @app.post(CHAT, response_model=None)
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         loaded = worker.scheduler.outrider
-        check_model(asked)
+        model = checked_model(asked)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-        answers = Answers(worker, settings, request, asked)
+        answers = Answers(worker, settings, request, asked, model)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         prompt = await asyncio.to_thread(asked.prompt, loaded.text)
 
@@ -444,6 +461,14 @@ async def http_error(_: Request, error: Exception) -> Response:
     answer = ApiError(error.status_code, str(error.detail)).response()
     answer.headers.update(error.headers or {})
     return answer
+
+
+def _host(header: bytes) -> str | None:
+    """Of a Host header, without the port."""
+    try:
+        return urlsplit(f"//{header.decode('latin-1')}").hostname
+    except ValueError:
+        return None
 
 
 def _digest(text: str) -> str:

@@ -26,6 +26,7 @@ class Metrics:
             return Histogram(f"outrider_{name}", text, buckets=buckets, registry=registry)
 
         self.requests = counter("requests", "Requests that ended, by how", "finish_reason")
+        self.refused = counter("http_errors", "Requests that were answered with an error, by status", "status")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
         self.cached = counter("cached_prompt_tokens", "Of these, those that a cache held from an answer before")
         self.emitted = counter("generation_tokens", "Tokens that went out")

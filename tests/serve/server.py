@@ -40,7 +40,8 @@ def fetch(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Mes
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.headers, answer.read()
     except urllib.error.HTTPError as error:
-        return error.code, error.headers, error.read()
+        with error:
+            return error.code, error.headers, error.read()
 
 
 class Server:

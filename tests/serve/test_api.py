@@ -262,7 +262,7 @@ def test_a_client_that_goes_away_ends_its_answer(server: Server) -> None:
         with socket.create_connection((host, int(port))) as connection:
             lines = [
                 "POST /v1/completions HTTP/1.1",
-                "Host: x",
+                "Host: localhost",
                 "Content-Type: application/json",
                 f"Content-Length: {len(body)}",
             ]
@@ -294,6 +294,18 @@ def test_keys(bundle: Path, tmp_path: Path) -> None:
         with urllib.request.urlopen(f"{server.url}/health") as answer:
             assert answer.status == 200
     assert not any(key in line for line in server.log for key in ('first"', 'second"', "third", "fourth"))
+
+
+def test_a_page_that_takes_another_name_for_this_machine_is_refused(server: Server, bundle: Path) -> None:
+    before = counters(server).get('outrider_http_errors_total{status="403"}', 0)
+    for name in ("evil.example", "evil.example:80", "[", ""):
+        status, said = post(server, "/v1/completions", b"{}", Host=name)
+        assert (status, said["error"]["code"]) == (403, "host_not_allowed")
+    for name in ("localhost:1", "[::1]:9", "LOCALHOST"):
+        assert post(server, "/v1/completions", b"{", Host=name)[0] == 400
+    assert counters(server)['outrider_http_errors_total{status="403"}'] == before + 4
+    with serving(bundle, env={"OUTRIDER_API_KEYS": "secret"}) as keyed:
+        assert post(keyed, "/v1/completions", b"{", Host="some.example", Authorization="Bearer secret")[0] == 400
 
 
 def test_limits(bundle: Path) -> None:

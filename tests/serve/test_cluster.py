@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 
 from outrider import Outrider, SamplingParams
 from outrider.tests.serve.server import chat_bundle, fetch
-from outrider.tests.support import COMMAND
+from outrider.tests.support import COMMAND, run
 
 PROMPTS = [f"Customer: I need a {what}." for what in ("flight", "taxi", "table", "room", "film", "doctor", "train", "band")]
 TOKENS = 150
@@ -52,9 +52,11 @@ class Deployed:
         *_, said = fetch(f"{self.url}/metrics")
         return set(re.findall(r'replica="(.+?)"', said.decode()))
 
-    def wait_for_replicas(self, number: int) -> set[str]:
+    def wait_for_replicas(self, number: int | None, without: frozenset[str] = frozenset()) -> set[str]:
+        """Until so many (or, for None, some) say that they are well, and none of those without which."""
         for _ in range(240):
-            if len(found := self.replicas()) == number:
+            found = self.replicas()
+            if (len(found) == number if number else found) and not found & without:
                 return found
             time.sleep(0.5)
         raise AssertionError(f"there are {found}, not {number}")
@@ -169,15 +171,37 @@ def test_a_conversation_stays_where_it_is(deployed: Deployed) -> None:
     assert len(set.union(*seen.values())) == 2, seen
 
 
+def test_a_client_that_goes_away_ends_its_answer(deployed: Deployed) -> None:
+    def cancelled() -> float:
+        said = fetch(f"{deployed.url}/metrics")[2].decode()
+        return sum(float(each) for each in re.findall(r'requests_total{finish_reason="cancelled".*?} (.+)', said))
+
+    before = cancelled()
+    with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key="-") as client:
+        stream = client.completions.create(model="target", prompt=PROMPTS[0], max_tokens=450, stream=True)
+        next(iter(stream))
+        stream.close()
+    for _ in range(60):
+        if cancelled() == before + 1:
+            return
+        time.sleep(0.5)
+    raise AssertionError("it went on")
+
+
 def test_a_replica_dies_under_load(deployed: Deployed, texts: dict[str, str]) -> None:
     before = deployed.wait_for_replicas(2)
     with clients(deployed, texts) as found:
         wait_for(8, found)
         name = "ray::ServeReplica:outrider:replica"
-        next(each for each in psutil.process_iter() if " ".join(each.cmdline()).startswith(name)).kill()
+        processes = psutil.process_iter(["cmdline"])
+        next(each for each in processes if " ".join(each.info["cmdline"] or ()).startswith(name)).kill()
         wait_for(40, found)
     assert sum(found) >= 40
-    assert len(before & deployed.wait_for_replicas(2)) == 1
+    for _ in range(60):  # the one that is lost is forgotten after a while
+        if len(before & deployed.wait_for_replicas(2)) == 1:
+            return
+        time.sleep(0.5)
+    raise AssertionError("no other replica came")
 
 
 def test_another_bundle_comes_while_requests_do(
@@ -192,16 +216,26 @@ def test_another_bundle_comes_while_requests_do(
     assert all(found)
     status, _, said = fetch(f"{deployed.url}/v1/completions", json.dumps({"prompt": [5] * 101, "max_tokens": 1}).encode())
     assert (status, "takes 100" in json.loads(said)["error"]["message"]) == (400, True)
-    assert not before & deployed.replicas()
+    deployed.wait_for_replicas(None, frozenset(before))
 
 
 def test_there_are_as_many_replicas_as_there_is_load(deployed: Deployed, bundle: Path, texts: dict[str, str]) -> None:
     deployed.deploy(bundle, "--replicas", "1")
     deployed.wait_for_replicas(1)
     deployed.deploy(bundle, "--replicas", "1:2")
-    assert len(deployed.replicas()) == 1
+    deployed.wait_for_replicas(1)
     with clients(deployed, texts):
         deployed.wait_for_replicas(2)
+
+
+def test_a_bundle_that_cannot_be_loaded_is_one_line(bundle: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(bundle, tmp_path / "broken"))
+    with open(broken / "tokenizer.json", "a") as file:
+        file.write(" ")
+    done = run("serve", broken, "--ray", "--port", "8765", "--cpus", "1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-2].startswith("error: the replicas do not start")
 
 
 def test_where_there_is_no_cluster_it_begins_one_and_ends_it(bundle: Path) -> None:
