@@ -14,7 +14,7 @@ from outrider.cli.options import device, number_or_auto
 from outrider.engines.errors import FolderError, UsageError
 
 if TYPE_CHECKING:
-    from outrider.serve.app import Settings
+    from outrider.serve.settings import Settings
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 KEYS = "OUTRIDER_API_KEYS"
@@ -87,8 +87,8 @@ def command(
     As many requests share a round as the bundle was built for (build-engine --batch).
     """
     from outrider.engines.folder import read_manifest
-    from outrider.serve.app import Settings
     from outrider.serve.log import log_as_json
+    from outrider.serve.settings import Settings
 
     build = read_manifest(bundle).build
     if build is None:  # what is wrong at once is said at once

@@ -132,6 +132,38 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+class Held:
+    """A folder's files as they are now, open, so that it is seen when one is changed in place. Another file that takes its name
+    is another file: whoever has the first one open keeps it.
+    """
+
+    def __init__(self, folder: Path):
+        """Raises: FolderError: there is no manifest, or a file is missing."""
+        self._files: dict[str, tuple[int, tuple[int, int]]] = {}
+        for name in read_manifest(folder).files:
+            try:
+                opened = os.open(folder / name, os.O_RDONLY)
+            except OSError as error:
+                self.close()
+                raise FolderError(f"{folder / name}: {error.strerror}", "build the bundle again") from error
+            self._files[name] = opened, _state(opened)
+
+    def changed(self) -> str | None:
+        """The first file that was written to or cut since."""
+        return next((name for name, (opened, before) in self._files.items() if _state(opened) != before), None)
+
+    def close(self) -> None:
+        """Let go of them."""
+        for opened, _ in self._files.values():
+            os.close(opened)
+        self._files.clear()
+
+
+def _state(opened: int) -> tuple[int, int]:
+    found = os.fstat(opened)
+    return found.st_size, found.st_mtime_ns
+
+
 def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> None:
     """Check that every file of the manifest is there, lies in the folder, and is the one that was sealed; and that there
     is no other.

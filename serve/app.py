@@ -1,160 +1,39 @@
-"""The HTTP surface: routes, streams, keys and limits."""
+"""The HTTP surface: routes, answers and streams."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import hmac
 import json
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from importlib.resources import files
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider import __version__
-from outrider.engines.errors import OutriderError, UsageError
+from outrider.engines.errors import OutriderError
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.scheduler import QueueFullError, Scheduler
+from outrider.runtime.scheduler import Scheduler
 from outrider.serve import protocol
+from outrider.serve.errors import ApiError, api_error, http_error, invalid
+from outrider.serve.guard import Guard
 from outrider.serve.metrics import Metrics
+from outrider.serve.page import page
 from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
-from outrider.serve.worker import NotReadyError, Ticket, TimedOutError, Worker
+from outrider.serve.settings import Settings
+from outrider.serve.worker import Ticket, Worker
 
 LOGGER = logging.getLogger("outrider.serve")
 CHAT = "/v1/chat/completions"
-OPEN_PATHS = ("/", "/health")  # that need no key
-# Our names of what a request asks for, and the API's.
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "the": "prompt", "every": "stop_token_ids"}
-CHAT_NAMES = {"max_new_tokens": "max_completion_tokens", "logprobs": "top_logprobs", "the": "messages"}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a server runs, and what it allows."""
-
-    bundle: Path
-    device: str | None = None  # "cpu" or "cuda"; None is what the bundle was built on
-    k: int | str = "auto"  # draft tokens a round
-    drafter: str | None = None
-    most_waiting: int = 64  # requests without a slot
-    timeout: float = 600.0  # seconds, of an answer
-    model: str = ""  # the name it answers to; "" is that of the target's checkpoint
-    keys: tuple[str, ...] = field(default=(), repr=False)  # any of which must be given; none is that none need be
-    hosts: tuple[str, ...] = ()  # names by which it may be asked; none is that any will do
-    most_bytes: int = 1 << 20  # of a request's body
-    most_choices: int = 16  # of a request: prompts times n
-    most_prompt: int | None = None  # tokens; None is what the bundle holds
-    log_prompts: bool = False
-
-
-class ApiError(Exception):
-    """An answer that is an error."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        message = str(self).encode("utf-8", "replace").decode()  # what a client sent may be no text
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
-        headers |= {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
-        LOGGER.info("refused", extra={"status": self.status, "reason": self.code or self.param})
-        return JSONResponse(self.body(), self.status, headers)
-
-
-def api_error(error: OutriderError, chat: bool = False) -> ApiError:
-    """What one of ours is over HTTP."""
-    if isinstance(error, UsageError):
-        fields = ChatRequest.model_fields if chat else CompletionRequest.model_fields
-        names = NAMES | (CHAT_NAMES if chat else {})
-        name = str(error).split(" ", 1)[0]
-        param, message = names.get(name, name), f"{error}; {error.mend}"
-        for ours, theirs in names.items():
-            message = message.replace(ours, theirs) if "_" in ours else message
-        return ApiError(400, message, param if param in fields else None)
-    for kind, status, code in (
-        (QueueFullError, 429, "queue_full"),
-        (NotReadyError, 503, "not_ready"),
-        (TimedOutError, 504, "timeout"),
-    ):
-        if isinstance(error, kind):
-            return ApiError(status, str(error), code=code)
-    return ApiError(500, str(error), code="engine_error")
-
-
-class Guard:
-    """Keys, names and the size of bodies, before anything reads them; and how many requests get an error."""
-
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics | None = None):
-        self._app, self._settings, self._metrics = app, settings, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # there are none here
-            await send({"type": "websocket.close"})
-            return
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        refused: ApiError | None = None
-        if self._settings.hosts and _host(headers.get(b"host", b"")) not in self._settings.hosts:
-            # A page of the web may let its name mean this machine; a browser here then sends its requests to this server.
-            refused = ApiError(
-                403, f"ask for this server as {self._settings.hosts[0]}, or give it keys", code="host_not_allowed"
-            )
-        if scope["path"] not in OPEN_PATHS and self._settings.keys and not self._known(headers.get(b"authorization", b"")):
-            refused = ApiError(401, "this needs a key: send the header Authorization: Bearer KEY", code="invalid_api_key")
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._settings.most_bytes:
-            refused = refused or self._too_large()
-
-        async def noted(message: Message) -> None:
-            if self._metrics is not None and message["type"] == "http.response.start" and message["status"] >= 400:
-                self._metrics.refused.labels(str(message["status"])).inc()
-            await send(message)
-
-        if refused is not None:
-            await refused.response()(scope, receive, noted)
-            return
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._settings.most_bytes:  # as FastAPI lets pass from where it reads a body
-                raise HTTPException(413, str(self._too_large()))
-            return message
-
-        await self._app(scope, counted, noted)
-
-    def _known(self, header: bytes) -> bool:
-        scheme, _, given = header.partition(b" ")
-        # Each is compared, and each in constant time, so that how long it takes says nothing.
-        matches = [hmac.compare_digest(given.strip(), key.encode()) for key in self._settings.keys]
-        return scheme.lower() == b"bearer" and any(matches)
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._settings.most_bytes:,} bytes", code="body_too_large")
 
 
 class Answers:
@@ -286,7 +165,7 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
         outrider = Outrider.load(settings.bundle, device=settings.device, slots=None)
         return Scheduler(outrider, most_waiting=settings.most_waiting, k=settings.k, drafter=settings.drafter)
 
-    worker = Worker(load, metrics, settings.timeout)
+    worker = Worker(settings.bundle, load, metrics, settings.timeout)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -309,7 +188,7 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
 
     @app.exception_handler(RequestValidationError)
     async def _(_: Request, error: RequestValidationError) -> Response:
-        return _invalid(error).response()
+        return invalid(error).response()
 
     def model_name() -> str:
         return settings.model or worker.scheduler.outrider.manifest.models["target"].source.rstrip("/").rsplit("/", 1)[-1]
@@ -434,46 +313,11 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
     async def scrape() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    page = files("outrider.serve").joinpath("page.html").read_text(encoding="utf-8")
-    script, style = (page.split(f"<{tag}>")[1].split(f"</{tag}>")[0] for tag in ("script", "style"))
-    allowed = [
-        "default-src 'none'",
-        f"script-src {_digest(script)}",
-        f"style-src {_digest(style)}",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-    headers = {"Content-Security-Policy": "; ".join(allowed), "X-Content-Type-Options": "nosniff"}
-
     @app.get("/", response_model=None, include_in_schema=False)
     async def chat_page() -> Response:
-        return HTMLResponse(page, headers=headers)
+        return page()
 
     return app, worker, metrics
-
-
-async def http_error(_: Request, error: Exception) -> Response:
-    """What the framework itself refuses, in our form."""
-    assert isinstance(error, HTTPException)
-    answer = ApiError(error.status_code, str(error.detail)).response()
-    answer.headers.update(error.headers or {})
-    return answer
-
-
-def _host(header: bytes) -> str | None:
-    """Of a Host header, without the port."""
-    try:
-        return urlsplit(f"//{header.decode('latin-1')}").hostname
-    except ValueError:
-        return None
-
-
-def _digest(text: str) -> str:
-    """What a content security policy knows a piece of the page by."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def sse(body: dict[str, Any]) -> str:
@@ -483,15 +327,3 @@ def sse(body: dict[str, Any]) -> str:
 
 def _streaming(chunks: AsyncIterator[str]) -> StreamingResponse:
     return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-def _invalid(error: RequestValidationError) -> ApiError:
-    """What is wrong with a body, by the name of the parameter."""
-    first = error.errors()[0]
-    place = [str(each) for each in first["loc"] if each != "body"]
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON")
-    name = ".".join(place) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"this server has no parameter {name}", name, "unsupported_parameter")
-    return ApiError(400, f"{name or 'the body'}: {first['msg']}", place[0] if place else None)

@@ -38,8 +38,11 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.engines.errors import EngineError, UsageError
-from outrider.serve.app import ApiError, Guard, Settings, create_app, http_error, sse
+from outrider.serve.app import create_app, sse
+from outrider.serve.errors import ApiError, http_error
+from outrider.serve.guard import Guard
 from outrider.serve.log import log_as_json
+from outrider.serve.settings import Settings
 
 APPLICATION = "outrider"
 FRONTS = 2  # so that one is left

@@ -8,8 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from outrider.engines.errors import EngineError, OutriderError
+from outrider.engines.folder import Held
 from outrider.runtime.generation import Event
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Job, Scheduler
@@ -50,9 +52,9 @@ class Ticket:
 class Worker:
     """Loads a bundle, and steps its scheduler for as long as there is something to do."""
 
-    def __init__(self, load: Callable[[], Scheduler], metrics: Metrics, timeout: float):
-        """`timeout` is in seconds, from a request's submission to its last token."""
-        self._load = load
+    def __init__(self, bundle: Path, load: Callable[[], Scheduler], metrics: Metrics, timeout: float):
+        """`load` loads the bundle; `timeout` is in seconds, from a request's submission to its last token."""
+        self._bundle, self._load = bundle, load
         self._metrics = metrics
         self._timeout = timeout
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -139,6 +141,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            files = Held(self._bundle)
             scheduler = self._load()
             _warm(scheduler)
             self._scheduler = scheduler
@@ -162,14 +165,21 @@ class Worker:
                     self._take_in(wait=False)  # who came meanwhile is refused
                     return
                 if scheduler.busy:
-                    self._step(scheduler)
+                    self._step(scheduler, files)
                 self._metrics.stepped(scheduler.load)
             except Exception as error:  # a defect must not end the server: who has a slot is told, and the next begin anew
                 LOGGER.exception("a step failed")
                 self._recover(scheduler, _defect(error))
 
-    def _step(self, scheduler: Scheduler) -> None:
+    def _step(self, scheduler: Scheduler, files: Held) -> None:
         results = scheduler.step()
+        if (
+            changed := files.changed()
+        ) is not None:  # weights may be read from there, so nothing of this step is to be believed
+            self.failure = EngineError(f"{changed} was changed under the running server", "restart it on a whole bundle")
+            LOGGER.error("the bundle was changed", extra={"file": changed})
+            self._fail_all(self.failure)
+            return
         for job, result in results:
             self._answer(job, result)
         self._time_out(scheduler)

@@ -371,6 +371,29 @@ def test_a_bundle_replaced_under_a_running_server_changes_nothing(bundle: Path, 
     assert read_manifest(copy)
 
 
+def test_a_bundle_changed_under_a_running_server_ends_in_errors_and_not_in_wrong_tokens(
+    bundle: Path, tmp_path: Path, alone: Outrider
+) -> None:
+    copy = tmp_path / "bundle"
+    subprocess.run(["cp", "-r", bundle, copy], check=True)
+    with serving(copy) as server:
+        body = json.dumps({"prompt": PROMPT, "temperature": 0, "max_tokens": 480, "min_tokens": 480, "stream": True}).encode()
+        request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            lines = [stream.readline()]
+            (weights,) = (copy / "target").glob("*.data")
+            with open(weights, "r+b") as file:
+                file.seek(weights.stat().st_size // 2)
+                file.write(bytes(4096))
+            lines += stream.read().splitlines()
+        *said, last = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.strip()]
+        assert "was changed under the running server" in last["error"]["message"]
+        text = "".join(each["choices"][0]["text"] for each in said)
+        assert text_of(alone, PROMPT, max_new_tokens=480, min_new_tokens=480).startswith(text)
+        assert server.health()[0] == 503
+        assert post(server, "/v1/completions", body)[0] == 503
+
+
 def test_sigterm_lets_answers_end(bundle: Path, alone: Outrider) -> None:
     server = Server(bundle)
     server.ready()

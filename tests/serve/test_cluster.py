@@ -228,16 +228,6 @@ def test_there_are_as_many_replicas_as_there_is_load(deployed: Deployed, bundle:
         deployed.wait_for_replicas(2)
 
 
-def test_a_bundle_that_cannot_be_loaded_is_one_line(bundle: Path, tmp_path: Path) -> None:
-    broken = Path(shutil.copytree(bundle, tmp_path / "broken"))
-    with open(broken / "tokenizer.json", "a") as file:
-        file.write(" ")
-    done = run("serve", broken, "--ray", "--port", "8765", "--cpus", "1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-2].startswith("error: the replicas do not start")
-
-
 def test_where_there_is_no_cluster_it_begins_one_and_ends_it(bundle: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -249,3 +239,13 @@ def test_where_there_is_no_cluster_it_begins_one_and_ends_it(bundle: Path) -> No
         assert fetch(f"http://127.0.0.1:{port}/health")[0] == 200
         server.terminate()
         assert server.wait(timeout=60) == 0, server.stderr.read()
+
+
+def test_a_bundle_that_cannot_be_loaded_is_one_line(deployed: Deployed, bundle: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(bundle, tmp_path / "broken"))
+    with open(broken / "tokenizer.json", "a") as file:
+        file.write(" ")
+    done = run("serve", broken, "--ray", "--port", deployed.port, env=os.environ | {"RAY_ADDRESS": deployed.cluster.address})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-2].startswith("error: the replicas do not start")
