@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 
@@ -58,11 +61,26 @@ def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def shipped_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shipped_exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The export of the shipped pair in a precision: made once for all processes of the run, since tracing takes longest."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def made(precision: str) -> Path:
+        output = folder / f"shipped-{precision}"
+        with filelock.FileLock(f"{output}.lock"):
+            if not output.exists():
+                export_pair(str(PAIR / "target"), str(PAIR / "draft"), output, precision=precision)
+        return output
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def shipped_export(shipped_exports: Callable[[str], Path]) -> Path:
     """The export of the shipped pair."""
-    output = tmp_path_factory.mktemp("shipped") / "onnx"
-    export_pair(str(PAIR / "target"), str(PAIR / "draft"), output, precision="fp32")
-    return output
+    return shipped_exports("fp32")
 
 
 @pytest.fixture(scope="session")

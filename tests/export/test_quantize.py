@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,11 @@ def test_rounding_is_that_of_the_formula(bits: int, block: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def exports(shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The shipped pair in int4, and in int8 with a head of int4."""
-    folder = tmp_path_factory.mktemp("quantized")
-    for precision, head in (("int4", None), ("int8", "int4")):
-        options: dict[str, Any] = {"precision": precision, "head_precision": head}
-        export_pair(str(PAIR / "target"), str(PAIR / "draft"), folder / precision, **options)
-    return {precision: folder / precision for precision in BITS}
+    int8 = tmp_path_factory.mktemp("quantized") / "int8"
+    export_pair(str(PAIR / "target"), str(PAIR / "draft"), int8, precision="int8", head_precision="int4")
+    return {"int4": shipped_exports("int4"), "int8": int8}
 
 
 HEADS = {"int4": {"target": "int8", "draft": "int4"}, "int8": {"target": "int4", "draft": "int4"}}

@@ -43,7 +43,7 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The shipped target with three drafts: the trained one, itself, and a random one. No token ends the text."""
     folder = tmp_path_factory.mktemp("golden")
     torch.manual_seed(0)
@@ -53,8 +53,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     drafts = {"trained": PAIR / "draft", "self": PAIR / "target", "random": folder / "random"}
     made = {}
     for name, draft in drafts.items():
-        export_pair(str(PAIR / "target"), str(draft), folder / f"{name}-onnx", precision="fp32")
-        bundle = build(folder / f"{name}-onnx", folder / f"{name}-bundle", capacity=CAPACITY, max_prompt_chunk=CHUNK, k=list(K))
+        export = shipped_export if name == "trained" else folder / f"{name}-onnx"
+        if name != "trained":
+            export_pair(str(PAIR / "target"), str(draft), export, precision="fp32")
+        bundle = build(export, folder / f"{name}-bundle", capacity=CAPACITY, max_prompt_chunk=CHUNK, k=list(K))
         generation = msgspec.structs.replace(read_manifest(bundle).generation, eos_token_ids=[])
         reseal(bundle, generation=generation)
         made[name] = bundle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +15,13 @@ from hypothesis import strategies as st
 from outrider.audit.controls import WatchedRounds
 from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.folder import read_manifest
-from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import STALE, Choice, Company, Member
 from outrider.runtime.rounds import Rounds
 from outrider.runtime.scheduler import Job, QueueFullError, Scheduler
 from outrider.tests.deferred import deferred
-from outrider.tests.support import PAIR, broken_export, build, reseal
+from outrider.tests.support import broken_export, build, reseal
 
 SLOTS = 4
 CAPACITY = 159  # with the spare position, so that a slot's cache begins at an aligned address
@@ -42,11 +42,12 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module", params=["int4", "fp32"])
-def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(
+    request: pytest.FixtureRequest, shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The shipped pair; at int4 a row has the same bits in any company, at fp32 nearly. No token ends the text."""
     folder = tmp_path_factory.mktemp(request.param)
-    export_pair(str(PAIR / "target"), str(PAIR / "draft"), folder / "onnx", precision=request.param)
-    made = build(folder / "onnx", folder / "bundle", k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
+    made = build(shipped_exports(request.param), folder / "bundle", k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
     reseal(made, generation=msgspec.structs.replace(read_manifest(made).generation, eos_token_ids=[]))
     return made
 
