@@ -307,6 +307,7 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
+        worker.check()
         return JSONResponse({"status": "ok", "running": worker.scheduler.load.running})
 
     @app.get("/metrics", response_model=None)

@@ -37,7 +37,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.engines.errors import EngineError, UsageError
+from outrider.engines.errors import EngineError, OutriderError, UsageError
 from outrider.serve.app import create_app, sse
 from outrider.serve.errors import ApiError, http_error
 from outrider.serve.guard import Guard
@@ -109,8 +109,10 @@ class Replica:
     async def check_health(self) -> None:
         """What Ray asks now and then: it is ready when this first returns, and is replaced where it fails."""
         await asyncio.to_thread(self._worker.loaded.wait)
-        if self._worker.failure is not None:
-            raise RuntimeError(f"{self._worker.failure}; {self._worker.failure.mend}")
+        try:
+            self._worker.check()
+        except OutriderError as error:
+            raise RuntimeError(str(error)) from error
         self._board.put.remote(self._name, generate_latest(self._metrics.registry).decode())
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:

@@ -65,6 +65,7 @@ class Worker:
         self._scheduler: Scheduler | None = None
         self.failure: OutriderError | None = None  # why there is none
         self.loaded = threading.Event()  # that it is ready, or has failed
+        self._stepping: float | None = None  # since when the engines run a step
 
     def start(self) -> None:
         """Load the bundle, in the thread."""
@@ -93,6 +94,17 @@ class Worker:
         if self._scheduler is None:
             raise NotReadyError("the bundle is being loaded", "try again later")
         return self._scheduler
+
+    def check(self) -> None:
+        """Say whether it works.
+
+        Raises:
+            NotReadyError: it is not loaded, is broken, or has not come back from the engines for as long as answers may take.
+        """
+        assert self.scheduler is not None
+        since = self._stepping
+        if since is not None and time.perf_counter() - since > self._timeout:
+            raise NotReadyError("the engines do not come back", "restart the server")
 
     async def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue requests, all or none; what comes of each is given to its `deliver`, in the event loop, up to the event with
@@ -157,6 +169,7 @@ class Worker:
         finally:
             self.loaded.set()
         while True:
+            self._stepping = None
             try:
                 self._take_in(wait=not scheduler.busy and not self._ending)
                 if self._ending:
@@ -165,6 +178,7 @@ class Worker:
                     self._take_in(wait=False)  # who came meanwhile is refused
                     return
                 if scheduler.busy:
+                    self._stepping = time.perf_counter()
                     self._step(scheduler, files)
                 self._metrics.stepped(scheduler.load)
             except Exception as error:  # a defect must not end the server: who has a slot is told, and the next begin anew
