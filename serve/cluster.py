@@ -32,7 +32,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -189,13 +189,10 @@ class Front:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
         start: Message | None = None  # not sent yet
         begun: str | None = None  # what kind of answer has begun
         error = ApiError(503, "no replica could answer; try again", code="replica_lost")

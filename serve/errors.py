@@ -72,7 +72,7 @@ def invalid(error: RequestValidationError) -> ApiError:
     """What is wrong with a body, by the name of the parameter."""
     first = error.errors()[0]
     place = [str(each) for each in first["loc"] if each != "body"]
-    if first["type"] == "jsoninvalid":
+    if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON")
     name = ".".join(place) or None
     if first["type"] == "extra_forbidden":

@@ -176,6 +176,7 @@ class Worker:
                     self._fail_all(NotReadyError("the server is ending", "try again"))
                     self._scheduler, self.failure = None, NotReadyError("the server is ending", "try again")
                     self._take_in(wait=False)  # who came meanwhile is refused
+                    files.close()
                     return
                 if scheduler.busy:
                     self._stepping = time.perf_counter()

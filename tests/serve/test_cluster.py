@@ -30,14 +30,19 @@ PROMPTS = [f"Customer: I need a {what}." for what in ("flight", "taxi", "table",
 TOKENS = 150
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 class Deployed:
     """What `outrider serve --ray` has put into a cluster."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
     def deploy(self, bundle: Path, *options: str) -> None:
@@ -229,9 +234,7 @@ def test_there_are_as_many_replicas_as_there_is_load(deployed: Deployed, bundle:
 
 
 def test_where_there_is_no_cluster_it_begins_one_and_ends_it(bundle: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(port), "--cpus", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -245,7 +248,9 @@ def test_a_bundle_that_cannot_be_loaded_is_one_line(deployed: Deployed, bundle: 
     broken = Path(shutil.copytree(bundle, tmp_path / "broken"))
     with open(broken / "tokenizer.json", "a") as file:
         file.write(" ")
-    done = run("serve", broken, "--ray", "--port", deployed.port, env=os.environ | {"RAY_ADDRESS": deployed.cluster.address})
+    done = run(
+        "serve", broken, "--ray", "--port", str(deployed.port), env=os.environ | {"RAY_ADDRESS": deployed.cluster.address}
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-2].startswith("error: the replicas do not start")
