@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from outrider.engines.errors import EngineError
+from outrider.runtime.costs import Costs
 from outrider.runtime.launches import Idle, Shape, Turn
-from outrider.runtime.policy import DRAFTERS, NGRAM, PLAIN, Acceptance, Choice, Policy
+from outrider.runtime.policy import DRAFTERS, NGRAM, PLAIN, Acceptance, Choice, Company, Member, Policy
 from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
 from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs, Request
 from outrider.runtime.rounds import Rounds, Verdict
@@ -145,6 +146,27 @@ class Restless(Policy):
 
     def worth(self, confidences: list[float], k: int, length: int) -> bool:
         return self._chance.random() < 0.7
+
+
+class RestlessCompany(Company):
+    """The same for several requests."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        costs: Callable[[int], Costs],
+        drafters: Sequence[str] = DRAFTERS,
+        k: int | None = None,
+        seed: int = 0,
+    ):
+        super().__init__(policy, costs, drafters, k)
+        self._chance = random.Random(seed)
+
+    def choose(self, members: Sequence[Member]) -> Choice:
+        if self._k is not None:
+            return super().choose(members)
+        sizes = self._policy.sizes(max(member.wanted for member in members))
+        return self._chance.choice([PLAIN, *(Choice(name, k) for name in self._allowed for k in sizes)])
 
 
 class ReferenceRounds(WatchedRounds):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from outrider.audit.controls import WatchedRounds
 from outrider.audit.statistics import Comparison
 
-NEAR_TIES = 0.05  # share of the greedy comparisons that may end in one, or one where that is more
+NEAR_TIES = 0.05  # share of the compared texts that may part at one, or one where that is more
 ROUNDING = 1e-4  # share of the decisions that may differ from the reference's
 
 
@@ -34,23 +34,24 @@ class Arithmetic:
 
 
 @dataclass(frozen=True, slots=True)
-class NearTie:
-    """Where greedy texts part, and the plain model's own choice changes with the number of rows of a pass."""
+class Parting:
+    """Where a text leaves the plain one."""
 
     prompt: str
     way: str  # drafter and k
     place: int  # tokens of the answer before it
     plain: int
-    speculative: int
+    found: int
 
 
 @dataclass(slots=True)
-class Greedy:
-    """Speculative against plain text."""
+class Texts:
+    """Texts that must be plain decoding's of the request alone. They may part at a near-tie, where the plain model's own choice
+    changes with the number of rows or sequences of a pass."""
 
     compared: int = 0
-    near_ties: list[NearTie] = field(default_factory=list)
-    differences: list[NearTie] = field(default_factory=list)  # which the number of rows does not explain
+    near_ties: list[Parting] = field(default_factory=list)
+    differences: list[Parting] = field(default_factory=list)  # which are none
 
     @property
     def allowed(self) -> int:
@@ -113,10 +114,11 @@ class Counters:
 
 @dataclass(slots=True)
 class Audit:
-    """All six parts."""
+    """All parts."""
 
     arithmetic: Arithmetic
-    greedy: Greedy
+    greedy: Texts
+    company: Texts | None  # of requests that ran together; none where only one fits
     sampled: list[Sampled]
     controls: list[Control]  # none without a draft model: what is accepted then is what the target itself drew
     counters: Counters
@@ -126,6 +128,7 @@ class Audit:
         return {
             "arithmetic": self.arithmetic.passed,
             "greedy": self.greedy.passed,
+            **({"company": self.company.passed} if self.company else {}),
             "sampled": all(each.passed for each in self.sampled),
             "support": not any(each.excluded for each in self.sampled),
             "controls": all(each.passed for each in self.controls),

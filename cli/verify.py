@@ -12,7 +12,7 @@ from outrider.cli.options import device
 from outrider.cli.show import console, progress_bar
 
 if TYPE_CHECKING:
-    from outrider.audit.report import Audit, Sampled
+    from outrider.audit.report import Audit, Sampled, Texts
 
 
 @click.command("verify")
@@ -38,7 +38,7 @@ def command(
     from outrider.runtime.generation import Outrider
 
     with progress_bar() as progress:
-        found = audit(Outrider.load(bundle, progress, device=device), draws=draws or DRAWS, progress=progress)
+        found = audit(Outrider.load(bundle, progress, device=device, slots=None), draws=draws or DRAWS, progress=progress)
     if as_json:
         click.echo(json.dumps(found.as_dict()))
     else:
@@ -70,17 +70,14 @@ def _compare_engines(bundle: Path, export: Path, device: str | None, as_json: bo
 def _print(found: Audit) -> None:
     verdicts = {name: "pass" if passed else "FAIL" for name, passed in found.verdicts().items()}
     screen = console()
-    arithmetic, greedy = found.arithmetic, found.greedy
+    arithmetic = found.arithmetic
     click.echo(
         f"arithmetic {verdicts['arithmetic']}  {arithmetic.checked:,} decisions of the graphs taken again in float64:"
         f" {arithmetic.disagreed} differ ({arithmetic.allowed} allowed)"
     )
-    click.echo(
-        f"greedy     {verdicts['greedy']}  {greedy.compared} texts compared with plain decoding: {len(greedy.differences)}"
-        f" differ, {len(greedy.near_ties)} part at a near-tie ({greedy.allowed} allowed)"
-    )
-    for tie in (*greedy.differences, *greedy.near_ties):
-        click.echo(f"           {tie.way}, token {tie.place}: plain {tie.plain}, speculative {tie.speculative}; {tie.prompt!r}")
+    _print_texts("greedy", found.greedy, "compared with plain decoding", verdicts)
+    if found.company:
+        _print_texts("company", found.company, "of requests that share passes compared with the same alone", verdicts)
     least = min(each.p_value for cell in found.sampled for each in cell.comparisons)
     comparisons = sum(len(cell.comparisons) for cell in found.sampled)
     click.echo(
@@ -109,6 +106,15 @@ def _print(found: Audit) -> None:
         f" {counters.emitted:,} emitted = {counters.accepted:,} accepted + {counters.own:,} the target's own"
     )
     click.echo("the bundle passes" if found.passed else "the bundle FAILS")
+
+
+def _print_texts(part: str, found: Texts, what: str, verdicts: dict[str, str]) -> None:
+    click.echo(
+        f"{part:<10} {verdicts[part]}  {found.compared} texts {what}: {len(found.differences)} differ,"
+        f" {len(found.near_ties)} part at a near-tie ({found.allowed} allowed)"
+    )
+    for each in (*found.differences, *found.near_ties):
+        click.echo(f"           {each.way}, token {each.place}: plain {each.plain}, found {each.found}; {each.prompt!r}")
 
 
 FIGURES = ("p-value", "distance", "bound", "finds", "token")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.engines.errors import EngineError
-from outrider.engines.session import Session
 from outrider.runtime.drafter import ModelDrafter
 from outrider.runtime.launches import Idle, Turn
 from outrider.runtime.ngram import NgramDrafter
@@ -274,9 +273,3 @@ class Loop:
         built = [size for size in self._k if size <= min(k, slots)]
         size = next((size for size in built if size >= useful), built[-1])
         return size + 1, min(size, useful)
-
-
-def prefill(session: Session, tokens: list[int], chunk: int) -> None:
-    """Write the cache entries of `tokens`, from the first slot on, at most `chunk` rows a run."""
-    for at in range(0, len(tokens), chunk):
-        session.write(np.array([tokens[at : at + chunk]], dtype=np.int64), np.array([at], dtype=np.int64))

@@ -70,12 +70,14 @@ class Scheduler:
         k: int | str = AUTO,
         drafter: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        company: Callable[..., Company] = Company,
     ):
         """On all slots of `outrider`, which must not generate otherwise meanwhile.
 
         Args:
             most_waiting: requests that may wait for a slot.
             k, drafter: as in `Outrider.generate`, for all requests.
+            company: makes what chooses for several requests.
 
         Raises:
             UsageError: the bundle has no such k or drafter.
@@ -93,7 +95,7 @@ class Scheduler:
         def of_batch(batch: int) -> Costs:
             return costs if batch == 1 else Costs(outrider.manifest, outrider.build, batch)
 
-        self._company = Company(outrider.policy, of_batch, self._allowed, k if isinstance(k, int) else None)
+        self._company = company(outrider.policy, of_batch, self._allowed, k if isinstance(k, int) else None)
         self._waiting: deque[Job] = deque()
         for text in self._loop.texts:
             text.end()

@@ -18,6 +18,7 @@ from outrider.builder.build import build_engine
 from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS
 from outrider.engines.folder import digest_all, read_manifest
 from outrider.engines.manifest import MANIFEST
+from outrider.engines.session import Session
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported
 
@@ -94,6 +95,12 @@ def reseal(folder: Path, **changes: Any) -> None:
     """Make the manifest true again after a test has edited the folder, with `changes` to its fields."""
     manifest = msgspec.structs.replace(read_manifest(folder), files=digest_all(folder), **changes)
     (folder / MANIFEST).write_bytes(manifest.encode())
+
+
+def prefill(session: Session, tokens: list[int], chunk: int) -> None:
+    """Write the cache entries of `tokens`, from the first slot on, at most `chunk` rows a run."""
+    for at in range(0, len(tokens), chunk):
+        session.write(np.array([tokens[at : at + chunk]], dtype=np.int64), np.array([at], dtype=np.int64))
 
 
 def broken_export(folder: Path, token: int) -> Path:

@@ -181,7 +181,7 @@ def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeyp
     found = audited(shipped, draws=10)
     assert not found.greedy.passed
     assert not found.greedy.near_ties
-    assert found.greedy.differences[0].speculative == 77
+    assert found.greedy.differences[0].found == 77
     assert not found.passed
 
 

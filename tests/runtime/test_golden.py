@@ -21,10 +21,9 @@ from outrider.engines.device import Buffer, Launch
 from outrider.engines.folder import read_manifest
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.loop import prefill
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.rounds import Rounds
-from outrider.tests.support import PAIR, build, reseal, write_checkpoint
+from outrider.tests.support import PAIR, build, prefill, reseal, write_checkpoint
 
 K = (1, 2, 4, 8)
 WAYS = (*K, "auto", "n-grams", "by chance")  # the last is every drafter and k in turn

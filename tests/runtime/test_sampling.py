@@ -17,11 +17,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from outrider.audit.controls import ReferenceRounds, WatchedRounds
 from outrider.engines.manifest import Generation
 from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.loop import prefill
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import Fault, named_settings, warp
 from outrider.runtime.request import Request
-from outrider.tests.support import PAIR, reseal, run
+from outrider.tests.support import PAIR, prefill, reseal, run
 
 Doubles = npt.NDArray[np.float64]
 K = (1, 2, 4, 8)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.audit.controls import WatchedRounds
+from outrider.audit.controls import RestlessCompany, WatchedRounds
 from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.folder import read_manifest
 from outrider.runtime.generation import Event, Outrider
@@ -70,18 +70,6 @@ def alone(bundle: Path) -> dict[tuple[int, int], list[int]]:
         for prompt in range(len(PROMPTS))
         for params in range(len(PARAMS))
     }
-
-
-class Restless(Company):
-    """Every choice by chance, the same ones each time: what is emitted must not depend on them."""
-
-    def __init__(self, company: Company, seed: int):
-        self.__dict__.update(company.__dict__)
-        self._chance = random.Random(seed)
-
-    def choose(self, members: list[Member]) -> Choice:  # type: ignore[override]
-        sizes = self._policy.sizes(max(member.wanted for member in members))
-        return self._chance.choice([Choice("none", 0), *(Choice(name, k) for name in ("model", "ngram") for k in sizes)])
 
 
 Arrival = tuple[int, int, int, int, int | None]
@@ -143,9 +131,7 @@ def test_each_gets_what_it_would_get_alone(
     batched: Outrider, alone: dict[tuple[int, int], list[int]], arrivals: list[Arrival], chance: int | None
 ) -> None:
     """Arrivals, cancellations, prompts, parameters, and with `chance` every drafter and k, at random."""
-    scheduler = Scheduler(batched)
-    if chance is not None:
-        scheduler._company = Restless(scheduler._company, chance)
+    scheduler = Scheduler(batched, company=Company if chance is None else partial(RestlessCompany, seed=chance))
     check(play(scheduler, arrivals), alone)
 
 

@@ -1,0 +1,120 @@
+"""`outrider verify` of a bundle for several requests: texts in company are the texts alone, and where not, it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from outrider.audit import audit as audit_module
+from outrider.audit import report
+from outrider.audit.audit import CONTROLLED, SAMPLED, audit
+from outrider.audit.prompts import PROMPTS
+from outrider.cli.verify import command
+from outrider.engines.device import Buffer, Launch
+from outrider.engines.errors import EngineError
+from outrider.runtime.generation import Outrider
+from outrider.runtime.launches import Idle, Turn
+from outrider.runtime.rounds import Rounds, Verdict
+from outrider.tests.support import build
+
+SLOTS = 3
+Run = Callable[..., list[Verdict | EngineError | None]]
+
+
+@pytest.fixture(scope="module")
+def bundle(shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(shipped_exports("int4"), tmp_path_factory.mktemp("company") / "bundle", k=[1, 4], capacity=255, batch=SLOTS)
+
+
+@pytest.fixture
+def batched(bundle: Path) -> Outrider:
+    return Outrider.load(bundle, slots=None)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "SAMPLED", (CONTROLLED, SAMPLED[-1]))
+    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Turn, Verdict, int], None]) -> None:
+    """Show every verdict, and how many ran together, before anyone else sees it."""
+    run: Run = Rounds.run
+
+    def watched(self: Rounds, turns: list[Turn | Idle], *rest: Any, **named: Any) -> list[Verdict | EngineError | None]:
+        found = run(self, turns, *rest, **named)
+        for turn, each in zip(turns, found, strict=True):
+            if isinstance(turn, Turn) and isinstance(each, Verdict):
+                see(turn, each, len(turns))
+        return found
+
+    monkeypatch.setattr(Rounds, "run", watched)
+
+
+def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together: set[tuple[int, bool, int]] = set()
+    watch(monkeypatch, lambda turn, _, count: together.add((count, turn.request.greedy, turn.k)))
+    # 4 requests, plain and in 4 ways; the other parts need more draws than these
+    done = CliRunner().invoke(command, [str(bundle), "--draws", "100"])
+    assert "company    pass  20 texts of requests that share passes" in done.output
+    assert {(SLOTS, greedy, k) for greedy in (True, False) for k in (0, 1, 4)} <= together
+
+
+def test_a_bundle_for_one_has_no_such_part(bundle: Path) -> None:
+    found = audit(Outrider.load(bundle), draws=10)
+    assert found.company is None
+    assert "company" not in found.verdicts()
+
+
+def test_a_token_that_is_another_only_in_company_fails(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap(turn: Turn, verdict: Verdict, count: int) -> None:
+        if count > 1 and turn.request.emitted > 20:
+            verdict.tokens[-1] = 77
+
+    watch(monkeypatch, swap)
+    found = audit(batched, draws=10)
+    assert found.greedy.passed
+    assert found.company is not None
+    assert not found.company.passed
+    assert not found.company.near_ties
+    assert {each.found for each in found.company.differences} == {77}
+    assert {each.way for each in found.company.differences} >= {"plain", "model, k = 4", "auto, k = auto"}
+    assert not found.passed
+
+
+def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_bounded(
+    batched: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target whose arithmetic differs in passes of several sequences, as another kernel's would, at one place."""
+    session = batched.sessions["target"]
+    bind = session.bind
+    place = len(batched.text.encode(PROMPTS[0], chat=False)) + 9
+
+    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
+        launch = bind(input_ids, positions, logits, window, first)
+
+        def run() -> None:
+            launch()
+            count, rows = input_ids.shape
+            for lane, at in enumerate(positions.view().tolist()):
+                if count > 1 and 0 <= place - at < rows <= logits.shape[1]:
+                    found = logits.view()[lane, place - at]
+                    found[found.argmax()] = found.min()
+
+        return run
+
+    monkeypatch.setattr(session, "bind", other_kernel)
+    monkeypatch.setattr(session, "_passes", {})
+    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
+    found = audit(batched, draws=10).company
+    assert found is not None
+    assert found.differences == []
+    assert {each.place for each in found.near_ties if each.prompt == PROMPTS[0]} == {10}
+    assert found.allowed == 1
+    assert found.passed == (len(found.near_ties) == 1)
+    monkeypatch.setattr(report, "NEAR_TIES", 1.0)
+    assert found.passed
