@@ -117,7 +117,7 @@ def swap(kind: str, other: str, inputs: list[str] | None = None) -> Callable[[on
 
 
 def test_a_bundle_whose_sampler_accepts_everything_fails(shipped_bundle: Path, tmp_path: Path) -> None:
-    done = run("verify", damaged(shipped_bundle, tmp_path, "verifier", accept_more(0)), "--draws", "200")
+    done = run("verify", damaged(shipped_bundle, tmp_path, "verifier", accept_more(0)), "--draws", "100")
     assert done.returncode == 1, done.stdout
     assert "sampled    FAIL" in done.stdout
     assert "arithmetic FAIL" in done.stdout

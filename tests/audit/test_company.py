@@ -18,6 +18,7 @@ from outrider.engines.device import Buffer, Launch
 from outrider.engines.errors import EngineError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.launches import Idle, Turn
+from outrider.runtime.reference import Fault
 from outrider.runtime.rounds import Rounds, Verdict
 from outrider.tests.support import build
 
@@ -58,9 +59,15 @@ def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Turn, Verdict, int], N
 def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together: set[tuple[int, bool, int]] = set()
     watch(monkeypatch, lambda turn, _, count: together.add((count, turn.request.greedy, turn.k)))
-    # 4 requests, plain and in 4 ways; the other parts need more draws than these
     done = CliRunner().invoke(command, [str(bundle), "--draws", "100"])
-    assert "company    pass  20 texts of requests that share passes" in done.output
+    assert done.exit_code in (0, 1)  # so few draws may not find what is wrong
+    said = done.output.splitlines()
+    for part in ("arithmetic", "greedy", "company", "sampled", "support", "controls", "counters"):
+        assert any(line.startswith(f"{part} ") for line in said)
+    for control in Fault:
+        assert any(f" {control.value} " in line and " found" in line for line in said)  # or not found
+    assert said[-1] == ("the bundle passes" if done.exit_code == 0 else "the bundle FAILS")
+    assert "company    pass  20 texts of requests that share passes" in done.output  # 4 requests, plain and in 4 ways
     assert {(SLOTS, greedy, k) for greedy in (True, False) for k in (0, 1, 4)} <= together
 
 
