@@ -8,17 +8,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from outrider.engines.errors import EngineError, OutriderError
 from outrider.engines.folder import Held
 from outrider.runtime.generation import Event
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.scheduler import Job, Scheduler
+from outrider.runtime.scheduler import Job, QueueFullError, Scheduler
 from outrider.serve.metrics import Metrics
 
-WARM_TOKENS = 4
-LOST = 3  # steps in a row that failed altogether, after which the engines are taken for broken
+WARM = ([0], SamplingParams(max_new_tokens=4))
+LOST = 3  # steps in a row of which nothing came, after which the engines are asked whether they still run
 LOGGER = logging.getLogger("outrider.serve")
 
 Deliver = Callable[[Event | OutriderError], None]
@@ -62,6 +63,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._ending = False
         self._lost = 0
+        self._probe: Job | None = None  # a text that is known to run, among the requests
         self._scheduler: Scheduler | None = None
         self.failure: OutriderError | None = None  # why there is none
         self.loaded = threading.Event()  # that it is ready, or has failed
@@ -198,30 +200,41 @@ class Worker:
         for job, result in results:
             self._answer(job, result)
         self._time_out(scheduler)
-        if any(not isinstance(result, OutriderError) for _, result in results):
-            self._lost = 0
-        elif results:
-            self._lose(results[-1][1])
+        errors = {id(job): result for job, result in results if isinstance(result, OutriderError)}
+        if len(errors) < len(results):
+            self._lost, self._probe = 0, None
+        elif id(self._probe) in errors:
+            self._give_up(errors[id(self._probe)])
+        elif errors:
+            self._lose(scheduler)
 
     def _recover(self, scheduler: Scheduler, error: OutriderError) -> None:
         running = [ticket for ticket in self._tickets.values() if ticket.job is not None and ticket.job.text is not None]
+        broken = self._probe is not None and self._probe.text is not None
         try:
             scheduler.reset()
         except Exception as again:
-            error, self._lost = _defect(again), LOST
+            error, broken = _defect(again), True
         for ticket in running:
             if ticket.job is not None:
                 self._answer(ticket.job, error)
         self._metrics.stepped(scheduler.load)
-        self._lose(error)
+        if broken:
+            self._give_up(error)
+        else:
+            self._lose(scheduler)
 
-    def _lose(self, error: Event | OutriderError) -> None:
-        """Another step of which nothing came."""
+    def _lose(self, scheduler: Scheduler) -> None:
+        """Another step of which nothing came: the requests' fault, or the engines'. A text that once ran will say."""
         self._lost += 1
-        if self._lost > LOST and isinstance(error, OutriderError):
-            self.failure = error  # /health says so from now on, for who restarts servers
-            LOGGER.error("the engines are taken for broken", extra={"error": str(error)})
-            self._fail_all(error)
+        if self._lost >= LOST and self._probe is None:
+            with suppress(QueueFullError):  # then after the next one
+                self._probe = scheduler.submit(*WARM)
+
+    def _give_up(self, error: OutriderError) -> None:
+        self.failure = error  # /health says so from now on, for who restarts servers
+        LOGGER.error("the engines are taken for broken", extra={"error": str(error)})
+        self._fail_all(error)
 
     def _take_in(self, wait: bool) -> None:
         try:
@@ -289,7 +302,7 @@ def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None
 
 def _warm(scheduler: Scheduler) -> None:
     """One short answer, so that the first request does not pay for what is made once."""
-    scheduler.submit([0], SamplingParams(max_new_tokens=WARM_TOKENS))
+    scheduler.submit(*WARM)
     while scheduler.busy:
         for _, result in scheduler.step():
             if isinstance(result, OutriderError):
