@@ -72,7 +72,9 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     with _installed(outrider, _made(WatchedRounds, outrider)) as watched:
         greedy = compare_greedy(outrider, watched, PROMPTS, counters, progress)
         count(outrider, watched, (*SAMPLED, EDITED), counters)
-        company = compare_company(outrider, PROMPTS, SAMPLED, counters, progress) if len(outrider.loop.texts) > 1 else None
+        company = None
+        if len(outrider.loop.texts) > 1:
+            company = compare_company(outrider, watched, PROMPTS, SAMPLED, counters, progress)
     arithmetic.add(watched)
     compared = len(SAMPLED) * (len(outrider.build.k) + 2) + 1 + len(Fault)
     significance = FALSE_ALARM / (2 * len(PLACES) * compared)  # two criteria at each place

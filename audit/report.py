@@ -38,6 +38,7 @@ class Parting:
     """Where a text leaves the plain one."""
 
     prompt: str
+    temperature: float
     way: str  # drafter and k
     place: int  # tokens of the answer before it
     plain: int
@@ -54,13 +55,18 @@ class Texts:
     differences: list[Parting] = field(default_factory=list)  # which are none
 
     @property
+    def ties(self) -> int:
+        """Near-ties, each once, in however many ways texts part there."""
+        return len({(each.prompt, each.temperature, each.place) for each in self.near_ties})
+
+    @property
     def allowed(self) -> int:
         """Near-ties that pass."""
         return max(1, int(NEAR_TIES * self.compared))
 
     @property
     def passed(self) -> bool:
-        return not self.differences and len(self.near_ties) <= self.allowed
+        return not self.differences and self.ties <= self.allowed
 
 
 @dataclass(slots=True)
@@ -96,7 +102,8 @@ class Control:
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over the greedy and some sampled generations, counted by the runtime and from each verifying pass."""
+    """Sums over the greedy and some sampled generations, counted by the runtime and from each verifying pass. In company
+    what the passes checked is counted for all requests together."""
 
     generations: int = 0
     drafted: int = 0

@@ -12,7 +12,7 @@ from outrider.audit.controls import RestlessCompany, WatchedRounds
 from outrider.audit.report import Counters, Parting, Texts
 from outrider.engines.errors import OutriderError
 from outrider.engines.progress import Progress
-from outrider.runtime.generation import Outrider
+from outrider.runtime.generation import Answer, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import AUTO, MODEL, NGRAM, Company
 from outrider.runtime.reference import edits_of, named_settings, verify
@@ -51,46 +51,68 @@ def compare_greedy(
     return found
 
 
+class _Companies(Scheduler):
+    """Also of texts that are drawn by rejection and a seed: here every run has the same company."""
+
+    def _answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+        return self.outrider.answer(prompt, params)
+
+
 def compare_company(
     outrider: Outrider,
+    watched: WatchedRounds,
     prompts: Sequence[str],
     sampled: Sequence[tuple[SamplingParams, str]],
     counters: Counters,
     progress: Progress,
 ) -> Texts:
-    """Greedy texts and some drawn by a seed, of requests that share the passes of all slots, come when one is free and leave
-    when they end; against the same requests alone, by plain decoding."""
+    """Texts of requests that share the passes of all slots, come when one is free and leave when they end; against the same
+    requests alone, by plain decoding. Greedy ones, some drawn by a seed, and beside them some by the rule of rejection, which
+    another k gives other texts: of those the watch alone speaks."""
     found = Texts()
+    drawn = [(replace(params, seed=seed, logprobs=2), text) for seed, (params, text) in enumerate(sampled)]
     asked = [(SamplingParams(), text) for text in prompts]
-    asked += [(replace(params, rule="exact-match", seed=seed), text) for seed, (params, text) in enumerate(sampled)]
-    requests = [(outrider.text.encode(text, chat=False), replace(params, max_new_tokens=LENGTH)) for params, text in asked]
-    progress.stage("comparing texts in company", len(requests) * (2 + len(ways(outrider))))
+    asked += [(replace(params, rule=rule), text) for params, text in drawn for rule in ("exact-match", "rejection")]
+    asked = [(replace(params, max_new_tokens=LENGTH), text) for params, text in asked]
     alone = []
-    for prompt, params in requests:
-        alone.append([token for event in outrider.generate(prompt, params, k=0) for token in event.token_ids])
+    progress.stage("comparing texts in company", len(asked) * (2 + len(ways(outrider))))
+    for params, text in asked:
+        events = outrider.generate(outrider.text.encode(text, chat=False), params, k=0)
+        alone.append([token for event in events for token in event.token_ids])
         progress.advance(1)
+    slots = len(outrider.loop.texts)
+    again = 1 + slots // len(asked)  # more requests than there are slots
     for way in (PLAIN, *ways(outrider)):
         together = RestlessCompany if way == (AUTO, AUTO) else Company
-        scheduler = Scheduler(outrider, most_waiting=len(requests), k=way[0], drafter=way[1], company=together)
-        jobs = scheduler.submit_all(requests)
-        for job, answer, (params, text), plain in zip(jobs, _played(scheduler, jobs), asked, alone, strict=True):
-            _compare(outrider, found, text, params, way, plain, answer, sequences=len(outrider.loop.texts))
+        scheduler = _Companies(outrider, most_waiting=again * len(asked), k=way[0], drafter=way[1], company=together)
+        watched.decided.clear()
+        requests = [(outrider.text.encode(text, chat=False), params) for params, text in asked]
+        jobs = scheduler.submit_all(requests * again)
+        answers = _played(scheduler, jobs)
+        sums = Stats()
+        for job, (tokens, accepted), (params, text), plain in zip(jobs, answers, asked * again, alone * again, strict=True):
+            if params.exact or params.temperature == 0:
+                _compare(outrider, found, text, params, way, plain, tokens, sequences=slots)
             stats = job.answer.stats
-            balanced = stats.drafted == stats.accepted + stats.rejected + stats.unexamined
-            _count(counters, stats, balanced and stats.emitted == stats.accepted + stats.own == len(answer))
-            progress.advance(1)
+            _count(counters, stats, (stats.emitted, stats.accepted) == (len(tokens), accepted) and stats.unexamined >= 0)
+            sums.add(stats)
+        drafted = sum(checked for checked, _ in watched.decided)
+        counters.unbalanced += (sums.rounds, sums.drafted) != (len(watched.decided), drafted)
+        progress.advance(len(asked))
     return found
 
 
-def _played(scheduler: Scheduler, jobs: Sequence[Job]) -> list[list[int]]:
-    """The answers of all that was submitted."""
-    answers: dict[int, list[int]] = {id(job): [] for job in jobs}
+def _played(scheduler: Scheduler, jobs: Sequence[Job]) -> list[tuple[list[int], int]]:
+    """Of all that was submitted, the answer's tokens, and how many of them were drafted."""
+    tokens: dict[int, list[int]] = {id(job): [] for job in jobs}
+    accepted = dict.fromkeys(tokens, 0)
     while scheduler.busy:
         for job, event in scheduler.step():
             if isinstance(event, OutriderError):
                 raise event
-            answers[id(job)] += event.token_ids
-    return list(answers.values())
+            tokens[id(job)] += event.token_ids
+            accepted[id(job)] += sum(event.from_draft)
+    return list(zip(tokens.values(), accepted.values(), strict=True))
 
 
 def _compare(
@@ -110,7 +132,7 @@ def _compare(
     place = next(at for at, (one, other) in enumerate(zip_longest(plain, answer)) if one != other)
     ours, theirs = (tokens[place] if place < len(tokens) else -1 for tokens in (plain, answer))
     k, drafter = way
-    parting = Parting(text, f"{drafter}, k = {k}" if k else "plain", place, ours, theirs)
+    parting = Parting(text, params.temperature, f"{drafter}, k = {k}" if k else "plain", place, ours, theirs)
     prompt = outrider.text.encode(text, chat=False)
     sizes = [size for size in outrider.build.k if not isinstance(k, int) or size <= k]
     choices = _choices(outrider, prompt, params, plain[:place], sizes, sequences)
@@ -127,19 +149,20 @@ def _choices(
     settings, edits = named_settings(request.settings[0]), edits_of(*request.table())
     uniforms = request.uniforms(request.emitted, 1)[:, ACCEPTING.start : DRAWING.stop]
     session, chunk = outrider.sessions["target"], outrider.build.max_prompt_chunk
-    context, start, found = prompt + before, len(prompt), set()
+    context, start, found = prompt + before, len(prompt) - 1, set()
+    for slot, at in product(range(sequences), range(0, start, chunk)):
+        session.write(np.array([prompt[at : min(at + chunk, start)]]), np.array([at]), slot)
     for count, rows in product(range(1, sequences + 1), (1, *(size + 1 for size in sizes))):
-        for row in range(rows):
+        for row in range(min(rows, len(before) + 1)):
             end = len(context) + rows - 1 - row
             if end > session.capacity:
                 continue
-            first = start - 1 + (end - start + 1) % rows
-            padded = np.array(context + context[-1:] * (end - len(context)), dtype=np.int64)
-            for slot, at in product(range(count), range(0, first, chunk)):
-                session.write(padded[None, at : min(at + chunk, first)], np.array([at], dtype=np.int64), slot)
+            first = start + (end - start) % rows
+            padded = np.array(context + context[-1:] * (end - len(context)))
+            for slot in range(count if first > start else 0):
+                session.write(padded[None, start:first], np.array([start]), slot)
             for at in range(first, end, rows):
-                every = np.broadcast_to(padded[at : at + rows], (count, rows))
-                logits = session.run(every, np.full(count, at, dtype=np.int64))
+                logits = session.run(np.broadcast_to(padded[at : at + rows], (count, rows)), np.full(count, at))
             for each in logits[:, row].astype(np.float64):
                 found.update(verify(each[None], [], each[None], settings, uniforms, edits))
     return found

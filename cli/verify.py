@@ -111,7 +111,7 @@ def _print(found: Audit) -> None:
 def _print_texts(part: str, found: Texts, what: str, verdicts: dict[str, str]) -> None:
     click.echo(
         f"{part:<10} {verdicts[part]}  {found.compared} texts {what}: {len(found.differences)} differ,"
-        f" {len(found.near_ties)} part at a near-tie ({found.allowed} allowed)"
+        f" {len(found.near_ties)} part at {found.ties} near-ties ({found.allowed} allowed)"
     )
     for each in (*found.differences, *found.near_ties):
         click.echo(f"           {each.way}, token {each.place}: plain {each.plain}, found {each.found}; {each.prompt!r}")

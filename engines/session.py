@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -91,6 +90,7 @@ class Session:
         self._arena = Arena(device, {INPUT_IDS: ((batch * self.max_rows,), "int64"), POSITIONS: ((batch,), "int64")})
         self._key_positions = device.zeros((self.capacity,), "int64", what)
         device.write(self._key_positions, np.arange(self.capacity))
+        self._logits: Buffer | None = None
         self._passes: dict[tuple[int, ...], Launch] = {}  # by sequences, rows, window, rows of logits, and first slot
 
     def window(self, rows: int, first: int, last: int) -> int:
@@ -132,11 +132,14 @@ class Session:
         shape = cache.shape[1:]
         return cache.part(first * math.prod(shape), count, *shape)
 
-    @functools.cached_property
-    def _logits(self) -> Buffer:
-        """Of passes from host arrays; large, so made for who wants them."""
-        size = self.batch * self.max_rows * self.vocab_rows
-        return self.device.zeros((size,), "float32", "the logits of a prompt chunk")
+    def _room(self, rows: int) -> Buffer:
+        """Memory for so many rows of logits; large, so no more than passes from host arrays have needed so far."""
+        size = rows * self.vocab_rows
+        if self._logits is None or self._logits.shape[0] < size:
+            self._passes.clear()  # they are bound to what was there before
+            self._logits = None
+            self._logits = self.device.zeros((size,), "float32", "the logits of a pass")
+        return self._logits
 
     def write(self, input_ids: Int64s, positions: Int64s, first: int = 0, logits: bool = False) -> None:
         """One pass from host arrays: write the keys and values of `input_ids` [N, S] from `positions` [N] on.
@@ -156,10 +159,10 @@ class Session:
             )
         window = self.window(rows, int(positions.min()), int(positions.max()))
         answered = rows if logits or not self.engine.skips_logits else 0
+        whole = self._room(max(batch * answered, 1))
 
         def bound() -> Launch:
             ids = self._arena.device[INPUT_IDS].part(0, batch, rows)
-            whole = self._logits if answered else self.device.zeros((1,), "float32", "no logits")
             buffer = whole.part(0, batch, answered, self.vocab_rows)
             return self.bind(ids, self._arena.device[POSITIONS].part(0, batch), buffer, window, first)
 
@@ -176,7 +179,7 @@ class Session:
         """`write`, and the logits of every row: float32 [N, S, V], valid until the next pass."""
         self.write(input_ids, positions, first, logits=True)
         started = time.perf_counter()
-        logits = self.device.read(self._logits.part(0, *input_ids.shape, self.vocab_rows))
+        logits = self.device.read(self._room(input_ids.size).part(0, *input_ids.shape, self.vocab_rows))
         self.seconds += time.perf_counter() - started
         return logits
 

@@ -155,12 +155,13 @@ class Loop:
             self.draft.clear(text.slot)
         text.end()
 
-    def round(self, text: Text, wanted: int) -> Round:
+    def round(self, text: Text, wanted: int, chunks: int | None = None) -> Round:
         """Draft tokens as the text's chooser says, verify them in one pass of the target, and confirm the accepted ones and
         one more.
 
         Never emits more than `wanted` tokens: near the end fewer are drafted, and the rows left over in the built
-        shape are padding that nobody looks at.
+        shape are padding that nobody looks at. Where the draft has to read first, and takes more than so many `chunks`, it
+        reads these, and drafts in a round to come.
 
         Raises:
             EngineError: the text's logits are not finite numbers, or the backend failed.
@@ -175,9 +176,11 @@ class Loop:
         if choice.drafter == MODEL and count:
             assert text.drafter is not None
             if missing:
-                text.drafter.catch_up(text.tokens)
+                text.drafter.catch_up(text.tokens, chunks)
                 self.target.device.synchronize()  # it is not of the round, whose time is taken
-            if chooser.stops:
+                if text.missing:
+                    rows, count = 1, 0
+            if chooser.stops and count:
 
                 def shorter(confidence: float) -> int | None:
                     confidences.append(confidence)
