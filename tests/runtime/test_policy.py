@@ -17,7 +17,7 @@ from outrider.engines.manifest import Cost
 from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import MODEL, NGRAM, NONE, PLAIN, Acceptance, Choice, Fixed, Policy
+from outrider.runtime.policy import MODEL, NGRAM, NONE, PLAIN, Acceptance, Choice, Company, Fixed, Member, Policy
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
 K = [1, 2, 4, 8]
@@ -91,6 +91,27 @@ def test_text_that_changes_between_easy_and_hard_is_followed(length: int) -> Non
     assert taken <= replay(trace, table, Fixed(NONE, 0)) / 0.97
     if length >= 80:
         assert taken <= best_fixed(trace, table)
+
+
+@pytest.mark.parametrize(("row", "least", "most"), [(0.1, 1.8, 3.0), (6.0, 0.97, 1.0)])
+def test_speculation_that_loses_at_high_load_turns_itself_off(row: float, least: float, most: float) -> None:
+    """Eight requests whose drafts are mostly right, where checking rows costs little, and where it costs as much as passes."""
+    table = costs(draft=1.0, row=row)
+    company = Company(Policy(costs(), [MODEL], stops=False), lambda _: table, [MODEL])
+    acceptances = [company._policy.acceptance() for _ in range(8)]
+    chance = random.Random(0)
+    tokens, taken = 0, 0.0
+    for at in range(600):
+        members = [Member(40 + at, 0, 0, 1000, each, True) for each in acceptances]
+        choice = company.choose(members)
+        time = table.round(choice.k, choice.k, 40, True)
+        company.observe(choice, members, time)
+        for each in acceptances:
+            accepted = next((i for i in range(choice.k) if chance.random() >= 0.8), choice.k)
+            company.observe_text(choice.drafter, each, choice.k, accepted)
+            tokens += accepted + 1
+        taken += time
+    assert least <= (tokens / taken) / (8 / table.round(0, 0, 40, True)) <= most
 
 
 def test_it_does_not_thrash() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -227,6 +228,32 @@ def test_a_long_prompt_holds_no_one_up(batched: Outrider) -> None:
         assert first in [job for job, _ in found] or first.text is None
         order += [job for job, _ in found if job is not first]
     assert order.index(short) < order.index(long)
+
+
+def test_a_draft_that_has_to_read_holds_no_one_up(batched: Outrider) -> None:
+    """A chunk for each text of a step's round, also where one alone is past its prompt while others read theirs."""
+    draft = batched.sessions["draft"]
+    ids = batched.text.encode(PROMPTS[3], chat=False)
+    scheduler = Scheduler(batched, k=4, drafter="model")
+    read: list[int] = []
+    write = draft.write
+
+    def noted(*rest: Any, **named: Any) -> None:
+        read[-1] += 1
+        write(*rest, **named)
+
+    for prompt in (ids[:40], ids + ids[:40], ids[:90]):
+        scheduler.submit(prompt, SamplingParams(max_new_tokens=40, min_new_tokens=40))
+    alone = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft, "write", noted)
+        while scheduler.busy:
+            read.append(0)
+            scheduler.step()
+            alone |= scheduler.load.batch == 1 and read[-1] == 1
+            assert read[-1] <= max(scheduler.load.batch, 1)
+    assert alone
+    assert sum(read) >= 3 * 40 // 16
 
 
 def test_texts_move_together_when_slots_become_free(batched: Outrider, alone: dict[tuple[int, int], list[int]]) -> None:

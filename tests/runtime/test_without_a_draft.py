@@ -23,7 +23,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     done = run("export", "--target", PAIR / "target", "-o", folder / "onnx")
     assert done.returncode == 0, done.stderr
-    return build(folder / "onnx", folder / "bundle")
+    return build(folder / "onnx", folder / "bundle", capacity=159, batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -83,4 +83,5 @@ def test_it_passes_the_audit(bundle: Path) -> None:
     found = json.loads(done.stdout)
     assert found["passed"]
     assert found["controls"] == []
+    assert found["company"]["compared"] == 15 * 3  # plain, by n-grams, and what chooses itself
     assert found["counters"]["accepted"] > 0
