@@ -23,6 +23,7 @@ from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
 from outrider.engines.errors import UsageError
 from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.costs import Costs
+from outrider.runtime.drafter import top_probability
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE, Fixed, Policy
@@ -264,7 +265,7 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int])
             rows = rows[:, : loaded.vocab_rows]
             best = rows.argmax(-1)
             agrees += (best == np.array(tokens[len(agrees) : len(agrees) + len(best)])).tolist()
-            confidences += (1 / np.exp(rows - rows.max(-1, keepdims=True)).sum(-1)).tolist()
+            confidences += [top_probability(row, np.empty_like(row)) for row in rows]
         drafter.rewind(0)
     return Trace(workload, prompt, tokens, agrees, [round(each, 4) for each in confidences])
 

@@ -8,6 +8,7 @@ one. `GroupQueryAttention` knows itself how much of the cache is filled, so the 
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,12 @@ def source(value: ir.Value | None, through: tuple[str, ...]) -> ir.Value | None:
     return value
 
 
+_refusals: ContextVar[list[str]] = ContextVar("refusals")  # of the graph that is being fused
+
+
 def refused(reason: str) -> MatchResult:
-    """A match that is not rewritten, and why; onnxscript shows it where its rules are applied with `verbose`."""
+    """A match that is not rewritten, and why."""
+    _refusals.get().append(reason)
     return MatchResult().fail(reason)
 
 
@@ -518,7 +523,7 @@ class LastRows(RewriteRuleClassBase):
         return op.MatMul(op.Slice(x, op.Sub(end, count), end, op.Constant(value_ints=[1])), weight)
 
 
-def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> dict[str, int]:
+def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> tuple[dict[str, int], list[str]]:
     """Write the graph at `path`, fused for caches of `capacity` positions and a spare one, as `output`, its weights beside it.
 
     For more than one sequence, `past_*` and `present_*` are of the first; those of sequence i of the pass are `past_*.i` and
@@ -527,8 +532,9 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> d
     A `steady` one gives a row the same bits in any company, where it was exported to do so; see `CachedAttention`.
 
     Returns:
-        how often each rewrite was made.
+        how often each rewrite was made; and, where attention of a layer stays as exported, what was refused and why.
     """
+    _refusals.set([])
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     model = ir.load(path)
     common.ClearMetadataAndDocStringPass()(model)  # which rewriting joins, twice as long with each layer
@@ -538,6 +544,7 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> d
         "norms of sums": skip_rms_normalization_ruleset.apply_to_model(model),
     }
     ids = next(each for each in model.graph.inputs if each.name == INPUT_IDS)
+    caches = [each.name for each in model.graph.inputs if (each.name or "").startswith("past_")]
     for node in model.graph:  # the batch is read off the tokens: a slot's cache has one sequence, whatever the pass has
         sizes, of = [node.attributes.get_int(name, 0) for name in ("start", "end")], node.inputs[0] if node.inputs else None
         if node.op_type == "Shape" and sizes == [0, 1] and of is not None and (of.name or "").startswith("past_"):
@@ -555,4 +562,8 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> d
         common.RemoveUnusedNodesPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
     ir.save(model, output, external_data=output.name + ".data", size_threshold_bytes=1024)
-    return {name: count for name, count in done.items() if count}
+    layers = len(caches) // 2
+    missed = layers - done["attention"]
+    said = dict.fromkeys(each for each in _refusals.get() if each.startswith("attention")) or ["attention that is written out"]
+    why = [f"attention of {missed} of {layers} layers", *said] if missed else []
+    return {name: count for name, count in done.items() if count}, why

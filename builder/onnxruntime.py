@@ -61,7 +61,7 @@ def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, prog
         for path in (fused, final):
             path.parent.mkdir(parents=True)
         try:
-            done = fuse(source / model_file(role), fused, build.capacity, role == "target", build.batch)
+            done, left = fuse(source / model_file(role), fused, build.capacity, role == "target", build.batch)
             optimize(fused, final)
             shutil.rmtree(fused.parent)
             progress.stage(f"comparing the fused {role} with the exported one")
@@ -72,6 +72,9 @@ def fuse_pair(source: Path, folder: Path, manifest: Manifest, build: Build, prog
             reason = " ".join(str(error).split()) or type(error).__name__
         if reason is None:
             made[role] = done
+            if left:
+                said = f"{left[0]} of the {role} stays as exported, which is slower: {'; '.join(left[1:])}"
+                warnings.warn(said, OutriderWarning, stacklevel=2)
             for name in (final.name, final.name + ".data"):
                 (final.parent / name).replace(folder / role / name)
         else:

@@ -177,7 +177,10 @@ def _export_model(
     assert np.isneginf(got[:, ~known.numpy()]).all()  # no arithmetic gives these
     if rounding is not None:
         progress.stage(f"reading held-out text with the {role}'s graph")
-        found = perplexity((exported.logits(piece, [piece.shape[1]]) for piece in pieces), pieces, known)
+        del exported
+        served = Exported(path, layers, precision, as_served=True)
+        found = perplexity((served.logits(piece, [piece.shape[1]]) for piece in pieces), pieces, known)
+        del served
         parity = check_perplexity(parity, found, reference_perplexity, rounding)
     entry = Model(
         source=source.name,

@@ -66,17 +66,18 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[Floats, lis
 class Exported:
     """A graph as ONNX Runtime runs it."""
 
-    def __init__(self, path: Path, layers: list[tuple[int, int, int]], precision: str):
-        """Load the graph.
+    def __init__(self, path: Path, layers: list[tuple[int, int, int]], precision: str, as_served: bool = False):
+        """Load the graph. By default ONNX Runtime rounds activations, too, before it multiplies them by quantized weights;
+        here it does only `as_served`.
 
         Raises:
             ParityError: ONNX Runtime refuses it.
         """
         options = session_options()
         options.log_severity_level = 3  # the cache is copied here on purpose, which it warns of
-        options.add_session_config_entry("session.disable_prepacking", "1")  # packing keeps a second copy of the weights
-        # Quantized weights alone are checked. By default ONNX Runtime rounds activations, too, before it multiplies.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        if not as_served:
+            options.add_session_config_entry("session.disable_prepacking", "1")  # packing keeps a second copy of the weights
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         graph = path
         if precision == "bf16":
             graph = _in_fp32(path)

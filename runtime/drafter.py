@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.engines.session import Session
+from outrider.engines.session import Floats, Session
+
+
+def top_probability(logits: Floats, scratch: Floats) -> float:
+    """Softmax's probability of the likeliest token, 1 / sum(exp(x - max x)); logits and the memory for them are [V]."""
+    np.subtract(logits, logits.max(), out=scratch)
+    return float(1 / np.exp(scratch, out=scratch).sum())
 
 
 class ModelDrafter:

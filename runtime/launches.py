@@ -12,6 +12,7 @@ import numpy.typing as npt
 from outrider.engines.contract import CANDIDATES, EDITS, FINE, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer, kept
 from outrider.engines.session import Floats, Session
+from outrider.runtime.drafter import top_probability
 from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs, Request
 
 VERIFIER = -1
@@ -110,6 +111,7 @@ class Launches:
         self._draft_logits = []
         if "draft" in sessions:
             width = sessions["draft"].vocab_rows
+            self._scratch = np.empty(width, dtype=np.float32)
             self._draft_logits = [device.zeros((batch * (2 if row == 0 else 1), width), "float32", what) for row in range(most)]
         self._target_logits = device.zeros((batch * rows, self.vocab_rows), "float32", what)
         self._q = device.zeros((rows * batch, self.vocab_rows), "float32", what)
@@ -368,8 +370,7 @@ class Launches:
         drafted ones."""
         if not shape.greedy:
             return float(self._q.view()[row].max())
-        logits = self.draft_logits(row, shape, 0)
-        return float(1 / np.exp(logits - logits.max()).sum())
+        return top_probability(self.draft_logits(row, shape, 0), self._scratch)
 
     def _sampler(self, name: str, tensors: dict[str, Buffer], shape: Shape) -> Launch:
         """A run of a sampler over these tensors and the table."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cohere2Config
 
-from outrider.builder.fusion import Products, fuse, refused
+from outrider.builder.fusion import CachedAttention, LastRows, Products, Rotary, SpareRow, Unsplit, fuse, refused
 from outrider.engines.bundle import open_bundle, open_engines
 from outrider.engines.errors import OutriderWarning
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import Build
-from outrider.export.parity import CHUNKS, reference
+from outrider.export.parity import CHUNKS, Exported, reference
 from outrider.export.quantize import Rounding, pack, quantize_model
 from outrider.export.source import Source, load_tokenizer
 from outrider.export.step_model import trace
@@ -144,6 +145,7 @@ def test_a_row_has_the_same_bits_in_any_company(shipped_exports: Callable[[str],
     """Alone, or in a pass of 2, 3, 5, 9 or 64 rows: what makes speculative text plain text where activations are rounded."""
     bundle = build(shipped_exports(precision), tmp_path / "bundle", max_prompt_chunk=64)
     assert made_of(bundle).rewrites["target"]["attention"] == 6
+    assert operators(bundle / "target" / "model.onnx")["MatMulNBits"] == 6 * 4 + 1
     session = open_engines(bundle, *open_bundle(bundle)).session("target", batch=1)
     ids = np.random.default_rng(0).integers(0, session.vocab_rows, (1, CAPACITY))
 
@@ -192,7 +194,7 @@ def test_joined_products_give_the_bits_of_those_they_join(
     config: Any, joined_products: int, products: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(deepcopy(config)).eval()  # tracing leaves its mark on it
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):
             torch.nn.init.normal_(parameter)
@@ -204,14 +206,112 @@ def test_joined_products_give_the_bits_of_those_they_join(
     program = trace(model, layers, spare_row=True)
     pack(program, model)
     program.save(graph, external_data=True)
-    done = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
+    done, _ = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
     assert done["joined products"] == joined_products
     assert done["attention"] == 2
     monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
-    assert "joined products" not in fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
+    done, _ = fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
+    assert "joined products" not in done
     assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, products]
     joined, apart = (Fused(tmp_path / f"{each}.onnx", layers, "int4").logits(tokens) for each in ("joined", "apart"))
     np.testing.assert_array_equal(joined, apart)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, int]]]:
+    """The graph of a tiny random Qwen2 at 4 bits, and its layers."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["Qwen2"])).eval().requires_grad_(False)
+    quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
+    _, layers = reference(model, torch.zeros((1, sum(CHUNKS)), dtype=torch.int64))
+    program = trace(model, layers, spare_row=True)
+    pack(program, model)
+    graph = tmp_path_factory.mktemp("qwen2") / "model.onnx"
+    program.save(graph, external_data=True)
+    return graph, layers
+
+
+REWRITES = [Rotary, Products, SpareRow, CachedAttention, Unsplit, LastRows]
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "made"),
+    [
+        ([Rotary], {"rotary embeddings": 4}),
+        ([Products], {"joined products": 4}),
+        ([SpareRow], {}),  # which is not counted
+        ([SpareRow, CachedAttention], {"attention": 2}),
+        ([SpareRow, CachedAttention, Unsplit], {"attention": 2, "heads joined": 2}),
+        ([LastRows], {"logits of some rows": 1}),
+    ],
+    ids=lambda each: each[-1].__name__ if isinstance(each, list) else "",
+)
+def test_each_rewrite_by_itself_computes_what_it_replaced(
+    qwen2: tuple[Path, list[tuple[int, int, int]]],
+    rewrites: list[type],
+    made: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With those that make what it looks for."""
+    graph, layers = qwen2
+    for other in set(REWRITES) - set(rewrites):
+        monkeypatch.setattr(other, "check", lambda self, context, **_: refused("not now"))
+    done, _ = fuse(graph, tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
+    assert {name: count for name, count in done.items() if "norms" not in name} == made
+    before, after = operators(graph), operators(tmp_path / "fused.onnx")
+    assert sum(after.values()) < sum(before.values())
+    tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
+    want = Exported(graph, layers, "int4").logits(tokens)
+    got = (Fused if LastRows in rewrites else Exported)(tmp_path / "fused.onnx", layers, "int4").logits(tokens)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def capped(node: onnx.NodeProto) -> None:
+    if node.op_type == "Attention":
+        node.attribute.append(onnx.helper.make_attribute("softcap", 0.01))
+
+
+def twisted(node: onnx.NodeProto) -> None:
+    if node.op_type == "Cos":
+        node.op_type = "Tan"
+
+
+@pytest.mark.parametrize(
+    ("edit", "lacks", "reasons"),
+    [
+        (capped, "attention", ["attention of 2 of 2 layers", "attention with more attributes than a scale"]),
+        (twisted, "rotary embeddings", []),
+    ],
+)
+def test_what_is_not_what_a_rewrite_is_for_is_left(
+    qwen2: tuple[Path, list[tuple[int, int, int]]],
+    edit: Callable[[onnx.NodeProto], None],
+    lacks: str,
+    reasons: list[str],
+    tmp_path: Path,
+) -> None:
+    graph, layers = qwen2
+    model = onnx.load(graph)
+    for node in model.graph.node:
+        edit(node)
+    onnx.save(model, tmp_path / "edited.onnx")
+    done, left = fuse(tmp_path / "edited.onnx", tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
+    assert lacks not in done
+    assert done["joined products"] == 4
+    assert left == reasons
+    tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
+    want, plain = (Exported(path, layers, "int4").logits(tokens) for path in (tmp_path / "edited.onnx", graph))
+    np.testing.assert_allclose(Fused(tmp_path / "fused.onnx", layers, "int4").logits(tokens), want, atol=1e-4)
+    assert np.abs(want - plain).max() > 1e-3  # the edit shows
+
+
+def test_attention_that_is_left_is_said(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CachedAttention, "check", lambda self, context, **_: refused("attention as nobody has seen"))
+    said = "attention of 2 of 2 layers of the target stays as exported, which is slower: attention as nobody has seen"
+    with pytest.warns(OutriderWarning) as caught:
+        build(tiny_export, tmp_path / "bundle")
+    assert said in [str(each.message) for each in caught]
 
 
 def test_a_graph_that_cannot_be_rewritten_stays_as_exported(
