@@ -30,5 +30,5 @@ $(VENV)/.installed: pyproject.toml $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e '.[export,cpu,bench,serve,ray,dev,rtx]'
+	$(BIN)/python -m pip install -q -e '.[export,cpu,bench,serve,ray,dev,rtx,quantize]'
 	touch $@ $(VENV)/.installed

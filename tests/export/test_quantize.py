@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import onnx
@@ -29,10 +28,8 @@ from outrider.export.quantize import FAINT, REACHES, Rounding, dequantize, pack,
 from outrider.export.source import Source, load_model, load_tokenizer
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
-from outrider.runtime.params import SamplingParams
 from outrider.tests.export.test_architectures import COMMON, CONFIGS
-from outrider.tests.runtime.test_golden import CAPACITY, CHUNK, PROMPTS, K
-from outrider.tests.support import PAIR, build, llama, reseal, run, write_checkpoint
+from outrider.tests.support import PAIR, build, llama, run, write_checkpoint
 
 BITS = {"int4": 4, "int8": 8}
 TYPES = {"int4": TensorProto.INT4, "int8": TensorProto.INT8}
@@ -162,29 +159,6 @@ def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Pa
     bits = [attribute.i for node in nodes for attribute in node.attribute if attribute.name == "bits"]
     assert sorted(bits) == sorted([BITS[precision]] * 14 + [BITS[HEADS[precision]["draft"]]])
     assert not any(node.op_type == "DequantizeLinear" for node in nodes)
-
-
-@pytest.fixture(scope="module")
-def bundles(exports: dict[str, Path]) -> dict[str, Outrider]:
-    made = {}
-    for precision, export in exports.items():
-        bundle = build(export, export.with_name(f"{precision}-bundle"), capacity=CAPACITY, max_prompt_chunk=CHUNK, k=list(K))
-        reseal(bundle, generation=msgspec.structs.replace(read_manifest(bundle).generation, eos_token_ids=[]))
-        made[precision] = Outrider.load(bundle)
-    return made
-
-
-@pytest.mark.parametrize("precision", BITS)
-@pytest.mark.parametrize("prompt", ["story", "code", "multi-byte"])
-def test_speculative_text_is_plain_text(bundles: dict[str, Outrider], prompt: str, precision: str) -> None:
-    def tokens(k: int) -> list[int]:
-        params = SamplingParams(max_new_tokens=64)
-        return [token for event in bundles[precision].generate(PROMPTS[prompt], params, k=k) for token in event.token_ids]
-
-    plain = tokens(0)
-    assert len(plain) == 64
-    for k in K:
-        assert tokens(k) == plain, k
 
 
 @pytest.mark.parametrize("precision", BITS)
