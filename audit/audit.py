@@ -26,7 +26,7 @@ from outrider.audit.controls import ReferenceRounds, Restless, WatchedRounds
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Sampled
 from outrider.audit.statistics import Comparison, compare
-from outrider.audit.texts import LENGTH, compare_company, compare_greedy, count
+from outrider.audit.texts import LENGTH, compare_company, compare_greedy, count_sampled
 from outrider.engines.errors import EngineError
 from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
@@ -71,7 +71,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     counters, arithmetic = Counters(), Arithmetic()
     with _installed(outrider, _made(WatchedRounds, outrider)) as watched:
         greedy = compare_greedy(outrider, watched, PROMPTS, counters, progress)
-        count(outrider, watched, (*SAMPLED, EDITED), counters)
+        count_sampled(outrider, watched, (*SAMPLED, EDITED), counters)
         company = None
         if len(outrider.loop.texts) > 1:
             company = compare_company(outrider, watched, PROMPTS, SAMPLED, counters, progress)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from outrider.audit.controls import WatchedRounds
 from outrider.audit.statistics import Comparison
 
-NEAR_TIES = 0.05  # share of the compared texts that may part at one, or one where that is more
+NEAR_TIES = 0.05  # share of the requests whose texts may part at one, or one where that is more
 ROUNDING = 1e-4  # share of the decisions that may differ from the reference's
 
 
@@ -50,6 +50,7 @@ class Texts:
     """Texts that must be plain decoding's of the request alone. They may part at a near-tie, where the plain model's own choice
     changes with the number of rows or sequences of a pass."""
 
+    requests: int  # different ones
     compared: int = 0
     near_ties: list[Parting] = field(default_factory=list)
     differences: list[Parting] = field(default_factory=list)  # which are none
@@ -62,7 +63,7 @@ class Texts:
     @property
     def allowed(self) -> int:
         """Near-ties that pass."""
-        return max(1, int(NEAR_TIES * self.compared))
+        return max(1, int(NEAR_TIES * self.requests))
 
     @property
     def passed(self) -> bool:

@@ -15,7 +15,7 @@ from outrider.engines.progress import Progress
 from outrider.runtime.generation import Answer, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import AUTO, MODEL, NGRAM, Company
-from outrider.runtime.reference import edits_of, named_settings, verify
+from outrider.runtime.reference import TOLERANCE, edits_of, named_settings, verify
 from outrider.runtime.request import ACCEPTING, DRAWING
 from outrider.runtime.scheduler import Job, Scheduler
 from outrider.runtime.stats import Stats
@@ -37,7 +37,7 @@ def compare_greedy(
     outrider: Outrider, watched: WatchedRounds, prompts: Sequence[str], counters: Counters, progress: Progress
 ) -> Texts:
     """Speculative greedy texts, one at a time, by rounds under watch."""
-    found = Texts()
+    found = Texts(len(prompts))
     progress.stage("comparing greedy texts", len(prompts) * (1 + len(ways(outrider))))
     params = SamplingParams(max_new_tokens=LENGTH)
     for text in prompts:
@@ -69,17 +69,20 @@ def compare_company(
     """Texts of requests that share the passes of all slots, come when one is free and leave when they end; against the same
     requests alone, by plain decoding. Greedy ones, some drawn by a seed, and beside them some by the rule of rejection, which
     another k gives other texts: of those the watch alone speaks."""
-    found = Texts()
     drawn = [(replace(params, seed=seed, logprobs=2), text) for seed, (params, text) in enumerate(sampled)]
     asked = [(SamplingParams(), text) for text in prompts]
     asked += [(replace(params, rule=rule), text) for params, text in drawn for rule in ("exact-match", "rejection")]
     asked = [(replace(params, max_new_tokens=LENGTH), text) for params, text in asked]
-    alone = []
+    alone: list[list[int] | None] = []
     progress.stage("comparing texts in company", len(asked) * (2 + len(ways(outrider))))
     for params, text in asked:
-        events = outrider.generate(outrider.text.encode(text, chat=False), params, k=0)
-        alone.append([token for event in events for token in event.token_ids])
+        plain = None
+        if params.exact or params.temperature == 0:
+            events = outrider.generate(outrider.text.encode(text, chat=False), params, k=0)
+            plain = [token for event in events for token in event.token_ids]
+        alone.append(plain)
         progress.advance(1)
+    found = Texts(sum(plain is not None for plain in alone))
     slots = len(outrider.loop.texts)
     again = 1 + slots // len(asked)  # more requests than there are slots
     for way in (PLAIN, *ways(outrider)):
@@ -91,7 +94,7 @@ def compare_company(
         answers = _played(scheduler, jobs)
         sums = Stats()
         for job, (tokens, accepted), (params, text), plain in zip(jobs, answers, asked * again, alone * again, strict=True):
-            if params.exact or params.temperature == 0:
+            if plain is not None:
                 _compare(outrider, found, text, params, way, plain, tokens, sequences=slots)
             stats = job.answer.stats
             _count(counters, stats, (stats.emitted, stats.accepted) == (len(tokens), accepted) and stats.unexamined >= 0)
@@ -148,6 +151,11 @@ def _choices(
     request.advance(before)
     settings, edits = named_settings(request.settings[0]), edits_of(*request.table())
     uniforms = request.uniforms(request.emitted, 1)[:, ACCEPTING.start : DRAWING.stop]
+    # In fp32 a uniform may fall on the other side of a boundary, or a token out of the nucleus.
+    readings = [
+        (settings | {"top_p": min(settings["top_p"] * (1 + wider), 1.0)}, np.clip(uniforms + shift, 0, 1))
+        for wider, shift in product((0.0, -TOLERANCE, TOLERANCE), repeat=2)
+    ]
     session, chunk = outrider.sessions["target"], outrider.build.max_prompt_chunk
     context, start, found = prompt + before, len(prompt) - 1, set()
     for slot, at in product(range(sequences), range(0, start, chunk)):
@@ -164,11 +172,13 @@ def _choices(
             for at in range(first, end, rows):
                 logits = session.run(np.broadcast_to(padded[at : at + rows], (count, rows)), np.full(count, at))
             for each in logits[:, row].astype(np.float64):
-                found.update(verify(each[None], [], each[None], settings, uniforms, edits))
+                found.update(token for reading in readings for token in verify(each[None], [], each[None], *reading, edits))
     return found
 
 
-def count(outrider: Outrider, watched: WatchedRounds, asked: Sequence[tuple[SamplingParams, str]], counters: Counters) -> None:
+def count_sampled(
+    outrider: Outrider, watched: WatchedRounds, asked: Sequence[tuple[SamplingParams, str]], counters: Counters
+) -> None:
     """Some sampled texts by the public interface, for the counters' sake, with logprobs; and greedy ones with edits."""
     for params, text in asked:
         prompt = outrider.text.encode(text, chat=False)

@@ -8,7 +8,6 @@ one. `GroupQueryAttention` knows itself how much of the cache is filled, so the 
 from __future__ import annotations
 
 import logging
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,8 @@ def source(value: ir.Value | None, through: tuple[str, ...]) -> ir.Value | None:
     return value
 
 
-_refusals: ContextVar[list[str]] = ContextVar("refusals")  # of the graph that is being fused
-
-
 def refused(reason: str) -> MatchResult:
     """A match that is not rewritten, and why."""
-    _refusals.get().append(reason)
     return MatchResult().fail(reason)
 
 
@@ -304,13 +299,14 @@ class CachedAttention(RewriteRuleClassBase):
     then. All its other kernels there give each row the same bits in any company.
     """
 
-    def __init__(self, steady: bool, graph: ir.Graph, batch: int) -> None:
-        """For up to `batch` sequences."""
+    def __init__(self, steady: bool, graph: ir.Graph, batch: int, refusals: list[str]) -> None:
+        """For up to `batch` sequences; what is refused is put down in `refusals`."""
         super().__init__("attention")
         self._steady = steady
         self._graph = graph
         self._ids = next(each for each in graph.inputs if each.name == INPUT_IDS)  # [B, S]
         self._batch = batch
+        self._refusals = refusals
 
     def pattern(
         self,
@@ -340,13 +336,17 @@ class CachedAttention(RewriteRuleClassBase):
         self, context: Any, query: Any, key: Any, value: Any, mask: Any, attended: Any, **_: Any
     ) -> MatchResult:
         if any(each.shape is None or len(each.shape) != 4 for each in (query, key, value)):
-            return refused("attention of tensors whose shape is not known")
+            return self._refused("its shapes are not known")
         if query.shape[3] != value.shape[3]:
-            return refused("attention with values of another width than keys")
+            return self._refused("its values are of another width than its keys")
         if attended.producer().attributes.keys() - {"scale"}:
-            return refused("attention with more attributes than a scale")
+            return self._refused("it has more attributes than a scale")
         self._window = sliding_window(mask)
-        return refused("attention with a mask that is not causal") if self._window is None else MatchResult()
+        return self._refused("its mask is not causal") if self._window is None else MatchResult()
+
+    def _refused(self, reason: str) -> MatchResult:
+        self._refusals.append(reason)
+        return refused(reason)
 
     def rewrite(
         self, op: Op, query: Any, key: Any, value: Any, past_key: Any, past_value: Any, positions: Any, attended: Any, **_: Any
@@ -534,7 +534,6 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> t
     Returns:
         how often each rewrite was made; and, where attention of a layer stays as exported, what was refused and why.
     """
-    _refusals.set([])
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     model = ir.load(path)
     common.ClearMetadataAndDocStringPass()(model)  # which rewriting joins, twice as long with each layer
@@ -549,11 +548,12 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> t
         sizes, of = [node.attributes.get_int(name, 0) for name in ("start", "end")], node.inputs[0] if node.inputs else None
         if node.op_type == "Shape" and sizes == [0, 1] and of is not None and (of.name or "").startswith("past_"):
             node.replace_input_with(0, ids)
+    refusals: list[str] = []
     spared = RewriteRuleSet([SpareRow.rule()]).apply_to_model(model) > 0  # type: ignore[no-untyped-call]
     rules: list[Any] = [
         Products.rule(),  # type: ignore[no-untyped-call]
         Rotary.rule(capacity + 1),  # type: ignore[no-untyped-call]
-        CachedAttention.rule(steady and spared, model.graph, batch),  # type: ignore[no-untyped-call]
+        CachedAttention.rule(steady and spared, model.graph, batch, refusals),  # type: ignore[no-untyped-call]
         Unsplit.rule(),  # type: ignore[no-untyped-call]
         LastRows.rule(model.graph),  # type: ignore[no-untyped-call]
     ]
@@ -564,6 +564,6 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> t
     ir.save(model, output, external_data=output.name + ".data", size_threshold_bytes=1024)
     layers = len(caches) // 2
     missed = layers - done["attention"]
-    said = dict.fromkeys(each for each in _refusals.get() if each.startswith("attention")) or ["attention that is written out"]
+    said = dict.fromkeys(refusals) or ["it is written out"]
     why = [f"attention of {missed} of {layers} layers", *said] if missed else []
     return {name: count for name, count in done.items() if count}, why

@@ -159,10 +159,11 @@ class Session:
             )
         window = self.window(rows, int(positions.min()), int(positions.max()))
         answered = rows if logits or not self.engine.skips_logits else 0
-        whole = self._room(max(batch * answered, 1))
+        room = self._room(batch * answered) if answered else None
 
         def bound() -> Launch:
             ids = self._arena.device[INPUT_IDS].part(0, batch, rows)
+            whole = room or self.device.zeros((1,), "float32", "no logits")
             buffer = whole.part(0, batch, answered, self.vocab_rows)
             return self.bind(ids, self._arena.device[POSITIONS].part(0, batch), buffer, window, first)
 

@@ -247,7 +247,7 @@ class Scheduler:
             text.chooser = policy
         self._alone = job
         try:
-            others = len(self._running) > 1 or self._waiting  # who wait while a draft reads
+            others = len(self._running) > 1  # who wait while a draft reads
             return self._loop.round(text, job.answer.wanted, chunks=1 if others else None)
         except EngineError as error:
             return error

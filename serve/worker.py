@@ -18,7 +18,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Job, QueueFullError, Scheduler
 from outrider.serve.metrics import Metrics
 
-WARM = ([0], SamplingParams(max_new_tokens=4))
+WARM = ([0, 0], SamplingParams(max_new_tokens=4))  # a prompt to read, and rounds
 LOST = 3  # steps in a row of which nothing came, after which the engines are asked whether they still run
 LOGGER = logging.getLogger("outrider.serve")
 
@@ -210,7 +210,8 @@ class Worker:
 
     def _recover(self, scheduler: Scheduler, error: OutriderError) -> None:
         running = [ticket for ticket in self._tickets.values() if ticket.job is not None and ticket.job.text is not None]
-        broken = self._probe is not None and self._probe.text is not None
+        broken = self._probe is not None and self._probe.text is not None and not running  # else it may be another's fault
+        self._probe = None
         try:
             scheduler.reset()
         except Exception as again:

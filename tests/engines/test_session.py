@@ -99,7 +99,7 @@ def test_what_only_writes_the_cache_leaves_logits_out(tiny_bundle: Path) -> None
     want = runs.run(IDS, at(0)).copy()
     for name, array in writes.cache().items():
         np.testing.assert_array_equal(array, runs.cache()[name])
-    assert "_logits" not in vars(writes)
+    assert writes._logits is None
     device = writes.device
     ids, position = device.zeros(IDS.shape, "int64", "ids"), device.zeros((1,), "int64", "position")
     last = device.zeros((1, 2, writes.vocab_rows), "float32", "the last two rows' logits")

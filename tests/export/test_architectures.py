@@ -146,7 +146,7 @@ def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
 def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced) -> None:
     fused = traced.graph.with_name("fused.onnx")
     _fused[traced.name], left = fuse(traced.graph, fused, CAPACITY - 1, steady=True, batch=1)
-    assert left == ([] if traced.name != "Gemma-2" else ["attention of 2 of 2 layers", "attention that is written out"])
+    assert left == ([] if traced.name != "Gemma-2" else ["attention of 2 of 2 layers", "it is written out"])
     got = Fused(fused, traced.layers, "fp32").logits(traced.tokens)
     assert float(np.abs(traced.want - got).max()) <= 1e-4
     assert _fused[traced.name]["logits of some rows"] == 1
