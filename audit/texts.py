@@ -157,7 +157,7 @@ def _choices(
         for wider, shift in product((0.0, -TOLERANCE, TOLERANCE), repeat=2)
     ]
     session, chunk = outrider.sessions["target"], outrider.build.max_prompt_chunk
-    context, start, found = prompt + before, len(prompt) - 1, set()
+    context, start, found = prompt + before, len(prompt) - 1, set[int]()
     for slot, at in product(range(sequences), range(0, start, chunk)):
         session.write(np.array([prompt[at : min(at + chunk, start)]]), np.array([at]), slot)
     for count, rows in product(range(1, sequences + 1), (1, *(size + 1 for size in sizes))):

@@ -89,7 +89,7 @@ def texts(bundle: Path) -> list[list[int]]:
 def test_a_graph_that_computes_otherwise_is_not_taken(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(path: Path, output: Path, *sizes: Any) -> dict[str, int]:
+    def wrong(path: Path, output: Path, *sizes: Any) -> tuple[dict[str, int], list[str]]:
         done = fuse(path, output, *sizes)
         model = onnx.load(output, load_external_data=False)
         for node in model.graph.node:
