@@ -293,7 +293,7 @@ def test_a_calibration_text_that_is_too_short_is_wrong_use(checkpoints: Path, tm
 @pytest.mark.filterwarnings("ignore")
 def test_auto_round_is_nearer_to_the_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("auto_round", reason="would show that AutoRound helps: pip install 'outrider[quantize]'")
-    sources = (str(PAIR / "draft"), str(PAIR / "draft"))
+    sources = (str(PAIR / "draft"), None)
     tuned = export_pair(
         *sources, tmp_path / "tuned", precision="int4", method="auto-round", calibration=PAIR / "heldout.jsonl"
     ).models["target"]

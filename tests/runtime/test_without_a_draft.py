@@ -23,7 +23,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     done = run("export", "--target", PAIR / "target", "-o", folder / "onnx")
     assert done.returncode == 0, done.stderr
-    return build(folder / "onnx", folder / "bundle", capacity=159, batch=2)
+    return build(folder / "onnx", folder / "bundle", capacity=159, batch=2, k=[1, 4, 8])
 
 
 @pytest.fixture(scope="module")
