@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner
 
 from outrider.audit import audit as audit_module
 from outrider.audit.audit import CONTROLLED, SAMPLED, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
-from outrider.cli.verify import command
 from outrider.engines.device import Buffer, Launch
 from outrider.engines.errors import EngineError
 from outrider.engines.manifest import sampler_file
@@ -118,15 +116,13 @@ def swap(kind: str, other: str, inputs: list[str] | None = None) -> Callable[[on
     return damage
 
 
-@pytest.mark.usefixtures("few")
 def test_a_bundle_whose_sampler_accepts_everything_fails(shipped_bundle: Path, tmp_path: Path) -> None:
-    bundle = damaged(shipped_bundle, tmp_path, "verifier", accept_more(0))
-    done = CliRunner().invoke(command, [str(bundle), "--draws", "100"])
-    assert done.exit_code == 1, done.output
-    assert "sampled    FAIL" in done.output
-    assert "arithmetic FAIL" in done.output
-    assert "greedy     pass" in done.output  # greedy alone would not have shown it
-    assert done.output.endswith("the bundle FAILS\n")
+    done = run("verify", damaged(shipped_bundle, tmp_path, "verifier", accept_more(0)), "--draws", "100")
+    assert done.returncode == 1, done.stdout
+    assert "sampled    FAIL" in done.stdout
+    assert "arithmetic FAIL" in done.stdout
+    assert "greedy     pass" in done.stdout  # greedy alone would not have shown it
+    assert done.stdout.endswith("the bundle FAILS\n")
 
 
 @pytest.fixture
