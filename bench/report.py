@@ -114,6 +114,31 @@ def row(each: Summary) -> list[str]:
     ]
 
 
+def promises(results: Results) -> list[tuple[str, ...]]:
+    """Of each workload, round by round: k = auto against plain decoding and against the best fixed way; and the lowest and the
+    highest of what was predicted against what was measured."""
+    found = []
+    for workload in results.workloads:
+        chosen, fixed = automatic(results, workload), best_fixed(results, workload)
+        ratios = [mine / its for mine, its in zip(chosen.speedup, fixed.speedup, strict=True)]
+        of = [each for each in results.summaries if each.workload == workload and each.way.k != 0]
+        missed = sorted(
+            (each.predicted_speedup / each.median_speedup, each.way.label) for each in of if each.predicted_speedup is not None
+        )
+        ends = [f"{ratio:.2f} ({label})" for ratio, label in (missed[0], missed[-1])]
+        found.append((workload, spread(chosen.speedup), f"{spread(ratios)} of {fixed.way.label}", *ends))
+    return found
+
+
+PROMISE_HEADS = (
+    "workload",
+    "k = auto, over plain",
+    "over the best fixed way",
+    "predicted over measured: lowest",
+    "highest",
+)
+
+
 def regrets(results: Results) -> list[tuple[str, ...]]:
     """Of each workload, replayed: the policy's speed-up, the best fixed way's, the oracle's, and what more time than these two
     the policy took."""
@@ -154,7 +179,8 @@ def markdown(results: Results) -> str:
             *_table(HEADS, (row(each) for each in results.summaries if each.workload == workload)),
             "",
         ]
-    lines += ["## How k is chosen", "", "The same texts replayed against these passes' costs; speed-ups.", ""]
+    lines += ["## How well k was chosen and the speed-up predicted", "", *_table(PROMISE_HEADS, promises(results)), ""]
+    lines += ["## How k is chosen, replayed", "", "The same texts replayed against these passes' costs; speed-ups.", ""]
     lines += [*_table(REGRET_HEADS, regrets(results)), ""]
     return "\n".join(lines)
 
@@ -309,6 +335,8 @@ def page(results: Results) -> str:
         tables=[(each, [row(s) for s in results.summaries if s.workload == each]) for each in results.workloads],
         best_of={workload: each.way.label for workload, each in best_of.items()},
         heads=HEADS,
+        promises=promises(results),
+        promise_heads=PROMISE_HEADS,
         regrets=regrets(results),
         regret_heads=REGRET_HEADS,
         facts=facts(results),

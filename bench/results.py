@@ -180,8 +180,17 @@ def changes(before: Results, after: Results) -> list[Change]:
     chance alone does that once in 126 times.
 
     Raises:
-        UsageError: they have nothing in common.
+        UsageError: they are of other prompts or settings, or have nothing in common.
     """
+    for what in ("machine", "max_new_tokens", "chat"):
+        if getattr(before, what) != getattr(after, what):
+            raise UsageError(
+                f"the two reports are not of the same {what}: {getattr(before, what)}, {getattr(after, what)}",
+                "measure both alike, on one machine",
+            )
+    asked = [{(each.workload, tuple(each.prompt)) for each in results.traces} for results in (before, after)]
+    if asked[0] != asked[1]:
+        raise UsageError("the two reports are not of the same prompts", "measure both with the same --workload and --each")
     found = []
     for old in before.summaries:
         new = next((each for each in after.summaries if (each.workload, each.way) == (old.workload, old.way)), None)

@@ -113,7 +113,7 @@ def command(
 def _tables(results: Results) -> list[Any]:
     from rich.table import Table
 
-    from outrider.bench.report import HEADS, REGRET_HEADS, regrets, row
+    from outrider.bench.report import HEADS, PROMISE_HEADS, REGRET_HEADS, promises, regrets, row
 
     shown = (0, 1, 2, 3, 4, 5, 10)
     tables = []
@@ -124,10 +124,15 @@ def _tables(results: Results) -> list[Any]:
                 cells = row(summary)
                 table.add_row(*(cells[at] for at in shown))
         tables.append(table)
-    table = Table(*REGRET_HEADS, title="how k is chosen, replayed", title_justify="left")
-    for cells_of in regrets(results):
-        table.add_row(*cells_of)
-    return [*tables, table]
+    for title, heads, lines in (
+        ("how well k was chosen and the speed-up predicted", PROMISE_HEADS, promises(results)),
+        ("how k is chosen, replayed", REGRET_HEADS, regrets(results)),
+    ):
+        table = Table(*heads, title=title, title_justify="left")
+        for cells_of in lines:
+            table.add_row(*cells_of)
+        tables.append(table)
+    return tables
 
 
 def _changes_table(found: list[Change]) -> Any:
@@ -135,7 +140,8 @@ def _changes_table(found: list[Change]) -> Any:
 
     from outrider.bench.report import spread
 
-    table = Table("workload", "way", "tokens/s", "then", "change", "", "mean acceptance length")
+    chance = f"chance alone calls {len(found) / 126:.1f} of these {len(found)} better or worse"
+    table = Table("workload", "way", "tokens/s", "then", "change", "", "mean acceptance length", caption=chance)
     for each in found:
         lengths = f"{each.length_before:.2f}"
         if round(each.length_before, 2) != round(each.length_after, 2):

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.bench.measure import Answer, measure, trace, ways
 from outrider.bench.planner import tokens_per_round
-from outrider.bench.report import markdown, regrets
+from outrider.bench.report import markdown, promises, regrets
 from outrider.bench.results import Percentiles, Results, Way, changes, geometric_mean, read
 from outrider.bench.workloads import SHIPPED, Prompt, load
 from outrider.engines.errors import UsageError
@@ -135,6 +135,11 @@ def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path
     path.write_bytes(msgspec.json.encode(results))
     assert read(path) == results
     assert {row[0] for row in regrets(results)} == set(results.workloads)
+    for workload, over_plain, over_fixed, lowest, highest in promises(results):
+        chosen = results.of(workload, Way(drafter=AUTO, k=AUTO)).speedup
+        assert over_plain == f"{np.median(chosen):.2f} ({min(chosen):.2f}-{max(chosen):.2f})"
+        assert " of " in over_fixed
+        assert float(lowest.split()[0]) <= float(highest.split()[0])
     assert "| plain |" in markdown(results)
 
 
@@ -157,7 +162,20 @@ def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Resu
     done = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
     found = json.loads(done.stdout)
     assert {each["verdict"] for each in found} == {"better"}
-    assert "better" in run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
+    said = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
+    assert "better" in said
+    assert "chance alone calls 0.1 of these 14" in " ".join(said.split())
+
+
+def test_reports_of_other_things_are_not_compared(results: Results) -> None:
+    other = [msgspec.structs.replace(results.traces[0], prompt=[1, 2, 3]), *results.traces[1:]]
+    for changed, message in (
+        ({"machine": "another one"}, "not of the same machine"),
+        ({"max_new_tokens": 41}, "not of the same max_new_tokens: 40, 41"),
+        ({"traces": other}, "not of the same prompts"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            changes(results, msgspec.structs.replace(results, **changed))
 
 
 def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outrider, shipped_bundle: Path) -> None:

@@ -243,16 +243,31 @@ def test_the_text_is_plain_decodings_whatever_was_chosen(
 
 @pytest.mark.parametrize("jitter", range(6))
 def test_the_times_of_rounds_change_k_and_nothing_else(shipped: Outrider, jitter: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is ours: rounds seem to take now this long, now that, and k goes up and down; the text stays."""
-    chance, now = random.Random(jitter), [0.0]
+    """The clock is ours: rounds seem to take now this long, now that, and k goes up and down; the text stays. The same times
+    give the same choices."""
+    params = SamplingParams(temperature=0.9, seed=11, max_new_tokens=150)
 
-    def clock() -> float:
-        now[0] += chance.choice([0.001, 0.01, 0.1])
-        return now[0]
+    def run() -> tuple[list[int], list[int]]:
+        """The text, and the tokens drafted in each round."""
+        chance, now = random.Random(jitter), [0.0]
 
-    monkeypatch.setattr(shipped.loop, "_clock", clock)
-    asked: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_new_tokens": 150}
-    assert tokens(shipped, **asked) == tokens(shipped, k=0, **asked)
+        def clock() -> float:
+            now[0] += chance.choice([0.001, 0.01, 0.1])
+            return now[0]
+
+        monkeypatch.setattr(shipped.loop, "_clock", clock)
+        policy = shipped.policy
+        monkeypatch.setattr(shipped, "policy", Policy(policy.costs, policy.drafters, policy.stops))
+        text, drafted = [], [0]
+        for event in shipped.generate(PROMPT, params):
+            text += event.token_ids
+            drafted.append(event.stats.drafted)
+        return text, [after - before for before, after in pairwise(drafted)]
+
+    text, chosen = run()
+    assert text == tokens(shipped, k=0, temperature=0.9, seed=11, max_new_tokens=150)
+    assert len(set(chosen)) > 2
+    assert run() == (text, chosen)
 
 
 def test_a_seed_with_the_rule_of_rejection_keeps_to_one_k(shipped: Outrider) -> None:
