@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.bench.results import geometric_mean
@@ -89,6 +89,7 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
             speedup = geometric_mean(before / after for before, after in zip(plain, taken, strict=True))
             length, better = (tokens_per_round(texts, k, share) for share in (0.0, BETTER))
             usual = _prediction(workload, k, costs, end, length, better)
+            beside = speedup / usual.speedup  # what texts have beside their rounds, such as prompts that the draft reads
             found.append(
                 Prediction(
                     workload,
@@ -96,9 +97,9 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
                     length,
                     1000 * tokens / sum(taken),
                     speedup,
-                    usual.break_even,
-                    usual.cheaper_draft * speedup / usual.speedup,
-                    usual.better_draft * speedup / usual.speedup,
+                    _break_even(k, length, speedup),
+                    usual.cheaper_draft * beside,
+                    usual.better_draft * beside,
                 )
             )
     return found
@@ -135,18 +136,19 @@ def _prediction(workload: str, k: int, costs: Costs, end: int, length: float, be
         length,
         1000 * length / took,
         length * plain / took,
-        solve(lambda rate: expected_tokens(rate, k) * plain / took),
+        _break_even(k, length, length * plain / took),
         length * plain / (took - (1 - CHEAPER) * drafting),
         better * plain / took,
     )
 
 
-def solve(speedup: Callable[[float], float]) -> float | None:
-    """The acceptance rate at which a speed-up, which grows with it, is 1; None where it never is."""
-    low, high = 0.0, 1.0
-    if speedup(high) < 1:
+def _break_even(k: int, length: float, speedup: float) -> float | None:
+    """The acceptance rate whose rounds of k tokens would be as fast as plain decoding, where rounds that yield `length` have
+    this speed-up; None where none would."""
+    needed, low, high = length / speedup, 0.0, 1.0
+    if expected_tokens(high, k) < needed:
         return None
     for _ in range(50):
         middle = (low + high) / 2
-        (low, high) = (middle, high) if speedup(middle) < 1 else (low, middle)
+        (low, high) = (middle, high) if expected_tokens(middle, k) < needed else (low, middle)
     return high

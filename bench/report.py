@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from outrider.bench.planner import Prediction
 from outrider.bench.results import Results, Summary, Way
+from outrider.bench.simulator import REGRET_HEADS, regrets
 from outrider.engines.errors import EngineError
 from outrider.engines.folder import write_error, write_whole
 from outrider.runtime.policy import MODEL
@@ -139,29 +140,6 @@ PROMISE_HEADS = (
 )
 
 
-def regrets(results: Results) -> list[tuple[str, ...]]:
-    """Of each workload, replayed: the policy's speed-up, the best fixed way's, the oracle's, and what more time than these two
-    the policy took."""
-    found = []
-    for workload, taken in results.policies.items():
-        fixed = {name: time for name, time in taken.items() if "auto" not in name and name != "oracle"}
-        best = min(fixed, key=lambda name: fixed[name])
-        ratios = [f"{taken['plain'] / time:.2f}" for time in (taken["auto"], taken[best], taken["oracle"])]
-        more = [f"{taken['auto'] / taken[name] - 1:+.1%}" for name in (best, "oracle")]
-        found.append((workload, ratios[0], f"{ratios[1]} ({best})", ratios[2], *more))
-    return found
-
-
-REGRET_HEADS = (
-    "workload",
-    "chosen live",
-    "best fixed way in hindsight",
-    "knowing the future",
-    "regret against the best fixed",
-    "regret against the future",
-)
-
-
 def markdown(results: Results) -> str:
     lines = ["# Measured by workload", ""]
     lines += [f"- {name}: {value}" for name, value in facts(results)]
@@ -181,7 +159,7 @@ def markdown(results: Results) -> str:
         ]
     lines += ["## How well k was chosen and the speed-up predicted", "", *_table(PROMISE_HEADS, promises(results)), ""]
     lines += ["## How k is chosen, replayed", "", "The same texts replayed against these passes' costs; speed-ups.", ""]
-    lines += [*_table(REGRET_HEADS, regrets(results)), ""]
+    lines += [*_table(REGRET_HEADS, regrets(results.policies)), ""]
     return "\n".join(lines)
 
 
@@ -337,7 +315,7 @@ def page(results: Results) -> str:
         heads=HEADS,
         promises=promises(results),
         promise_heads=PROMISE_HEADS,
-        regrets=regrets(results),
+        regrets=regrets(results.policies),
         regret_heads=REGRET_HEADS,
         facts=facts(results),
         ink=INK,

@@ -111,3 +111,26 @@ def compare(traces: Sequence[Trace], costs: Costs, stops: bool = True) -> dict[s
             taken[name] += replay(trace, costs, chooser)
         taken["oracle"] += oracle(trace, costs, drafters)
     return found
+
+
+REGRET_HEADS = (
+    "workload",
+    "chosen live",
+    "best fixed way in hindsight",
+    "knowing the future",
+    "regret against the best fixed",
+    "regret against the future",
+)
+
+
+def regrets(compared: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
+    """Of what `compare` found, for each workload: the policy's speed-up, the best fixed way's, the oracle's, and what more time
+    than these two the policy took."""
+    found = []
+    for workload, taken in compared.items():
+        fixed = {name: time for name, time in taken.items() if "auto" not in name and name != "oracle"}
+        best = min(fixed, key=lambda name: fixed[name])
+        ratios = [f"{taken['plain'] / time:.2f}" for time in (taken["auto"], taken[best], taken["oracle"])]
+        more = [f"{taken['auto'] / taken[name] - 1:+.1%}" for name in (best, "oracle")]
+        found.append((workload, ratios[0], f"{ratios[1]} ({best})", ratios[2], *more))
+    return found

@@ -113,7 +113,8 @@ def command(
 def _tables(results: Results) -> list[Any]:
     from rich.table import Table
 
-    from outrider.bench.report import HEADS, PROMISE_HEADS, REGRET_HEADS, promises, regrets, row
+    from outrider.bench.report import HEADS, PROMISE_HEADS, promises, row
+    from outrider.bench.simulator import REGRET_HEADS, regrets
 
     shown = (0, 1, 2, 3, 4, 5, 10)
     tables = []
@@ -126,7 +127,7 @@ def _tables(results: Results) -> list[Any]:
         tables.append(table)
     for title, heads, lines in (
         ("how well k was chosen and the speed-up predicted", PROMISE_HEADS, promises(results)),
-        ("how k is chosen, replayed", REGRET_HEADS, regrets(results)),
+        ("how k is chosen, replayed", REGRET_HEADS, regrets(results.policies)),
     ):
         table = Table(*heads, title=title, title_justify="left")
         for cells_of in lines:

@@ -116,6 +116,7 @@ def command(
         raise UsageError("a bundle needs one of --rate and --bench", "for example: outrider plan BUNDLE --rate 0.8")
     from outrider.bench.planner import at_rate, of_traces
     from outrider.bench.results import read as read_results
+    from outrider.bench.simulator import REGRET_HEADS, compare, regrets
     from outrider.engines.bundle import open_bundle
     from outrider.runtime.costs import Costs
 
@@ -124,7 +125,7 @@ def command(
         raise UsageError("this bundle's costs were not measured", f"outrider calibrate {bundle}, where it is to run")
     if "draft" not in manifest.models:
         raise UsageError("this bundle has no draft model, so there is nothing to plan", "outrider bench measures its n-grams")
-    costs = Costs(manifest, build)
+    costs, live = Costs(manifest, build), list[tuple[str, ...]]()
     if bench is not None:
         if position is not None:
             raise UsageError("--position goes with --rate", "leave it out: the texts say where they were")
@@ -136,6 +137,7 @@ def command(
                 "measure a bundle of the same models",
             )
         predictions = of_traces(costs, results.traces)
+        live = regrets(compare(results.traces, costs, stops=build.device == "cpu"))
     else:
         assert rate is not None
         predictions = at_rate(costs, rate, min(position or build.capacity // 4, build.capacity))
@@ -149,6 +151,13 @@ def command(
     console().print(_table(predictions))
     for line in _advice(predictions):
         click.echo(line)
+    if live:
+        from rich.table import Table
+
+        table = Table(*REGRET_HEADS, title="k chosen live, on the same texts by these costs", title_justify="left")
+        for cells in live:
+            table.add_row(*cells)
+        console().print(table)
     if plot is not None:
         click.echo(f"wrote {plot}")
 

@@ -14,8 +14,9 @@ import pytest
 
 from outrider.bench.measure import Answer, measure, trace, ways
 from outrider.bench.planner import tokens_per_round
-from outrider.bench.report import markdown, promises, regrets
+from outrider.bench.report import markdown, promises
 from outrider.bench.results import Percentiles, Results, Way, changes, geometric_mean, read
+from outrider.bench.simulator import regrets
 from outrider.bench.workloads import SHIPPED, Prompt, load
 from outrider.engines.errors import UsageError
 from outrider.runtime.generation import Outrider
@@ -113,6 +114,7 @@ def test_the_report_opens_in_a_browser(results: Results, tmp_path: Path, shipped
     planned = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json")
     assert planned.returncode == 0, planned.stderr
     assert "summarization" in planned.stdout
+    assert "k chosen live, on the same texts by these costs" in planned.stdout
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium on this machine; .ci/run installs one")
@@ -134,7 +136,7 @@ def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path
     path = tmp_path / "bench.json"
     path.write_bytes(msgspec.json.encode(results))
     assert read(path) == results
-    assert {row[0] for row in regrets(results)} == set(results.workloads)
+    assert {row[0] for row in regrets(results.policies)} == set(results.workloads)
     for workload, over_plain, over_fixed, lowest, highest in promises(results):
         chosen = results.of(workload, Way(drafter=AUTO, k=AUTO)).speedup
         assert over_plain == f"{np.median(chosen):.2f} ({min(chosen):.2f}-{max(chosen):.2f})"

@@ -88,6 +88,8 @@ def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
         assert each.tokens_per_second == pytest.approx(1000 * sum(len(trace.tokens) for trace in traces) / taken)
         assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, each.k), rel=0.1)
         assert each.mean_acceptance_length == pytest.approx(tokens_per_round(traces, each.k))
+        assert each.break_even is not None
+        assert expected_tokens(each.break_even, each.k) * each.speedup == pytest.approx(each.mean_acceptance_length)
 
 
 def test_no_policy_beats_who_knows_the_future() -> None:
