@@ -258,7 +258,7 @@ def test_the_times_of_rounds_change_k_and_nothing_else(shipped: Outrider, jitter
         monkeypatch.setattr(shipped.loop, "_clock", clock)
         policy = shipped.policy
         monkeypatch.setattr(shipped, "policy", Policy(policy.costs, policy.drafters, policy.stops))
-        text, drafted = [], [0]
+        text, drafted = list[int](), [0]
         for event in shipped.generate(PROMPT, params):
             text += event.token_ids
             drafted.append(event.stats.drafted)
