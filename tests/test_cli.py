@@ -117,7 +117,8 @@ def test_help_of_generate_groups_its_options_and_names_their_ranges() -> None:
 
 
 def test_sampling_options_reach_the_sampler(shipped_bundle: Path) -> None:
-    arguments = ("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "24", "--json")
+    # One k: chosen live it is the clock's, and a pass over other rows has other last bits in its probabilities.
+    arguments = ("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "24", "--json", "--k", "4")
     sampling = ("--temperature", "0.9", "--top-p", "0.95", "--top-k", "50", "--min-p", "0.01", "--seed", "5")
     penalties = ("--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.1")
     other = ("--logit-bias", "300:-100", "--logit-bias", "301:2", "--stop-token-id", "9", "--min-new-tokens", "24")
@@ -138,7 +139,7 @@ def test_sampling_options_reach_the_sampler(shipped_bundle: Path) -> None:
         rule="exact-match",
         logprobs=2,
     )
-    events = list(Outrider.load(shipped_bundle).generate("Once upon a time", params))
+    events = list(Outrider.load(shipped_bundle).generate("Once upon a time", params, k=4))
     assert said["token_ids"] == [token for event in events for token in event.token_ids]
     assert said["logprobs"] == [
         {"logprob": each.logprob, "top": [list(top) for top in each.top]} for event in events for each in event.logprobs or ()
