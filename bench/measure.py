@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 
 import outrider
-from outrider.bench.results import SCHEMA, Part, Percentiles, Results, Summary, Text, Way, geometric_mean
+from outrider.bench.results import SCHEMA, Part, Percentiles, PromptResult, Results, Summary, Way, geometric_mean
 from outrider.bench.simulator import Trace, compare, replay
-from outrider.bench.workloads import Prompt
+from outrider.bench.workloads import SHIPPED, Prompt, load
+from outrider.engines.bundle import open_engines
 from outrider.engines.calibration import Pass, Stopwatch, sampler_rows, sampling, steps
 from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
-from outrider.engines.errors import UsageError
+from outrider.engines.errors import EngineError, UsageError
+from outrider.engines.manifest import CHAT_TEMPLATE, Build, Manifest
 from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.costs import Costs
 from outrider.runtime.drafter import top_probability
@@ -28,9 +30,11 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE, Fixed, Policy
 from outrider.runtime.stats import Stats
+from outrider.runtime.text import Text
 
 PLAIN = Way(drafter=NONE, k=0)
 WARM_TOKENS = 8
+ACCEPTANCE_TOKENS = 32  # of each answer that the draft's acceptance is measured on
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def measure(
     """Every way on every prompt, greedy, in each of `rounds` rounds; all ways take turns on a prompt before the next one.
 
     What is predicted comes from passes timed in the same run, once before every prompt: a machine is not always as fast as it
-    was when the bundle's costs were measured.
+    was when the bundle's costs were measured. An interrupt after the first round ends it with the whole rounds.
 
     Raises:
         UsageError: a k was not built, or a prompt does not fit the bundle.
@@ -110,36 +114,40 @@ def measure(
     answers: dict[tuple[str, str | int], list[list[Answer]]] = {(way.drafter, way.k): [] for way in contestants}
     stopwatch = _stopwatch(loaded, max(map(len, encoded)) + max_new_tokens)
     progress.stage("measuring", rounds * len(prompts) * len(contestants))
-    for number in range(rounds):
+    try:
+        for number in range(rounds):
+            for each in answers.values():
+                each.append([])
+            for at, ids in enumerate(encoded):
+                stopwatch.run()
+                first = (number + at) % len(contestants)
+                for way in contestants[first:] + contestants[:first]:
+                    answers[way.drafter, way.k][-1].append(_answer(loaded, ids, params, way))
+                    progress.advance(1)
+    except KeyboardInterrupt:  # hours of measuring are not for nothing
+        if number == 0:
+            raise
+        rounds = number
         for each in answers.values():
-            each.append([])
-        for at, ids in enumerate(encoded):
-            stopwatch.run()
-            first = (number + at) % len(contestants)
-            for way in contestants[first:] + contestants[:first]:
-                answers[way.drafter, way.k][-1].append(_answer(loaded, ids, params, way))
-                progress.advance(1)
+            del each[rounds:]
     plain = answers[PLAIN.drafter, PLAIN.k]
     progress.stage("replaying")
     traces = [
         trace(loaded, prompt.workload, ids, answer.tokens)
         for prompt, ids, answer in zip(prompts, encoded, plain[0], strict=True)
     ]
+    costs = Costs(loaded.manifest, msgspec.structs.replace(loaded.build, costs=stopwatch.costs()))
     texts = [
-        _text(at, prompt.workload, way, [each[at] for each in answers[way.drafter, way.k]])
-        for at, prompt in enumerate(prompts)
+        _text(at, way, traces[at], [each[at] for each in answers[way.drafter, way.k]], [each[at] for each in plain], costs)
+        for at in range(len(prompts))
         for way in contestants
     ]
-    costs = Costs(loaded.manifest, msgspec.structs.replace(loaded.build, costs=stopwatch.costs()))
     summaries = []
     for workload in dict.fromkeys(prompt.workload for prompt in prompts):
-        places = [at for at, prompt in enumerate(prompts) if prompt.workload == workload]
-        of_workload = [traces[at] for at in places]
         for way in contestants:
-            taken = [[each[at] for at in places] for each in answers[way.drafter, way.k]]
-            summaries.append(
-                _summary(workload, way, taken, [[each[at] for at in places] for each in plain], costs, of_workload)
-            )
+            of_it = [text for text in texts if (text.workload, text.way) == (workload, way)]
+            taken = [[each[text.prompt] for text in of_it] for each in answers[way.drafter, way.k]]
+            summaries.append(_summary(of_it, taken, [[each[text.prompt] for text in of_it] for each in plain]))
     manifest, build = loaded.manifest, loaded.build
     middle = sum(len(each.prompt) + len(each.tokens) // 2 for each in traces) // len(traces)
     return Results(
@@ -188,16 +196,21 @@ def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, way: Wa
     return Answer(tokens, stats.seconds - stats.prompt_seconds + stats.draft_prompt_seconds, arrivals, stats)
 
 
-def _text(prompt: int, workload: str, way: Way, taken: list[Answer]) -> Text:
+def _text(prompt: int, way: Way, trace: Trace, taken: list[Answer], plain: list[Answer], costs: Costs) -> PromptResult:
     total = Stats()
     for answer in taken:
         total.add(answer.stats)
-    return Text(
-        workload=workload,
+    predicted = None
+    if isinstance(way.k, int):
+        predicted = replay(trace, costs, Fixed(NONE, 0)) / replay(trace, costs, Fixed(way.drafter, way.k))
+    return PromptResult(
+        workload=trace.workload,
         prompt=prompt,
         way=way,
         tokens=len(taken[0].tokens),
         tokens_per_second=[len(answer.tokens) / answer.seconds for answer in taken],
+        speedup=[p.seconds / a.seconds * len(a.tokens) / len(p.tokens) for a, p in zip(taken, plain, strict=True)],
+        predicted_speedup=predicted,
         first_token=[1000 * answer.arrivals[0][0] for answer in taken],
         per_token=[1000 * answer.per_token for answer in taken],
         between_tokens=Percentiles.of([gap for answer in taken for gap in answer.gaps]),
@@ -208,28 +221,21 @@ def _text(prompt: int, workload: str, way: Way, taken: list[Answer]) -> Text:
     )
 
 
-def _summary(
-    workload: str, way: Way, taken: list[list[Answer]], plain: list[list[Answer]], costs: Costs, traces: list[Trace]
-) -> Summary:
+def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[list[Answer]]) -> Summary:
+    """Of one way on one workload, from its texts and from their answers in each round, and plain decoding's."""
     total = Stats()
     everything = [answer for each in taken for answer in each]
     for answer in everything:
         total.add(answer.stats)
-    predicted = None
-    if isinstance(way.k, int):
-        chooser = Fixed(way.drafter, way.k)
-        predicted = geometric_mean(replay(each, costs, Fixed(NONE, 0)) / replay(each, costs, chooser) for each in traces)
+    predicted = [text.predicted_speedup for text in texts if text.predicted_speedup is not None]
     return Summary(
-        workload=workload,
-        way=way,
-        prompts=len(traces),
-        tokens=sum(len(answer.tokens) for answer in taken[0]),
-        tokens_per_second=[geometric_mean(len(a.tokens) / a.seconds for a in each) for each in taken],
-        speedup=[
-            geometric_mean(p.seconds / a.seconds * len(a.tokens) / len(p.tokens) for a, p in zip(each, before, strict=True))
-            for each, before in zip(taken, plain, strict=True)
-        ],
-        predicted_speedup=predicted,
+        workload=texts[0].workload,
+        way=texts[0].way,
+        prompts=len(texts),
+        tokens=sum(text.tokens for text in texts),
+        tokens_per_second=[geometric_mean(of_round) for of_round in zip(*(t.tokens_per_second for t in texts), strict=True)],
+        speedup=[geometric_mean(of_round) for of_round in zip(*(text.speedup for text in texts), strict=True)],
+        predicted_speedup=geometric_mean(predicted) if predicted else None,
         first_token=Percentiles.of([answer.arrivals[0][0] for answer in everything]),
         per_token=Percentiles.of([answer.per_token for answer in everything]),
         between_tokens=Percentiles.of([gap for answer in everything for gap in answer.gaps]),
@@ -268,6 +274,30 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int])
             confidences += [top_probability(row, np.empty_like(row)) for row in rows]
         drafter.rewind(0)
     return Trace(workload, prompt, tokens, agrees, [round(each, 4) for each in confidences])
+
+
+def acceptance(folder: Path, manifest: Manifest, build: Build, progress: Progress = SILENT) -> float | None:
+    """The share of the target's own greedy tokens that the draft would have said there, over the beginnings of answers to a
+    shipped prompt of each workload; None without a draft, or where the logits are no numbers.
+
+    Raises:
+        EngineError: an engine does not run here.
+    """
+    if "draft" not in manifest.models:
+        return None
+    loaded = Outrider(open_engines(folder, manifest, build), Text(folder, manifest))
+    params = SamplingParams(max_new_tokens=min(ACCEPTANCE_TOKENS, build.capacity - 1))
+    prompts = load(SHIPPED, each=1)
+    agrees: list[bool] = []
+    progress.stage("measuring the draft's acceptance", len(prompts))
+    for prompt in prompts:
+        ids = loaded.text.encode(prompt.prompt, chat=CHAT_TEMPLATE in manifest.files)[: build.capacity - params.max_new_tokens]
+        try:
+            agrees += trace(loaded, prompt.workload, ids, _answer(loaded, ids, params, PLAIN).tokens).agrees
+        except EngineError:  # of this text; the engines ran when they were timed
+            return None
+        progress.advance(1)
+    return round(sum(agrees) / len(agrees), 3)
 
 
 def _part(way: Way, costs: Costs, end: int) -> Part:

@@ -12,7 +12,7 @@ import msgspec
 from outrider.bench.simulator import Trace
 from outrider.engines.errors import UsageError
 
-SCHEMA = 2
+SCHEMA = 3
 ROUNDS = 5  # that a comparison needs of each
 
 
@@ -80,7 +80,7 @@ class Summary(Struct, frozen=True):
         return statistics.median(self.speedup)
 
 
-class Text(Struct, frozen=True):
+class PromptResult(Struct, frozen=True):
     """One way on one prompt, a value for each round."""
 
     workload: str
@@ -88,6 +88,8 @@ class Text(Struct, frozen=True):
     way: Way
     tokens: int
     tokens_per_second: list[float]  # as in `Summary`
+    speedup: list[float]
+    predicted_speedup: float | None
     first_token: list[float]  # milliseconds
     per_token: list[float]  # milliseconds
     between_tokens: Percentiles
@@ -124,7 +126,7 @@ class Results(Struct, frozen=True):
     chat: bool
     rounds: int
     summaries: list[Summary]
-    texts: list[Text]
+    texts: list[PromptResult]
     parts: list[Part]
     policies: dict[str, dict[str, float]]  # workload -> policy -> milliseconds, replayed; see `simulator.compare`
     traces: list[Trace]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from outrider.bench.measure import acceptance
 from outrider.builder.onnxruntime import fuse_pair, package_version
 from outrider.builder.profiles import sampler_profiles, step_profiles
 from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_options, facts
@@ -105,7 +106,7 @@ def build_engine(
             build = msgspec.structs.replace(build, rewrites=fuse_pair(source, folder, manifest, build, progress))
         manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
         try:
-            build = msgspec.structs.replace(build, costs=measure(folder, manifest, build, progress))
+            build = _measured(folder, manifest, build, progress)
         except EngineError as error:
             if backend != "tensorrt-rtx":
                 raise
@@ -116,17 +117,22 @@ def build_engine(
 
 
 def calibrate(bundle: Path, progress: Progress = SILENT) -> Manifest:
-    """Measure a bundle's costs on this machine, and put them into its manifest in place of those it had.
+    """Measure a bundle's costs on this machine, and its draft's acceptance, and put them into its manifest in place of those
+    it had.
 
     Raises:
         FolderError: the folder is no bundle, is damaged, or cannot be written.
         EngineError: an engine does not run here.
     """
     manifest, build = open_bundle(bundle, progress)
-    build = msgspec.structs.replace(build, costs=measure(bundle, manifest, build, progress))
-    sealed = msgspec.structs.replace(manifest, build=build)
+    sealed = msgspec.structs.replace(manifest, build=_measured(bundle, manifest, build, progress))
     write_whole(bundle / MANIFEST, sealed.encode())
     return sealed
+
+
+def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:
+    build = msgspec.structs.replace(build, costs=measure(folder, manifest, build, progress))
+    return msgspec.structs.replace(build, acceptance=acceptance(folder, manifest, build, progress))
 
 
 def _check_volumes(manifest: Manifest, capacity: int, batch: int, rows: int) -> None:

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 @click.option("--each", type=click.IntRange(min=1), help="The first so many prompts of every workload.  [default: all]")
 @click.option("--k", callback=sizes, metavar="LIST", help="Numbers of draft tokens to measure.  [default: all that were built]")
 @click.option(
-    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times that all is measured; --compare needs 5."
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Times that all is measured; --compare needs 5, and Ctrl-C keeps the whole ones.",
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="The longest answer.")
 @click.option("--chat", is_flag=True, help="Put the prompts into the bundle's chat template.")

@@ -49,7 +49,7 @@ NUMBERS, BUNDLE = "From numbers", "From a bundle"
 @click.option(
     "--rate",
     type=click.FloatRange(0, 1),
-    help="With numbers or a bundle: the probability that a drafted token is accepted if those before it were.",
+    help="The probability that a drafted token is accepted if those before it were.  [default: as measured with the bundle]",
 )
 @click.option(
     "--bench",
@@ -112,8 +112,8 @@ def command(
         else:
             _say(found, mean_accepted, tokens)
         return
-    if (rate is None) == (bench is None):
-        raise UsageError("a bundle needs one of --rate and --bench", "for example: outrider plan BUNDLE --rate 0.8")
+    if rate is not None and bench is not None:
+        raise UsageError("--rate and --bench say two things", "leave one of them out")
     from outrider.bench.planner import at_rate, of_traces
     from outrider.bench.results import read as read_results
     from outrider.bench.simulator import REGRET_HEADS, compare, regrets
@@ -139,7 +139,11 @@ def command(
         predictions = of_traces(costs, results.traces)
         live = regrets(compare(results.traces, costs, stops=build.device == "cpu"))
     else:
-        assert rate is not None
+        rate = build.acceptance if rate is None else rate
+        if rate is None:
+            raise UsageError(
+                "this bundle's acceptance was not measured", f"give --rate or --bench, or: outrider calibrate {bundle}"
+            )
         predictions = at_rate(costs, rate, min(position or build.capacity // 4, build.capacity))
     if plot is not None:
         from outrider.bench.report import write_plan

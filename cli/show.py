@@ -88,6 +88,8 @@ def bundle_table(manifest: Manifest) -> Any:
         table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
         table.add_row("longest prompt chunk", str(build.max_prompt_chunk))
         table.add_row("windows", ", ".join(str(window) for window in build.windows))
+        if build.acceptance is not None:
+            table.add_row("acceptance on shipped prompts", f"{build.acceptance:.0%}")
         if build.rewrites:
             counts = [build.rewrites.get(role, {}) for role in roles]
             table.add_row("fused", *(", ".join(f"{count} {name}" for name, count in each.items()) or "no" for each in counts))

@@ -23,6 +23,7 @@ TENSORRT = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # backend -
 EXTRAS = {"tensorrt-rtx": "rtx", "tensorrt": "tensorrt"}  # backend -> what of outrider's extras installs it
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 Shape = Annotated[list[Positive], msgspec.Meta(min_length=1)]
 Profile = dict[str, tuple[Shape, Shape, Shape]]  # input -> its least, likeliest and greatest shape; of `candidates`, values
@@ -127,6 +128,9 @@ class Build(Struct, frozen=True):
     compute_capabilities: list[str]  # such as 8.9, that the engines may run on; empty leaves it to the plans themselves
     profiles: dict[str, list[Profile]]  # engine -> its optimisation profiles, in order, without the cache's tensors
     version_compatible: bool  # plans that newer releases of the package run, too, with the host code that is in them
+    # Of the target's own greedy answers to prompts that ship with outrider, the share of tokens that the draft would have said,
+    # too. None where there is no draft or it was not measured.
+    acceptance: Share | None = None
 
     @property
     def max_rows(self) -> int:

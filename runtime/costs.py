@@ -29,6 +29,7 @@ class Costs:
         self.k = list(build.k)
         self.chunk = build.max_prompt_chunk
         self.measured = bool(build.costs)
+        self.acceptance = build.acceptance
         self._windows = build.windows
         self._known: dict[tuple[str, int, int], float] = {}  # by engine, rows and window
         self._tables: dict[str, dict[int, tuple[list[int], list[float]]]] = {}  # by engine and window: rows and medians

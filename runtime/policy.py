@@ -24,7 +24,8 @@ AUTO = "auto"
 
 BUILT_UP_TO = 4  # the k where nothing chooses: most pairs do best there
 
-FIRST_GUESS = {MODEL: 0.6, NGRAM: 0.5}  # of a drafted token's acceptance, before any was seen
+FIRST_GUESS = {MODEL: 0.6, NGRAM: 0.5}  # of a drafted token's acceptance, before any was seen or measured
+MEASURED_WEIGHT = 20.0  # of what the bundle says that it was, in tokens: one odd request must not overrule it
 REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's own acceptance: what a round keeps, and what history counts for
 FADING = 0.985  # what a request's own keeps in a round that did not ask the draft
 HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
@@ -181,6 +182,8 @@ class Policy(Chooser):
         self.drafters = drafters
         self.stops = stops
         self._history = {name: Acceptance(FIRST_GUESS[name], HISTORY_MEMORY, HISTORY_WEIGHT) for name in DRAFTERS}
+        if costs.acceptance is not None:
+            self._history[MODEL] = Acceptance(costs.acceptance, HISTORY_MEMORY, MEASURED_WEIGHT)
         self._by_agreement: dict[int, Acceptance] = {}  # of n-grams, by how many tokens agree
         self._timings = Timings()
         self._saved = 0.0  # milliseconds of plain decoding since the draft was asked last

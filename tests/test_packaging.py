@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "cli": {"audit", "bench", "builder", "engines", "export", "runtime", "serve"},
     "engines": set(),
     "export": {"engines"},
-    "builder": {"engines"},
+    "builder": {"bench", "engines"},
     "runtime": {"engines"},
     "serve": {"engines", "runtime"},
 }

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import msgspec
 import numpy as np
 import pytest
 
 from outrider.bench.measure import Answer, measure, trace, ways
 from outrider.bench.planner import tokens_per_round
-from outrider.bench.report import markdown, promises
+from outrider.bench.report import COLOURS, markdown, promises
 from outrider.bench.results import Percentiles, Results, Way, changes, geometric_mean, read
 from outrider.bench.simulator import regrets
 from outrider.bench.workloads import SHIPPED, Prompt, load
@@ -22,7 +25,7 @@ from outrider.engines.errors import UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE
 from outrider.runtime.stats import Stats
-from outrider.tests.support import run
+from outrider.tests.support import COMMAND, run
 
 PROMPTS = [
     Prompt("support", "Customer: Hi, I would like to book a table for two in San Jose."),
@@ -57,11 +60,42 @@ def test_every_prompt_has_its_own_numbers(results: Results) -> None:
     for each in results.texts:
         assert results.traces[each.prompt].workload == each.workload == PROMPTS[each.prompt].workload
         assert len(each.tokens_per_second) == len(each.first_token) == len(each.per_token) == results.rounds
+        assert (each.predicted_speedup is None) == (each.way.k == AUTO)
     for summary in results.summaries:
         of_it = [each for each in results.texts if (each.workload, each.way) == (summary.workload, summary.way)]
         assert sum(each.tokens for each in of_it) == summary.tokens
         speeds = [geometric_mean(each.tokens_per_second[number] for each in of_it) for number in range(results.rounds)]
         assert speeds == pytest.approx(summary.tokens_per_second)
+        gains = [geometric_mean(each.speedup[number] for each in of_it) for number in range(results.rounds)]
+        assert gains == pytest.approx(summary.speedup)
+
+
+def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Path) -> None:
+    def heed() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started deaf to it
+
+    (tmp_path / "one.jsonl").write_text('{"workload": "support", "prompt": "Customer: I need a flight."}\n')
+    asked = [
+        "--workload",
+        tmp_path / "one.jsonl",
+        "--rounds",
+        "100000",
+        "--max-new-tokens",
+        "2",
+        "--report",
+        tmp_path / "report",
+    ]
+    arguments = [*COMMAND, "bench", str(shipped_bundle), *map(str, asked)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if "measuring" in line)
+        time.sleep(3)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert process.returncode == 0
+    written = read(tmp_path / "report" / "bench.json")
+    assert 0 < written.rounds < 100000
+    assert {len(each.speedup) for each in written.summaries} == {written.rounds}
 
 
 def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) -> None:
@@ -120,16 +154,19 @@ def test_the_report_opens_in_a_browser(results: Results, tmp_path: Path, shipped
         pytest.skip("no Chromium on this machine; .ci/run installs one")
     quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-sync"]
     quiet += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
-    shown = subprocess.run(
-        [browser, "--headless", "--no-sandbox", *quiet, "--dump-dom", f"file://{tmp_path / 'report' / 'index.html'}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
+
+    def look(*mode: str) -> str:
+        command = [browser, "--headless", "--no-sandbox", *quiet, *mode, f"file://{tmp_path / 'report' / 'index.html'}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    shown = look("--dump-dom")
     assert shown.count("<svg") == 4
     for said in ("How well k was chosen", "Speed-up against k", "draft model, k = 8", "summarization"):
         assert said in shown
+    look(f"--screenshot={tmp_path / 'seen.png'}", "--window-size=1100,2600")
+    seen = (255 * plt.imread(tmp_path / "seen.png")[:, :, :3]).round().astype(int)
+    for colour in COLOURS[:3]:  # of plots that are drawn, and not only there
+        assert (np.abs(seen - [int(colour[at : at + 2], 16) for at in (1, 3, 5)]).max(-1) <= 2).sum() > 500, colour
 
 
 def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path) -> None:

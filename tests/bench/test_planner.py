@@ -133,7 +133,13 @@ def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
     assert [each["k"] for each in found] == manifest.build.k
     table = Costs(manifest, manifest.build)
     assert found[0]["speedup"] == pytest.approx(at_rate(table, 0.7, manifest.build.capacity // 4)[0].speedup)
-    refused = run("plan", shipped_bundle)
-    assert (refused.returncode, "one of --rate and --bench" in refused.stderr) == (2, True)
+    own = json.loads(run("plan", shipped_bundle, "--json").stdout)
+    assert manifest.build.acceptance is not None
+    assert 0.2 < manifest.build.acceptance < 1
+    assert own[0]["speedup"] == pytest.approx(
+        at_rate(table, manifest.build.acceptance, manifest.build.capacity // 4)[0].speedup
+    )
+    refused = run("plan", shipped_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
+    assert (refused.returncode, "two things" in refused.stderr) == (2, True)
     missing = run("plan", shipped_bundle, "--bench", tmp_path / "none.json")
     assert (missing.returncode, "cannot read" in missing.stderr) == (2, True)

@@ -23,7 +23,7 @@ PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
 K = [1, 2, 4, 8]
 
 
-def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0) -> Costs:
+def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0, acceptance: float | None = None) -> Costs:
     """A pass of the target takes `target` and `row` more for each further row."""
 
     def table(of: Callable[[int], float]) -> list[Cost]:
@@ -33,7 +33,7 @@ def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0) -> Costs:
         ]
 
     made = {"target": table(lambda rows: target + row * (rows - 1)), "draft": table(lambda rows: draft * (1 + 0.01 * rows))}
-    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs=made)
+    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs=made, acceptance=acceptance)
     models = {"target": SimpleNamespace(parameters=6), "draft": SimpleNamespace(parameters=1)}
     manifest: Any = SimpleNamespace(models=models)
     return Costs(manifest, build)
@@ -79,6 +79,25 @@ def test_a_draft_that_is_of_no_use_costs_little_from_the_first_request_on(stops:
         policy.start(greedy=True)
         total += replay(trace, table, policy)
     assert total <= 8 * plain / 0.98
+
+
+def test_what_the_bundle_says_of_its_draft_is_believed_before_an_odd_request_is() -> None:
+    """One answer that the draft got wrong throughout, and then short ones that it gets right mostly."""
+    odd, usual = text([False] * 12), text(flips(0.8, 40))
+    taken = {}
+    for acceptance in (0.8, None):
+        table = costs(draft=1.5, row=0.5, acceptance=acceptance)
+        policy = Policy(table, [MODEL], stops=False)
+        replay(odd, table, policy)
+        policy.start(greedy=True)
+        taken[acceptance] = replay(usual, table, policy)
+    assert taken[0.8] <= best_fixed(usual, table) / 0.95
+    assert taken[None] > 1.1 * taken[0.8]
+
+
+def test_a_draft_that_was_measured_to_be_of_no_use_is_hardly_asked() -> None:
+    table, trace = costs(draft=1.5, row=1.0, acceptance=0.0), text([False] * 64)
+    assert replay(trace, table, Policy(table, [MODEL], stops=True)) <= replay(trace, table, Fixed(NONE, 0)) / 0.98
 
 
 @pytest.mark.parametrize("length", [30, 80, 200])
@@ -172,7 +191,7 @@ def test_a_draft_that_was_left_behind_is_worth_its_catching_up_or_not() -> None:
 
 
 def test_without_measured_costs_it_goes_by_what_rounds_take() -> None:
-    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs={})
+    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs={}, acceptance=None)
     manifest: Any = SimpleNamespace(models={"target": SimpleNamespace(parameters=10), "draft": SimpleNamespace(parameters=1)})
     policy = Policy(Costs(manifest, build), [MODEL], stops=False)
     kinds = []
