@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from outrider.builder.build import build_engine
+from outrider.engines.contract import DRAFTERS, SAMPLERS
 from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import read_manifest
+from outrider.engines.manifest import ROLES
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -109,6 +111,20 @@ def test_k_is_sorted_and_each_is_built_once(tiny_export: Path, tmp_path: Path) -
     )
     assert manifest.build is not None
     assert manifest.build.k == [1, 4]
+
+
+def test_costs_are_of_every_batch_and_of_the_samplers(tiny_export: Path, tmp_path: Path) -> None:
+    made = build_engine(
+        tiny_export, tmp_path / "b", backend="onnxruntime", k=[2], capacity=64, batch=3, max_prompt_chunk=8
+    ).build
+    assert made is not None
+    for name, costs in made.costs.items():
+        rows = {1} if name in DRAFTERS else {1, 2, 3} | ({8} if name in ROLES else set())
+        window = 64 if name in ROLES else 0
+        assert {(cost.batch, cost.rows, cost.window) for cost in costs} == {(b, r, window) for b in (1, 2, 3) for r in rows}
+    assert set(made.costs) == {*ROLES, *SAMPLERS}
+    assert made.acceptance is not None
+    assert 0 <= made.acceptance <= 1
 
 
 def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tmp_path: Path) -> None:
