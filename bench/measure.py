@@ -89,8 +89,9 @@ def measure(
 ) -> Results:
     """Every way on every prompt, greedy, in each of `rounds` rounds; all ways take turns on a prompt before the next one.
 
-    What is predicted comes from passes timed in the same run, once before every prompt: a machine is not always as fast as it
-    was when the bundle's costs were measured. An interrupt after the first round ends it with the whole rounds.
+    What is predicted comes from passes timed in the same run, before every prompt those that its texts make: a machine is
+    not always as fast as it was when the bundle's costs were measured. An interrupt after the first round ends it with the
+    whole rounds.
 
     Raises:
         UsageError: a k was not built, or a prompt does not fit the bundle.
@@ -113,13 +114,14 @@ def measure(
     loaded.policy = Policy(loaded.policy.costs, loaded.drafters, loaded.policy.stops)
     answers: dict[tuple[str, str | int], list[list[Answer]]] = {(way.drafter, way.k): [] for way in contestants}
     stopwatch = _stopwatch(loaded, max(map(len, encoded)) + max_new_tokens)
+    stopwatch.run()
     progress.stage("measuring", rounds * len(prompts) * len(contestants))
     try:
         for number in range(rounds):
             for each in answers.values():
                 each.append([])
             for at, ids in enumerate(encoded):
-                stopwatch.run()
+                stopwatch.run(wanted=_made_by(loaded.build, len(ids), len(ids) + max_new_tokens))
                 first = (number + at) % len(contestants)
                 for way in contestants[first:] + contestants[:first]:
                     answers[way.drafter, way.k][-1].append(_answer(loaded, ids, params, way))
@@ -172,10 +174,22 @@ def measure(
     )
 
 
+def _windows(build: Build, shortest: int, longest: int) -> list[int]:
+    """Those in which passes end of texts with so many tokens."""
+    first, last = (bisect_left(build.windows, min(length, build.capacity)) for length in (shortest, longest))
+    return build.windows[first : last + 1]
+
+
+def _made_by(build: Build, shortest: int, longest: int) -> Callable[[Pass], bool]:
+    """Which passes texts of such lengths make; a prompt's chunk is timed in two windows for all."""
+    reached = (0, *_windows(build, shortest, longest))
+    return lambda each: each[2] in reached or each[:2] == ("draft", build.max_prompt_chunk)
+
+
 def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
     """The passes of rounds on texts of up to so many tokens, on the engines that make them."""
-    build, windows = loaded.build, loaded.build.windows
-    reached = windows[: bisect_left(windows, min(longest, build.capacity)) + 1]
+    build = loaded.build
+    reached = _windows(build, 1, longest)
     passes: dict[Pass, Callable[[], None]] = {}
     for role, session in loaded.sessions.items():
         passes |= steps(session, role, build, reached)

@@ -32,10 +32,12 @@ class Stopwatch:
         for run in passes.values():
             run()  # buffers are bound, and memory touched, the first time
 
-    def run(self, times: int = 1) -> None:
-        """Every pass so many times."""
+    def run(self, times: int = 1, wanted: Callable[[Pass], bool] = lambda _: True) -> None:
+        """Every wanted pass so many times."""
         for _ in range(times):
             for each, run in self._passes.items():
+                if not wanted(each):
+                    continue
                 started = time.perf_counter()
                 run()
                 self._times[each].append(max(round(1000 * (time.perf_counter() - started), 4), 1e-4))
