@@ -21,7 +21,7 @@ from outrider.bench.workloads import SHIPPED, Prompt, load
 from outrider.engines.bundle import open_engines
 from outrider.engines.calibration import Pass, Stopwatch, sampler_rows, sampling, steps
 from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
-from outrider.engines.errors import EngineError, UsageError
+from outrider.engines.errors import UsageError
 from outrider.engines.manifest import CHAT_TEMPLATE, Build, Manifest
 from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.costs import Costs
@@ -135,7 +135,7 @@ def measure(
     plain = answers[PLAIN.drafter, PLAIN.k]
     progress.stage("replaying")
     traces = [
-        trace(loaded, prompt.workload, ids, answer.tokens)
+        trace(loaded, prompt.workload, ids, answer.tokens, min(max_new_tokens, loaded.build.capacity - len(ids) + 1))
         for prompt, ids, answer in zip(prompts, encoded, plain[0], strict=True)
     ]
     costs = Costs(loaded.manifest, msgspec.structs.replace(loaded.build, costs=stopwatch.costs()))
@@ -175,8 +175,8 @@ def measure(
 
 
 def _windows(build: Build, shortest: int, longest: int) -> list[int]:
-    """Those in which passes end of texts with so many tokens."""
-    first, last = (bisect_left(build.windows, min(length, build.capacity)) for length in (shortest, longest))
+    """Those in which passes end of texts with so many tokens, what is drafted behind the last one included."""
+    first, last = (bisect_left(build.windows, min(end, build.capacity)) for end in (shortest, longest + build.k[-1]))
     return build.windows[first : last + 1]
 
 
@@ -267,8 +267,8 @@ def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[l
     )
 
 
-def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int]) -> Trace:
-    """A text with what the draft would have said at each place of it, from reading it once."""
+def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int], most: int = 0) -> Trace:
+    """A text with what the draft would have said at each place of it, from reading it once; it might have had `most` tokens."""
     agrees: list[bool] = []
     confidences: list[float] = []
     drafter = loaded.loop.texts[0].drafter
@@ -287,31 +287,30 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int])
             agrees += (best == np.array(tokens[len(agrees) : len(agrees) + len(best)])).tolist()
             confidences += [top_probability(row, np.empty_like(row)) for row in rows]
         drafter.rewind(0)
-    return Trace(workload, prompt, tokens, agrees, [round(each, 4) for each in confidences])
+    return Trace(workload, prompt, tokens, agrees, [round(each, 4) for each in confidences], most)
 
 
 def acceptance(folder: Path, manifest: Manifest, build: Build, progress: Progress = SILENT) -> float | None:
     """The share of the target's own greedy tokens that the draft would have said there, over the beginnings of answers to a
-    shipped prompt of each workload; None without a draft, or where the logits are no numbers.
+    shipped prompt of each workload; None without a draft, or where none of the prompts fits.
 
     Raises:
-        EngineError: an engine does not run here.
+        EngineError: an engine does not run here, or the logits are no numbers.
+        UsageError: the chat template refuses a prompt.
     """
     if "draft" not in manifest.models:
         return None
     loaded = Outrider(open_engines(folder, manifest, build), Text(folder, manifest))
-    params = SamplingParams(max_new_tokens=min(ACCEPTANCE_TOKENS, build.capacity - 1))
+    params = SamplingParams(max_new_tokens=ACCEPTANCE_TOKENS)
     prompts = load(SHIPPED, each=1)
     agrees: list[bool] = []
     progress.stage("measuring the draft's acceptance", len(prompts))
     for prompt in prompts:
-        ids = loaded.text.encode(prompt.prompt, chat=CHAT_TEMPLATE in manifest.files)[: build.capacity - params.max_new_tokens]
-        try:
+        ids = loaded.text.encode(prompt.prompt, chat=CHAT_TEMPLATE in manifest.files)
+        if len(ids) + ACCEPTANCE_TOKENS <= build.capacity:
             agrees += trace(loaded, prompt.workload, ids, _answer(loaded, ids, params, PLAIN).tokens).agrees
-        except EngineError:  # of this text; the engines ran when they were timed
-            return None
         progress.advance(1)
-    return round(sum(agrees) / len(agrees), 3)
+    return round(sum(agrees) / len(agrees), 3) if agrees else None
 
 
 def _part(way: Way, costs: Costs, end: int) -> Part:

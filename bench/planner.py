@@ -106,15 +106,15 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
 
 
 def tokens_per_round(traces: Sequence[Trace], k: int, turned: float = 0.0) -> float:
-    """The mean acceptance length of recorded texts, of the rounds that draft: all but those for a text's last token. `turned`
-    is the share of rejections that would be acceptances."""
+    """The mean acceptance length of recorded texts, of the rounds that draft: all but one for the last token that was asked
+    for. `turned` is the share of rejections that would be acceptances."""
     survival = [0.0] * k
     rounds = 0
     for trace in traces:
         at = 0
         while at < len(trace.tokens):
-            accepted = trace.accepted(at, min(k, len(trace.tokens) - at - 1))
-            rounds += at + 1 < len(trace.tokens)
+            accepted = trace.accepted(at, min(k, trace.wanted(at) - 1))
+            rounds += trace.wanted(at) > 1
             for position in range(accepted):
                 survival[position] += 1
             at += accepted + 1

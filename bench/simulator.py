@@ -19,6 +19,11 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: list[int]
     agrees: list[bool]  # for each token: whether the draft's most likely one there is the same; empty without a draft
     confidences: list[float]  # the draft's probability of its most likely one
+    most: int = 0  # tokens that were asked for, where the text might have become longer
+
+    def wanted(self, at: int) -> int:
+        """Tokens that may still be emitted, as whoever makes the text sees it: where it will end is not known before."""
+        return max(self.most, len(self.tokens)) - at
 
     def accepted(self, at: int, drafted: int) -> int:
         """Of so many tokens that the draft proposes from a place on, how many are right."""
@@ -36,7 +41,7 @@ def replay(trace: Trace, costs: Costs, chooser: Chooser) -> float:
     at = written = 0  # emitted tokens; tokens in the draft's cache
     total = 0.0
     while at < len(trace.tokens):
-        wanted, length = len(trace.tokens) - at, len(trace.prompt) + at
+        wanted, length = trace.wanted(at), len(trace.prompt) + at
         proposed, agreeing = ngrams.propose(costs.k[-1])
         choice = chooser.choose(length, length - 2 - written, agreeing, wanted)
         drafted = min(choice.k, wanted - 1)

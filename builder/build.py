@@ -132,7 +132,12 @@ def calibrate(bundle: Path, progress: Progress = SILENT) -> Manifest:
 
 def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:
     build = msgspec.structs.replace(build, costs=measure(folder, manifest, build, progress))
-    return msgspec.structs.replace(build, acceptance=acceptance(folder, manifest, build, progress))
+    try:
+        accepted = acceptance(folder, manifest, build, progress)
+    except (EngineError, UsageError) as error:  # a bundle is of use without: what rounds accept is seen soon enough
+        progress.stage(f"the draft's acceptance is not measured ({error})")
+        accepted = None
+    return msgspec.structs.replace(build, acceptance=accepted)
 
 
 def _check_volumes(manifest: Manifest, capacity: int, batch: int, rows: int) -> None:

@@ -25,7 +25,7 @@ AUTO = "auto"
 BUILT_UP_TO = 4  # the k where nothing chooses: most pairs do best there
 
 FIRST_GUESS = {MODEL: 0.6, NGRAM: 0.5}  # of a drafted token's acceptance, before any was seen or measured
-MEASURED_WEIGHT = 20.0  # of what the bundle says that it was, in tokens: one odd request must not overrule it
+MEASURED_TOKENS = 20.0  # that what the bundle says of it counts for at first: one odd request must not overrule it
 REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's own acceptance: what a round keeps, and what history counts for
 FADING = 0.985  # what a request's own keeps in a round that did not ask the draft
 HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
@@ -116,6 +116,10 @@ class Acceptance:
         self._seen = self._seen * self._memory + min(drafted, accepted + 1)
         self._kept = self._kept * self._memory + accepted
 
+    def recall(self, rate: float, tokens: float) -> None:
+        """Go on as if so many tokens had been accepted at a rate; what is seen from now on pushes that out."""
+        self._seen, self._kept = tokens, tokens * rate
+
     def fade(self) -> None:
         """Nothing was seen for a round, and what was seen is that much older."""
         self._seen, self._kept = self._seen * FADING, self._kept * FADING
@@ -183,7 +187,7 @@ class Policy(Chooser):
         self.stops = stops
         self._history = {name: Acceptance(FIRST_GUESS[name], HISTORY_MEMORY, HISTORY_WEIGHT) for name in DRAFTERS}
         if costs.acceptance is not None:
-            self._history[MODEL] = Acceptance(costs.acceptance, HISTORY_MEMORY, MEASURED_WEIGHT)
+            self._history[MODEL].recall(costs.acceptance, MEASURED_TOKENS)
         self._by_agreement: dict[int, Acceptance] = {}  # of n-grams, by how many tokens agree
         self._timings = Timings()
         self._saved = 0.0  # milliseconds of plain decoding since the draft was asked last
@@ -212,7 +216,7 @@ class Policy(Chooser):
         self._last, self._least = best, least
         if self.looks_up and agreeing:
             # What a round saves: its tokens' time otherwise, less its own, and what the draft takes to read them.
-            reading = self.costs.step("draft", 2, length) if best.drafter == MODEL else 0.0
+            reading = self.costs.step("draft", 2, length) * self._timings.ratio() if best.drafter == MODEL else 0.0
             tokens = {k: self.of_ngrams(agreeing).tokens(k) for k in sizes}
             saved = {k: tokens[k] * least - self._time(Choice(NGRAM, k), length) - reading for k in sizes}
             k = max(sizes, key=lambda k: saved[k], default=0)
@@ -236,7 +240,7 @@ class Policy(Chooser):
         """What does best round after round, and its time for a token."""
         times = {PLAIN: self._time(PLAIN, length)}
         if MODEL in self._allowed:
-            late = self.costs.catch_up(missing, length) / max(min(HORIZON, wanted), 1)
+            late = self._catch_up(missing, length) / max(min(HORIZON, wanted), 1)
             for k in self.sizes(wanted):
                 choice = Choice(MODEL, k)
                 times[choice] = self._time(choice, length) / self._model.tokens(k) + late
@@ -249,7 +253,7 @@ class Policy(Chooser):
         """Plain decoding; or now and then a round that asks whether the draft has become better, for a small share of time."""
         self._saved += plain
         probe = Choice(MODEL, k)
-        price = max(self._time(probe, length) - plain, 0.0) + self.costs.catch_up(missing, length)
+        price = max(self._time(probe, length) - plain, 0.0) + self._catch_up(missing, length)
         if price > PROBING * self._saved and not self._asking:
             return PLAIN
         self._saved = 0.0
@@ -258,6 +262,10 @@ class Policy(Chooser):
     def _time(self, choice: Choice, length: int) -> float:
         """Of a round, by the costs and what rounds took of late."""
         return self._predicted(choice, choice.k, length) * self._timings.ratio(choice)
+
+    def _catch_up(self, missing: int, length: int) -> float:
+        """Of the draft's reading; it is not timed by itself, so what all rounds took of late goes for it."""
+        return self.costs.catch_up(missing, length) * self._timings.ratio()
 
     def _predicted(self, choice: Choice, drafted: int, length: int) -> float:
         """The time of a round by the costs alone."""
@@ -369,7 +377,7 @@ class Company:
         for k in sizes if MODEL in self._allowed else ():
             choice = Choice(MODEL, k)
             tokens = sum(member.acceptance.tokens(min(k, member.wanted - 1)) for member in members)
-            late = self._costs(1).catch_up(missing, end) / (len(members) * max(min(HORIZON, most), 1))
+            late = self._catch_up(missing, end) / (len(members) * max(min(HORIZON, most), 1))
             times[choice] = self._time(choice, members) / tokens + late
         if self._k is not None:
             del times[PLAIN]
@@ -379,7 +387,8 @@ class Company:
         self._last = best
         if self.looks_up and any(member.agreeing for member in members):
             least = times.get(best, math.inf)
-            reading = len(members) * costs.step("draft", 2, end) if best.drafter == MODEL else 0.0
+            step = costs.step("draft", 2, end) * self._timings.ratio()
+            reading = len(members) * step if best.drafter == MODEL else 0.0
             for k in sizes:
                 tokens = sum(
                     self._policy.of_ngrams(member.agreeing).tokens(min(k, member.wanted - 1)) if member.agreeing else 1.0
@@ -396,7 +405,7 @@ class Company:
     def _probe(self, probe: Choice, members: Sequence[Member], missing: int) -> Choice:
         """Plain decoding; or now and then a round that asks whether the draft has become better, for a small share of time."""
         plain, end = self._time(PLAIN, members), max(member.length for member in members)
-        price = max(self._time(probe, members) - plain, 0.0) + self._costs(1).catch_up(missing, end)
+        price = max(self._time(probe, members) - plain, 0.0) + self._catch_up(missing, end)
         if price > PROBING / 2 * self._saved:  # half, because it asks for several requests at once
             return PLAIN
         self._saved = 0.0
@@ -405,6 +414,10 @@ class Company:
     def _time(self, choice: Choice, members: Sequence[Member]) -> float:
         """Of a round, by the costs and what such rounds took of late, of as many or else of other numbers of requests."""
         return self._predicted(choice, members) * self._timings.ratio((len(members), choice), choice)
+
+    def _catch_up(self, missing: int, end: int) -> float:
+        """See `Policy._catch_up`."""
+        return self._costs(1).catch_up(missing, end) * self._timings.ratio()
 
     def _predicted(self, choice: Choice, members: Sequence[Member]) -> float:
         drafted = choice.k if choice.drafter == MODEL else 0

@@ -31,6 +31,7 @@ PROMPTS = [
     Prompt("support", "Customer: Hi, I would like to book a table for two in San Jose."),
     Prompt("support", "Customer: I need a flight."),
     Prompt("echo", "Agent: What time? Customer: At six. " * 4),
+    Prompt("support", "Customer: No, that is all, thanks.\n"),  # the answer ends of itself
 ]
 
 
@@ -100,6 +101,7 @@ def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Pat
 
 def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) -> None:
     """Acceptance is counted twice: by the rounds, and by reading the finished text once with the draft."""
+    assert [len(each.tokens) < each.most for each in results.traces] == [False, False, False, True]
     for workload in results.workloads:
         texts = [each for each in results.traces if each.workload == workload]
         for k in (1, 2, 4, 8):
@@ -107,6 +109,13 @@ def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) ->
             assert found.mean_acceptance_length == pytest.approx(tokens_per_round(texts, k))
             assert found.predicted_speedup is not None
             assert found.predicted_speedup > 0
+
+
+def test_a_text_may_end_at_the_edge_of_a_window(shipped: Outrider) -> None:
+    prompt = PROMPTS[1]
+    room = shipped.build.windows[0] - len(shipped.text.encode(prompt.prompt, chat=False))
+    found = measure(shipped, [prompt], rounds=1, max_new_tokens=room)
+    assert found.policies["support"]["oracle"] > 0
 
 
 def test_ngrams_are_accepted_where_a_text_repeats_itself(results: Results) -> None:

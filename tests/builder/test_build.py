@@ -123,8 +123,7 @@ def test_costs_are_of_every_batch_and_of_the_samplers(tiny_export: Path, tmp_pat
         window = 64 if name in ROLES else 0
         assert {(cost.batch, cost.rows, cost.window) for cost in costs} == {(b, r, window) for b in (1, 2, 3) for r in rows}
     assert set(made.costs) == {*ROLES, *SAMPLERS}
-    assert made.acceptance is not None
-    assert 0 <= made.acceptance <= 1
+    assert made.acceptance is None  # none of the shipped prompts fits into so small a cache
 
 
 def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tmp_path: Path) -> None:

@@ -95,6 +95,26 @@ def test_what_the_bundle_says_of_its_draft_is_believed_before_an_odd_request_is(
     assert taken[None] > 1.1 * taken[0.8]
 
 
+def test_what_was_measured_elsewhere_does_not_outlive_what_is_seen() -> None:
+    """A draft that is cheap, was right on the shipped prompts, and never is here."""
+    table, trace = costs(draft=0.5, acceptance=0.9), text([False] * 64)
+    policy = Policy(table, [MODEL], stops=False)
+    for _ in range(6):
+        policy.start(greedy=True)
+        replay(trace, table, policy)
+    policy.start(greedy=True)
+    assert replay(trace, table, policy) <= replay(trace, table, Fixed(NONE, 0)) / 0.97
+
+
+def test_catching_up_takes_what_rounds_take_of_what_the_costs_say() -> None:
+    """Costs that are half of what all takes here: what the draft must read costs twice as much, too."""
+    table = costs()
+    policy = Policy(table, [MODEL], stops=False)
+    for _ in range(8):
+        policy.observe(PLAIN, 0, 0, 40, 2 * table.round(0, 0, 40, True))
+    assert policy._catch_up(100, 40) == pytest.approx(2 * table.catch_up(100, 40))
+
+
 def test_a_draft_that_was_measured_to_be_of_no_use_is_hardly_asked() -> None:
     table, trace = costs(draft=1.5, row=1.0, acceptance=0.0), text([False] * 64)
     assert replay(trace, table, Policy(table, [MODEL], stops=True)) <= replay(trace, table, Fixed(NONE, 0)) / 0.98
