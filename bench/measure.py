@@ -130,6 +130,7 @@ def measure(
         if number == 0:
             raise
         rounds = number
+        progress.stage(f"interrupted: {rounds} whole rounds are kept")
         for each in answers.values():
             del each[rounds:]
     plain = answers[PLAIN.drafter, PLAIN.k]
@@ -158,8 +159,8 @@ def measure(
         target=Path(manifest.models["target"].source).name,
         draft=Path(manifest.models["draft"].source).name if "draft" in manifest.models else None,
         precision=", ".join(dict.fromkeys(model.precision for model in manifest.models.values())),
-        backend=f"{build.backend} {build.backend_version}, {build.device}",
-        machine=machine(),
+        backend=f"{build.backend} {build.backend_version}, {loaded.engines.device.name}",
+        machine=machine() if loaded.engines.device.synchronous else f"{machine()}, {loaded.engines.device.name}",
         date=str(datetime.date.today()),
         outrider=outrider.__version__,
         command=command,
@@ -168,7 +169,11 @@ def measure(
         rounds=rounds,
         summaries=summaries,
         texts=texts,
-        parts=[_part(way, costs, middle) for way in contestants if isinstance(way.k, int)],
+        parts=[
+            _part(way, costs, middle, [answer for each in answers[way.drafter, way.k] for answer in each])
+            for way in contestants
+            if isinstance(way.k, int)
+        ],
         policies=compare(traces, costs, loaded.policy.stops),
         traces=traces,
     )
@@ -210,10 +215,15 @@ def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, way: Wa
     return Answer(tokens, stats.seconds - stats.prompt_seconds + stats.draft_prompt_seconds, arrivals, stats)
 
 
-def _text(prompt: int, way: Way, trace: Trace, taken: list[Answer], plain: list[Answer], costs: Costs) -> PromptResult:
+def _total(answers: list[Answer]) -> Stats:
     total = Stats()
-    for answer in taken:
+    for answer in answers:
         total.add(answer.stats)
+    return total
+
+
+def _text(prompt: int, way: Way, trace: Trace, taken: list[Answer], plain: list[Answer], costs: Costs) -> PromptResult:
+    total = _total(taken)
     predicted = None
     if isinstance(way.k, int):
         predicted = replay(trace, costs, Fixed(NONE, 0)) / replay(trace, costs, Fixed(way.drafter, way.k))
@@ -237,10 +247,8 @@ def _text(prompt: int, way: Way, trace: Trace, taken: list[Answer], plain: list[
 
 def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[list[Answer]]) -> Summary:
     """Of one way on one workload, from its texts and from their answers in each round, and plain decoding's."""
-    total = Stats()
     everything = [answer for each in taken for answer in each]
-    for answer in everything:
-        total.add(answer.stats)
+    total = _total(everything)
     predicted = [text.predicted_speedup for text in texts if text.predicted_speedup is not None]
     return Summary(
         workload=texts[0].workload,
@@ -251,7 +259,7 @@ def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[l
         speedup=[geometric_mean(of_round) for of_round in zip(*(text.speedup for text in texts), strict=True)],
         predicted_speedup=geometric_mean(predicted) if predicted else None,
         first_token=Percentiles.of([answer.arrivals[0][0] for answer in everything]),
-        per_token=Percentiles.of([answer.per_token for answer in everything]),
+        per_token=Percentiles.of([answer.per_token for answer in everything if len(answer.arrivals) > 1]),
         between_tokens=Percentiles.of([gap for answer in everything for gap in answer.gaps]),
         mean_acceptance_length=total.mean_acceptance_length,
         acceptance_rate=total.acceptance_rate,
@@ -313,16 +321,18 @@ def acceptance(folder: Path, manifest: Manifest, build: Build, progress: Progres
     return round(sum(agrees) / len(agrees), 3) if agrees else None
 
 
-def _part(way: Way, costs: Costs, end: int) -> Part:
+def _part(way: Way, costs: Costs, end: int, taken: list[Answer]) -> Part:
     k = int(way.k)
     drafted = k if way.drafter == MODEL else 0
-    return Part(
-        way=way,
-        draft=sum(costs.step("draft", 1 if row else 2, end) for row in range(drafted)),
-        draft_sampler=drafted * costs.sampler(DRAFT_SAMPLERS[True], 1),
-        target=costs.step("target", k + 1, end),
-        verifier=costs.sampler("greedy_verifier", k + 1),
-    )
+    total = _total(taken)
+    engines = {
+        "draft": sum(costs.step("draft", 1 if row else 2, end) for row in range(drafted)),
+        "draft_sampler": drafted * costs.sampler(DRAFT_SAMPLERS[True], 1),
+        "target": costs.step("target", k + 1, end),
+        "verifier": costs.sampler("greedy_verifier", k + 1),
+    }
+    outside = sum(engines.values()) * total.outside_engines / (1 - total.outside_engines)
+    return Part(way=way, **engines, outside_engines=outside)
 
 
 def machine() -> str:

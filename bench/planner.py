@@ -56,26 +56,26 @@ class Prediction:
     """Of a workload at one k."""
 
     workload: str
-    k: int
+    k: int  # 0 is plain decoding
     mean_acceptance_length: float
     tokens_per_second: float
     speedup: float  # over plain decoding
-    break_even: float | None  # acceptance rate at which it would be as fast as plain decoding; None is that none would do
+    break_even: float | None  # acceptance rate at which it would be as fast as plain decoding; None where there is none
     cheaper_draft: float  # the speed-up with a draft of `CHEAPER` times the costs
     better_draft: float  # the speed-up with a draft that is rejected less often, by the share `BETTER`
 
 
 def at_rate(costs: Costs, rate: float, end: int) -> list[Prediction]:
-    """Each built k, where every drafted token is accepted with probability `rate` if those before it were, around position
-    `end`."""
+    """Plain decoding and each built k, where every drafted token is accepted with probability `rate` if those before it were,
+    around position `end`."""
     return [
         _prediction("", k, costs, end, expected_tokens(rate, k), expected_tokens(1 - (1 - rate) * (1 - BETTER), k))
-        for k in costs.k
+        for k in (0, *costs.k)
     ]
 
 
 def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
-    """Each workload and built k, as the recorded texts would have gone."""
+    """Each workload, plain and at each built k, as the recorded texts would have gone."""
     if not all(trace.agrees for trace in traces):
         raise UsageError("these texts were recorded without a draft", "make them with outrider bench, on a bundle with a draft")
     found = []
@@ -84,7 +84,7 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
         tokens = sum(len(trace.tokens) for trace in texts)
         end = sum(len(trace.prompt) + len(trace.tokens) // 2 for trace in texts) // len(texts)
         plain = [replay(trace, costs, Fixed(NONE, 0)) for trace in texts]
-        for k in costs.k:
+        for k in (0, *costs.k):
             taken = [replay(trace, costs, Fixed(MODEL, k)) for trace in texts]
             speedup = geometric_mean(before / after for before, after in zip(plain, taken, strict=True))
             length, better = (tokens_per_round(texts, k, share) for share in (0.0, BETTER))
@@ -142,11 +142,19 @@ def _prediction(workload: str, k: int, costs: Costs, end: int, length: float, be
     )
 
 
+def best(predictions: Sequence[Prediction]) -> dict[str, Prediction]:
+    """The fastest of each workload, plain decoding where nothing is faster."""
+    return {
+        workload: max((each for each in predictions if each.workload == workload), key=lambda each: each.speedup)
+        for workload in dict.fromkeys(each.workload for each in predictions)
+    }
+
+
 def _break_even(k: int, length: float, speedup: float) -> float | None:
     """The acceptance rate whose rounds of k tokens would be as fast as plain decoding, where rounds that yield `length` have
-    this speed-up; None where none would."""
+    this speed-up; None where none would, and for plain decoding itself."""
     needed, low, high = length / speedup, 0.0, 1.0
-    if expected_tokens(high, k) < needed:
+    if k == 0 or expected_tokens(high, k) < needed:
         return None
     for _ in range(50):
         middle = (low + high) / 2

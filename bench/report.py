@@ -21,7 +21,7 @@ from outrider.runtime.policy import MODEL
 
 INK, PAPER, RULE = "#1c2430", "#ffffff", "#d9dee6"
 COLOURS = ("#2f6fde", "#e0662c", "#2a9d6f", "#a44fbf", "#c0392b", "#7a8699")
-PARTS = ("draft", "draft_sampler", "target", "verifier")
+PARTS = ("draft", "draft_sampler", "target", "verifier", "outside_engines")
 
 
 def prepare(folder: Path) -> None:
@@ -92,6 +92,7 @@ HEADS = (
     "per token, ms: p50 p90",
     "between tokens, ms: p50 p90 p99",
     "n-gram rounds",
+    "outside engines",
     "same text",
 )
 
@@ -111,6 +112,7 @@ def row(each: Summary) -> list[str]:
         f"{each.per_token.p50:.1f} {each.per_token.p90:.1f}",
         f"{each.between_tokens.p50:.1f} {each.between_tokens.p90:.1f} {each.between_tokens.p99:.1f}",
         f"{each.ngram_rounds / each.rounds:.0%}",
+        f"{each.outside_engines:.1%}",
         f"{each.same_text} of {each.prompts * len(each.speedup)}",
     ]
 
@@ -285,7 +287,7 @@ def parts_plot(results: Results) -> str:
     figure, axes = _pyplot().subplots(figsize=(4.4, 3.2))
     parts = results.parts[::-1]
     left = [0.0] * len(parts)
-    for name, colour in zip(PARTS, (COLOURS[0], COLOURS[3], COLOURS[5], COLOURS[2]), strict=True):
+    for name, colour in zip(PARTS, (COLOURS[0], COLOURS[3], COLOURS[5], COLOURS[2], COLOURS[4]), strict=True):
         values = [getattr(each, name) for each in parts]
         axes.barh(range(len(parts)), values, 0.65, left=left, color=colour, label=name.replace("_", " "))
         left = [a + b for a, b in zip(left, values, strict=True)]
@@ -339,9 +341,7 @@ def write_plan(path: Path, predictions: Sequence[Prediction]) -> None:
     figure, axes = _pyplot().subplots(figsize=(5.4, 3.4))
     for workload, colour in zip(dict.fromkeys(each.workload for each in predictions), COLOURS * len(predictions), strict=False):
         of = [each for each in predictions if each.workload == workload]
-        axes.plot(
-            [0, *(p.k for p in of)], [1, *(p.speedup for p in of)], marker="o", markersize=4, color=colour, label=workload
-        )
+        axes.plot([p.k for p in of], [p.speedup for p in of], marker="o", markersize=4, color=colour, label=workload)
         axes.fill_between([p.k for p in of], [p.speedup for p in of], [p.better_draft for p in of], color=colour, alpha=0.12)
         axes.plot([p.k for p in of], [p.cheaper_draft for p in of], linestyle=":", linewidth=1.2, color=colour)
     axes.axhline(1, color=INK, linewidth=0.8)

@@ -107,6 +107,7 @@ class Part(Struct, frozen=True):
     draft_sampler: float
     target: float
     verifier: float
+    outside_engines: float  # by the share that it had of the measured rounds
 
 
 class Results(Struct, frozen=True):
@@ -170,7 +171,8 @@ class Change(Struct, frozen=True):
 
     workload: str
     way: Way
-    before: list[float]  # tokens/s of each round
+    unit: str  # tokens/s of plain decoding; of all else, the speed-up over it in the same round
+    before: list[float]  # of each round
     after: list[float]
     verdict: str  # better, worse, within the noise, or too few rounds
     length_before: float  # mean acceptance length
@@ -180,6 +182,9 @@ class Change(Struct, frozen=True):
 def changes(before: Results, after: Results) -> list[Change]:
     """What both measured. Better or worse is where no round of the one was as fast as any of the other; with five rounds each,
     chance alone does that once in 126 times.
+
+    Between two runs a machine may have become slower or faster as a whole, which is no noise within either. So ways that draft
+    are compared by their speed-ups; what plain decoding itself did is shown, and is the machine's as much as the program's.
 
     Raises:
         UsageError: they are of other prompts or settings, or have nothing in common.
@@ -198,19 +203,22 @@ def changes(before: Results, after: Results) -> list[Change]:
         new = next((each for each in after.summaries if (each.workload, each.way) == (old.workload, old.way)), None)
         if new is None:
             continue
+        plain = old.way.k == 0
+        was, is_now = ((each.tokens_per_second if plain else each.speedup) for each in (old, new))
         verdict = "within the noise"
-        if min(len(old.tokens_per_second), len(new.tokens_per_second)) < ROUNDS:
+        if min(len(was), len(is_now)) < ROUNDS:
             verdict = f"fewer than {ROUNDS} rounds"
-        elif min(new.tokens_per_second) > max(old.tokens_per_second):
+        elif min(is_now) > max(was):
             verdict = "better"
-        elif max(new.tokens_per_second) < min(old.tokens_per_second):
+        elif max(is_now) < min(was):
             verdict = "worse"
         found.append(
             Change(
                 workload=old.workload,
                 way=old.way,
-                before=old.tokens_per_second,
-                after=new.tokens_per_second,
+                unit="tokens/s" if plain else "speed-up",
+                before=was,
+                after=is_now,
                 verdict=verdict,
                 length_before=old.mean_acceptance_length,
                 length_after=new.mean_acceptance_length,

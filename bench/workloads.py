@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -14,8 +15,8 @@ SHIPPED = Path(__file__).with_name("workloads.jsonl")  # in the project's own wo
 class Prompt(msgspec.Struct, frozen=True):
     """One line; what else it says is not looked at."""
 
-    workload: str
-    prompt: str
+    workload: Annotated[str, msgspec.Meta(min_length=1)]
+    prompt: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 def load(path: Path, each: int | None = None) -> list[Prompt]:

@@ -77,9 +77,8 @@ def build_engine(
         max_prompt_chunk = min(DEFAULT_CHUNK, capacity)
     _check(manifest, k, capacity, batch, max_prompt_chunk)
     check_options(backend, options)
+    _check_device(backend, device)
     if backend in TENSORRT:
-        if device is not None:
-            raise UsageError(f"--device does not apply to the backend {backend}", "leave it out; it is for onnxruntime")
         _check_volumes(manifest, capacity, batch, max(max_prompt_chunk, k[-1] + 1))
     package = facts(backend, options) if backend in TENSORRT else None
     with staged(output) as folder:
@@ -116,18 +115,31 @@ def build_engine(
     return sealed
 
 
-def calibrate(bundle: Path, progress: Progress = SILENT) -> Manifest:
+def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = None) -> Manifest:
     """Measure a bundle's costs on this machine, and its draft's acceptance, and put them into its manifest in place of those
     it had.
+
+    Args:
+        device: for onnxruntime, where it is measured, and runs from then on unless told otherwise: "cpu" or "cuda"; None is
+            as before.
 
     Raises:
         FolderError: the folder is no bundle, is damaged, or cannot be written.
         EngineError: an engine does not run here.
+        UsageError: the backend has no choice of devices.
     """
     manifest, build = open_bundle(bundle, progress)
+    if device is not None:
+        _check_device(build.backend, device)
+        build = msgspec.structs.replace(build, device=device)
     sealed = msgspec.structs.replace(manifest, build=_measured(bundle, manifest, build, progress))
     write_whole(bundle / MANIFEST, sealed.encode())
     return sealed
+
+
+def _check_device(backend: str, device: str | None) -> None:
+    if backend in TENSORRT and device is not None:
+        raise UsageError(f"--device does not apply to the backend {backend}", "leave it out; it is for onnxruntime")
 
 
 def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from outrider.cli.options import device, sizes
 from outrider.cli.show import console, progress_bar
@@ -71,10 +72,22 @@ def command(
     if compare is not None:
         from outrider.bench.results import changes, read
 
-        if bundle is not None or report is not None:
-            raise UsageError("--compare measures nothing", "leave out the bundle and --report, or --compare")
-        found = changes(*map(read, compare))
-        click.echo(msgspec.json.encode(found).decode()) if as_json else console().print(_changes_table(found))
+        context = click.get_current_context()
+        for name in sorted(set(context.params) - {"compare", "as_json"}):
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                option = "the bundle" if name == "bundle" else f"--{name.replace('_', '-')}"
+                raise UsageError("--compare measures nothing", f"leave out {option}, or --compare")
+        before, after = map(read, compare)
+        found = changes(before, after)
+        if as_json:
+            click.echo(msgspec.json.encode(found).decode())
+            return
+        console().print(_changes_table(found))
+        for name, only, other in ((compare[0], before, after), (compare[1], after, before)):
+            if missing := {(each.workload, each.way.label) for each in only.summaries} - {
+                (each.workload, each.way.label) for each in other.summaries
+            }:
+                click.echo(f"only in {name}: {'; '.join(f'{workload}, {way}' for workload, way in sorted(missing))}")
         return
     if bundle is None:
         raise UsageError("no bundle is named", "give one, or --compare with two reports")
@@ -120,7 +133,7 @@ def _tables(results: Results) -> list[Any]:
     from outrider.bench.report import HEADS, PROMISE_HEADS, promises, row
     from outrider.bench.simulator import REGRET_HEADS, regrets
 
-    shown = (0, 1, 2, 3, 4, 5, 10)
+    shown = (0, 1, 2, 3, 4, 5, 11)
     tables = []
     for workload in results.workloads:
         table = Table(*(HEADS[at] for at in shown), title=workload, title_justify="left")
@@ -146,12 +159,12 @@ def _changes_table(found: list[Change]) -> Any:
     from outrider.bench.report import spread
 
     chance = f"chance alone calls {len(found) / 126:.1f} of these {len(found)} better or worse"
-    table = Table("workload", "way", "tokens/s", "then", "change", "", "mean acceptance length", caption=chance)
+    table = Table("workload", "way", "", "before", "after", "change", "", "mean acceptance length", caption=chance)
     for each in found:
         lengths = f"{each.length_before:.2f}"
         if round(each.length_before, 2) != round(each.length_after, 2):
             lengths += f" -> {each.length_after:.2f}"
         change = f"{statistics.median(each.after) / statistics.median(each.before) - 1:+.1%}"
-        speeds = (spread(speeds, 1) for speeds in (each.before, each.after))
-        table.add_row(each.workload, each.way.label, *speeds, change, each.verdict, lengths)
+        speeds = (spread(speeds, 1 if each.way.k == 0 else 2) for speeds in (each.before, each.after))
+        table.add_row(each.workload, each.way.label, each.unit, *speeds, change, each.verdict, lengths)
     return table

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from outrider.cli.options import device
 from outrider.cli.show import bundle_table, console, progress_bar
 
 
 @click.command("calibrate")
 @click.argument("bundle", type=click.Path(path_type=Path))
-def command(bundle: Path) -> None:
+@device
+def command(bundle: Path, device: str | None) -> None:
     """Measure on this machine what every pass of a bundle costs, and write it into the bundle.
 
     `build-engine` does it where it builds; where the bundle runs, costs may be others, and k is chosen by them.
@@ -19,6 +21,6 @@ def command(bundle: Path) -> None:
     from outrider.builder.build import calibrate
 
     with progress_bar() as progress:
-        manifest = calibrate(bundle, progress)
+        manifest = calibrate(bundle, progress, device)
     console().print(bundle_table(manifest))
     click.echo(f"wrote {bundle / 'manifest.json'}")

@@ -39,13 +39,9 @@ NUMBERS, BUNDLE = "From numbers", "From a bundle"
     cls=In,
     group=NUMBERS,
     type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="Of a pass over k + 1 rows, in passes over one.",
+    help="Of a pass over k + 1 rows, in passes over one.  [default: 1]",
 )
-@click.option(
-    "--tokens", cls=In, group=NUMBERS, type=click.IntRange(min=1), default=100, show_default=True, help="Of the text."
-)
+@click.option("--tokens", cls=In, group=NUMBERS, type=click.IntRange(min=1), help="Of the text.  [default: 100]")
 @click.option(
     "--rate",
     type=click.FloatRange(0, 1),
@@ -75,8 +71,8 @@ def command(
     k: int | None,
     mean_accepted: float | None,
     cost_ratio: float | None,
-    pass_cost: float,
-    tokens: int,
+    pass_cost: float | None,
+    tokens: int | None,
     rate: float | None,
     bench: Path | None,
     position: int | None,
@@ -86,7 +82,13 @@ def command(
     """Predict what speculation brings: from numbers, or from a bundle's measured costs and a workload's acceptance."""
     import msgspec
 
-    of_numbers = {"--k": k, "--mean-accepted": mean_accepted, "--cost-ratio": cost_ratio}
+    of_numbers = {
+        "--k": k,
+        "--mean-accepted": mean_accepted,
+        "--cost-ratio": cost_ratio,
+        "--pass-cost": pass_cost,
+        "--tokens": tokens,
+    }
     of_bundles = {"--bench": bench, "--position": position, "--plot": plot}
     for name, value in (of_bundles if bundle is None else of_numbers).items():
         if value is not None:
@@ -94,6 +96,8 @@ def command(
             raise UsageError(f"{name} goes with {of}", f"see outrider plan --help; leave {name} out")
     if rate is not None and not 0 <= rate <= 1:  # NaN, which no range refuses
         raise UsageError(f"--rate is {rate}", "give a number from 0 to 1")
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot {plot}: pictures are SVG", "name it something.svg")
     if bundle is None:
         if k is None or cost_ratio is None or (mean_accepted is None) == (rate is None):
             raise UsageError(
@@ -106,7 +110,8 @@ def command(
         if mean_accepted is None:
             assert rate is not None
             mean_accepted = expected_tokens(rate, k)
-        found = account(k, mean_accepted, cost_ratio, tokens, pass_cost)
+        tokens = 100 if tokens is None else tokens
+        found = account(k, mean_accepted, cost_ratio, tokens, 1.0 if pass_cost is None else pass_cost)
         if as_json:
             click.echo(msgspec.json.encode(found).decode())
         else:
@@ -114,7 +119,7 @@ def command(
         return
     if rate is not None and bench is not None:
         raise UsageError("--rate and --bench say two things", "leave one of them out")
-    from outrider.bench.planner import at_rate, of_traces
+    from outrider.bench.planner import at_rate, best, of_traces
     from outrider.bench.results import read as read_results
     from outrider.bench.simulator import REGRET_HEADS, compare, regrets
     from outrider.engines.bundle import open_bundle
@@ -125,7 +130,7 @@ def command(
         raise UsageError("this bundle's costs were not measured", f"outrider calibrate {bundle}, where it is to run")
     if "draft" not in manifest.models:
         raise UsageError("this bundle has no draft model, so there is nothing to plan", "outrider bench measures its n-grams")
-    costs, live = Costs(manifest, build), list[tuple[str, ...]]()
+    costs, policies = Costs(manifest, build), dict[str, dict[str, float]]()
     if bench is not None:
         if position is not None:
             raise UsageError("--position goes with --rate", "leave it out: the texts say where they were")
@@ -137,7 +142,7 @@ def command(
                 "measure a bundle of the same models",
             )
         predictions = of_traces(costs, results.traces)
-        live = regrets(compare(results.traces, costs, stops=build.device == "cpu"))
+        policies = compare(results.traces, costs, stops=build.device == "cpu")
     else:
         rate = build.acceptance if rate is None else rate
         if rate is None:
@@ -150,16 +155,18 @@ def command(
 
         write_plan(plot, predictions)
     if as_json:
-        click.echo(msgspec.json.encode(predictions).decode())
+        best_k = {workload: each.k for workload, each in best(predictions).items()}
+        found_all = {"predictions": predictions, "best_k": best_k, "policies": policies}  # the last in milliseconds
+        click.echo(msgspec.json.encode(found_all).decode())
         return
     console().print(_table(predictions))
     for line in _advice(predictions):
         click.echo(line)
-    if live:
+    if policies:
         from rich.table import Table
 
         table = Table(*REGRET_HEADS, title="k chosen live, on the same texts by these costs", title_justify="left")
-        for cells in live:
+        for cells in regrets(policies):
             table.add_row(*cells)
         console().print(table)
     if plot is not None:
@@ -175,11 +182,11 @@ def _say(found: Sum, tokens_per_pass: float, tokens: int) -> None:
 def _table(predictions: list[Prediction]) -> Any:
     from rich.table import Table
 
-    from outrider.bench.planner import BETTER, CHEAPER
+    from outrider.bench.planner import BETTER, CHEAPER, best
 
     heads = ("workload", "k", "mean acceptance length", "tokens/s", "speed-up", "break-even rate")
     table = Table(*heads, f"draft at {CHEAPER:.0%} of its cost", f"{BETTER:.0%} fewer rejections")
-    best = {each.workload: max((p.speedup, p.k) for p in predictions if p.workload == each.workload)[1] for each in predictions}
+    fastest = best(predictions)
     for each in predictions:
         table.add_row(
             each.workload or "-",
@@ -187,18 +194,19 @@ def _table(predictions: list[Prediction]) -> Any:
             f"{each.mean_acceptance_length:.2f}",
             f"{each.tokens_per_second:.1f}",
             f"{each.speedup:.2f}",
-            "none" if each.break_even is None else f"{each.break_even:.2f}",
+            "-" if each.k == 0 else "none" if each.break_even is None else f"{each.break_even:.2f}",
             f"{each.cheaper_draft:.2f}",
             f"{each.better_draft:.2f}",
-            style="bold" if each.k == best[each.workload] else None,
+            style="bold" if each is fastest[each.workload] else None,
         )
     return table
 
 
 def _advice(predictions: list[Prediction]) -> list[str]:
+    from outrider.bench.planner import best
+
     lines = []
-    for workload in dict.fromkeys(each.workload for each in predictions):
-        best = max((each for each in predictions if each.workload == workload), key=lambda each: each.speedup)
+    for workload, each in best(predictions).items():
         of = f"{workload}: " if workload else ""
-        lines.append(f"{of}k = {best.k}, {best.speedup:.2f} times plain" if best.speedup > 1 else f"{of}plain decoding is best")
+        lines.append(f"{of}k = {each.k}, {each.speedup:.2f} times plain" if each.k else f"{of}plain decoding is best")
     return lines

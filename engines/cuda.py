@@ -72,7 +72,7 @@ class Cuda(Device):
         self.stream = int(checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
         weakref.finalize(self, runtime.cudaStreamDestroy, self.stream)
         properties = checked(runtime.cudaGetDeviceProperties(0))
-        self.name: str = properties.name.decode()
+        self.name = properties.name.decode()
         self.compute_capability = f"{properties.major}.{properties.minor}"
 
     def memory(self) -> tuple[int, int]:

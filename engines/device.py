@@ -63,6 +63,7 @@ def host_buffer(array: npt.NDArray[Any]) -> Buffer:
 class Device(ABC):
     """One processor's memory, and the order of work on it."""
 
+    name: str  # "cpu", or the GPU's own
     synchronous: bool  # whether a launch is done when it returns
     stream: int  # the handle of the CUDA stream that all work goes to; 0 on a CPU
     alignment: int  # bytes that the address of an engine's tensor must be a multiple of
@@ -172,6 +173,7 @@ def nothing() -> None:
 class Cpu(Device):
     """The CPU: what is launched is done, and the device's memory is the host's."""
 
+    name = "cpu"
     synchronous = True
     stream = 0
     alignment = 8

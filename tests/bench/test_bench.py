@@ -90,7 +90,7 @@ def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Pat
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         assert process.stderr is not None
         next(line for line in process.stderr if "measuring" in line)
-        time.sleep(3)
+        time.sleep(6)
         process.send_signal(signal.SIGINT)
         process.communicate()
     assert process.returncode == 0
@@ -195,7 +195,9 @@ def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Resu
     def scaled(factor: float) -> Results:
         faster = [
             msgspec.structs.replace(
-                each, tokens_per_second=[factor * speed for speed in (*each.tokens_per_second, 500, 600, 700)]
+                each,
+                tokens_per_second=[factor * speed for speed in (*each.tokens_per_second, 500, 600, 700)],
+                speedup=[factor * speed for speed in (*each.speedup, 0.5, 0.6, 0.7)],
             )
             for each in results.summaries
         ]
@@ -210,9 +212,26 @@ def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Resu
     done = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
     found = json.loads(done.stdout)
     assert {each["verdict"] for each in found} == {"better"}
+    assert {(each["way"]["k"] == 0, each["unit"]) for each in found} == {(True, "tokens/s"), (False, "speed-up")}
     said = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
     assert "better" in said
     assert "chance alone calls 0.1 of these 14" in " ".join(said.split())
+
+
+def test_a_slower_machine_makes_no_drafting_worse(results: Results) -> None:
+    """Everything at half the speed, plain decoding, too."""
+
+    def repeated(factor: float) -> Results:
+        each_round = [
+            msgspec.structs.replace(
+                each, tokens_per_second=[factor * each.tokens_per_second[0]] * 5, speedup=[each.speedup[0]] * 5
+            )
+            for each in results.summaries
+        ]
+        return msgspec.structs.replace(results, summaries=each_round)
+
+    found = {(each.way.k == 0, each.verdict) for each in changes(repeated(1), repeated(0.5))}
+    assert found == {(True, "worse"), (False, "within the noise")}
 
 
 def test_reports_of_other_things_are_not_compared(results: Results) -> None:
@@ -229,6 +248,8 @@ def test_reports_of_other_things_are_not_compared(results: Results) -> None:
 def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outrider, shipped_bundle: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"workload": "chat"}\n')
+    silent = tmp_path / "silent.jsonl"
+    silent.write_text('{"workload": "chat", "prompt": "Hello."}\n{"workload": "chat", "prompt": ""}\n')
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     for arguments, message in (
@@ -236,10 +257,13 @@ def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outr
         ((shipped_bundle, "--workload", tmp_path / "none.jsonl"), "cannot read"),
         ((shipped_bundle, "--workload", broken), "line 1"),
         ((shipped_bundle, "--workload", empty), "has no prompts"),
+        ((shipped_bundle, "--workload", silent), "line 2"),
         ((shipped_bundle, "--k", "3"), "k = 3 was not built"),
         ((shipped_bundle, "--k", "few"), "no list of numbers"),
         (("--compare", broken, broken), "is no report"),
-        (("--compare", broken, broken, "--report", tmp_path / "report"), "--compare measures nothing"),
+        (("--compare", broken, broken, "--report", tmp_path / "report"), "leave out --report"),
+        (("--compare", broken, broken, "--rounds", "3"), "leave out --rounds"),
+        ((shipped_bundle, "--compare", broken, broken), "leave out the bundle"),
     ):
         done = run("bench", *arguments)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr

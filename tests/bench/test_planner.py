@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.bench.planner import account, at_rate, of_traces, tokens_per_round
+from outrider.bench.planner import account, at_rate, best, of_traces, tokens_per_round
 from outrider.bench.simulator import Trace, compare, oracle, replay
 from outrider.engines.folder import read_manifest
 from outrider.runtime.costs import Costs, expected_tokens
@@ -65,7 +65,9 @@ def test_numbers_that_say_too_little_or_too_much_are_refused(arguments: tuple[st
 def test_a_rate_gives_every_built_k_and_where_each_breaks_even() -> None:
     table = costs()
     found = {each.k: each for each in at_rate(table, 0.8, end=40)}
-    assert list(found) == K
+    assert list(found) == [0, *K]
+    plain = found.pop(0)
+    assert (plain.speedup, plain.mean_acceptance_length, plain.break_even) == (1, 1, None)
     for k, each in found.items():
         took = table.round(k, k, 40, True)
         assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, k))
@@ -75,13 +77,16 @@ def test_a_rate_gives_every_built_k_and_where_each_breaks_even() -> None:
         assert expected_tokens(each.break_even, k) * 6 / took == pytest.approx(1)
         assert each.cheaper_draft > each.speedup
         assert each.better_draft > each.speedup
-    assert at_rate(costs(draft=30), 1.0, end=40)[0].break_even is None
+    slow = at_rate(costs(draft=30), 1.0, end=40)
+    assert [each.break_even for each in slow] == [None] * len(slow)
+    assert best(slow)[""].k == 0
 
 
 def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
     table = costs()
     traces = [text(flips(0.8, seed=seed)) for seed in range(3)]
-    for each in of_traces(table, traces):
+    assert [each.k for each in of_traces(table, traces)] == [0, *K]
+    for each in of_traces(table, traces)[1:]:
         taken = sum(replay(trace, table, Fixed(MODEL, each.k)) for trace in traces)
         ratios = [replay(trace, table, Fixed(NONE, 0)) / replay(trace, table, Fixed(MODEL, each.k)) for trace in traces]
         assert each.speedup == pytest.approx(np.exp(np.log(ratios).mean()))
@@ -127,19 +132,26 @@ def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "break-even" in done.stdout
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
-    found = json.loads(run("plan", shipped_bundle, "--rate", "0.7", "--json").stdout)
+    said = json.loads(run("plan", shipped_bundle, "--rate", "0.7", "--json").stdout)
+    found = said["predictions"]
     manifest = read_manifest(shipped_bundle)
     assert manifest.build is not None
-    assert [each["k"] for each in found] == manifest.build.k
+    assert [each["k"] for each in found] == [0, *manifest.build.k]
+    assert said["best_k"][""] == max(found, key=lambda each: each["speedup"])["k"]
+    assert (found[0]["speedup"], found[0]["break_even"]) == (1, None)
     table = Costs(manifest, manifest.build)
-    assert found[0]["speedup"] == pytest.approx(at_rate(table, 0.7, manifest.build.capacity // 4)[0].speedup)
-    own = json.loads(run("plan", shipped_bundle, "--json").stdout)
+    assert found[1]["speedup"] == pytest.approx(at_rate(table, 0.7, manifest.build.capacity // 4)[1].speedup)
+    own = json.loads(run("plan", shipped_bundle, "--json").stdout)["predictions"]
     assert manifest.build.acceptance is not None
     assert 0.2 < manifest.build.acceptance < 1
-    assert own[0]["speedup"] == pytest.approx(
-        at_rate(table, manifest.build.acceptance, manifest.build.capacity // 4)[0].speedup
+    assert own[1]["speedup"] == pytest.approx(
+        at_rate(table, manifest.build.acceptance, manifest.build.capacity // 4)[1].speedup
     )
     refused = run("plan", shipped_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
     assert (refused.returncode, "two things" in refused.stderr) == (2, True)
+    picture = run("plan", shipped_bundle, "--plot", tmp_path / "plan.png")
+    assert (picture.returncode, "pictures are SVG" in picture.stderr) == (2, True)
+    ignored = run("plan", shipped_bundle, "--tokens", "12")
+    assert (ignored.returncode, "--tokens goes with numbers alone" in ignored.stderr) == (2, True)
     missing = run("plan", shipped_bundle, "--bench", tmp_path / "none.json")
     assert (missing.returncode, "cannot read" in missing.stderr) == (2, True)
