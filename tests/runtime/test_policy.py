@@ -120,6 +120,20 @@ def test_a_draft_that_was_measured_to_be_of_no_use_is_hardly_asked() -> None:
     assert replay(trace, table, Policy(table, [MODEL], stops=True)) <= replay(trace, table, Fixed(NONE, 0)) / 0.98
 
 
+@pytest.mark.parametrize("row", [0.1, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("symbols", [5, 20, 60])
+def test_noise_that_neither_drafter_can_guess_costs_little(symbols: int, row: float) -> None:
+    """N-grams are found all the time in a text of few symbols, and say nothing; nor does the draft."""
+    chance, table = random.Random(1), costs(row=row, acceptance=0.02)
+    drawn = [chance.randrange(symbols) for _ in range(240)]
+    trace = Trace("", drawn[:40], drawn[40:], [False] * 200, [0.3] * 200)
+    policy, plain = Policy(table, [MODEL, NGRAM], stops=False), replay(trace, table, Fixed(NONE, 0))
+    assert replay(trace, table, policy) <= plain / 0.95
+    for _ in range(3):
+        policy.start(greedy=True)
+        assert replay(trace, table, policy) <= plain / 0.97
+
+
 @pytest.mark.parametrize("length", [30, 80, 200])
 def test_text_that_changes_between_easy_and_hard_is_followed(length: int) -> None:
     """It comes back after acceptance collapsed, and does not fall behind plain decoding."""
