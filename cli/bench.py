@@ -83,11 +83,10 @@ def command(
             click.echo(msgspec.json.encode(found).decode())
             return
         console().print(_changes_table(found))
-        for name, only, other in ((compare[0], before, after), (compare[1], after, before)):
-            if missing := {(each.workload, each.way.label) for each in only.summaries} - {
-                (each.workload, each.way.label) for each in other.summaries
-            }:
-                click.echo(f"only in {name}: {'; '.join(f'{workload}, {way}' for workload, way in sorted(missing))}")
+        measured = [{(each.workload, each.way.label) for each in results.summaries} for results in (before, after)]
+        for path, its, others in zip(compare, measured, reversed(measured), strict=True):
+            if missing := "; ".join(f"{workload}, {way}" for workload, way in sorted(its - others)):
+                click.echo(f"only in {path}: {missing}")
         return
     if bundle is None:
         raise UsageError("no bundle is named", "give one, or --compare with two reports")
