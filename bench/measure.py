@@ -116,6 +116,7 @@ def measure(
     stopwatch = _stopwatch(loaded, max(map(len, encoded)) + max_new_tokens)
     stopwatch.run()
     progress.stage("measuring", rounds * len(prompts) * len(contestants))
+    number = 0
     try:
         for number in range(rounds):
             for each in answers.values():
@@ -300,7 +301,7 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int],
 
 def acceptance(folder: Path, manifest: Manifest, build: Build, progress: Progress = SILENT) -> float | None:
     """The share of the target's own greedy tokens that the draft would have said there, over the beginnings of answers to a
-    shipped prompt of each workload; None without a draft, or where none of the prompts fits.
+    shipped prompt of each workload; None without a draft, or where too few fit or the answers end at once.
 
     Raises:
         EngineError: an engine does not run here, or the logits are no numbers.
@@ -308,17 +309,19 @@ def acceptance(folder: Path, manifest: Manifest, build: Build, progress: Progres
     """
     if "draft" not in manifest.models:
         return None
-    loaded = Outrider(open_engines(folder, manifest, build), Text(folder, manifest))
+    text, chat = Text(folder, manifest), CHAT_TEMPLATE in manifest.files
+    prompts = [text.encode(prompt.prompt, chat=chat) for prompt in load(SHIPPED, each=1)]
+    prompts = [ids for ids in prompts if len(ids) + ACCEPTANCE_TOKENS <= build.capacity]
+    if not prompts:
+        return None
     params = SamplingParams(max_new_tokens=ACCEPTANCE_TOKENS)
-    prompts = load(SHIPPED, each=1)
     agrees: list[bool] = []
     progress.stage("measuring the draft's acceptance", len(prompts))
-    for prompt in prompts:
-        ids = loaded.text.encode(prompt.prompt, chat=CHAT_TEMPLATE in manifest.files)
-        if len(ids) + ACCEPTANCE_TOKENS <= build.capacity:
-            agrees += trace(loaded, prompt.workload, ids, _answer(loaded, ids, params, PLAIN).tokens).agrees
-        progress.advance(1)
-    return round(sum(agrees) / len(agrees), 3) if agrees else None
+    with Outrider(open_engines(folder, manifest, build), text) as loaded:
+        for ids in prompts:
+            agrees += trace(loaded, "", ids, _answer(loaded, ids, params, PLAIN).tokens).agrees
+            progress.advance(1)
+    return round(sum(agrees) / len(agrees), 3) if len(agrees) >= ACCEPTANCE_TOKENS else None
 
 
 def _part(way: Way, costs: Costs, end: int, taken: list[Answer]) -> Part:

@@ -5,6 +5,7 @@ ONNX Runtime's are measured at once; TensorRT's may be built where no GPU is.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from outrider.bench.measure import acceptance
 from outrider.builder.onnxruntime import fuse_pair, package_version
 from outrider.builder.profiles import sampler_profiles, step_profiles
 from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_options, facts
-from outrider.engines.bundle import open_bundle
+from outrider.engines.bundle import open_bundle, open_engines
 from outrider.engines.calibration import measure
 from outrider.engines.contract import cache_tensors, window_buckets
-from outrider.engines.errors import EngineError, FolderError, UsageError
+from outrider.engines.errors import EngineError, FolderError, OutriderError, UsageError
 from outrider.engines.folder import check_files, digest_all, read_manifest, staged, write_whole
 from outrider.engines.manifest import (
     MANIFEST,
@@ -131,6 +132,7 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
     manifest, build = open_bundle(bundle, progress)
     if device is not None:
         _check_device(build.backend, device)
+        open_engines(bundle, manifest, build, device)  # says it where they do not run there
         build = msgspec.structs.replace(build, device=device)
     sealed = msgspec.structs.replace(manifest, build=_measured(bundle, manifest, build, progress))
     write_whole(bundle / MANIFEST, sealed.encode())
@@ -144,9 +146,10 @@ def _check_device(backend: str, device: str | None) -> None:
 
 def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:
     build = msgspec.structs.replace(build, costs=measure(folder, manifest, build, progress))
+    gc.collect()  # launches hold buffers, and some hold each other; both models are in memory now
     try:
         accepted = acceptance(folder, manifest, build, progress)
-    except (EngineError, UsageError) as error:  # a bundle is of use without: what rounds accept is seen soon enough
+    except (OutriderError, MemoryError) as error:  # a bundle is of use without: what rounds accept is seen soon enough
         progress.stage(f"the draft's acceptance is not measured ({error})")
         accepted = None
     return msgspec.structs.replace(build, acceptance=accepted)

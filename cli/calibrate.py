@@ -6,13 +6,16 @@ from pathlib import Path
 
 import click
 
-from outrider.cli.options import device
 from outrider.cli.show import bundle_table, console, progress_bar
 
 
 @click.command("calibrate")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@device
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where an onnxruntime bundle is measured, and runs from then on unless told otherwise.  [default: as before]",
+)
 def command(bundle: Path, device: str | None) -> None:
     """Measure on this machine what every pass of a bundle costs, and write it into the bundle.
 

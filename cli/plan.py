@@ -144,6 +144,7 @@ def command(
         predictions = of_traces(costs, results.traces)
         policies = compare(results.traces, costs, stops=build.device == "cpu")
     else:
+        given = rate is not None
         rate = build.acceptance if rate is None else rate
         if rate is None:
             raise UsageError(
@@ -156,9 +157,11 @@ def command(
         write_plan(plot, predictions)
     if as_json:
         best_k = {workload: each.k for workload, each in best(predictions).items()}
-        found_all = {"predictions": predictions, "best_k": best_k, "policies": policies}  # the last in milliseconds
+        found_all = {"rate": rate, "predictions": predictions, "best_k": best_k, "policies": policies}
         click.echo(msgspec.json.encode(found_all).decode())
         return
+    if bench is None:
+        click.echo(f"where {rate:.0%} of the draft's tokens are accepted{'' if given else ', as measured with the bundle'}")
     console().print(_table(predictions))
     for line in _advice(predictions):
         click.echo(line)

@@ -92,7 +92,10 @@ def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Pat
         next(line for line in process.stderr if "measuring" in line)
         time.sleep(6)
         process.send_signal(signal.SIGINT)
-        process.communicate()
+        try:
+            process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 0
     written = read(tmp_path / "report" / "bench.json")
     assert 0 < written.rounds < 100000

@@ -90,9 +90,10 @@ def test_a_missing_package_is_named_with_its_extra(bundle: Path, made: Build) ->
     assert refused.value.mend == "pip install 'outrider[tensorrt]'"
 
 
-def test_cudas_own_package_is_named_where_it_is_missing(tiny_bundle: Path) -> None:
+def test_cudas_own_package_is_named_where_it_is_missing(tiny_export: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['cuda'] = None\nfrom outrider.cli import main; main()"
-    command = [sys.executable, "-c", code, "generate", str(tiny_bundle), "--prompt", "x", "--device", "cuda"]
+    asked = ["build-engine", str(tiny_export), "-o", str(tmp_path / "bundle"), "--device", "cuda"]
+    command = [sys.executable, "-c", code, *asked]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "CUDA's Python package cannot be imported" in done.stderr
@@ -101,13 +102,20 @@ def test_cudas_own_package_is_named_where_it_is_missing(tiny_bundle: Path) -> No
 
 
 def test_onnx_runtime_on_cuda_is_refused_where_no_gpu_is(tiny_bundle: Path, tiny_export: Path, tmp_path: Path) -> None:
-    for done in (
-        run("generate", tiny_bundle, "--prompt", "x", "--device", "cuda"),
-        run("build-engine", tiny_export, "-o", tmp_path / "bundle", "--device", "cuda"),
-    ):
-        assert done.returncode == 1
-        assert "error: no NVIDIA GPU is there" in done.stderr
+    manifest = read_manifest(tiny_bundle)
+    assert manifest.build is not None
+    exported = msgspec.structs.replace(manifest.build, rewrites={})
+    with pytest.raises(EngineError, match="no NVIDIA GPU is there"):
+        open_engines(tiny_bundle, manifest, exported, "cuda")
+    done = run("build-engine", tiny_export, "-o", tmp_path / "bundle", "--device", "cuda")
+    assert (done.returncode, "error: no NVIDIA GPU is there" in done.stderr) == (1, True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("calibrate",)])
+def test_graphs_that_are_fused_for_the_cpu_run_there_only(tiny_bundle: Path, command: tuple[str, ...]) -> None:
+    done = run(command[0], tiny_bundle, *command[1:], "--device", "cuda")
+    assert (done.returncode, "fused for the CPU" in done.stderr) == (2, True)
 
 
 def test_device_is_onnx_runtimes(tiny_export: Path, tmp_path: Path) -> None:
