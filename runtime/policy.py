@@ -387,8 +387,9 @@ class Company:
         self._last = best
         if self.looks_up and any(member.agreeing for member in members):
             least = times.get(best, math.inf)
-            step = costs.step("draft", 2, end) * self._timings.ratio()
-            reading = len(members) * step if best.drafter == MODEL else 0.0
+            reading = 0.0
+            if best.drafter == MODEL:
+                reading = len(members) * costs.step("draft", 2, end) * self._timings.ratio()
             for k in sizes:
                 tokens = sum(
                     self._policy.of_ngrams(member.agreeing).tokens(min(k, member.wanted - 1)) if member.agreeing else 1.0
