@@ -21,6 +21,7 @@ from outrider.bench.workloads import SHIPPED, Prompt, load
 from outrider.engines.bundle import open_engines
 from outrider.engines.calibration import Pass, Stopwatch, sampler_rows, sampling, steps
 from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
+from outrider.engines.device import Device
 from outrider.engines.errors import UsageError
 from outrider.engines.manifest import CHAT_TEMPLATE, Build, Manifest
 from outrider.engines.progress import SILENT, Progress
@@ -161,7 +162,7 @@ def measure(
         draft=Path(manifest.models["draft"].source).name if "draft" in manifest.models else None,
         precision=", ".join(dict.fromkeys(model.precision for model in manifest.models.values())),
         backend=f"{build.backend} {build.backend_version}, {loaded.engines.device.name}",
-        machine=machine() if loaded.engines.device.synchronous else f"{machine()}, {loaded.engines.device.name}",
+        machine=machine(loaded.engines.device),
         date=str(datetime.date.today()),
         outrider=outrider.__version__,
         command=command,
@@ -338,10 +339,11 @@ def _part(way: Way, costs: Costs, end: int, taken: list[Answer]) -> Part:
     return Part(way=way, **engines, outside_engines=outside)
 
 
-def machine() -> str:
-    """The processor, as far as the system tells, and the cores this process may use."""
+def machine(device: Device) -> str:
+    """The processor, as far as the system tells, the cores this process may use, and the GPU if that is the device."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"
+    found = f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"
+    return found if device.synchronous else f"{found}, {device.name}"

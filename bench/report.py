@@ -311,11 +311,8 @@ def page(results: Results) -> str:
     drawn: dict[str, Markup | None] = {"against_k": None} | {name: Markup(make(results)) for name, make in plots.items()}
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         results=results,
-        headline=[
-            (each, of.median_speedup, of.speedup, (best_of[each].way.label, spread(best_of[each].speedup)))
-            for each in results.workloads
-            for of in [automatic(results, each)]
-        ],
+        headline=[(each, automatic(results, each), best_of[each]) for each in results.workloads],
+        spread=spread,
         tables=[(each, [row(s) for s in results.summaries if s.workload == each]) for each in results.workloads],
         best_of={workload: each.way.label for workload, each in best_of.items()},
         heads=HEADS,

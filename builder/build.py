@@ -15,7 +15,7 @@ from outrider.bench.measure import acceptance
 from outrider.builder.onnxruntime import fuse_pair, package_version
 from outrider.builder.profiles import sampler_profiles, step_profiles
 from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_options, facts
-from outrider.engines.bundle import open_bundle, open_engines
+from outrider.engines.bundle import open_bundle
 from outrider.engines.calibration import measure
 from outrider.engines.contract import cache_tensors, window_buckets
 from outrider.engines.errors import EngineError, FolderError, OutriderError, UsageError
@@ -132,7 +132,6 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
     manifest, build = open_bundle(bundle, progress)
     if device is not None:
         _check_device(build.backend, device)
-        open_engines(bundle, manifest, build, device)  # says it where they do not run there
         build = msgspec.structs.replace(build, device=device)
     sealed = msgspec.structs.replace(manifest, build=_measured(bundle, manifest, build, progress))
     write_whole(bundle / MANIFEST, sealed.encode())

@@ -155,15 +155,16 @@ def command(
         from outrider.bench.report import write_plan
 
         write_plan(plot, predictions)
+    fastest = best(predictions)
     if as_json:
-        best_k = {workload: each.k for workload, each in best(predictions).items()}
+        best_k = {workload: each.k for workload, each in fastest.items()}
         found_all = {"rate": rate, "predictions": predictions, "best_k": best_k, "policies": policies}
         click.echo(msgspec.json.encode(found_all).decode())
         return
     if bench is None:
         click.echo(f"where {rate:.0%} of the draft's tokens are accepted{'' if given else ', as measured with the bundle'}")
-    console().print(_table(predictions))
-    for line in _advice(predictions):
+    console().print(_table(predictions, fastest))
+    for line in _advice(fastest):
         click.echo(line)
     if policies:
         from rich.table import Table
@@ -182,14 +183,13 @@ def _say(found: Sum, tokens_per_pass: float, tokens: int) -> None:
     click.echo(f"{found.speedup:.1f} times plain decoding")
 
 
-def _table(predictions: list[Prediction]) -> Any:
+def _table(predictions: list[Prediction], fastest: dict[str, Prediction]) -> Any:
     from rich.table import Table
 
-    from outrider.bench.planner import BETTER, CHEAPER, best
+    from outrider.bench.planner import BETTER, CHEAPER
 
     heads = ("workload", "k", "mean acceptance length", "tokens/s", "speed-up", "break-even rate")
     table = Table(*heads, f"draft at {CHEAPER:.0%} of its cost", f"{BETTER:.0%} fewer rejections")
-    fastest = best(predictions)
     for each in predictions:
         table.add_row(
             each.workload or "-",
@@ -205,11 +205,9 @@ def _table(predictions: list[Prediction]) -> Any:
     return table
 
 
-def _advice(predictions: list[Prediction]) -> list[str]:
-    from outrider.bench.planner import best
-
+def _advice(fastest: dict[str, Prediction]) -> list[str]:
     lines = []
-    for workload, each in best(predictions).items():
+    for workload, each in fastest.items():
         of = f"{workload}: " if workload else ""
         lines.append(f"{of}k = {each.k}, {each.speedup:.2f} times plain" if each.k else f"{of}plain decoding is best")
     return lines

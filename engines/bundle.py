@@ -35,7 +35,7 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
         EngineError: the backend is not installed, not known, or does not run here.
         UsageError: it does not run on that device.
     """
-    if device == "cuda" and build.device == "cpu" and any(build.rewrites.values()):
+    if (device or build.device) == "cuda" and any(build.rewrites.values()):
         raise UsageError("this bundle's graphs are fused for the CPU", "build the export again with --device cuda")
     if build.backend == "onnxruntime":
         try:
