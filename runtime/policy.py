@@ -141,40 +141,65 @@ class Acceptance:
 
 
 class Timings:
-    """What rounds of each kind took of late, as a share of what the costs say."""
+    """What rounds take of late, as a share of what the costs say: the machine's pace, times what a kind takes beside others.
+
+    All kinds share the pace. A kind's own part, its skew, is seen where it follows another or another follows it: over a
+    longer time, what happened to run while the machine was busy would be taken for dear. That of plain decoding is 1.
+    """
 
     def __init__(self) -> None:
-        self._ratios: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))
+        self.pace = 1.0
+        self._recent: deque[tuple[list[Hashable], float]] = deque(maxlen=TIMED)  # rounds of any kind, and their shares
+        self._skews: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))
         self._timed: dict[Hashable, int] = {}  # the round in which each kind was timed last
         self._rounds = 0
-        self._all = 1.0  # of all kinds together: for those that were not timed
 
-    def ratio(self, *kinds: Hashable) -> float:
-        """Of the first of these kinds that was timed of late."""
-        for kind in kinds:
-            if self._fresh(kind) and (known := self._ratios[kind]):
-                return statistics.median(known)
-        return self._all
+    def ratio(self, choice: Choice, number: int | None = None) -> float:
+        """Of rounds of so many requests, or else of other numbers of them."""
+        return self.pace * self._skew(_kinds(choice, number))
 
-    def overdue(self, kind: Hashable) -> bool:
-        """Whether a kind was not timed for so long that it is to be timed again."""
-        return self._rounds - self._timed.get(kind, 0) > STALE
+    def overdue(self, choice: Choice) -> bool:
+        """Whether a choice was not timed for so long that it is to be timed again."""
+        return self._rounds - self._timed.get(choice, 0) > STALE
 
-    def observe(self, ratio: float, kind: Hashable, *wider: Hashable) -> None:
-        """Take in a round, by its kind and by wider ones that it is of."""
+    def observe(self, ratio: float, choice: Choice, number: int | None = None) -> None:
+        """Take in a round of so many requests."""
+        kinds = _kinds(choice, number)
         self._rounds += 1
-        if kind in self._timed:  # the first time, buffers are bound
-            for each in (kind, *wider):
-                if not self._fresh(each):
-                    self._ratios[each].clear()
-                self._ratios[each].append(ratio)
-                self._timed[each] = self._rounds
-            timed = [statistics.median(ratios) for each, ratios in self._ratios.items() if ratios and self._fresh(each)]
-            self._all = statistics.median(timed)
-        self._timed[kind] = self._rounds
+        if kinds[-1] in self._timed:  # the first time, buffers are bound
+            if self._recent and self._recent[-1][0] != kinds:
+                others, before = self._recent[-1]
+                if choice == PLAIN:
+                    self._see(others, before / ratio)
+                else:
+                    self._see(kinds, ratio / before * self._skew(others))
+            self._recent.append((kinds, ratio))
+            self.pace = statistics.median(share / self._skew(each) for each, share in self._recent)
+        for kind in kinds:
+            self._timed[kind] = self._rounds
+
+    def _see(self, kinds: list[Hashable], skew: float) -> None:
+        for kind in kinds:
+            if not self._fresh(kind):
+                self._skews[kind].clear()
+            self._skews[kind].append(skew)
+
+    def _skew(self, kinds: list[Hashable]) -> float:
+        if kinds[0] == PLAIN:
+            return 1.0
+        skew = 1.0
+        for kind in kinds:
+            if self._fresh(kind) and (known := self._skews[kind]):
+                skew = statistics.median((skew, *known))  # one odd time does not decide
+        return skew
 
     def _fresh(self, kind: Hashable) -> bool:
         return self._rounds - self._timed.get(kind, -STALE) < STALE
+
+
+def _kinds(choice: Choice, number: int | None) -> list[Hashable]:
+    """What a round is timed as, the widest kind first."""
+    return [choice] if number is None else [choice, (choice, number)]
 
 
 class Policy(Chooser):
@@ -216,7 +241,7 @@ class Policy(Chooser):
         self._last, self._least = best, least
         if self.looks_up and agreeing:
             # What a round saves: its tokens' time otherwise, less its own, and what the draft takes to read them.
-            reading = self.costs.step("draft", 2, length) * self._timings.ratio() if best.drafter == MODEL else 0.0
+            reading = self.costs.step("draft", 2, length) * self._timings.pace if best.drafter == MODEL else 0.0
             tokens = {k: self.of_ngrams(agreeing).tokens(k) for k in sizes}
             saved = {k: tokens[k] * least - self._time(Choice(NGRAM, k), length) - reading for k in sizes}
             k = max(sizes, key=lambda k: saved[k], default=0)
@@ -265,7 +290,7 @@ class Policy(Chooser):
 
     def _catch_up(self, missing: int, length: int) -> float:
         """Of the draft's reading; it is not timed by itself, so what all rounds took of late goes for it."""
-        return self.costs.catch_up(missing, length) * self._timings.ratio()
+        return self.costs.catch_up(missing, length) * self._timings.pace
 
     def _predicted(self, choice: Choice, drafted: int, length: int) -> float:
         """The time of a round by the costs alone."""
@@ -286,10 +311,10 @@ class Policy(Chooser):
             chance *= (accepted + BIN_WEIGHT * rate) / (examined + BIN_WEIGHT)
         drafted = len(confidences)
         costs = [self._predicted(Choice(MODEL, self.costs.size(each)), each, length) for each in range(drafted, k + 1)]
-        gain = 0.0
+        pace, gain = self._timings.ratio(Choice(MODEL, k)), 0.0
         for cost in costs[1:]:  # one more, or two, ...: passes grow by leaps
             gain += chance * self._least
-            if gain > (cost - costs[0]) * self._timings.ratio():
+            if gain > (cost - costs[0]) * pace:
                 return True
             chance *= rate
         return False
@@ -389,7 +414,7 @@ class Company:
             least = times.get(best, math.inf)
             reading = 0.0
             if best.drafter == MODEL:
-                reading = len(members) * costs.step("draft", 2, end) * self._timings.ratio()
+                reading = len(members) * costs.step("draft", 2, end) * self._timings.pace
             for k in sizes:
                 tokens = sum(
                     self._policy.of_ngrams(member.agreeing).tokens(min(k, member.wanted - 1)) if member.agreeing else 1.0
@@ -414,11 +439,11 @@ class Company:
 
     def _time(self, choice: Choice, members: Sequence[Member]) -> float:
         """Of a round, by the costs and what such rounds took of late, of as many or else of other numbers of requests."""
-        return self._predicted(choice, members) * self._timings.ratio((len(members), choice), choice)
+        return self._predicted(choice, members) * self._timings.ratio(choice, len(members))
 
     def _catch_up(self, missing: int, end: int) -> float:
         """See `Policy._catch_up`."""
-        return self._costs(1).catch_up(missing, end) * self._timings.ratio()
+        return self._costs(1).catch_up(missing, end) * self._timings.pace
 
     def _predicted(self, choice: Choice, members: Sequence[Member]) -> float:
         drafted = choice.k if choice.drafter == MODEL else 0
@@ -429,7 +454,7 @@ class Company:
         """Take in what a round of these took."""
         if choice == PLAIN:
             self._saved += milliseconds
-        self._timings.observe(milliseconds / self._predicted(choice, members), (len(members), choice), choice)
+        self._timings.observe(milliseconds / self._predicted(choice, members), choice, len(members))
 
     def observe_text(self, drafter: str, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         """Take in what a round did to one of the texts."""

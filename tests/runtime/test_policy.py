@@ -395,6 +395,41 @@ def test_a_slow_spell_is_forgotten(stops: bool) -> None:
     assert taken(300, 1.0, 1) < 1.05 * before
 
 
+class Busy(Costs):
+    """A machine whose rounds take `slower` times as long now and then; `quiet` is what they would have taken."""
+
+    def __init__(self, of: Costs, seed: int, slower: float):
+        self.__dict__.update(of.__dict__)
+        self._chance, self._slower, self._left, self.quiet = random.Random(seed), slower, 0, 0.0
+
+    def catch_up(self, tokens: int, end: int) -> float:
+        self.quiet += super().catch_up(tokens, end)
+        return super().catch_up(tokens, end)
+
+    def round(self, drafted: int, k: int, end: int, greedy: bool) -> float:
+        taken = super().round(drafted, k, end, greedy)
+        self.quiet += taken
+        busy = self._left > 0
+        self._left = self._left - 1 if busy else self._chance.choice((5, 20, 60)) * (self._chance.random() < 0.02)
+        return taken * self._chance.uniform(0.9, 1.1) * (self._slower if busy else 1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("measured", "least"), [(1.0, 0.97), (0.3, 0.93)])
+def test_what_ran_while_the_machine_was_busy_is_not_taken_for_dear(measured: float, least: float, seed: int) -> None:
+    """A draft of no use is not asked because plain decoding was slow for a while, nor because the machine was busy while the
+    target's costs were `measured`, and not any more while the draft's were. A useful one is not given up."""
+    for rate, fair in ((0.0, least), (0.8, 0.93)):
+        traces = [text(flips(rate, 64, each)) for each in range(12)]
+        table = costs(draft=1.5, row=1.0, acceptance=rate)
+        policy = Policy(costs(draft=1.5 * measured, row=1.0, acceptance=rate), [MODEL], stops=False)
+        machine = Busy(table, seed, slower=2.5)
+        for trace in traces:
+            policy.start(greedy=True)
+            replay(trace, machine, policy)
+        assert machine.quiet <= sum(best_fixed(trace, table) for trace in traces) / fair
+
+
 def test_a_request_does_not_begin_with_the_last_ones_probe() -> None:
     policy = Policy(costs(draft=30.0), [MODEL], stops=False)
     policy.choose(40, 0, 0, 100)
