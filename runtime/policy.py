@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.ngram import agreement
@@ -33,10 +33,13 @@ STICKY = 0.97  # another k must promise this much of the time a token
 HOPE = 1.0  # standard errors by which the acceptance of earlier requests is taken for higher than it was
 PROBING = 0.02  # of the time of plain decoding: what may go to asking the draft again
 HORIZON = 128  # tokens, if so many are wanted, over which a draft that was left behind must earn the time to catch up
-TIMED = 9  # rounds of a kind whose time is remembered
+PACE_VARIANCE, PART_VARIANCE = 0.1, 0.1  # of logarithms of times over costs, before any was seen
+PACE_NOISE, NOISE = 0.1, 0.04  # variance by which the pace changes from round to round, and by which rounds vary besides
+PART_NOISE, KEPT = 0.0004, 0.9995  # variance by which parts change from round to round, and what they keep of themselves
+ODD = 3.0  # standard deviations that a round counts for at most
+SOON, STALE = 8, 100  # rounds after which plain decoding is timed again: the first time, and at most
 BINS, BIN_WEIGHT = 10, 3.0  # of the draft's confidence, and how many tokens the rate over all counts as in each
 MOST_REST = 7  # rounds of several requests between two that are chosen, where plain decoding has been best for as many
-STALE = 100  # rounds after which a time says nothing any more; that of plain decoding is then taken again
 
 
 class Choice(NamedTuple):
@@ -141,65 +144,69 @@ class Acceptance:
 
 
 class Timings:
-    """What rounds take of late, as a share of what the costs say: the machine's pace, times what a kind takes beside others.
+    """What rounds take of late, as a share of what the costs say.
 
-    All kinds share the pace. A kind's own part, its skew, is seen where it follows another or another follows it: over a
-    longer time, what happened to run while the machine was busy would be taken for dear. That of plain decoding is 1.
+    Its logarithm is taken for a sum: the machine's pace, which all rounds share and which may change with any of them, and
+    parts of the drafter, of the k and of the number of requests, which change slowly; plain decoding of one request has
+    none. A Kalman filter (Kalman 1960, section 4) tells them apart. So a machine that is busy for a while makes no choice look
+    dear, what is seen of one k says something of the others, and one round of plain decoding shows what many of the others
+    could not.
     """
 
     def __init__(self) -> None:
-        self.pace = 1.0
-        self._recent: deque[tuple[list[Hashable], float]] = deque(maxlen=TIMED)  # rounds of any kind, and their shares
-        self._skews: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=TIMED))
-        self._timed: dict[Hashable, int] = {}  # the round in which each kind was timed last
-        self._rounds = 0
+        self._places: dict[Hashable, int] = {}  # of parts in the two below, where the pace comes first
+        self._mean, self._variance = np.zeros(1), np.array([[PACE_VARIANCE]])
+        self._seen: set[tuple[Choice, int]] = set()
+        self._rounds = self._plain = 0  # `_plain` is the last in which plain decoding was timed
 
-    def ratio(self, choice: Choice, number: int | None = None) -> float:
-        """Of rounds of so many requests, or else of other numbers of them."""
-        return self.pace * self._skew(_kinds(choice, number))
+    @property
+    def pace(self) -> float:
+        """Of plain decoding of one request."""
+        return math.exp(self._mean[0])
 
-    def overdue(self, choice: Choice) -> bool:
-        """Whether a choice was not timed for so long that it is to be timed again."""
-        return self._rounds - self._timed.get(choice, 0) > STALE
+    @property
+    def overdue(self) -> bool:
+        """Whether plain decoding was not timed for so long that what runs instead is to be compared with it again; at first
+        that is soon, and then twice as long each time."""
+        return self._rounds - self._plain > min(self._plain + SOON, STALE)
 
-    def observe(self, ratio: float, choice: Choice, number: int | None = None) -> None:
+    def ratio(self, choice: Choice, number: int = 1) -> float:
+        """Of rounds of so many requests."""
+        known = (self._mean[self._places[part]] for part in _parts(choice, number) if part in self._places)
+        return math.exp(self._mean[0] + sum(known))
+
+    def observe(self, ratio: float, choice: Choice, number: int = 1) -> None:
         """Take in a round of so many requests."""
-        kinds = _kinds(choice, number)
         self._rounds += 1
-        if kinds[-1] in self._timed:  # the first time, buffers are bound
-            if self._recent and self._recent[-1][0] != kinds:
-                others, before = self._recent[-1]
-                if choice == PLAIN:
-                    self._see(others, before / ratio)
-                else:
-                    self._see(kinds, ratio / before * self._skew(others))
-            self._recent.append((kinds, ratio))
-            self.pace = statistics.median(share / self._skew(each) for each, share in self._recent)
-        for kind in kinds:
-            self._timed[kind] = self._rounds
+        if (choice, number) not in self._seen:  # buffers are bound the first time
+            self._seen.add((choice, number))
+            return
+        if choice == PLAIN:
+            self._plain = self._rounds
+        at = [0, *(self._place(part) for part in _parts(choice, number))]  # before the arrays are read: it lengthens them
+        self._mean[1:] *= KEPT
+        self._variance[1:] *= KEPT
+        self._variance[:, 1:] *= KEPT
+        self._variance.flat[:: len(self._mean) + 1] += PART_NOISE
+        self._variance[0, 0] += PACE_NOISE
+        shared = self._variance[:, at].sum(axis=1)
+        spread = shared[at].sum() + NOISE
+        most = ODD * math.sqrt(spread)
+        surprise = math.log(max(ratio, 1e-9)) - self._mean[at].sum()
+        self._mean += shared * (max(-most, min(surprise, most)) / spread)
+        self._variance -= np.outer(shared, shared) / spread
 
-    def _see(self, kinds: list[Hashable], skew: float) -> None:
-        for kind in kinds:
-            if not self._fresh(kind):
-                self._skews[kind].clear()
-            self._skews[kind].append(skew)
-
-    def _skew(self, kinds: list[Hashable]) -> float:
-        if kinds[0] == PLAIN:
-            return 1.0
-        skew = 1.0
-        for kind in kinds:
-            if self._fresh(kind) and (known := self._skews[kind]):
-                skew = statistics.median((skew, *known))  # one odd time does not decide
-        return skew
-
-    def _fresh(self, kind: Hashable) -> bool:
-        return self._rounds - self._timed.get(kind, -STALE) < STALE
+    def _place(self, part: Hashable) -> int:
+        if part not in self._places:
+            self._places[part] = len(self._mean)
+            self._mean, self._variance = np.pad(self._mean, (0, 1)), np.pad(self._variance, (0, 1))
+            self._variance[-1, -1] = PART_VARIANCE
+        return self._places[part]
 
 
-def _kinds(choice: Choice, number: int | None) -> list[Hashable]:
-    """What a round is timed as, the widest kind first."""
-    return [choice] if number is None else [choice, (choice, number)]
+def _parts(choice: Choice, number: int) -> list[Hashable]:
+    """What the time of a round is made of, besides the pace."""
+    return [*((choice.drafter, choice) if choice.k else ()), *((number,) if number > 1 else ())]
 
 
 class Policy(Chooser):
@@ -225,7 +232,7 @@ class Policy(Chooser):
         self._allowed = [name for name in self.drafters if name in drafters]
         self.looks_up = NGRAM in self._allowed
         self._model = acceptance or self.acceptance()
-        self._asking = False  # whether the last round was a probe that went well
+        self._asking = False  # whether the last round was a probe that paid
         self._last: Choice | None = None  # but for probes and n-grams
         self._least = 0.0  # its time for a token
 
@@ -234,7 +241,7 @@ class Policy(Chooser):
         return Acceptance(self._history[MODEL], REQUEST_MEMORY, REQUEST_WEIGHT)
 
     def choose(self, length: int, missing: int, agreeing: int, wanted: int) -> Choice:
-        if self._timings.overdue(PLAIN):
+        if self._timings.overdue:
             return PLAIN
         sizes = self.sizes(wanted)
         best, least = self._steady(length, missing, wanted)
@@ -289,7 +296,7 @@ class Policy(Chooser):
         return self._predicted(choice, choice.k, length) * self._timings.ratio(choice)
 
     def _catch_up(self, missing: int, length: int) -> float:
-        """Of the draft's reading; it is not timed by itself, so what all rounds took of late goes for it."""
+        """Of the draft's reading; it is not timed by itself, so what plain decoding took of late goes for it."""
         return self.costs.catch_up(missing, length) * self._timings.pace
 
     def _predicted(self, choice: Choice, drafted: int, length: int) -> float:
@@ -311,16 +318,17 @@ class Policy(Chooser):
             chance *= (accepted + BIN_WEIGHT * rate) / (examined + BIN_WEIGHT)
         drafted = len(confidences)
         costs = [self._predicted(Choice(MODEL, self.costs.size(each)), each, length) for each in range(drafted, k + 1)]
-        pace, gain = self._timings.ratio(Choice(MODEL, k)), 0.0
+        dearer, gain = self._timings.ratio(Choice(MODEL, self.costs.size(k))), 0.0
         for cost in costs[1:]:  # one more, or two, ...: passes grow by leaps
             gain += chance * self._least
-            if gain > (cost - costs[0]) * pace:
+            if gain > (cost - costs[0]) * dearer:
                 return True
             chance *= rate
         return False
 
     def observe(self, choice: Choice, drafted: int, accepted: int, length: int, milliseconds: float) -> None:
-        self._asking = choice.drafter == MODEL and self._last == PLAIN and accepted == drafted
+        paid = accepted == drafted and milliseconds < (drafted + 1) * self._least
+        self._asking = choice.drafter == MODEL and self._last == PLAIN and paid
         if choice.drafter == MODEL:
             self.observe_acceptance(self._model, drafted, accepted)
         else:
@@ -394,7 +402,7 @@ class Company:
     def _weigh(self, members: Sequence[Member]) -> Choice:
         most = max(member.wanted for member in members)
         sizes = [k for k in self._policy.sizes(most) if self._k in (None, k)]
-        if self._k is None and self._timings.overdue(PLAIN):
+        if self._k is None and self._timings.overdue:
             return PLAIN  # what all else is compared with is to be known
         missing = sum(member.missing for member in members)
         costs, end = self._costs(len(members)), max(member.length for member in members)
