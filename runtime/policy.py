@@ -32,6 +32,7 @@ HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
 STICKY = 0.97  # another k must promise this much of the time a token
 HOPE = 1.0  # standard errors by which the acceptance of earlier requests is taken for higher than it was
 PROBING = 0.02  # of the time of plain decoding: what may go to asking the draft again
+USEFUL = 0.25  # acceptance below which less than that may
 HORIZON = 128  # tokens, if so many are wanted, over which a draft that was left behind must earn the time to catch up
 PACE_VARIANCE, PART_VARIANCE = 0.1, 0.1  # of logarithms of times over costs, before any was seen
 PACE_NOISE, NOISE = 0.1, 0.04  # variance by which the pace changes from round to round, and by which rounds vary besides
@@ -286,10 +287,15 @@ class Policy(Chooser):
         self._saved += plain
         probe = Choice(MODEL, k)
         price = max(self._time(probe, length) - plain, 0.0) + self._catch_up(missing, length)
-        if price > PROBING * self._saved and not self._asking:
+        if price > self.probing * self._saved and not self._asking:
             return PLAIN
         self._saved = 0.0
         return probe
+
+    @property
+    def probing(self) -> float:
+        """Of the time of plain decoding: what may go to asking the draft again; less where it has been of no use."""
+        return PROBING * min(self._history[MODEL].hopeful / USEFUL, 1.0)
 
     def _time(self, choice: Choice, length: int) -> float:
         """Of a round, by the costs and what rounds took of late."""
@@ -440,7 +446,7 @@ class Company:
         """Plain decoding; or now and then a round that asks whether the draft has become better, for a small share of time."""
         plain, end = self._time(PLAIN, members), max(member.length for member in members)
         price = max(self._time(probe, members) - plain, 0.0) + self._catch_up(missing, end)
-        if price > PROBING / 2 * self._saved:  # half, because it asks for several requests at once
+        if price > self._policy.probing / 2 * self._saved:  # half, because it asks for several requests at once
             return PLAIN
         self._saved = 0.0
         return probe
