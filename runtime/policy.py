@@ -452,7 +452,7 @@ class Company:
         return probe
 
     def _time(self, choice: Choice, members: Sequence[Member]) -> float:
-        """Of a round, by the costs and what such rounds took of late, of as many or else of other numbers of requests."""
+        """Of a round, by the costs and what rounds took of late."""
         return self._predicted(choice, members) * self._timings.ratio(choice, len(members))
 
     def _catch_up(self, missing: int, end: int) -> float:

@@ -291,6 +291,26 @@ def test_what_ran_while_the_machine_was_busy_is_not_taken_for_dear(measured: flo
         assert machine.quiet <= sum(best_fixed(trace, table) for trace in traces) / fair
 
 
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("rate", [0.2, 0.4, 0.6, 0.9])
+@pytest.mark.parametrize("dearer", [0.6, 1.5, 2.5])
+def test_costs_of_another_machine_are_put_right(dearer: float, rate: float, stops: bool) -> None:
+    """Rounds that check drafted tokens take another share of what the costs say than plain decoding does."""
+
+    class Other(Costs):
+        def round(self, drafted: int, k: int, end: int, greedy: bool) -> float:
+            return super().round(drafted, k, end, greedy) * (dearer if k else 1.0)
+
+    known, other = costs(row=0.5, acceptance=rate), costs(row=0.5)
+    other.__class__ = Other
+    policy, traces = Policy(known, [MODEL], stops), [text(flips(rate, 64, each)) for each in range(16)]
+    taken = 0.0
+    for trace in traces:
+        policy.start(greedy=True)
+        taken += replay(trace, other, policy)
+    assert taken <= min(sum(replay(trace, other, Fixed(MODEL, k)) for trace in traces) for k in [0, *K]) / 0.88
+
+
 # --- in the loop ---------------------------------------------------------------------------------------------------------
 
 
@@ -428,26 +448,6 @@ def test_a_slow_spell_is_forgotten(stops: bool) -> None:
     taken(20, 3.0, 2)
     taken(200, 1.0, 3)
     assert taken(300, 1.0, 1) < 1.05 * before
-
-
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("rate", [0.2, 0.4, 0.6, 0.9])
-@pytest.mark.parametrize("dearer", [0.6, 1.5, 2.5])
-def test_costs_of_another_machine_are_put_right(dearer: float, rate: float, stops: bool) -> None:
-    """Rounds that check drafted tokens take another share of what the costs say than plain decoding does."""
-
-    class Other(Costs):
-        def round(self, drafted: int, k: int, end: int, greedy: bool) -> float:
-            return super().round(drafted, k, end, greedy) * (dearer if k else 1.0)
-
-    known, other = costs(row=0.5, acceptance=rate), costs(row=0.5)
-    other.__class__ = Other
-    policy, traces = Policy(known, [MODEL], stops), [text(flips(rate, 64, each)) for each in range(16)]
-    taken = 0.0
-    for trace in traces:
-        policy.start(greedy=True)
-        taken += replay(trace, other, policy)
-    assert taken <= min(sum(replay(trace, other, Fixed(MODEL, k)) for trace in traces) for k in [0, *K]) / 0.88
 
 
 def test_a_request_does_not_begin_with_the_last_ones_probe() -> None:
