@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.bench.results import geometric_mean
 from outrider.bench.simulator import Trace, replay
@@ -35,7 +36,7 @@ def account(k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass
         pass_cost: of a pass over k + 1 rows, in passes over one.
 
     Raises:
-        UsageError: a number is none, or a round would yield more than k + 1 tokens.
+        UsageError: a number is none or far too large, or a round would yield more than k + 1 tokens.
     """
     numbers = {"--mean-accepted": tokens_per_pass, "--cost-ratio": cost_ratio, "--pass-cost": pass_cost}
     for name, value in numbers.items():
@@ -48,6 +49,8 @@ def account(k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass
     passes = math.ceil(tokens / tokens_per_pass - 1e-9)
     steps = passes * k
     equivalent = passes * pass_cost + steps / cost_ratio
+    if not (math.isfinite(equivalent) and tokens / equivalent):
+        raise UsageError("these numbers are too far apart to be added up", "give costs that lie nearer to each other")
     return Sum(passes, steps, equivalent, tokens / equivalent)
 
 
@@ -67,41 +70,38 @@ class Prediction:
 
 def at_rate(costs: Costs, rate: float, end: int) -> list[Prediction]:
     """Plain decoding and each built k, where every drafted token is accepted with probability `rate` if those before it were,
-    around position `end`."""
-    return [
-        _prediction("", k, costs, end, expected_tokens(rate, k), expected_tokens(1 - (1 - rate) * (1 - BETTER), k))
-        for k in (0, *costs.k)
-    ]
+    around position `end`; what the draft takes to read the prompt is not in it."""
+    found, cheaper = [], costs.with_draft(CHEAPER)
+    for k in (0, *costs.k):
+        length, better = expected_tokens(rate, k), expected_tokens(1 - (1 - rate) * (1 - BETTER), k)
+        plain = length * costs.round(0, 0, end, True)
+        times = Times(plain, costs.round(k, k, end, True), cheaper.round(k, k, end, True), 0.0)
+        found.append(_prediction("", k, length, better, length, [times]))
+    return found
 
 
 def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
-    """Each workload, plain and at each built k, as the recorded texts would have gone."""
+    """Each workload, plain and at each built k, as the recorded texts would have gone, the draft's reading of the prompt
+    included."""
     if not all(trace.agrees for trace in traces):
         raise UsageError("these texts were recorded without a draft", "make them with outrider bench, on a bundle with a draft")
-    found = []
+    found, cheaper = [], costs.with_draft(CHEAPER)
     for workload in dict.fromkeys(trace.workload for trace in traces):
-        texts = [trace for trace in traces if trace.workload == workload]
-        tokens = sum(len(trace.tokens) for trace in texts)
-        end = sum(len(trace.prompt) + len(trace.tokens) // 2 for trace in texts) // len(texts)
-        plain = [replay(trace, costs, Fixed(NONE, 0)) for trace in texts]
+        traces_of = [trace for trace in traces if trace.workload == workload]
+        tokens = sum(len(trace.tokens) for trace in traces_of)
         for k in (0, *costs.k):
-            taken = [replay(trace, costs, Fixed(MODEL, k)) for trace in texts]
-            speedup = geometric_mean(before / after for before, after in zip(plain, taken, strict=True))
-            length, better = (tokens_per_round(texts, k, share) for share in (0.0, BETTER))
-            usual = _prediction(workload, k, costs, end, length, better)
-            beside = speedup / usual.speedup  # what texts have beside their rounds, such as prompts that the draft reads
-            found.append(
-                Prediction(
-                    workload,
-                    k,
-                    length,
-                    1000 * tokens / sum(taken),
-                    speedup,
-                    _break_even(k, length, speedup),
-                    usual.cheaper_draft * beside,
-                    usual.better_draft * beside,
+            way = Fixed(MODEL, k)
+            texts = [
+                Times(
+                    replay(trace, costs, Fixed(NONE, 0)),
+                    replay(trace, costs, way),
+                    replay(trace, cheaper, way),
+                    costs.catch_up(len(trace.prompt) - 2, len(trace.prompt)) if k and trace.wanted(0) > 1 else 0.0,
                 )
-            )
+                for trace in traces_of
+            ]
+            length, better = (tokens_per_round(traces_of, k, share) for share in (0.0, BETTER))
+            found.append(_prediction(workload, k, length, better, tokens, texts))
     return found
 
 
@@ -127,18 +127,31 @@ def tokens_per_round(traces: Sequence[Trace], k: int, turned: float = 0.0) -> fl
     return length
 
 
-def _prediction(workload: str, k: int, costs: Costs, end: int, length: float, better: float) -> Prediction:
-    plain, took = costs.round(0, 0, end, True), costs.round(k, k, end, True)
-    drafting = took - costs.verification(k + 1, end, True)
+class Times(NamedTuple):
+    """Milliseconds that one takes."""
+
+    plain: float  # by plain decoding
+    taken: float
+    cheaper: float  # with the cheaper draft
+    reading: float  # of `taken`: what the draft takes to read the prompt, whatever is accepted
+
+
+def _prediction(workload: str, k: int, length: float, better: float, tokens: float, texts: Sequence[Times]) -> Prediction:
+    """`length` is the mean acceptance length, `better` that of the better draft."""
+
+    def speedup(yielded: float) -> float:
+        """If rounds emitted so many tokens on average."""
+        return geometric_mean(each.plain / (each.reading + (each.taken - each.reading) * length / yielded) for each in texts)
+
     return Prediction(
         workload,
         k,
         length,
-        1000 * length / took,
-        length * plain / took,
-        _break_even(k, length, length * plain / took),
-        length * plain / (took - (1 - CHEAPER) * drafting),
-        better * plain / took,
+        1000 * tokens / sum(each.taken for each in texts),
+        speedup(length),
+        _break_even(k, speedup),
+        geometric_mean(each.plain / each.cheaper for each in texts),
+        speedup(better),
     )
 
 
@@ -150,13 +163,13 @@ def best(predictions: Sequence[Prediction]) -> dict[str, Prediction]:
     }
 
 
-def _break_even(k: int, length: float, speedup: float) -> float | None:
-    """The acceptance rate whose rounds of k tokens would be as fast as plain decoding, where rounds that yield `length` have
-    this speed-up; None where none would, and for plain decoding itself."""
-    needed, low, high = length / speedup, 0.0, 1.0
-    if k == 0 or expected_tokens(high, k) < needed:
+def _break_even(k: int, speedup: Callable[[float], float]) -> float | None:
+    """The acceptance rate whose rounds of k tokens would be as fast as plain decoding, by the speed-up at a mean acceptance
+    length; None where none would, and for plain decoding itself."""
+    low, high = 0.0, 1.0
+    if k == 0 or speedup(expected_tokens(high, k)) < 1:
         return None
     for _ in range(50):
         middle = (low + high) / 2
-        (low, high) = (middle, high) if expected_tokens(middle, k) < needed else (low, middle)
+        (low, high) = (middle, high) if speedup(expected_tokens(middle, k)) < 1 else (low, middle)
     return high

@@ -19,7 +19,7 @@ NUMBERS, BUNDLE = "From numbers", "From a bundle"
 
 @click.command("plan", cls=Grouped)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@click.option("--k", cls=In, group=NUMBERS, type=click.IntRange(min=1), help="Draft tokens a round.")
+@click.option("--k", cls=In, group=NUMBERS, type=click.IntRange(1, 1000), help="Draft tokens a round.")
 @click.option(
     "--mean-accepted",
     cls=In,
@@ -41,7 +41,7 @@ NUMBERS, BUNDLE = "From numbers", "From a bundle"
     type=click.FloatRange(min=0, min_open=True),
     help="Of a pass over k + 1 rows, in passes over one.  [default: 1]",
 )
-@click.option("--tokens", cls=In, group=NUMBERS, type=click.IntRange(min=1), help="Of the text.  [default: 100]")
+@click.option("--tokens", cls=In, group=NUMBERS, type=click.IntRange(1, 10**9), help="Of the text.  [default: 100]")
 @click.option(
     "--rate",
     type=click.FloatRange(0, 1),
@@ -124,6 +124,7 @@ def command(
     from outrider.bench.simulator import REGRET_HEADS, compare, regrets
     from outrider.engines.bundle import open_bundle
     from outrider.runtime.costs import Costs
+    from outrider.runtime.policy import MODEL, NONE
 
     manifest, build = open_bundle(bundle)
     if not build.costs:
@@ -131,6 +132,7 @@ def command(
     if "draft" not in manifest.models:
         raise UsageError("this bundle has no draft model, so there is nothing to plan", "outrider bench measures its n-grams")
     costs, policies = Costs(manifest, build), dict[str, dict[str, float]]()
+    measured: dict[str, dict[str, float]] = {}  # workload -> k -> the speed-up that the report has
     if bench is not None:
         if position is not None:
             raise UsageError("--position goes with --rate", "leave it out: the texts say where they were")
@@ -142,6 +144,9 @@ def command(
                 "measure a bundle of the same models",
             )
         predictions = of_traces(costs, results.traces)
+        for each in results.summaries:
+            if each.way.drafter in (NONE, MODEL):
+                measured.setdefault(each.workload, {})[str(each.way.k)] = each.median_speedup
         policies = compare(results.traces, costs, stops=build.device == "cpu")
     else:
         given = rate is not None
@@ -158,12 +163,13 @@ def command(
     fastest = best(predictions)
     if as_json:
         best_k = {workload: each.k for workload, each in fastest.items()}
-        found_all = {"rate": rate, "predictions": predictions, "best_k": best_k, "policies": policies}
-        click.echo(msgspec.json.encode(found_all).decode())
+        said = {"rate": rate, "predictions": predictions, "measured": measured, "best_k": best_k, "policies": policies}
+        click.echo(msgspec.json.encode(said).decode())
         return
     if bench is None:
-        click.echo(f"where {rate:.0%} of the draft's tokens are accepted{'' if given else ', as measured with the bundle'}")
-    console().print(_table(predictions, fastest))
+        click.echo(f"where {rate:.0%} of the draft's tokens are accepted{'' if given else ', as measured with the bundle'};")
+        click.echo("without what the draft takes to read the prompt, which recorded texts show (--bench)")
+    console().print(_table(predictions, fastest, measured))
     for line in _advice(fastest):
         click.echo(line)
     if policies:
@@ -183,20 +189,22 @@ def _say(found: Sum, tokens_per_pass: float, tokens: int) -> None:
     click.echo(f"{found.speedup:.1f} times plain decoding")
 
 
-def _table(predictions: list[Prediction], fastest: dict[str, Prediction]) -> Any:
+def _table(predictions: list[Prediction], fastest: dict[str, Prediction], measured: dict[str, dict[str, float]]) -> Any:
     from rich.table import Table
 
     from outrider.bench.planner import BETTER, CHEAPER
 
-    heads = ("workload", "k", "mean acceptance length", "tokens/s", "speed-up", "break-even rate")
-    table = Table(*heads, f"draft at {CHEAPER:.0%} of its cost", f"{BETTER:.0%} fewer rejections")
+    heads = ("workload", "k", "mean acceptance length", "tokens/s", "speed-up", *(("measured",) if measured else ()))
+    table = Table(*heads, "break-even rate", f"draft at {CHEAPER:.0%} of its cost", f"{BETTER:.0%} fewer rejections")
     for each in predictions:
+        known = measured.get(each.workload, {}).get(str(each.k))
         table.add_row(
             each.workload or "-",
             f"{each.k}",
             f"{each.mean_acceptance_length:.2f}",
             f"{each.tokens_per_second:.1f}",
             f"{each.speedup:.2f}",
+            *(("-" if known is None else f"{known:.2f}",) if measured else ()),
             "-" if each.k == 0 else "none" if each.break_even is None else f"{each.break_even:.2f}",
             f"{each.cheaper_draft:.2f}",
             f"{each.better_draft:.2f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 
 import numpy as np
@@ -43,6 +44,20 @@ class Costs:
                 for window in windows
                 if (at := sorted((c for c in of_batch if c.window == window), key=lambda c: c.rows))
             }
+
+    def with_draft(self, share: float) -> Costs:
+        """The same with a draft that takes `share` of its time."""
+        other = copy.copy(self)
+        other._known = {}
+        names = ("draft", *DRAFTERS)
+        other._guessed = {role: size * (share if role in names else 1) for role, size in self._guessed.items()}
+        other._tables = {
+            name: {at: (rows, [time * share for time in times]) for at, (rows, times) in windows.items()}
+            if name in names
+            else windows
+            for name, windows in self._tables.items()
+        }
+        return other
 
     def size(self, drafted: int) -> int:
         """The built k, or 0, that so many drafted tokens need."""

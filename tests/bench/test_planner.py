@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from outrider.bench.planner import account, at_rate, best, of_traces, tokens_per_round
+from outrider.bench.planner import Prediction, account, at_rate, best, of_traces, tokens_per_round
 from outrider.bench.simulator import Trace, compare, oracle, replay
+from outrider.engines.errors import UsageError
 from outrider.engines.folder import read_manifest
+from outrider.engines.manifest import MANIFEST
 from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.policy import MODEL, NONE, Fixed
 from outrider.tests.runtime.test_policy import K, costs, flips, text
@@ -52,6 +56,10 @@ def test_the_command_says_so() -> None:
         ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "nan"),
         ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "6"),
         ("--k", "4", "--cost-ratio", "inf", "--mean-accepted", "3"),
+        ("--k", "4", "--cost-ratio", "1e-320", "--mean-accepted", "3"),
+        ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--pass-cost", "1e308"),
+        ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--tokens", "9" * 400),
+        ("--k", "9" * 400, "--cost-ratio", "6", "--rate", "0.5"),
         ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--plot", "x.svg"),
     ],
 )
@@ -75,8 +83,8 @@ def test_a_rate_gives_every_built_k_and_where_each_breaks_even() -> None:
         assert each.tokens_per_second == pytest.approx(1000 * each.mean_acceptance_length / took)
         assert each.break_even is not None
         assert expected_tokens(each.break_even, k) * 6 / took == pytest.approx(1)
-        assert each.cheaper_draft > each.speedup
-        assert each.better_draft > each.speedup
+        assert each.cheaper_draft == pytest.approx(expected_tokens(0.8, k) * 6 / costs(draft=0.5).round(k, k, 40, True))
+        assert each.better_draft == pytest.approx(expected_tokens(0.82, k) * 6 / took)
     slow = at_rate(costs(draft=30), 1.0, end=40)
     assert [each.break_even for each in slow] == [None] * len(slow)
     assert best(slow)[""].k == 0
@@ -94,7 +102,31 @@ def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
         assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, each.k), rel=0.1)
         assert each.mean_acceptance_length == pytest.approx(tokens_per_round(traces, each.k))
         assert each.break_even is not None
-        assert expected_tokens(each.break_even, each.k) * each.speedup == pytest.approx(each.mean_acceptance_length)
+        at_that = [replay(trace, table, Fixed(NONE, 0)) / (like(trace, each, table)) for trace in traces]
+        assert np.log(at_that).mean() == pytest.approx(0, abs=1e-9)
+        cheaper = [replay(trace, costs(draft=0.5), Fixed(MODEL, each.k)) for trace in traces]
+        gains = [replay(trace, table, Fixed(NONE, 0)) / taken for trace, taken in zip(traces, cheaper, strict=True)]
+        assert each.cheaper_draft == pytest.approx(np.exp(np.log(gains).mean()))
+
+
+def like(trace: Trace, found: Prediction, table: Costs) -> float:
+    """What a text takes if its rounds accept as they do where it breaks even."""
+    assert found.break_even is not None
+    reading = table.catch_up(len(trace.prompt) - 2, 64)
+    rounds = replay(trace, table, Fixed(MODEL, found.k)) - reading
+    return reading + rounds * found.mean_acceptance_length / expected_tokens(found.break_even, found.k)
+
+
+def test_what_the_draft_takes_to_read_a_long_prompt_is_not_made_good_by_acceptance() -> None:
+    """Plain decoding takes 240 ms; reading 2,000 tokens 145 or, by a draft of half the cost, 72."""
+    table = costs()
+    found = {each.k: each for each in of_traces(table, [text(flips(0.7, 40), prompt=2000)])}
+    assert found[1].break_even is None  # 145 ms, and 20 rounds of 7 ms or more
+    assert found[4].speedup < 0.9
+    assert found[4].cheaper_draft > 1
+    assert found[4].break_even is not None
+    assert found[4].break_even > 0.75
+    assert found[0].cheaper_draft == found[0].better_draft == found[0].speedup == 1
 
 
 def test_no_policy_beats_who_knows_the_future() -> None:
@@ -127,6 +159,18 @@ def test_the_oracle_is_the_least_of_all_ways_to_cut_a_text() -> None:
     assert oracle(trace, table, [MODEL]) == pytest.approx(least(0))
 
 
+def test_a_bundle_or_a_report_that_says_too_little_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(tiny_bundle)
+    assert manifest.build is not None
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    without = msgspec.structs.replace(manifest, build=msgspec.structs.replace(manifest.build, acceptance=None))
+    (bundle / MANIFEST).write_bytes(without.encode())
+    refused = run("plan", bundle)
+    assert (refused.returncode, "acceptance was not measured" in refused.stderr) == (2, True), refused.stderr
+    with pytest.raises(UsageError, match="recorded without a draft"):
+        of_traces(costs(), [Trace("", [1, 2], [3, 4], [], [])])
+
+
 def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
     done = run("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "plan.svg")
     assert done.returncode == 0, done.stderr
@@ -147,8 +191,12 @@ def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
     assert own[1]["speedup"] == pytest.approx(
         at_rate(table, manifest.build.acceptance, manifest.build.capacity // 4)[1].speedup
     )
+    assert "without what the draft takes to read the prompt" in done.stdout
     refused = run("plan", shipped_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
     assert (refused.returncode, "two things" in refused.stderr) == (2, True)
+    (tmp_path / "file").write_text("")
+    nowhere = run("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "file" / "plan.svg")
+    assert (nowhere.returncode, "plan.svg" in nowhere.stderr) == (1, True), nowhere.stderr
     picture = run("plan", shipped_bundle, "--plot", tmp_path / "plan.png")
     assert (picture.returncode, "pictures are SVG" in picture.stderr) == (2, True)
     ignored = run("plan", shipped_bundle, "--tokens", "12")
