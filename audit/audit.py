@@ -5,7 +5,8 @@
 3. Company: where a bundle takes several requests at once, each gets the text that it gets alone, greedy or by a seed.
 4. Sampled: tokens at several places of the text, speculative against plain, are of one distribution.
 5. Support: no token is emitted that truncation excludes.
-6. Negative controls: the same test finds each of four wrong samplers, and passes the right one written down again.
+6. Negative controls: the same test finds each of four wrong samplers, and one that accepts every n-gram; and passes the right
+   one written down again.
 7. Counters: every drafted and every emitted token is accounted for.
 
 The first looks at one decision at a time, so it sees a wrong graph that is wrong in plain decoding too; the fourth sees
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.audit.controls import ReferenceRounds, Restless, WatchedRounds
-from outrider.audit.prompts import PROMPTS
+from outrider.audit.prompts import PROMPTS, REPEATING
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Sampled
 from outrider.audit.statistics import Comparison, compare
 from outrider.audit.texts import LENGTH, compare_company, compare_greedy, count_sampled
@@ -31,7 +32,7 @@ from outrider.engines.errors import EngineError
 from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import AUTO, MODEL
+from outrider.runtime.policy import AUTO, MODEL, NGRAM
 from outrider.runtime.reference import Fault
 
 DRAWS = 500
@@ -51,6 +52,7 @@ SAMPLED = (
     ),
 )
 CONTROLLED = SAMPLED[1]
+LOOKED_UP = (SamplingParams(temperature=1.0, rule="rejection"), REPEATING)  # drafted from the text alone
 # What greedy texts without edits leave out: those have graphs of their own.
 EDITED = (SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5), PROMPTS[0])
 
@@ -76,32 +78,39 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         if len(outrider.loop.texts) > 1:
             company = compare_company(outrider, watched, PROMPTS, SAMPLED, counters, progress)
     arithmetic.add(watched)
-    compared = len(SAMPLED) * (len(outrider.build.k) + 2) + 1 + len(Fault)
+    controlled = 2 + (1 + len(Fault)) * (MODEL in outrider.drafters)
+    compared = len(SAMPLED) * (len(outrider.build.k) + 2) + 1 + controlled
     significance = FALSE_ALARM / (2 * len(PLACES) * compared)  # two criteria at each place
     sampled, controls = [], []
-    progress.stage("drawing texts", draws * (compared + len(SAMPLED)))
-    for number, (params, text) in enumerate(SAMPLED):
+    progress.stage("drawing texts", draws * (compared + len(SAMPLED) + 2))
+    for number, (params, text) in enumerate((*SAMPLED, LOOKED_UP)):
         cell = Cell(outrider, params, outrider.text.encode(text, chat=False), number, significance, progress)
         watched = _made(WatchedRounds, outrider)
         plain = cell.draw(watched, 0, 2 * draws)
-        ways: list[int | str] = [*outrider.build.k, AUTO]
+        ways: list[int | str] = [NGRAM] if (params, text) == LOOKED_UP else [*outrider.build.k, AUTO]
         drawn = {k: cell.draw(watched, k, draws) for k in ways}
         arithmetic.add(watched)
         sampled += [Sampled(_named(params), k, cell.compare(plain, tokens)) for k, tokens in drawn.items()]
-        together = cell.compare(plain, np.concatenate(list(drawn.values())))
-        sampled.append(Sampled(_named(params), None, together, watched.emitted, watched.excluded))
+        if len(ways) > 1:
+            sampled.append(Sampled(_named(params), None, cell.compare(plain, np.concatenate(list(drawn.values())))))
+        sampled[-1].emitted, sampled[-1].excluded = watched.emitted, watched.excluded
+        faults: tuple[Fault | None, ...] = ()
+        way: int | str = NGRAM
         if (params, text) == CONTROLLED and MODEL in outrider.drafters:
-            for fault in (None, *Fault):
-                faulty = _made(ReferenceRounds, outrider)
-                faulty.fault = fault
-                found = cell.compare(plain, cell.draw(faulty, outrider.default_k, draws))
-                sample = Sampled(_named(params), outrider.default_k, found, faulty.emitted, faulty.excluded)
-                controls.append(Control(fault.value if fault else None, sample))
+            faults, way = (None, *Fault), outrider.default_k
+        elif ways == [NGRAM]:
+            faults = (None, Fault.ALWAYS_ACCEPT)
+        for fault in faults:
+            faulty = _made(ReferenceRounds, outrider)
+            faulty.fault = fault
+            found = cell.compare(plain, cell.draw(faulty, way, draws))
+            sample = Sampled(_named(params), way, found, faulty.emitted, faulty.excluded)
+            controls.append(Control(fault.value if fault else None, sample))
     return Audit(arithmetic, greedy, company, sampled, controls, counters)
 
 
 def _check_capacity(outrider: Outrider) -> None:
-    needed = max(len(outrider.text.encode(text, chat=False)) for text in PROMPTS) + LENGTH
+    needed = max(len(outrider.text.encode(text, chat=False)) for text in (*PROMPTS, REPEATING)) + LENGTH
     if needed > outrider.build.capacity:
         raise EngineError(
             f"the audit's texts need a capacity of {needed}; the bundle has {outrider.build.capacity}",
@@ -145,11 +154,12 @@ class Cell:
         Every text has a seed of its own, also across settings and k, so the samples are independent.
         """
         loop, text = self.outrider.loop, self.outrider.loop.texts[0]
-        way = k if isinstance(k, int) else 2**15
+        way = k if isinstance(k, int) else 2**15 + (k == NGRAM)
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
         with _installed(self.outrider, rounds):
             request = self.outrider.request(self.params, self.prompt)
-            chooser = self.outrider.chooser(request, k, None)
+            given = (self.outrider.build.k[-1], NGRAM) if k == NGRAM else (k, None)
+            chooser = self.outrider.chooser(request, *given)
             loop.start(self.prompt, request, chooser, SAMPLED_TOKENS)
             for index in range(draws):
                 params = replace(self.params, seed=(self.number << 48) + (way << 32) + index)

@@ -14,3 +14,6 @@ PROMPTS = (
     "Summary: The town council met on Tuesday to talk about the old bridge. It",
     "Write a short letter to a neighbour who looked after your cat.\n\nDear",
 )
+
+# It ends in tokens that it has had before, and what came after them then need not come now.
+REPEATING = "The first colour is red. The second colour is blue. The third colour is"

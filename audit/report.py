@@ -75,7 +75,7 @@ class Sampled:
     """Speculative against plain draws at one setting."""
 
     setting: str
-    k: int | str | None  # auto is every drafter and k in turn, None the texts of all of these together
+    k: int | str | None  # auto is every drafter and k in turn, ngram the largest of n-grams, None all of these together
     comparisons: list[Comparison]
     emitted: int = 0
     excluded: int = 0  # emitted although truncation excludes it
@@ -128,7 +128,7 @@ class Audit:
     greedy: Texts
     company: Texts | None  # of requests that ran together; none where only one fits
     sampled: list[Sampled]
-    controls: list[Control]  # none without a draft model: what is accepted then is what the target itself drew
+    controls: list[Control]  # of the draft model, where there is one, and of n-grams
     counters: Counters
 
     def verdicts(self) -> dict[str, bool]:

@@ -92,11 +92,8 @@ def _print(found: Audit) -> None:
         f"support    {verdicts['support']}  {sum(cell.excluded for cell in found.sampled)} of {emitted:,} sampled tokens"
         " excluded by truncation"
     )
-    if found.controls:
-        click.echo(f"controls   {verdicts['controls']}  wrong samplers must be found by the same test, the right one must not")
-        screen.print(_control_table(found))
-    else:
-        click.echo("controls   none  without a draft model only what the target itself drew is accepted")
+    click.echo(f"controls   {verdicts['controls']}  wrong samplers must be found by the same test, the right one must not")
+    screen.print(_control_table(found))
     if not found.verdicts()["controls"]:
         click.echo("           a wrong sampler that is not found: raise --draws, unless the draft is its target")
     counters = found.counters
@@ -132,6 +129,7 @@ def _control_table(found: Audit) -> Any:
     for control in found.controls:
         verdict = ("found" if control.found else "not found") + ("" if control.passed else ": WRONG")
         name = control.fault or "none: the reference as it is"
+        name += ", n-grams" if control.sampled.k == "ngram" else ""
         table.add_row(name, *_figures(control.sampled)[:3], str(control.sampled.excluded), verdict)
     return table
 

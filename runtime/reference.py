@@ -140,10 +140,10 @@ def verify(
         if row == len(drafted):
             break
         token, accepting = drafted[row], uniforms[row, 0]
-        if settings["exact_match"] or settings["temperature"] == 0:
-            accepted = token == own
-        elif fault is Fault.ALWAYS_ACCEPT:
+        if fault is Fault.ALWAYS_ACCEPT:
             accepted = True
+        elif settings["exact_match"] or settings["temperature"] == 0:
+            accepted = token == own
         elif fault is Fault.INVERTED_RATIO:
             accepted = accepting * p[token] < q[row, token]
         else:

@@ -50,7 +50,7 @@ def test_greedy_is_compared_for_every_k(report: dict[str, Any]) -> None:
 
 
 def test_every_setting_is_drawn_for_every_k_and_compared_at_every_place(report: dict[str, Any]) -> None:
-    assert [cell["k"] for cell in report["sampled"]] == [1, 2, 4, 8, "auto", None] * len(SAMPLED)
+    assert [cell["k"] for cell in report["sampled"]] == [*[1, 2, 4, 8, "auto", None] * len(SAMPLED), "ngram"]
     for cell in report["sampled"]:
         assert [each["place"] for each in cell["comparisons"]] == ["first", "second", "third", "last"]
         assert all(each["draws"] == [1000, 500 if cell["k"] else 2500] for each in cell["comparisons"])
@@ -59,12 +59,12 @@ def test_every_setting_is_drawn_for_every_k_and_compared_at_every_place(report: 
 
 
 def test_every_wrong_sampler_is_found_and_the_right_one_is_not(report: dict[str, Any]) -> None:
-    right, *wrong = report["controls"]
-    assert right["fault"] is None
-    assert min(each["p_value"] for each in right["sampled"]["comparisons"]) > 1e-6
-    assert [control["fault"] for control in wrong] == [fault.value for fault in Fault]
-    for control in wrong:  # by the distribution, not by the support alone
-        assert min(each["p_value"] for each in control["sampled"]["comparisons"]) < 1e-7
+    named = [(control["sampled"]["k"], control["fault"]) for control in report["controls"]]
+    of_model = [(4, fault) for fault in (None, *(fault.value for fault in Fault))]
+    assert named == [*of_model, ("ngram", None), ("ngram", Fault.ALWAYS_ACCEPT.value)]
+    for control in report["controls"]:  # by the distribution, not by the support alone
+        least = min(each["p_value"] for each in control["sampled"]["comparisons"])
+        assert least < 1e-7 if control["fault"] else least > 1e-6
 
 
 def test_counters_are_counted_and_balance(report: dict[str, Any]) -> None:

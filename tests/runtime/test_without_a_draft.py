@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outrider.bench.results import read
 from outrider.engines.errors import UsageError
 from outrider.engines.folder import read_manifest
 from outrider.export.pair import export_pair
@@ -77,11 +78,25 @@ def test_the_draft_model_that_is_not_there_is_refused(alone: Outrider, bundle: P
         export_pair(str(PAIR / "target"), None, tmp_path / "x", precision="fp32", draft_vocab=99, draft_vocab_text=text)
 
 
+def test_every_k_of_its_ngrams_is_measured(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps({"workload": "support", "prompt": PROMPT}))
+    few = ["--workload", tmp_path / "one.jsonl", "--rounds", "1", "--max-new-tokens", "16", "--report", tmp_path / "report"]
+    done = run("bench", bundle, *map(str, few))
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path / "report" / "bench.json")
+    assert [way.label for way in found.ways[1:-1]] == [f"n-gram, k = {k}" for k in (1, 4, 8)]
+    assert found.draft is None
+    assert (tmp_path / "report" / "index.html").read_text().count("<svg") == 5
+
+
 def test_it_passes_the_audit(bundle: Path) -> None:
     done = run("verify", bundle, "--draws", "100", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["passed"]
-    assert found["controls"] == []
+    assert [(each["sampled"]["k"], each["fault"]) for each in found["controls"]] == [
+        ("ngram", None),
+        ("ngram", "always accept"),
+    ]
     assert found["company"]["compared"] == 15 * 3  # plain, by n-grams, and what chooses itself
     assert found["counters"]["accepted"] > 0
