@@ -133,6 +133,7 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
     if device is not None:
         _check_device(build.backend, device)
         build = msgspec.structs.replace(build, device=device)
+    write_whole(bundle / MANIFEST, manifest.encode())  # what cannot be written is said before minutes of measuring
     sealed = msgspec.structs.replace(manifest, build=_measured(bundle, manifest, build, progress))
     write_whole(bundle / MANIFEST, sealed.encode())
     return sealed
@@ -145,12 +146,12 @@ def _check_device(backend: str, device: str | None) -> None:
 
 def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:
     build = msgspec.structs.replace(build, costs=measure(folder, manifest, build, progress))
+    accepted = build.acceptance
     gc.collect()  # launches hold buffers, and some hold each other; both models are in memory now
     try:
         accepted = acceptance(folder, manifest, build, progress)
     except (OutriderError, MemoryError) as error:  # a bundle is of use without: what rounds accept is seen soon enough
         progress.stage(f"the draft's acceptance is not measured ({error})")
-        accepted = None
     return msgspec.structs.replace(build, acceptance=accepted)
 
 

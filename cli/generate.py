@@ -184,7 +184,7 @@ def _print_text(events: Iterator[Event], show: bool) -> None:
         click.echo("stopped: the bundle's capacity is full; build with a larger --capacity for longer texts", err=True)
     if screen is not None:
         if screen.is_terminal:
-            screen.print("[green]accepted draft[/green]  [yellow]target's own[/yellow]", highlight=False)
+            screen.print("[green]accepted draft[/green]  [yellow]target's own[/yellow]", markup=True, highlight=False)
         click.echo(event.stats.line())
 
 

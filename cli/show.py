@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
+    """Standard output, for text that is nobody's markup: names of workloads and models are anything."""
     from rich.console import Console
 
-    return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=100, soft_wrap=False)
+    usual: Any = {"markup": False, "emoji": False}
+    return Console(soft_wrap=True, **usual) if sys.stdout.isatty() else Console(width=100, soft_wrap=False, **usual)
 
 
 @contextmanager

@@ -106,7 +106,8 @@ def write_whole(path: Path, content: bytes) -> None:
         unfinished.write_bytes(content)
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # what kept it from being written may keep it from being removed
+            unfinished.unlink()
         raise write_error(path, error) from error
 
 

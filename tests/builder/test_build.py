@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+import outrider.builder.build as build_module
 from outrider.builder.build import build_engine
 from outrider.engines.contract import DRAFTERS, SAMPLERS
 from outrider.engines.errors import EngineError, FolderError, UsageError
 from outrider.engines.folder import read_manifest
 from outrider.engines.manifest import ROLES
+from outrider.engines.progress import SILENT
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -145,3 +147,18 @@ def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tm
     assert [each.name for each in tmp_path.iterdir()] == ["bundle"]
     refused = run("calibrate", tmp_path / "none")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 2)
+    (bundle / ".manifest.json.partial").mkdir()  # where root may write anywhere, this is in the way
+    refused = run("calibrate", bundle)
+    assert (refused.returncode, "cannot write" in refused.stderr, "measuring" in refused.stderr) == (1, True, False)
+    assert read_manifest(bundle) == after
+
+
+def test_an_acceptance_that_cannot_be_measured_again_is_kept(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> float:
+        raise UsageError("the chat template refuses it", "take another")
+
+    monkeypatch.setattr(build_module, "acceptance", fails)
+    manifest = read_manifest(tiny_bundle)
+    assert manifest.build is not None
+    known = msgspec.structs.replace(manifest.build, acceptance=0.7)
+    assert build_module._measured(tiny_bundle, manifest, known, SILENT).acceptance == 0.7
