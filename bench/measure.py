@@ -22,7 +22,7 @@ from outrider.engines.bundle import open_engines
 from outrider.engines.calibration import Pass, Stopwatch, sampler_rows, sampling, steps
 from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
 from outrider.engines.device import Device
-from outrider.engines.errors import UsageError
+from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.manifest import CHAT_TEMPLATE, Build, Manifest
 from outrider.engines.progress import SILENT, Progress
 from outrider.runtime.costs import Costs
@@ -61,7 +61,8 @@ class Answer:
 
 
 def ways(loaded: Outrider, k: Sequence[int] | None) -> list[Way]:
-    """What is measured by default: plain decoding, each k of the model, the default k of n-grams, and what chooses itself.
+    """What is measured by default: plain decoding, each k of the model and the default k of n-grams, or each of theirs where
+    there is no model, and what chooses itself.
 
     Raises:
         UsageError: a k was not built.
@@ -70,10 +71,10 @@ def ways(loaded: Outrider, k: Sequence[int] | None) -> list[Way]:
     if missing := [each for each in asked if each not in loaded.build.k]:
         built = ", ".join(map(str, loaded.build.k))
         raise UsageError(f"k = {missing[0]} was not built into this bundle; it has k = {built}", "choose of these")
-    found = [PLAIN]
-    if MODEL in loaded.drafters:
-        found += [Way(drafter=MODEL, k=each) for each in asked]
-    return [*found, Way(drafter=NGRAM, k=loaded.default_k), Way(drafter=AUTO, k=AUTO)]
+    drafted = [Way(drafter=MODEL, k=each) for each in asked] + [Way(drafter=NGRAM, k=loaded.default_k)]
+    if MODEL not in loaded.drafters:
+        drafted = [Way(drafter=NGRAM, k=each) for each in asked or [loaded.default_k]]
+    return [PLAIN, *drafted, Way(drafter=AUTO, k=AUTO)]
 
 
 def measure(
@@ -91,12 +92,12 @@ def measure(
     """Every way on every prompt, greedy, in each of `rounds` rounds; all ways take turns on a prompt before the next one.
 
     What is predicted comes from passes timed in the same run, before every prompt those that its texts make: a machine is
-    not always as fast as it was when the bundle's costs were measured. An interrupt after the first round ends it with the
-    whole rounds.
+    not always as fast as it was when the bundle's costs were measured. An interrupt or a failure after the first round ends it
+    with the whole rounds.
 
     Raises:
         UsageError: a k was not built, or a prompt does not fit the bundle.
-        EngineError: a run failed.
+        EngineError: a run failed in the first round.
     """
     contestants = ways(loaded, k)
     params = SamplingParams(max_new_tokens=max_new_tokens)
@@ -128,19 +129,20 @@ def measure(
                 for way in contestants[first:] + contestants[:first]:
                     answers[way.drafter, way.k][-1].append(_answer(loaded, ids, params, way))
                     progress.advance(1)
-    except KeyboardInterrupt:  # hours of measuring are not for nothing
+    except (KeyboardInterrupt, EngineError) as error:  # hours of measuring are not for nothing
         if number == 0:
             raise
         rounds = number
-        progress.stage(f"interrupted: {rounds} whole rounds are kept")
+        progress.stage(f"{str(error) or 'interrupted (once more drops all)'}; whole rounds that are kept: {rounds}")
         for each in answers.values():
             del each[rounds:]
     plain = answers[PLAIN.drafter, PLAIN.k]
-    progress.stage("replaying")
-    traces = [
-        trace(loaded, prompt.workload, ids, answer.tokens, min(max_new_tokens, loaded.build.capacity - len(ids) + 1))
-        for prompt, ids, answer in zip(prompts, encoded, plain[0], strict=True)
-    ]
+    progress.stage("replaying", len(prompts))
+    traces = []
+    for prompt, ids, answer in zip(prompts, encoded, plain[0], strict=True):
+        most = min(max_new_tokens, loaded.build.capacity - len(ids) + 1)
+        traces.append(trace(loaded, prompt.workload, ids, answer.tokens, most))
+        progress.advance(1)
     costs = Costs(loaded.manifest, msgspec.structs.replace(loaded.build, costs=stopwatch.costs()))
     texts = [
         _text(at, way, traces[at], [each[at] for each in answers[way.drafter, way.k]], [each[at] for each in plain], costs)

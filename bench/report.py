@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from markupsafe import Markup
 from outrider.bench.planner import BETTER, CHEAPER, Prediction
 from outrider.bench.results import Results, Summary, Way
 from outrider.bench.simulator import REGRET_HEADS, regrets
-from outrider.engines.errors import EngineError
+from outrider.engines.errors import EngineError, UsageError
 from outrider.engines.folder import write_error, write_whole
-from outrider.runtime.policy import MODEL
+from outrider.runtime.policy import MODEL, NGRAM, NONE
 
 INK, PAPER, RULE = "#1c2430", "#ffffff", "#d9dee6"
 COLOURS = ("#2f6fde", "#e0662c", "#2a9d6f", "#a44fbf", "#c0392b", "#7a8699")
@@ -30,25 +31,29 @@ def prepare(folder: Path) -> None:
     Raises:
         EngineError: matplotlib is not installed.
         FolderError: the folder cannot be written.
+        UsageError: it has a page that is no report's.
     """
     _pyplot()
+    if (folder / "index.html").exists() and not (folder / "bench.json").exists():
+        raise UsageError(f"{folder} has an index.html that is no report's", "name another folder for the report")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise write_error(folder, error) from error
-    write_whole(folder / ".trial", b"")
-    (folder / ".trial").unlink()
 
 
 def write(folder: Path, results: Results) -> None:
-    """`bench.json`, `bench.md` and `index.html` in a folder that `prepare` made; what was measured first.
+    """`bench.json`, `bench.md` and `index.html` in a folder that `prepare` made.
 
     Raises:
         FolderError: the folder cannot be written.
     """
-    write_whole(folder / "bench.json", msgspec.json.format(msgspec.json.encode(results), indent=1))
-    write_whole(folder / "bench.md", markdown(results).encode())
-    write_whole(folder / "index.html", page(results).encode())
+    files = {"bench.json": msgspec.json.format(msgspec.json.encode(results), indent=1)}
+    files |= {"bench.md": markdown(results).encode(), "index.html": page(results).encode()}
+    for name, content in files.items():
+        write_whole(folder / name, content)
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -154,7 +159,7 @@ def markdown(results: Results) -> str:
     ]
     for workload in results.workloads:
         lines += [
-            f"## {workload}",
+            f"## {' '.join(workload.split())}",
             "",
             *_table(HEADS, (row(each) for each in results.summaries if each.workload == workload)),
             "",
@@ -167,7 +172,8 @@ def markdown(results: Results) -> str:
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     heads = list(heads)
-    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(cells)} |" for cells in rows)]
+    lines = (" | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) for cells in rows)
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {line} |" for line in lines)]
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------------
@@ -241,12 +247,13 @@ def speed_plot(results: Results) -> str:
 
 
 def k_plot(results: Results) -> str:
-    """The draft model's speed-up against k, measured and predicted, a panel for each workload."""
+    """Speed-up against k of the draft model, or of n-grams without one, measured and predicted, a panel for each workload."""
     plt = _pyplot()
+    drafter = MODEL if any(way.drafter == MODEL for way in results.ways) else NGRAM
     count = len(results.workloads)
     figure, panels = plt.subplots(1, count, figsize=(max(2.2 * count, 4), 2.8), sharey=True, squeeze=False)
     for axes, workload in zip(panels[0], results.workloads, strict=True):
-        of = [each for each in results.summaries if each.workload == workload and each.way.drafter in ("none", "model")]
+        of = [each for each in results.summaries if each.workload == workload and each.way.drafter in (NONE, drafter)]
         ks = [each.way.k for each in of]
         medians, around = _around([each.speedup for each in of])
         axes.errorbar(ks, medians, yerr=around, color=COLOURS[0], marker="o", markersize=4, linewidth=1.6, label="measured")
@@ -254,9 +261,9 @@ def k_plot(results: Results) -> str:
         if known:
             axes.plot(*zip(*known, strict=True), color=COLOURS[1], linestyle="--", linewidth=1.4, label="predicted")
         axes.axhline(1, color=INK, linewidth=0.8)
-        axes.axhline(
-            automatic(results, workload).median_speedup, color=COLOURS[2], linewidth=1.2, linestyle=":", label="k = auto"
-        )
+        chosen = automatic(results, workload)
+        axes.axhspan(min(chosen.speedup), max(chosen.speedup), color=COLOURS[2], alpha=0.15, linewidth=0)
+        axes.axhline(chosen.median_speedup, color=COLOURS[2], linewidth=1.2, linestyle=":", label="k = auto")
         axes.set_title(workload, fontsize=10)
         axes.set_xlabel("k")
         axes.set_xticks(ks)
@@ -269,8 +276,7 @@ def k_plot(results: Results) -> str:
 def acceptance_plot(results: Results) -> str:
     """How often each drafted position is accepted, at the largest k of the draft model; or of n-grams, without one."""
     figure, axes = _pyplot().subplots(figsize=(4.2, 3.2))
-    drafting = [each for each in results.ways if isinstance(each.k, int) and each.k]
-    way = next((each for each in reversed(drafting) if each.drafter == MODEL), drafting[-1])
+    way = _largest(results)
     for workload, colour in zip(results.workloads, COLOURS * len(results.workloads), strict=False):
         rates = results.of(workload, way).per_position_rates
         axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, color=colour, label=workload)
@@ -280,6 +286,31 @@ def acceptance_plot(results: Results) -> str:
     axes.set_ylabel("share accepted")
     axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return _svg(figure)
+
+
+def histogram_plot(results: Results) -> str:
+    """The share of rounds that accepted none of the drafted tokens, one, two, ..., of the same way."""
+    figure, axes = _pyplot().subplots(figsize=(4.4, 3.2))
+    way = _largest(results)
+    workloads = results.workloads[::-1]
+    counted = [results.of(workload, way).acceptance_histogram for workload in workloads]
+    left = [0.0] * len(workloads)
+    for accepted in range(int(way.k) + 1):
+        shares = [(each[accepted] if accepted < len(each) else 0) / max(sum(each), 1) for each in counted]
+        shade = 0.2 + 0.8 * accepted / int(way.k)
+        axes.barh(range(len(workloads)), shares, 0.65, left=left, color=COLOURS[0], alpha=shade, label=f"{accepted}")
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    axes.set_yticks(range(len(workloads)), workloads)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(f"share of the rounds ({way.label})")
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=int(way.k) + 1)
+    return _svg(figure)
+
+
+def _largest(results: Results) -> Way:
+    """The largest k of the draft model, or of n-grams without one."""
+    drafting = [each for each in results.ways if isinstance(each.k, int) and each.k]
+    return next((each for each in reversed(drafting) if each.drafter == MODEL), drafting[-1])
 
 
 def parts_plot(results: Results) -> str:
@@ -305,10 +336,9 @@ def page(results: Results) -> str:
     """One file of HTML, which needs no other."""
     best_of = {workload: best_fixed(results, workload) for workload in results.workloads}
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    plots = {"speed": speed_plot, "acceptance": acceptance_plot, "parts": parts_plot}
-    if any(way.drafter == MODEL for way in results.ways):
-        plots["against_k"] = k_plot
-    drawn: dict[str, Markup | None] = {"against_k": None} | {name: Markup(make(results)) for name, make in plots.items()}
+    plots = {"speed": speed_plot, "against_k": k_plot, "acceptance": acceptance_plot, "histogram": histogram_plot}
+    plots["parts"] = parts_plot
+    drawn = {name: Markup(make(results)) for name, make in plots.items()}
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         results=results,
         headline=[(each, automatic(results, each), best_of[each]) for each in results.workloads],

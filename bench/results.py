@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -13,6 +14,7 @@ from outrider.bench.simulator import Trace
 from outrider.engines.errors import UsageError
 
 SCHEMA = 3
+DRAFTERS = {"model": "draft model", "ngram": "n-gram", "auto": "any drafter", "none": "plain"}  # and what they are called
 ROUNDS = 5  # that a comparison needs of each
 
 
@@ -34,18 +36,22 @@ class Percentiles(Struct, frozen=True):
         return cls(**{name: 1000 * value for name, value in zip(("p50", "p90", "p99"), at, strict=True)})
 
 
+PerRound = Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1)]
+
+
 class Way(Struct, frozen=True):
     """How a text was made: which drafter, and how many tokens a round."""
 
-    drafter: str  # model, ngram, auto, or none
+    drafter: str  # of DRAFTERS
     k: int | str  # a number, or "auto"
+
+    def __post_init__(self) -> None:
+        if self.drafter not in DRAFTERS or (self.k != "auto" and not isinstance(self.k, int)):
+            raise ValueError(f"no way of drafting: {self.drafter}, {self.k}")
 
     @property
     def label(self) -> str:
-        if self.k == 0:
-            return "plain"
-        name = {"model": "draft model", "ngram": "n-gram", "auto": "any drafter"}[self.drafter]
-        return f"{name}, k = {self.k}"
+        return f"{DRAFTERS[self.drafter]}, k = {self.k}" if self.k else DRAFTERS["none"]
 
 
 class Summary(Struct, frozen=True):
@@ -59,11 +65,11 @@ class Summary(Struct, frozen=True):
     way: Way
     prompts: int
     tokens: int  # of one round, over all prompts
-    tokens_per_second: list[float]
-    speedup: list[float]  # over plain decoding in the same round
+    tokens_per_second: PerRound
+    speedup: PerRound  # over plain decoding in the same round
     predicted_speedup: float | None  # from passes timed in the same run and the recorded texts; None for what cannot be
     first_token: Percentiles  # since the request: TTFT
-    per_token: Percentiles  # mean time between a text's tokens after the first: TPOT
+    per_token: Percentiles  # mean time of a text's tokens after those of its first round: TPOT
     between_tokens: Percentiles  # between one token and the next, 0 within a round: inter-token latency
     mean_acceptance_length: float
     acceptance_rate: float
@@ -87,10 +93,10 @@ class PromptResult(Struct, frozen=True):
     prompt: int  # its place among all prompts, and in `Results.traces`
     way: Way
     tokens: int
-    tokens_per_second: list[float]  # as in `Summary`
-    speedup: list[float]
+    tokens_per_second: PerRound  # as in `Summary`
+    speedup: PerRound
     predicted_speedup: float | None
-    first_token: list[float]  # milliseconds
+    first_token: PerRound  # milliseconds
     per_token: list[float]  # milliseconds
     between_tokens: Percentiles
     mean_acceptance_length: float
@@ -151,10 +157,13 @@ def read(path: Path) -> Results:
         UsageError: it is not there, or not that.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Results)
+        results = msgspec.json.decode(path.read_bytes(), type=Results)
+        if results.schema != SCHEMA:
+            raise msgspec.ValidationError(f"schema {results.schema}, not {SCHEMA}")
+        return results
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "name a bench.json that outrider bench wrote") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             f"{path} is no report of this outrider: {' '.join(str(error).split())}",
             "make it again: outrider bench BUNDLE --report DIR",
@@ -166,12 +175,15 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
+FIRST_TOKEN = "ms to the first token"
+
+
 class Change(Struct, frozen=True):
     """One way on one workload, before and after."""
 
     workload: str
     way: Way
-    unit: str  # tokens/s of plain decoding; of all else, the speed-up over it in the same round
+    unit: str  # tokens/s, and ms to the first token, of plain decoding; of all else, the speed-up over it in the same round
     before: list[float]  # of each round
     after: list[float]
     verdict: str  # better, worse, within the noise, or too few rounds
@@ -203,27 +215,39 @@ def changes(before: Results, after: Results) -> list[Change]:
         new = next((each for each in after.summaries if (each.workload, each.way) == (old.workload, old.way)), None)
         if new is None:
             continue
-        plain = old.way.k == 0
-        was, is_now = ((each.tokens_per_second if plain else each.speedup) for each in (old, new))
-        verdict = "within the noise"
-        if min(len(was), len(is_now)) < ROUNDS:
-            verdict = f"fewer than {ROUNDS} rounds"
-        elif min(is_now) > max(was):
-            verdict = "better"
-        elif max(is_now) < min(was):
-            verdict = "worse"
-        found.append(
+        measured = [("speed-up", old.speedup, new.speedup)]
+        if old.way.k == 0:
+            measured = [("tokens/s", old.tokens_per_second, new.tokens_per_second)]
+            measured += [(FIRST_TOKEN, _first_tokens(before, old.workload), _first_tokens(after, old.workload))]
+        found += [
             Change(
                 workload=old.workload,
                 way=old.way,
-                unit="tokens/s" if plain else "speed-up",
+                unit=unit,
                 before=was,
                 after=is_now,
-                verdict=verdict,
+                verdict=_verdict(was, is_now, less=unit == FIRST_TOKEN),
                 length_before=old.mean_acceptance_length,
                 length_after=new.mean_acceptance_length,
             )
-        )
+            for unit, was, is_now in measured
+        ]
     if not found:
         raise UsageError("the two reports have no workload and k in common", "measure both with the same --workload and --k")
     return found
+
+
+def _first_tokens(results: Results, workload: str) -> list[float]:
+    """Of plain decoding, by round: geometric means over a workload's prompts."""
+    of = [each.first_token for each in results.texts if each.workload == workload and each.way.k == 0]
+    return [geometric_mean(of_round) for of_round in zip(*of, strict=False)]
+
+
+def _verdict(was: list[float], is_now: list[float], *, less: bool) -> str:
+    """`less` is whether less is better."""
+    if min(len(was), len(is_now)) < ROUNDS:
+        return f"fewer than {ROUNDS} rounds"
+    more = min(is_now) > max(was)
+    if more or max(is_now) < min(was):
+        return "worse" if more == less else "better"
+    return "within the noise"

@@ -21,6 +21,10 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     confidences: list[float]  # the draft's probability of its most likely one
     most: int = 0  # tokens that were asked for, where the text might have become longer
 
+    def __post_init__(self) -> None:
+        if not self.tokens or (self.agrees and not len(self.tokens) == len(self.agrees) == len(self.confidences)):
+            raise ValueError("a recorded text has no tokens, or what the draft said is not of each")
+
     def wanted(self, at: int) -> int:
         """Tokens that may still be emitted, as whoever makes the text sees it: where it will end is not known before."""
         return max(self.most, len(self.tokens)) - at

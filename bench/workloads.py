@@ -36,7 +36,7 @@ def load(path: Path, each: int | None = None) -> list[Prompt]:
             continue
         try:
             prompt = msgspec.json.decode(line, type=Prompt)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(
                 f"{path}, line {number}: {error}", 'make each line {"workload": "...", "prompt": "..."}'
             ) from error

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     help='Prompts, {"workload": ..., "prompt": ...} a line.  [default: 20 that ship with outrider]',
 )
 @click.option("--each", type=click.IntRange(min=1), help="The first so many prompts of every workload.  [default: all]")
-@click.option("--k", callback=sizes, metavar="LIST", help="Numbers of draft tokens to measure.  [default: all that were built]")
+@click.option(
+    "--k",
+    callback=sizes,
+    metavar="LIST",
+    help="Numbers of tokens that the draft model drafts, or n-grams without one, to measure.  [default: all that were built]",
+)
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
@@ -66,7 +71,7 @@ def command(
     device: str | None,
     as_json: bool,
 ) -> None:
-    """Measure plain decoding and every way of drafting, by workload, side by side."""
+    """Measure plain decoding, each k of the draft model, n-grams and k = auto, by workload, side by side."""
     import msgspec
 
     if compare is not None:
@@ -77,30 +82,35 @@ def command(
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 option = "the bundle" if name == "bundle" else f"--{name.replace('_', '-')}"
                 raise UsageError("--compare measures nothing", f"leave out {option}, or --compare")
-        before, after = map(read, compare)
-        found = changes(before, after)
+        reports = [read(path) for path in compare]
+        found = changes(*reports)
+        measured = [{f"{each.workload}, {each.way.label}" for each in results.summaries} for results in reports]
+        alone = [sorted(its - others) for its, others in zip(measured, reversed(measured), strict=True)]
         if as_json:
-            click.echo(msgspec.json.encode(found).decode())
+            click.echo(msgspec.json.encode({"changes": found, "only_before": alone[0], "only_after": alone[1]}).decode())
             return
+        for name, path, of in zip(("before", "after"), compare, reports, strict=True):
+            models = f"{of.target} drafted by {of.draft}" if of.draft else of.target
+            click.echo(f"{name}: {path}, {models}, {of.precision}, {of.backend}, {of.rounds} rounds on {of.date}")
         console().print(_changes_table(found))
-        measured = [{(each.workload, each.way.label) for each in results.summaries} for results in (before, after)]
-        for path, its, others in zip(compare, measured, reversed(measured), strict=True):
-            if missing := "; ".join(f"{workload}, {way}" for workload, way in sorted(its - others)):
-                click.echo(f"only in {path}: {missing}")
+        for path, missing in zip(compare, alone, strict=True):
+            if missing:
+                click.echo(f"only in {path}: {'; '.join(missing)}")
         return
     if bundle is None:
         raise UsageError("no bundle is named", "give one, or --compare with two reports")
-    from outrider.bench.measure import measure
+    from outrider.bench.measure import measure, ways
     from outrider.bench.workloads import SHIPPED, load
     from outrider.runtime.generation import Outrider
 
     prompts = load(workload or SHIPPED, each)
-    if report is not None:
-        from outrider.bench.report import prepare
-
-        prepare(report)
     with progress_bar() as progress:
         loaded = Outrider.load(bundle, progress, device=device)
+        ways(loaded, k)  # what is wrong with k is said before a folder is made
+        if report is not None:
+            from outrider.bench.report import prepare
+
+            prepare(report)
         results = measure(
             loaded,
             prompts,
@@ -112,18 +122,18 @@ def command(
             command=shlex.join(["outrider", *sys.argv[1:]]),
             progress=progress,
         )
+    if as_json:  # before the report, which a full disk may refuse
+        click.echo(msgspec.json.encode(results).decode())
+    else:
+        screen = console()
+        for table in _tables(results):
+            screen.print(table)
     if report is not None:
         from outrider.bench.report import write
 
         write(report, results)
-    if as_json:
-        click.echo(msgspec.json.encode(results).decode())
-        return
-    screen = console()
-    for table in _tables(results):
-        screen.print(table)
-    if report is not None:
-        click.echo(f"wrote {report / 'index.html'}")
+        if not as_json:
+            click.echo(f"wrote {report / 'index.html'}")
 
 
 def _tables(results: Results) -> list[Any]:
@@ -156,6 +166,7 @@ def _changes_table(found: list[Change]) -> Any:
     from rich.table import Table
 
     from outrider.bench.report import spread
+    from outrider.bench.results import FIRST_TOKEN
 
     chance = f"chance alone calls {len(found) / 126:.1f} of these {len(found)} better or worse"
     table = Table("workload", "way", "", "before", "after", "change", "", "mean acceptance length", caption=chance)
@@ -164,6 +175,7 @@ def _changes_table(found: list[Change]) -> Any:
         if round(each.length_before, 2) != round(each.length_after, 2):
             lengths += f" -> {each.length_after:.2f}"
         change = f"{statistics.median(each.after) / statistics.median(each.before) - 1:+.1%}"
-        speeds = (spread(speeds, 1 if each.way.k == 0 else 2) for speeds in (each.before, each.after))
+        digits = {FIRST_TOKEN: 0, "tokens/s": 1}.get(each.unit, 2)
+        speeds = (spread(speeds, digits) for speeds in (each.before, each.after))
         table.add_row(each.workload, each.way.label, each.unit, *speeds, change, each.verdict, lengths)
     return table

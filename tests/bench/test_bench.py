@@ -18,8 +18,8 @@ import pytest
 from outrider.bench.measure import Answer, measure, trace, ways
 from outrider.bench.planner import tokens_per_round
 from outrider.bench.report import COLOURS, markdown, promises
-from outrider.bench.results import Percentiles, Results, Way, changes, geometric_mean, read
-from outrider.bench.simulator import regrets
+from outrider.bench.results import SCHEMA, Percentiles, Results, Way, changes, geometric_mean, read
+from outrider.bench.simulator import Trace, regrets
 from outrider.bench.workloads import SHIPPED, Prompt, load
 from outrider.engines.errors import UsageError
 from outrider.runtime.generation import Outrider
@@ -102,6 +102,17 @@ def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Pat
     assert {len(each.speedup) for each in written.summaries} == {written.rounds}
 
 
+def cut(text: Trace, k: int) -> list[tuple[int, int]]:
+    """What each round that drafts drafted of a recorded text, and what was accepted."""
+    at, found = 0, []
+    while at < len(text.tokens):
+        drafted = min(k, text.wanted(at) - 1)
+        accepted = text.accepted(at, drafted)
+        found += [(drafted, accepted)] if drafted else []
+        at += accepted + 1
+    return found
+
+
 def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) -> None:
     """Acceptance is counted twice: by the rounds, and by reading the finished text once with the draft."""
     assert [len(each.tokens) < each.most for each in results.traces] == [False, False, False, True]
@@ -109,6 +120,10 @@ def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) ->
         texts = [each for each in results.traces if each.workload == workload]
         for k in (1, 2, 4, 8):
             found = results.of(workload, Way(drafter=MODEL, k=k))
+            rounds = [each for text in texts for each in cut(text, k)]
+            assert found.acceptance_histogram == [2 * sum(a == at for _, a in rounds) for at in range(k + 1)]
+            counts = [(sum(a > at for _, a in rounds), sum(drafted > at for drafted, _ in rounds)) for at in range(k)]
+            assert found.per_position_rates == [accepted / drafted for accepted, drafted in counts]
             assert found.mean_acceptance_length == pytest.approx(tokens_per_round(texts, k))
             assert found.predicted_speedup is not None
             assert found.predicted_speedup > 0
@@ -147,7 +162,7 @@ def test_times_between_tokens_are_zero_within_a_round() -> None:
     assert Percentiles.of([0.001 * each for each in range(1, 101)]).p90 == pytest.approx(91)
 
 
-def test_the_report_opens_in_a_browser(results: Results, tmp_path: Path, shipped_bundle: Path) -> None:
+def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> None:
     few = ["--each", "1", "--rounds", "1", "--max-new-tokens", "24"]
     done = run("bench", shipped_bundle, *few, "--report", tmp_path / "report")
     assert done.returncode == 0, done.stderr
@@ -160,6 +175,18 @@ def test_the_report_opens_in_a_browser(results: Results, tmp_path: Path, shipped
     planned = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json")
     assert planned.returncode == 0, planned.stderr
     assert "summarization" in planned.stdout
+    drawn = tmp_path / "plan.svg"
+    beside = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
+    measured = json.loads(beside.stdout)["measured"]
+    assert measured["chat"]["8"] == written.of("chat", Way(drafter=MODEL, k=8)).median_speedup
+    assert measured["chat"]["0"] == 1
+    assert drawn.read_text().startswith("<svg")
+    path = tmp_path / "other.json"
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(written, target="another")))
+    other = run("plan", shipped_bundle, "--bench", path)
+    assert (other.returncode, "the bundle has" in other.stderr) == (2, True)
+    refused = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--position", "9")
+    assert (refused.returncode, "--position goes with --rate" in refused.stderr) == (2, True)
     assert "k chosen live, on the same texts by these costs" in planned.stdout
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
@@ -172,7 +199,7 @@ def test_the_report_opens_in_a_browser(results: Results, tmp_path: Path, shipped
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
     shown = look("--dump-dom")
-    assert shown.count("<svg") == 4
+    assert shown.count("<svg") == 5
     for said in ("How well k was chosen", "Speed-up against k", "draft model, k = 8", "summarization"):
         assert said in shown
     look(f"--screenshot={tmp_path / 'seen.png'}", "--window-size=1100,2600")
@@ -185,7 +212,14 @@ def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path
     path = tmp_path / "bench.json"
     path.write_bytes(msgspec.json.encode(results))
     assert read(path) == results
-    assert {row[0] for row in regrets(results.policies)} == set(results.workloads)
+    for workload, live, fixed, future, more, more_than_future in regrets(results.policies):
+        taken = results.policies[workload]
+        best = min(time for name, time in taken.items() if "auto" not in name and name != "oracle")
+        assert float(live) == pytest.approx(taken["plain"] / taken["auto"], abs=0.006)
+        assert float(fixed.split()[0]) == pytest.approx(taken["plain"] / best, abs=0.006)
+        assert float(future) == pytest.approx(taken["plain"] / taken["oracle"], abs=0.006)
+        assert float(more.rstrip("%")) == pytest.approx(100 * (taken["auto"] / best - 1), abs=0.06)
+        assert float(more_than_future.rstrip("%")) == pytest.approx(100 * (taken["auto"] / taken["oracle"] - 1), abs=0.06)
     for workload, over_plain, over_fixed, lowest, highest in promises(results):
         chosen = results.of(workload, Way(drafter=AUTO, k=AUTO)).speedup
         assert over_plain == f"{np.median(chosen):.2f} ({min(chosen):.2f}-{max(chosen):.2f})"
@@ -204,7 +238,11 @@ def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Resu
             )
             for each in results.summaries
         ]
-        return msgspec.structs.replace(results, summaries=faster)
+        sooner = [
+            msgspec.structs.replace(each, first_token=[time / factor for time in (*each.first_token, 5, 6, 7)])
+            for each in results.texts
+        ]
+        return msgspec.structs.replace(results, summaries=faster, texts=sooner)
 
     assert {each.verdict for each in changes(results, results)} == {"fewer than 5 rounds"}
     assert {each.verdict for each in changes(scaled(1), scaled(1))} == {"within the noise"}
@@ -213,16 +251,20 @@ def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Resu
     for name, each in (("a", scaled(1)), ("b", scaled(100))):
         (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(each))
     done = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
-    found = json.loads(done.stdout)
+    said = json.loads(done.stdout)
+    found = said["changes"]
+    assert (said["only_before"], said["only_after"]) == ([], [])
     assert {each["verdict"] for each in found} == {"better"}
-    assert {(each["way"]["k"] == 0, each["unit"]) for each in found} == {(True, "tokens/s"), (False, "speed-up")}
+    units = {(each["way"]["k"] == 0, each["unit"]) for each in found}
+    assert units == {(True, "tokens/s"), (True, "ms to the first token"), (False, "speed-up")}
     said = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
     assert "better" in said
-    assert "chance alone calls 0.1 of these 14" in " ".join(said.split())
+    assert f"before: {tmp_path / 'a.json'}" in said
+    assert "chance alone calls 0.1 of these 16" in " ".join(said.split())
 
 
 def test_a_slower_machine_makes_no_drafting_worse(results: Results) -> None:
-    """Everything at half the speed, plain decoding, too."""
+    """Everything at half the speed, plain decoding, too; and prompts are read as fast as before."""
 
     def repeated(factor: float) -> Results:
         each_round = [
@@ -231,10 +273,11 @@ def test_a_slower_machine_makes_no_drafting_worse(results: Results) -> None:
             )
             for each in results.summaries
         ]
-        return msgspec.structs.replace(results, summaries=each_round)
+        texts = [msgspec.structs.replace(each, first_token=[each.first_token[0]] * 5) for each in results.texts]
+        return msgspec.structs.replace(results, summaries=each_round, texts=texts)
 
-    found = {(each.way.k == 0, each.verdict) for each in changes(repeated(1), repeated(0.5))}
-    assert found == {(True, "worse"), (False, "within the noise")}
+    found = {(each.unit, each.verdict) for each in changes(repeated(1), repeated(0.5))}
+    assert found == {(unit, "within the noise") for unit in ("speed-up", "ms to the first token")} | {("tokens/s", "worse")}
 
 
 def test_reports_of_other_things_are_not_compared(results: Results) -> None:
@@ -246,6 +289,48 @@ def test_reports_of_other_things_are_not_compared(results: Results) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             changes(results, msgspec.structs.replace(results, **changed))
+
+
+def test_a_report_whose_values_are_none_is_refused(results: Results, tmp_path: Path) -> None:
+    path, written = tmp_path / "bench.json", json.loads(msgspec.json.encode(results))
+    for part, name, value in (
+        ("traces", "tokens", []),
+        ("traces", "agrees", [True]),
+        ("summaries", "speedup", []),
+        ("summaries", "tokens_per_second", [0.0, 1.0]),
+        ("summaries", "way", {"drafter": "guess", "k": 1}),
+        ("summaries", "way", {"drafter": "model", "k": "some"}),
+        (None, "schema", SCHEMA + 1),
+    ):
+        damaged = json.loads(json.dumps(written))
+        (damaged[part][0] if part else damaged)[name] = value
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(UsageError, match="no report of this outrider"):
+            read(path)
+
+
+def test_a_name_may_look_like_markup(shipped_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"workload": "[/b] | :smile:", "prompt": "Customer: I need a flight."}\n')
+    few = ["--rounds", "1", "--k", "1", "--max-new-tokens", "8"]
+    done = run("bench", shipped_bundle, "--workload", tmp_path / "odd.jsonl", *few, "--report", tmp_path / "report")
+    assert done.returncode == 0, done.stderr
+    assert "[/b] | :smile:" in done.stdout
+    tables = [line for line in (tmp_path / "report" / "bench.md").read_text().splitlines() if line.startswith("| [/b]")]
+    assert len(tables) == 2
+    assert all(line.startswith("| [/b] \\| :smile: | ") for line in tables)
+
+
+def test_a_report_replaces_no_page_that_is_none_and_leaves_no_folder(shipped_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text("mine")
+    (tmp_path / "file").write_text("")
+    for folder, code, message in (("site", 2, "no report's"), ("file/report", 1, "cannot")):
+        done = run("bench", shipped_bundle, "--report", tmp_path / folder)
+        assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (code, True, False), done.stderr
+    assert (tmp_path / "site" / "index.html").read_text() == "mine"
+    assert run("bench", shipped_bundle, "--k", "3", "--report", tmp_path / "new").returncode == 2
+    assert run("bench", tmp_path / "none", "--report", tmp_path / "new").returncode != 0
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outrider, shipped_bundle: Path) -> None:
@@ -272,6 +357,10 @@ def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outr
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     with pytest.raises(UsageError, match="not built"):
         ways(shipped, [3])
+    with pytest.raises(UsageError, match="the bundle's capacity is"):
+        measure(shipped, [Prompt("long", "I need a flight. " * 2000)])
+    with pytest.raises(UsageError, match="the drafter is auto where k is 4"):
+        shipped.generate("Hello", k=4, drafter="auto")
 
 
 def test_the_shipped_prompts_are_of_five_workloads() -> None:
