@@ -315,7 +315,7 @@ def _largest(results: Results) -> Way:
 
 def parts_plot(results: Results) -> str:
     """Where the time of a round goes, by passes timed in the same run."""
-    figure, axes = _pyplot().subplots(figsize=(4.4, 3.2))
+    figure, axes = _pyplot().subplots(figsize=(9.4, 3.0))
     parts = results.parts[::-1]
     left = [0.0] * len(parts)
     for name, colour in zip(PARTS, (COLOURS[0], COLOURS[3], COLOURS[5], COLOURS[2], COLOURS[4]), strict=True):
@@ -325,7 +325,7 @@ def parts_plot(results: Results) -> str:
     axes.set_yticks(range(len(parts)), [each.way.label for each in parts])
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms a round")
-    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=5)
     return _svg(figure)
 
 
