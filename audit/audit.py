@@ -87,19 +87,18 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         cell = Cell(outrider, params, outrider.text.encode(text, chat=False), number, significance, progress)
         watched = _made(WatchedRounds, outrider)
         plain = cell.draw(watched, 0, 2 * draws)
-        ways: list[int | str] = [NGRAM] if (params, text) == LOOKED_UP else [*outrider.build.k, AUTO]
+        looked_up = (params, text) == LOOKED_UP
+        ways: list[int | str] = [NGRAM] if looked_up else [*outrider.build.k, AUTO]
         drawn = {k: cell.draw(watched, k, draws) for k in ways}
         arithmetic.add(watched)
         sampled += [Sampled(_named(params), k, cell.compare(plain, tokens)) for k, tokens in drawn.items()]
-        if len(ways) > 1:
+        if not looked_up:
             sampled.append(Sampled(_named(params), None, cell.compare(plain, np.concatenate(list(drawn.values())))))
         sampled[-1].emitted, sampled[-1].excluded = watched.emitted, watched.excluded
-        faults: tuple[Fault | None, ...] = ()
-        way: int | str = NGRAM
+        way: int | str = NGRAM if looked_up else outrider.default_k
+        faults: tuple[Fault | None, ...] = (None, Fault.ALWAYS_ACCEPT) if looked_up else ()
         if (params, text) == CONTROLLED and MODEL in outrider.drafters:
-            faults, way = (None, *Fault), outrider.default_k
-        elif ways == [NGRAM]:
-            faults = (None, Fault.ALWAYS_ACCEPT)
+            faults = (None, *Fault)
         for fault in faults:
             faulty = _made(ReferenceRounds, outrider)
             faulty.fault = fault

@@ -89,16 +89,17 @@ def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
     for workload in dict.fromkeys(trace.workload for trace in traces):
         traces_of = [trace for trace in traces if trace.workload == workload]
         tokens = sum(len(trace.tokens) for trace in traces_of)
+        plain = [replay(trace, costs, Fixed(NONE, 0)) for trace in traces_of]
         for k in (0, *costs.k):
             way = Fixed(MODEL, k)
             texts = [
                 Times(
-                    replay(trace, costs, Fixed(NONE, 0)),
+                    without,
                     replay(trace, costs, way),
                     replay(trace, cheaper, way),
                     costs.catch_up(len(trace.prompt) - 2, len(trace.prompt)) if k and trace.wanted(0) > 1 else 0.0,
                 )
-                for trace in traces_of
+                for trace, without in zip(traces_of, plain, strict=True)
             ]
             length, better = (tokens_per_round(traces_of, k, share) for share in (0.0, BETTER))
             found.append(_prediction(workload, k, length, better, tokens, texts))

@@ -12,9 +12,10 @@ import msgspec
 
 from outrider.bench.simulator import Trace
 from outrider.engines.errors import UsageError
+from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE
 
 SCHEMA = 3
-DRAFTERS = {"model": "draft model", "ngram": "n-gram", "auto": "any drafter", "none": "plain"}  # and what they are called
+LABELS = {MODEL: "draft model", NGRAM: "n-gram", AUTO: "any drafter", NONE: "plain"}
 ROUNDS = 5  # that a comparison needs of each
 
 
@@ -42,16 +43,16 @@ PerRound = Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(mi
 class Way(Struct, frozen=True):
     """How a text was made: which drafter, and how many tokens a round."""
 
-    drafter: str  # of DRAFTERS
-    k: int | str  # a number, or "auto"
+    drafter: str  # of LABELS
+    k: int | str  # a number, or AUTO
 
     def __post_init__(self) -> None:
-        if self.drafter not in DRAFTERS or (self.k != "auto" and not isinstance(self.k, int)):
+        if self.drafter not in LABELS or (self.k != AUTO and not isinstance(self.k, int)):
             raise ValueError(f"no way of drafting: {self.drafter}, {self.k}")
 
     @property
     def label(self) -> str:
-        return f"{DRAFTERS[self.drafter]}, k = {self.k}" if self.k else DRAFTERS["none"]
+        return f"{LABELS[self.drafter]}, k = {self.k}" if self.k else LABELS[NONE]
 
 
 class Summary(Struct, frozen=True):

@@ -125,11 +125,13 @@ def _sampled_table(found: Audit) -> Any:
 
 
 def _control_table(found: Audit) -> Any:
+    from outrider.runtime.policy import NGRAM
+
     table = _table("control", *FIGURES[:3], "excluded", "")
     for control in found.controls:
         verdict = ("found" if control.found else "not found") + ("" if control.passed else ": WRONG")
         name = control.fault or "none: the reference as it is"
-        name += ", n-grams" if control.sampled.k == "ngram" else ""
+        name += ", n-grams" if control.sampled.k == NGRAM else ""
         table.add_row(name, *_figures(control.sampled)[:3], str(control.sampled.excluded), verdict)
     return table
 

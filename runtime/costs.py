@@ -51,11 +51,10 @@ class Costs:
         other._known = {}
         names = ("draft", *DRAFTERS)
         other._guessed = {role: size * (share if role in names else 1) for role, size in self._guessed.items()}
-        other._tables = {
-            name: {at: (rows, [time * share for time in times]) for at, (rows, times) in windows.items()}
-            if name in names
-            else windows
-            for name, windows in self._tables.items()
+        other._tables = self._tables | {
+            name: {at: (rows, [time * share for time in times]) for at, (rows, times) in self._tables[name].items()}
+            for name in names
+            if name in self._tables
         }
         return other
 
