@@ -161,6 +161,8 @@ def read(path: Path) -> Results:
         results = msgspec.json.decode(path.read_bytes(), type=Results)
         if results.schema != SCHEMA:
             raise msgspec.ValidationError(f"schema {results.schema}, not {SCHEMA}")
+        if {(each.workload, each.way) for each in results.summaries} != {(each.workload, each.way) for each in results.texts}:
+            raise msgspec.ValidationError("its texts are not those of its summaries")
         return results
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "name a bench.json that outrider bench wrote") from error

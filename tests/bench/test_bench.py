@@ -301,6 +301,7 @@ def test_a_report_whose_values_are_none_is_refused(results: Results, tmp_path: P
         ("summaries", "way", {"drafter": "guess", "k": 1}),
         ("summaries", "way", {"drafter": "model", "k": "some"}),
         (None, "schema", SCHEMA + 1),
+        (None, "texts", []),
     ):
         damaged = json.loads(json.dumps(written))
         (damaged[part][0] if part else damaged)[name] = value
