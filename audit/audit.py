@@ -28,8 +28,8 @@ from outrider.audit.prompts import PROMPTS, REPEATING
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Sampled
 from outrider.audit.statistics import Comparison, compare
 from outrider.audit.texts import LENGTH, compare_company, compare_greedy, count_sampled
-from outrider.engines.errors import EngineError
-from outrider.engines.progress import SILENT, Progress
+from outrider.errors import EngineError
+from outrider.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import AUTO, MODEL, NGRAM

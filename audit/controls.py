@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from outrider.engines.errors import EngineError
+from outrider.errors import EngineError
 from outrider.runtime.costs import Costs
 from outrider.runtime.launches import Idle, Shape, Turn
 from outrider.runtime.policy import DRAFTERS, NGRAM, PLAIN, Acceptance, Choice, Company, Member, Policy

@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.bundle import open_engines
+from outrider.backends.open import open_engines
+from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.manifest import model_file
 from outrider.engines.contract import CANDIDATES, DRAFTERS, SETTINGS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
-from outrider.engines.errors import FolderError
-from outrider.engines.folder import check_files, read_manifest
-from outrider.engines.manifest import model_file
-from outrider.engines.progress import SILENT, Progress
 from outrider.engines.session import Engines, Session
+from outrider.errors import FolderError
+from outrider.progress import SILENT, Progress
 
 # Of the largest logit: a few roundings of the type. By quantized weights ONNX Runtime multiplies activations in int8, whose
 # rounding alone moved the shipped pair's logits by 1e-2.
@@ -115,7 +115,7 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
     return Compared(name, rows, difference, CLOSE, float(np.mean(same)))
 
 
-def _inputs(name: str, rows: int, most_rows: int, widths: tuple[int, int], random: np.random.Generator) -> Arrays:
+def _inputs(name: str, rows: int, max_rows: int, widths: tuple[int, int], random: np.random.Generator) -> Arrays:
     """A random round of one sequence, as the tensors of one sampler."""
     vocab_rows = widths[0]
     width = widths[name in DRAFTERS]
@@ -130,7 +130,7 @@ def _inputs(name: str, rows: int, most_rows: int, widths: tuple[int, int], rando
     }
     count = int(random.integers(0, rows))
     logits = (6 * random.standard_normal((1, rows, width))).astype(np.float32)
-    drafted = random.integers(0, vocab_rows, (1, most_rows if name == "drafter" else rows))
+    drafted = random.integers(0, vocab_rows, (1, max_rows if name == "drafter" else rows))
     if name not in DRAFTERS:
         drafted = np.where(random.random((1, rows)) < 0.7, logits.argmax(-1), drafted)  # so that some are accepted
     return {

@@ -10,8 +10,8 @@ import numpy as np
 
 from outrider.audit.controls import RestlessCompany, WatchedRounds
 from outrider.audit.report import Counters, Parting, Texts
-from outrider.engines.errors import OutriderError
-from outrider.engines.progress import Progress
+from outrider.errors import OutriderError
+from outrider.progress import Progress
 from outrider.runtime.generation import Answer, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import AUTO, MODEL, NGRAM, Company
@@ -87,7 +87,7 @@ def compare_company(
     again = 1 + slots // len(asked)  # more requests than there are slots
     for way in (PLAIN, *ways(outrider)):
         together = RestlessCompany if way == (AUTO, AUTO) else Company
-        scheduler = _Companies(outrider, most_waiting=again * len(asked), k=way[0], drafter=way[1], company=together)
+        scheduler = _Companies(outrider, max_waiting=again * len(asked), k=way[0], drafter=way[1], company=together)
         watched.decided.clear()
         requests = [(outrider.text.encode(text, chat=False), params) for params, text in asked]
         jobs = scheduler.submit_all(requests * again)

@@ -15,16 +15,16 @@ import msgspec
 import numpy as np
 
 import outrider
+from outrider.backends.open import open_engines
 from outrider.bench.results import SCHEMA, Part, Percentiles, PromptResult, Results, Summary, Way, geometric_mean
 from outrider.bench.simulator import Trace, compare, replay
-from outrider.bench.workloads import SHIPPED, Prompt, load
-from outrider.engines.bundle import open_engines
-from outrider.engines.calibration import Pass, Stopwatch, sampler_rows, sampling, steps
+from outrider.bundle.manifest import CHAT_TEMPLATE, Build, Manifest
+from outrider.calibration.passes import Pass, Stopwatch, sampler_rows, sampling, steps
+from outrider.calibration.workloads import SHIPPED, Prompt, load
 from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
 from outrider.engines.device import Device
-from outrider.engines.errors import EngineError, UsageError
-from outrider.engines.manifest import CHAT_TEMPLATE, Build, Manifest
-from outrider.engines.progress import SILENT, Progress
+from outrider.errors import EngineError, UsageError
+from outrider.progress import SILENT, Progress
 from outrider.runtime.costs import Costs
 from outrider.runtime.drafter import top_probability
 from outrider.runtime.generation import Outrider

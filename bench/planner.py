@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from outrider.bench.results import geometric_mean
 from outrider.bench.simulator import Trace, replay
-from outrider.engines.errors import UsageError
+from outrider.errors import UsageError
 from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.policy import MODEL, NONE, Fixed
 

@@ -16,8 +16,8 @@ from markupsafe import Markup
 from outrider.bench.planner import BETTER, CHEAPER, Prediction
 from outrider.bench.results import Results, Summary, Way
 from outrider.bench.simulator import REGRET_HEADS, regrets
-from outrider.engines.errors import EngineError, UsageError
-from outrider.engines.folder import write_error, write_whole
+from outrider.bundle.folder import write_error, write_whole
+from outrider.errors import EngineError, UsageError
 from outrider.runtime.policy import MODEL, NGRAM, NONE
 
 INK, PAPER, RULE = "#1c2430", "#ffffff", "#d9dee6"

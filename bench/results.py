@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from outrider.bench.simulator import Trace
-from outrider.engines.errors import UsageError
+from outrider.errors import UsageError
 from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE
 
 SCHEMA = 3

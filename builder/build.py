@@ -11,16 +11,13 @@ from pathlib import Path
 
 import msgspec
 
+from outrider.backends.onnxruntime.build import fuse_pair, package_version
+from outrider.backends.open import open_bundle
+from outrider.backends.tensorrt.build import Facts, Job, Options, build_plan, check_options, facts
+from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bench.measure import acceptance
-from outrider.builder.onnxruntime import fuse_pair, package_version
-from outrider.builder.profiles import sampler_profiles, step_profiles
-from outrider.builder.tensorrt import Facts, Job, Options, build_plan, check_options, facts
-from outrider.engines.bundle import open_bundle
-from outrider.engines.calibration import measure
-from outrider.engines.contract import cache_tensors, window_buckets
-from outrider.engines.errors import EngineError, FolderError, OutriderError, UsageError
-from outrider.engines.folder import check_files, digest_all, read_manifest, staged, write_whole
-from outrider.engines.manifest import (
+from outrider.bundle.folder import check_files, digest_all, read_manifest, staged, write_whole
+from outrider.bundle.manifest import (
     MANIFEST,
     ROLES,
     TENSORRT,
@@ -31,11 +28,14 @@ from outrider.engines.manifest import (
     model_file,
     sampler_file,
 )
-from outrider.engines.progress import SILENT, Progress
+from outrider.calibration.passes import measure
+from outrider.engines.contract import cache_tensors, window_buckets
+from outrider.errors import EngineError, FolderError, OutriderError, UsageError
+from outrider.progress import SILENT, Progress
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
-MOST_ELEMENTS = 2**40  # of a tensor, in TensorRT
+MAX_ELEMENTS = 2**40  # of a tensor, in TensorRT
 
 
 def build_engine(
@@ -158,9 +158,9 @@ def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress
 def _check_volumes(manifest: Manifest, capacity: int, batch: int, rows: int) -> None:
     for role, model in manifest.models.items():
         caches = [batch * capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers)]
-        if (volume := max([*caches, batch * rows * model.vocab_rows])) >= MOST_ELEMENTS:
+        if (volume := max([*caches, batch * rows * model.vocab_rows])) >= MAX_ELEMENTS:
             raise UsageError(
-                f"a tensor of the {role} would have {volume:,} elements; TensorRT takes less than {MOST_ELEMENTS:,}",
+                f"a tensor of the {role} would have {volume:,} elements; TensorRT takes less than {MAX_ELEMENTS:,}",
                 "give a smaller --batch, --capacity or --max-prompt-chunk",
             )
 

@@ -1,1 +1,1 @@
-"""What all stages agree on: tensors, the manifest, sealed folders, errors, and sessions that run an engine."""
+"""Tensor names and shapes, devices, engines bound to buffers, and sessions with a KV cache."""

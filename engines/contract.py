@@ -44,7 +44,7 @@ that top_k and top_p choose from.
 | `token` | int64 [B, 1] | the drafted token |
 | `accepted` | int64 [B] | drafted tokens accepted, from the first on |
 | `tokens` | int64 [B, S] | those and the target's own after them, then -1 |
-| `status` | int64 [B] | `FINE`, `WIDE` or `NOT_FINITE` |
+| `status` | int64 [B] | `DECIDED`, `MORE_CANDIDATES` or `NOT_FINITE` |
 | `logprobs` | float32 [B, S] | natural logarithm of the target's own probability of `tokens`, before edits and warping |
 | `top_ids`, `top_logprobs` | [B, S, n] | the n most likely tokens, n being `candidates` |
 """
@@ -85,8 +85,8 @@ EDITS = (
     "banned_rows",  # in rows before this one its logit is minus infinity
 )
 
-FINE = 0
-WIDE = 1  # top_k or top_p reach beyond the candidates: run again with more
+DECIDED = 0
+MORE_CANDIDATES = 1  # top_k or top_p reach beyond the candidates: run again with more
 NOT_FINITE = 2  # the logits hold NaN or infinity
 
 SAMPLERS = ("drafter", "verifier", "greedy_drafter", "greedy_verifier", "logprobs")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engines.device import DTYPES, Buffer, Device, Launch
-from outrider.engines.errors import EngineError
+from outrider.errors import EngineError
 
 try:
     from cuda.bindings import runtime

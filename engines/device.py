@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.errors import EngineError
+from outrider.errors import EngineError
 
 Launch = Callable[[], None]
 """Puts one prepared piece of work after all that was launched before."""
@@ -120,7 +120,7 @@ class Device(ABC):
 class Engine(ABC):
     """One compiled graph."""
 
-    most_candidates: int | None = None  # the greatest K that its TopK takes, where there is one
+    max_candidates: int | None = None  # the greatest K that its TopK takes, where there is one
     spare_slots = 0  # that a step model's cache must have beyond its capacity
     skips_logits = False  # whether a step model computes logits of the last rows alone, of as many as its buffer holds
     recordable = True  # whether its launches may be recorded, on a device that records

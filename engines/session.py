@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.bundle.manifest import Build, Manifest, Model
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors
 from outrider.engines.device import DTYPES, Arena, Buffer, Device, Engine, Launch, kept
-from outrider.engines.errors import EngineError
-from outrider.engines.manifest import Build, Manifest, Model
+from outrider.errors import EngineError
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-MOST_BOUND = 256  # passes that a session keeps bound; a prompt's last chunk may have any length, in any slot and window
+MAX_BOUND = 256  # passes that a session keeps bound; a prompt's last chunk may have any length, in any slot and window
 CACHE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
 
 
@@ -167,7 +167,7 @@ class Session:
             buffer = whole.part(0, batch, answered, self.vocab_rows)
             return self.bind(ids, self._arena.device[POSITIONS].part(0, batch), buffer, window, first)
 
-        launch = kept(self._passes, (batch, rows, window, answered, first), MOST_BOUND, bound)
+        launch = kept(self._passes, (batch, rows, window, answered, first), MAX_BOUND, bound)
         self.device.synchronize()  # or the arrays might still be on their way to the pass before
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
         self._arena.host[POSITIONS][:batch] = positions

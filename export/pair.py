@@ -17,10 +17,8 @@ import transformers
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.engines.contract import CONTRACT_VERSION
-from outrider.engines.errors import UnsupportedModelError, UsageError
-from outrider.engines.folder import digest_all, staged
-from outrider.engines.manifest import (
+from outrider.bundle.folder import digest_all, staged
+from outrider.bundle.manifest import (
     CHAT_TEMPLATE,
     MANIFEST,
     SCHEMA_VERSION,
@@ -31,8 +29,9 @@ from outrider.engines.manifest import (
     model_file,
     sampler_file,
 )
-from outrider.engines.progress import SILENT, Progress
+from outrider.engines.contract import CONTRACT_VERSION
 from outrider.engines.session import Floats
+from outrider.errors import UnsupportedModelError, UsageError
 from outrider.export.parity import (
     Exported,
     check_perplexity,
@@ -48,6 +47,7 @@ from outrider.export.short_head import frequent_tokens, shorten
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.step_model import trace
 from outrider.export.vocabulary import check_same_vocabulary
+from outrider.progress import SILENT, Progress
 
 
 def export_pair(

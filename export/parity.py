@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from outrider.backends.onnxruntime.engine import CPU, first_line, session_options
+from outrider.bundle.manifest import Parity
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
-from outrider.engines.errors import ParityError, UnsupportedModelError
-from outrider.engines.manifest import Parity
-from outrider.engines.onnxruntime import CPU, first_line, session_options
 from outrider.engines.session import Floats
+from outrider.errors import ParityError, UnsupportedModelError
 from outrider.export.heldout import TEXT
 from outrider.export.quantize import Rounding
 from outrider.export.source import TokenizerFiles

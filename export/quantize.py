@@ -18,8 +18,8 @@ from torch.onnx.ops import symbolic
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
-from outrider.engines.errors import UnsupportedModelError, UsageError
-from outrider.engines.manifest import Quantization
+from outrider.bundle.manifest import Quantization
+from outrider.errors import UnsupportedModelError, UsageError
 from outrider.export.source import TokenizerFiles
 from outrider.export.step_model import OPSET
 

@@ -27,7 +27,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from outrider.engines.contract import BLOCK, FINE, NOT_FINITE, SAMPLERS, SETTINGS, WIDE, sampler_tensors
+from outrider.engines.contract import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE, SAMPLERS, SETTINGS, sampler_tensors
 
 OPSET = 21
 INT64 = ir.DataType.INT64
@@ -119,13 +119,13 @@ class Graph:
         wide = op.And(beyond, op.Less(size, [self.vocab_rows]))
         total = op.ReduceSum(weights, [2], keepdims=1)
         finite = op.Less(total, LARGEST)  # false for NaN, too
-        state = op.Where(finite, op.Where(wide, [WIDE], [FINE]), [NOT_FINITE])
+        state = op.Where(finite, op.Where(wide, [MORE_CANDIDATES], [DECIDED]), [NOT_FINITE])
         return weights, op.Squeeze(total, [2]), op.Squeeze(state, [2])
 
     def likeliest(self, logits: Value) -> tuple[Value, Value]:
         """The most likely tokens [B, S] of logits [B, S, V], and the state [B, S] of each row."""
         finite = self.op.Less(self.op.ReduceSum(logits, [2], keepdims=0), LARGEST)  # false for NaN, too
-        return self.op.ArgMax(logits, axis=2, keepdims=0), self.op.Where(finite, [FINE], [NOT_FINITE])
+        return self.op.ArgMax(logits, axis=2, keepdims=0), self.op.Where(finite, [DECIDED], [NOT_FINITE])
 
     def accepted(self, right: Value, drafted_count: Value, row: Value) -> Value:
         """How many drafted tokens [B, 1] come before the first, by `row` [S], that is not `right` [B, S]; at most the drafted
@@ -139,7 +139,7 @@ class Graph:
         which the one at that row counts, or [B, 1]."""
         op = self.op
         tokens = op.Where(op.Less(row, accepted), drafted, op.Where(op.Equal(row, accepted), own, [-1]))
-        status = op.ReduceMax(op.Where(op.LessOrEqual(row, accepted), state, [FINE]), [1], keepdims=0)
+        status = op.ReduceMax(op.Where(op.LessOrEqual(row, accepted), state, [DECIDED]), [1], keepdims=0)
         return [op.Squeeze(accepted, [1]), tokens, status]
 
     def drawn(self, weights: Value, uniforms: Value) -> Value:

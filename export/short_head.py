@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
 
-from outrider.engines.errors import UsageError
+from outrider.errors import UsageError
 
 
 class ShortHead(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from outrider.engines.errors import OutriderError, SourceError, UnsupportedModelError
-from outrider.engines.manifest import Generation
+from outrider.bundle.manifest import Generation
+from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 
 # What a checkpoint is loaded in; weights are quantized afterwards.
 PRECISIONS = {
@@ -51,8 +51,8 @@ class Source:
         if kind == "folder":
             if not (path / "config.json").is_file():
                 found = sorted(entry.name for entry in path.glob("*.gguf"))
-                mend = f"name the GGUF file itself: {path / found[0]}" if found else "name a Hugging Face checkpoint folder"
-                raise SourceError(f"{text} has no config.json", mend)
+                hint = f"name the GGUF file itself: {path / found[0]}" if found else "name a Hugging Face checkpoint folder"
+                raise SourceError(f"{text} has no config.json", hint)
             return cls(path.resolve().name, str(path), {})
         if kind == "file":
             with open(path, "rb") as file:

@@ -29,7 +29,7 @@ from outrider.engines.contract import (
     WINDOW_DIM,
     cache_tensors,
 )
-from outrider.engines.errors import UnsupportedModelError
+from outrider.errors import UnsupportedModelError
 
 OPSET = 24
 ATTENTION = "outrider_step"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engines.errors import VocabularyMismatchError
+from outrider.errors import VocabularyMismatchError
 
 
 def check_same_vocabulary(target: dict[int, str], draft: dict[int, str]) -> int:

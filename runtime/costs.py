@@ -7,8 +7,8 @@ from bisect import bisect_left
 
 import numpy as np
 
+from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.contract import DRAFTERS
-from outrider.engines.manifest import Build, Manifest
 
 GUESSED_ROW = 0.03  # of a pass of one row: what each further row adds, where nothing was measured
 

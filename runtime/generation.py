@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
-from outrider.engines.bundle import open_bundle, open_engines
-from outrider.engines.errors import EngineError, UsageError
-from outrider.engines.progress import SILENT, Progress
+from outrider.backends.open import open_bundle, open_engines
 from outrider.engines.session import Engines
+from outrider.errors import EngineError, UsageError
+from outrider.progress import SILENT, Progress
 from outrider.runtime.costs import Costs
 from outrider.runtime.loop import Loop, Round
 from outrider.runtime.params import DEFAULTS, SamplingParams

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.contract import CANDIDATES, EDITS, FINE, SETTINGS
+from outrider.engines.contract import CANDIDATES, DECIDED, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer, kept
 from outrider.engines.session import Floats, Session
 from outrider.runtime.drafter import top_probability
 from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs, Request
 
 VERIFIER = -1
-MOST_KEPT = 512  # launches, and plans of them; each holds bindings of an engine
+MAX_KEPT = 512  # launches, and plans of them; each holds bindings of an engine
 Array = npt.NDArray[Any]
 
 # Of a slot that takes no part: greedy, and an edit that changes nothing.
@@ -115,8 +115,8 @@ class Launches:
             self._draft_logits = [device.zeros((batch * (2 if row == 0 else 1), width), "float32", what) for row in range(most)]
         self._target_logits = device.zeros((batch * rows, self.vocab_rows), "float32", what)
         self._q = device.zeros((rows * batch, self.vocab_rows), "float32", what)
-        limits = [engine.most_candidates for engine in samplers.values() if engine.most_candidates]
-        self.most_candidates = min([self.vocab_rows, *limits])
+        limits = [engine.max_candidates for engine in samplers.values() if engine.max_candidates]
+        self.max_candidates = min([self.vocab_rows, *limits])
         self._tables: dict[int, Arena] = {}  # by their number of edits
         self._sent: list[tuple[object, bool]] = []  # the requests' tables that the device has, and for which rule
         self._logprobs: dict[int, Arena] = {}
@@ -152,7 +152,7 @@ class Launches:
     def _candidates(self, wanted: int) -> int:
         """The number to begin with: few different ones, because each has launches of its own."""
         enough = (size for size in (1, *CANDIDATES) if size >= wanted)
-        return min(next(enough, self.vocab_rows), self.most_candidates)
+        return min(next(enough, self.vocab_rows), self.max_candidates)
 
     def _send_tables(self, turns: Sequence[Turn | Idle], given: bool) -> int:
         """Bring the requests' settings and edits to the device, where it has others. Returns how many edits that are.
@@ -237,11 +237,11 @@ class Launches:
                 steps.append(Step(self._logprobs_run(shape, shape.top)))
             return steps
 
-        return kept(self._plans, shape, MOST_KEPT, make)
+        return kept(self._plans, shape, MAX_KEPT, make)
 
     def _kept(self, name: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
         """The launch of that name, made when it is first asked for."""
-        return kept(self._launches, name, MOST_KEPT, make)
+        return kept(self._launches, name, MAX_KEPT, make)
 
     def _draft_step(self, row: int, shape: Shape) -> Launch:
         lead = shape.lead if row == 0 else 1
@@ -451,14 +451,14 @@ class Launches:
             self.device.write(self._q.part(first, 1, self.vocab_rows), q)
         self.device.write(self.out.device["drafted"].part(lane * (self.most + 1) + row, 1, 1), np.array(token))
         self.device.write(self._token(row, shape)[0].part(lane, 1, 1), np.array(token))
-        self.device.write(self.out.device[f"status {row}"].part(lane, 1), np.array(FINE))
+        self.device.write(self.out.device[f"status {row}"].part(lane, 1), np.array(DECIDED))
 
     def put_verdict(self, shape: Shape, lane: int, tokens: list[int]) -> None:
         """What the verifier would have written of a sequence, decided elsewhere."""
         padded = np.array([tokens + [-1] * (shape.rows - len(tokens))])
         self.device.write(self.out.device["tokens"].part(lane * shape.rows, 1, shape.rows), padded)
         self.device.write(self.out.device["accepted"].part(lane, 1), np.array(len(tokens) - 1))
-        self.device.write(self.out.device["status"].part(lane, 1), np.array(FINE))
+        self.device.write(self.out.device["status"].part(lane, 1), np.array(DECIDED))
 
 
 def _sequence(launches: list[Launch]) -> Launch:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.engines.errors import EngineError
+from outrider.errors import EngineError
 from outrider.runtime.drafter import ModelDrafter
 from outrider.runtime.launches import Idle, Turn
 from outrider.runtime.ngram import NgramDrafter

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from outrider.engines.errors import UsageError
+from outrider.errors import UsageError
 
 RULES = ("rejection", "exact-match")
 

@@ -40,7 +40,7 @@ PART_NOISE, KEPT = 0.0004, 0.9995  # variance by which parts change from round t
 ODD = 3.0  # standard deviations that a round counts for at most
 SOON, STALE = 8, 100  # rounds after which plain decoding is timed again: the first time, and at most
 BINS, BIN_WEIGHT = 10, 3.0  # of the draft's confidence, and how many tokens the rate over all counts as in each
-MOST_REST = 7  # rounds of several requests between two that are chosen, where plain decoding has been best for as many
+MAX_REST = 7  # rounds of several requests between two that are chosen, where plain decoding has been best for as many
 
 
 class Choice(NamedTuple):
@@ -402,7 +402,7 @@ class Company:
             return PLAIN
         choice = self._weigh(members)
         self._calm = self._calm + 1 if choice == PLAIN and self._k is None else 0
-        self._rest = min(self._calm, MOST_REST)
+        self._rest = min(self._calm, MAX_REST)
         return choice
 
     def _weigh(self, members: Sequence[Member]) -> Choice:

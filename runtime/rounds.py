@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.engines.contract import CANDIDATES, FINE, WIDE
+from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.engines.device import Device, Engine, Launch
-from outrider.engines.errors import EngineError, OutriderWarning
 from outrider.engines.session import Session
+from outrider.errors import EngineError, OutriderWarning
 from outrider.runtime import reference
 from outrider.runtime.launches import VERIFIER, Idle, Launches, Shape, Step, Turn
 from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs
 
-MOST_RECORDED = 64  # rounds kept recorded; each holds some memory of the device
+MAX_RECORDED = 64  # rounds kept recorded; each holds some memory of the device
 
 
 class Verdict(NamedTuple):
@@ -104,12 +104,12 @@ class Rounds:
         while (at := self._advance(shape, steps, first, lanes, shorter)) is not None:
             row, status = steps[at].row, steps[at].status
             assert status is not None
-            undecided = [lane for lane in lanes if status[lane] != FINE]
+            undecided = [lane for lane in lanes if status[lane] != DECIDED]
             if not undecided:
                 shape = self.launches.shorten(shape, row + 1, self._shortened)
                 steps, first, shorter = self.launches.steps(shape), at + 1, None
                 continue
-            wide = [lane for lane in undecided if status[lane] == WIDE]
+            wide = [lane for lane in undecided if status[lane] == MORE_CANDIDATES]
             for lane in undecided:
                 if lane not in wide:
                     lanes.remove(lane)  # the others go on
@@ -122,9 +122,9 @@ class Rounds:
             if not lanes:
                 break
             first = at + 1
-            if wide and shape.candidates < self.launches.most_candidates:
+            if wide and shape.candidates < self.launches.max_candidates:
                 more = (size for size in CANDIDATES if shape.candidates < size)
-                shape = shape._replace(candidates=min(next(more, self.launches.vocab_rows), self.launches.most_candidates))
+                shape = shape._replace(candidates=min(next(more, self.launches.vocab_rows), self.launches.max_candidates))
                 steps, first = self.launches.steps(shape), at
             else:
                 for lane in wide:
@@ -143,7 +143,7 @@ class Rounds:
         draft the last token, if there is one."""
 
         def decided(step: Step) -> bool:
-            return step.status is None or all(step.status[lane] == FINE for lane in lanes)
+            return step.status is None or all(step.status[lane] == DECIDED for lane in lanes)
 
         if self.device.synchronous:
             for at, step in enumerate(steps[first:], first):
@@ -179,7 +179,7 @@ class Rounds:
 
     def _record(self, shape: Shape, steps: list[Step]) -> None:
         """Record a round that has just run; from now on it is replayed, if the replay decides as the launches did."""
-        while len(self._recorded) >= MOST_RECORDED:
+        while len(self._recorded) >= MAX_RECORDED:
             del self._recorded[next(iter(self._recorded))]
         decided = [values.copy() for values in self.launches.out.host.values()]
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.engines.errors import EngineError, OutriderError, UsageError
+from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.runtime.costs import Costs
 from outrider.runtime.generation import Answer, Event, Outrider
 from outrider.runtime.loop import Round, Text
@@ -66,7 +66,7 @@ class Scheduler:
         self,
         outrider: Outrider,
         *,
-        most_waiting: int = 64,
+        max_waiting: int = 64,
         k: int | str = AUTO,
         drafter: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -75,7 +75,7 @@ class Scheduler:
         """On all slots of `outrider`, which must not generate otherwise meanwhile.
 
         Args:
-            most_waiting: requests that may wait for a slot.
+            max_waiting: requests that may wait for a slot.
             k, drafter: as in `Outrider.generate`, for all requests.
             company: makes what chooses for several requests.
 
@@ -84,7 +84,7 @@ class Scheduler:
         """
         outrider.check_drafting(k, drafter)
         self.outrider = outrider
-        self.most_waiting = most_waiting
+        self.max_waiting = max_waiting
         self._k, self._clock = k, clock
         self._loop = outrider.loop
         self._allowed = outrider.drafters if drafter in (None, AUTO) else [str(drafter)]
@@ -141,13 +141,13 @@ class Scheduler:
             UsageError: one cannot be answered, alone or in company, or there will never be room for so many at once.
             QueueFullError: too many are waiting.
         """
-        if len(requests) > self.most_waiting + len(self._loop.texts):
+        if len(requests) > self.max_waiting + len(self._loop.texts):
             raise UsageError(
                 f"{len(requests)} answers are asked for at once, more than ever may wait and run",
-                f"ask for at most {self.most_waiting + len(self._loop.texts)}",
+                f"ask for at most {self.max_waiting + len(self._loop.texts)}",
             )
         answers = [self._answer(*request) for request in requests]
-        if len(self._waiting) + len(answers) > self.most_waiting + len(self._free):
+        if len(self._waiting) + len(answers) > self.max_waiting + len(self._free):
             raise QueueFullError(f"{len(self._waiting)} requests are waiting, which is as many as may", "try again later")
         jobs = [Job(answer, self._clock()) for answer in answers]
         self._waiting += jobs

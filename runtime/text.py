@@ -14,8 +14,8 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from outrider.engines.errors import FolderError, UsageError
-from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
+from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
+from outrider.errors import FolderError, UsageError
 
 PRIMED = 64  # tokens of the prompt; no character is longer, and undecodable runs cost the square of their length
 

@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from outrider import __version__
-from outrider.engines.errors import OutriderError
+from outrider.errors import OutriderError
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Scheduler
@@ -54,11 +54,9 @@ class Answers:
     async def submit(self, prompts: list[list[int]], params: Callable[[list[int]], SamplingParams]) -> None:
         """Queue all of them, or none."""
         asked, settings = self._asked, self._settings
-        if len(prompts) * asked.n > settings.most_choices:
-            raise ApiError(
-                400, f"{len(prompts)} prompts times n = {asked.n} are more than {settings.most_choices} answers", "n"
-            )
-        most = settings.most_prompt or self._worker.scheduler.outrider.build.capacity
+        if len(prompts) * asked.n > settings.max_choices:
+            raise ApiError(400, f"{len(prompts)} prompts times n = {asked.n} are more than {settings.max_choices} answers", "n")
+        most = settings.max_prompt or self._worker.scheduler.outrider.build.capacity
         for prompt in prompts:
             if len(prompt) > most:
                 message = f"the prompt has {len(prompt):,} tokens; this server takes {most:,}"
@@ -163,7 +161,7 @@ def create_app(settings: Settings) -> tuple[FastAPI, Worker, Metrics]:
 
     def load() -> Scheduler:
         outrider = Outrider.load(settings.bundle, device=settings.device, slots=None)
-        return Scheduler(outrider, most_waiting=settings.most_waiting, k=settings.k, drafter=settings.drafter)
+        return Scheduler(outrider, max_waiting=settings.max_waiting, k=settings.k, drafter=settings.drafter)
 
     worker = Worker(settings.bundle, load, metrics, settings.timeout)
 

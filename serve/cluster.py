@@ -37,7 +37,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.engines.errors import EngineError, OutriderError, UsageError
+from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.serve.app import create_app, sse
 from outrider.serve.errors import ApiError, http_error
 from outrider.serve.guard import Guard
@@ -272,7 +272,7 @@ def application(settings: Settings, number: tuple[int, int], slots: int, cpus: i
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         # One more than it has slots for, so that a slot that gets free need not wait for the way here.
         max_ongoing_requests=slots + 1,
-        max_queued_requests=max(settings.most_waiting, 1),
+        max_queued_requests=max(settings.max_waiting, 1),
         health_check_period_s=HEALTH_PERIOD,
         request_router_config=RequestRouterConfig(request_router_class=Router),
         graceful_shutdown_timeout_s=drain,

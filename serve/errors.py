@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from outrider.engines.errors import OutriderError, UsageError
+from outrider.errors import OutriderError, UsageError
 from outrider.runtime.scheduler import QueueFullError
 from outrider.serve.protocol import ChatRequest, CompletionRequest
 from outrider.serve.worker import NotReadyError, TimedOutError
@@ -46,7 +46,7 @@ def api_error(error: OutriderError, chat: bool = False) -> ApiError:
         fields = ChatRequest.model_fields if chat else CompletionRequest.model_fields
         names = NAMES | (CHAT_NAMES if chat else {})
         name = str(error).split(" ", 1)[0]
-        param, message = names.get(name, name), f"{error}; {error.mend}"
+        param, message = names.get(name, name), f"{error}; {error.hint}"
         for ours, theirs in names.items():
             message = message.replace(ours, theirs) if "_" in ours else message
         return ApiError(400, message, param if param in fields else None)

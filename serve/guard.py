@@ -38,7 +38,7 @@ class Guard:
         if scope["path"] not in OPEN_PATHS and self._settings.keys and not self._known(headers.get(b"authorization", b"")):
             refused = ApiError(401, "this needs a key: send the header Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._settings.most_bytes:
+        if length.isdigit() and int(length) > self._settings.max_bytes:
             refused = refused or self._too_large()
 
         async def noted(message: Message) -> None:
@@ -55,7 +55,7 @@ class Guard:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._settings.most_bytes:  # as FastAPI lets pass from where it reads a body
+            if seen > self._settings.max_bytes:  # as FastAPI lets pass from where it reads a body
                 raise HTTPException(413, str(self._too_large()))
             return message
 
@@ -68,7 +68,7 @@ class Guard:
         return scheme.lower() == b"bearer" and any(matches)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._settings.most_bytes:,} bytes", code="body_too_large")
+        return ApiError(413, f"the body is larger than {self._settings.max_bytes:,} bytes", code="body_too_large")
 
 
 def _host(header: bytes) -> str | None:

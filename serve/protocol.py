@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from outrider.engines.errors import UsageError
+from outrider.errors import UsageError
 from outrider.runtime.generation import Event
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Logprobs

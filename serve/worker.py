@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from outrider.engines.errors import EngineError, OutriderError
-from outrider.engines.folder import Held
+from outrider.bundle.folder import FolderWatch
+from outrider.errors import EngineError, OutriderError
 from outrider.runtime.generation import Event
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Job, QueueFullError, Scheduler
@@ -92,7 +92,7 @@ class Worker:
             NotReadyError: the bundle is not loaded and warm yet, or its engines are broken.
         """
         if self.failure is not None:
-            raise NotReadyError(f"the bundle cannot be run: {self.failure}", self.failure.mend)
+            raise NotReadyError(f"the bundle cannot be run: {self.failure}", self.failure.hint)
         if self._scheduler is None:
             raise NotReadyError("the bundle is being loaded", "try again later")
         return self._scheduler
@@ -155,14 +155,14 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            files = Held(self._bundle)
+            files = FolderWatch(self._bundle)
             scheduler = self._load()
             _warm(scheduler)
             self._scheduler = scheduler
             LOGGER.info("ready")
         except OutriderError as error:
             self.failure = error
-            LOGGER.error("the bundle could not be loaded", extra={"error": str(error), "mend": error.mend})
+            LOGGER.error("the bundle could not be loaded", extra={"error": str(error), "hint": error.hint})
             return
         except Exception as error:  # a defect; said by /health, and not in silence
             self.failure = _defect(error)
@@ -188,7 +188,7 @@ class Worker:
                 LOGGER.exception("a step failed")
                 self._recover(scheduler, _defect(error))
 
-    def _step(self, scheduler: Scheduler, files: Held) -> None:
+    def _step(self, scheduler: Scheduler, files: FolderWatch) -> None:
         results = scheduler.step()
         if (
             changed := files.changed()

@@ -10,7 +10,7 @@ import filelock
 import pytest
 import torch
 
-from outrider.engines.errors import EngineError
+from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.bundle import open_bundle
+from outrider.backends.onnxruntime.engine import OnnxRuntime
+from outrider.backends.open import open_bundle
+from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.device import DTYPES, Buffer, Cpu, Engine, Launch
-from outrider.engines.errors import EngineError
-from outrider.engines.manifest import Build, Manifest
-from outrider.engines.onnxruntime import OnnxRuntime
+from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text import Text
 
@@ -97,10 +97,10 @@ class Deferred(Cpu):
 class DeferredEngine(Engine):
     """An engine of ONNX Runtime, whose runs wait in the device's queue."""
 
-    def __init__(self, engine: Engine, device: Deferred, most_candidates: int | None):
+    def __init__(self, engine: Engine, device: Deferred, max_candidates: int | None):
         self._engine = engine
         self._device = device
-        self.most_candidates = most_candidates
+        self.max_candidates = max_candidates
         self.spare_slots = engine.spare_slots
 
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
@@ -110,13 +110,13 @@ class DeferredEngine(Engine):
 
 
 class DeferredEngines(OnnxRuntime):
-    """A bundle of ONNX Runtime on such a device. `most_candidates` is a TopK's limit, as TensorRT has one."""
+    """A bundle of ONNX Runtime on such a device. `max_candidates` is a TopK's limit, as TensorRT has one."""
 
     device: Deferred
 
-    def __init__(self, folder: Path, manifest: Manifest, build: Build, most_candidates: int | None = None):
+    def __init__(self, folder: Path, manifest: Manifest, build: Build, max_candidates: int | None = None):
         super().__init__(folder, manifest, build, Deferred())
-        self._most_candidates = most_candidates
+        self._most_candidates = max_candidates
 
     def step_model(self, role: str) -> Engine:
         return DeferredEngine(super().step_model(role), self.device, None)
@@ -126,7 +126,7 @@ class DeferredEngines(OnnxRuntime):
         return DeferredEngine(super().sampler(name), self.device, limit)
 
 
-def deferred(bundle: Path, most_candidates: int | None = None, slots: int = 1) -> Outrider:
+def deferred(bundle: Path, max_candidates: int | None = None, slots: int = 1) -> Outrider:
     """A bundle loaded onto such a device."""
     manifest, build = open_bundle(bundle)
-    return Outrider(DeferredEngines(bundle, manifest, build, most_candidates), Text(bundle, manifest), slots)
+    return Outrider(DeferredEngines(bundle, manifest, build, max_candidates), Text(bundle, manifest), slots)

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from outrider.engines.contract import EDITS, FINE, SETTINGS, sampler_tensors
+from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine, sampler_types
+from outrider.engines.contract import DECIDED, EDITS, SETTINGS, sampler_tensors
 from outrider.engines.device import Cpu, Engine, host_buffer
-from outrider.engines.onnxruntime import OnnxRuntimeEngine, sampler_types
 from outrider.export.sampler import sampler
 from outrider.runtime.reference import Edit, named_settings, verify, warp
 
@@ -142,7 +142,7 @@ class Case:
             uniforms=self.uniforms,
             candidates=np.array([self.vocab_rows]),
         )
-        assert (status == FINE).all()
+        assert (status == DECIDED).all()
         for sequence, count in enumerate(accepted):
             assert (tokens[sequence, count + 1 :] == -1).all()
         return [tokens[sequence, : count + 1].tolist() for sequence, count in enumerate(accepted)]

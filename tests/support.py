@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.builder.build import build_engine
+from outrider.bundle.folder import digest_all, read_manifest
+from outrider.bundle.manifest import MANIFEST
 from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS
-from outrider.engines.folder import digest_all, read_manifest
-from outrider.engines.manifest import MANIFEST
 from outrider.engines.session import Session
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.generate import GROUPS
-from outrider.engines.folder import read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.commands.generate import GROUPS
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import RANGES, SamplingParams
 from outrider.tests.support import COMMAND, reseal, run

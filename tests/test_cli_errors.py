@@ -1,4 +1,4 @@
-"""Bad input: one line that says what happened, one with the mend, the right exit code, and nothing half-written."""
+"""Bad input: one line that says what happened, one with the hint, the right exit code, and nothing half-written."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from outrider.engines.folder import read_manifest
+from outrider.bundle.folder import read_manifest
 from outrider.tests.support import COMMAND, PAIR, broken_bundle, llama, run, tokenizer, write_checkpoint
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, message: str) -> None:
-    """One line that says what happened, one that says how to mend it, and no more."""
+    """One line that says what happened, one that says how to hint it, and no more."""
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     error = [line for line in done.stderr.splitlines() if not line.endswith("...")]
     assert len(error) == 2, done.stderr
     assert error[0].startswith("error: ")
     assert message in error[0]
-    assert error[1].startswith("mend:  ")
+    assert error[1].startswith("hint:  ")
     assert done.stdout == ""
 
 

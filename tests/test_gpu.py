@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from outrider.audit.engines import compare_engines
-from outrider.engines.bundle import open_bundle, open_engines
-from outrider.engines.errors import EngineError
-from outrider.engines.folder import read_manifest
-from outrider.engines.manifest import engine_file
+from outrider.backends.open import open_bundle, open_engines
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import engine_file
+from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
@@ -175,7 +175,7 @@ def test_what_was_not_built_for_this_gpu_is_refused(backend: dict[str, Any], exp
     reseal(bundle, build=msgspec.structs.replace(made, compute_capabilities=["1.0"]))
     with pytest.raises(EngineError, match=r"compute capability 1\.0; this one") as refused:
         Outrider.load(bundle)
-    assert "outrider build-engine" in refused.value.mend
+    assert "outrider build-engine" in refused.value.hint
     plan = bundle / engine_file("target")
     plan.write_bytes(plan.read_bytes()[:1000])
     reseal(bundle, build=made)

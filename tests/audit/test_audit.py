@@ -16,9 +16,9 @@ from outrider.audit import audit as audit_module
 from outrider.audit.audit import CONTROLLED, SAMPLED, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
+from outrider.bundle.manifest import sampler_file
 from outrider.engines.device import Buffer, Launch
-from outrider.engines.errors import EngineError
-from outrider.engines.manifest import sampler_file
+from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.launches import Idle, Turn

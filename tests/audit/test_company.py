@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from outrider.audit import audit as audit_module
 from outrider.audit.audit import CONTROLLED, SAMPLED, audit
 from outrider.audit.prompts import PROMPTS
-from outrider.cli.verify import command
+from outrider.commands.verify import command
 from outrider.engines.device import Buffer, Launch
-from outrider.engines.errors import EngineError
+from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.launches import Idle, Turn
 from outrider.runtime.reference import Fault

@@ -20,8 +20,8 @@ from outrider.bench.planner import tokens_per_round
 from outrider.bench.report import COLOURS, markdown, promises
 from outrider.bench.results import SCHEMA, Percentiles, Results, Way, changes, geometric_mean, read
 from outrider.bench.simulator import Trace, regrets
-from outrider.bench.workloads import SHIPPED, Prompt, load
-from outrider.engines.errors import UsageError
+from outrider.calibration.workloads import SHIPPED, Prompt, load
+from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE
 from outrider.runtime.stats import Stats

@@ -12,9 +12,9 @@ import pytest
 
 from outrider.bench.planner import Prediction, account, at_rate, best, of_traces, tokens_per_round
 from outrider.bench.simulator import Trace, compare, oracle, replay
-from outrider.engines.errors import UsageError
-from outrider.engines.folder import read_manifest
-from outrider.engines.manifest import MANIFEST
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import MANIFEST
+from outrider.errors import UsageError
 from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.policy import MODEL, NONE, Fixed
 from outrider.tests.runtime.test_policy import K, costs, flips, text

@@ -11,12 +11,12 @@ import pytest
 
 import outrider.builder.build as build_module
 from outrider.builder.build import build_engine
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import ROLES
 from outrider.engines.contract import DRAFTERS, SAMPLERS
-from outrider.engines.errors import EngineError, FolderError, UsageError
-from outrider.engines.folder import read_manifest
-from outrider.engines.manifest import ROLES
-from outrider.engines.progress import SILENT
+from outrider.errors import EngineError, FolderError, UsageError
 from outrider.export.pair import export_pair
+from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.support import build, run
@@ -55,7 +55,7 @@ def test_the_manifest_says_how_it_was_built(tiny_bundle: Path, tiny_export: Path
 def test_numbers_that_do_not_fit_are_refused(tiny_export: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         build(tiny_export, tmp_path / "bundle", **options)
-    assert caught.value.mend
+    assert caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,12 +82,12 @@ def test_a_damaged_export_is_refused_and_nothing_is_written(tiny_export: Path, t
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_on_the_cpu(checkpoints: Path, tmp_path: Path, precision: str) -> None:
-    """fp16 runs (ONNX Runtime computes it in fp32); bf16 has no kernels there, and is refused with the mend."""
+    """fp16 runs (ONNX Runtime computes it in fp32); bf16 has no kernels there, and is refused with the hint."""
     export_pair(str(checkpoints / "target"), str(checkpoints / "draft"), tmp_path / "onnx", precision=precision)
     if precision == "bf16":
         with pytest.raises(EngineError, match="no CPU kernels for bf16") as caught:
             build(tmp_path / "onnx", tmp_path / "bundle")
-        assert "--precision fp32" in caught.value.mend
+        assert "--precision fp32" in caught.value.hint
         assert not (tmp_path / "bundle").exists()
         return
     outrider = Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle"))

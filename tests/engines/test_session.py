@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.engines.bundle import open_bundle, open_engines
+from outrider.backends.open import open_bundle, open_engines
 from outrider.engines.contract import window_buckets
-from outrider.engines.errors import EngineError
 from outrider.engines.session import Session
+from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.support import build

@@ -20,12 +20,12 @@ import pytest
 import torch
 import transformers as hf
 
-from outrider.builder.fusion import fuse
-from outrider.builder.profiles import step_profiles
-from outrider.builder.tensorrt import Job, Options, build_plan
+from outrider.backends.onnxruntime.fusion import fuse
+from outrider.backends.tensorrt.build import Job, Options, build_plan
+from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.engines.contract import cache_tensors
-from outrider.engines.errors import EngineError, UnsupportedModelError
 from outrider.engines.session import Floats
+from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source, load_model, read_config
 from outrider.export.step_model import trace

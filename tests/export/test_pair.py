@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 import pytest
 
-from outrider.engines.errors import ParityError, UnsupportedModelError, VocabularyMismatchError
-from outrider.engines.folder import check_files, read_manifest
+from outrider.bundle.folder import check_files, read_manifest
+from outrider.errors import ParityError, UnsupportedModelError, VocabularyMismatchError
 from outrider.export.pair import export_pair
 from outrider.export.parity import compare
 from outrider.tests.support import llama, tokenizer, write_checkpoint

@@ -19,9 +19,9 @@ from onnx import TensorProto, numpy_helper
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from outrider.audit.audit import audit
-from outrider.engines.errors import ParityError, UsageError
-from outrider.engines.folder import check_files, read_manifest
-from outrider.engines.onnxruntime import session_options
+from outrider.backends.onnxruntime.engine import session_options
+from outrider.bundle.folder import check_files, read_manifest
+from outrider.errors import ParityError, UsageError
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported, reference, sample_tokens
 from outrider.export.quantize import FAINT, REACHES, Rounding, dequantize, pack, quantize, quantize_model
@@ -231,7 +231,7 @@ def test_a_collapse_is_refused_with_the_figures(tmp_path: Path) -> None:
     refused = r"do not bear int4: perplexity \d.* on held-out text, where fp32 has 91\.34 and 137 is allowed"
     with pytest.raises(ParityError, match=refused) as caught:  # the model itself is whole
         export_pair(str(spoilt), str(spoilt), tmp_path / "out", precision="int4")
-    assert "--precision int8" in caught.value.mend
+    assert "--precision int8" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["spoilt"]
 
 

@@ -10,7 +10,7 @@ import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.contract import BLOCK, FINE, NOT_FINITE, WIDE
+from outrider.engines.contract import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE
 from outrider.runtime.reference import draw, edit, excluded, named_settings, verify, warp
 from outrider.tests.samplers import NEUTRAL, UNEDITED, Array, Case, Graphs, row, run
 
@@ -62,7 +62,7 @@ def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, firs
         uniforms=uniforms,
         candidates=np.array([vocab_rows]),
     )
-    assert (status == FINE).all()
+    assert (status == DECIDED).all()
     for sequence in range(case.batch):
         laid_out = np.full(vocab_rows, -np.inf)
         width = min(widths)
@@ -96,13 +96,13 @@ def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(graphs: Grap
         drafted=case.drafted,
         drafted_count=case.drafted_count,
     )
-    assert (status == FINE).all()
+    assert (status == DECIDED).all()
     assert [ids[: count + 1].tolist() for ids, count in zip(tokens, accepted, strict=True)] == case.verdicts(graphs)
     assert all((ids[count + 1 :] == -1).all() for ids, count in zip(tokens, accepted, strict=True))
     logits = (case.random.standard_normal((case.batch, 1, draft_rows)) * 3).astype(np.float32)
     logits[..., ::7] = -np.inf  # as a draft has that proposes some tokens only
     token, status = run(graphs, "greedy_drafter", vocab_rows, draft_rows, logits=logits)
-    assert (status == FINE).all()
+    assert (status == DECIDED).all()
     assert (token == logits[..., :vocab_rows].argmax(-1)).all()
 
 
@@ -114,9 +114,9 @@ def test_the_greedy_graphs_say_what_is_no_number(graphs: Graphs, wrong: float) -
     drafted = np.where([[True, True, True], [True, False, True]], logits.argmax(-1), 1)
     count = np.array([2, 2])
     _, _, status = run(graphs, "greedy_verifier", 64, 64, logits=logits, drafted=drafted, drafted_count=count)
-    assert status.tolist() == [NOT_FINITE, FINE]
+    assert status.tolist() == [NOT_FINITE, DECIDED]
     _, status = run(graphs, "greedy_drafter", 64, 64, logits=logits[:, 1:2])
-    assert status.tolist() == [NOT_FINITE, FINE]
+    assert status.tolist() == [NOT_FINITE, DECIDED]
 
 
 def one_row(graphs: Graphs, logits: Array, candidates: int = 0, **values: Any) -> tuple[Array, int, int]:
@@ -184,7 +184,7 @@ def test_p_one_hot(graphs: Graphs, exact_match: int, drafted: int) -> None:
     tokens, status = round_of(
         graphs, logits, [drafted], np.full((1, 3), 1 / 3), np.full((2, 3), 0.999), exact_match=exact_match
     )
-    assert (tokens, status) == ([1, 1] if drafted == 1 else [1], FINE)
+    assert (tokens, status) == ([1, 1] if drafted == 1 else [1], DECIDED)
 
 
 @pytest.mark.parametrize("values", [{}, {"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.3}, {"min_p": 0.1}])
@@ -224,14 +224,14 @@ def test_a_vocabulary_of_151936(graphs: Graphs, exact_match: int, temperature: f
             **truncation,
         )
         want = verify(logits.astype(np.float64), drafted, q.astype(np.float64), named_settings(chosen), uniforms)
-        assert (tokens, status) == (want, FINE)
+        assert (tokens, status) == (want, DECIDED)
 
 
 @pytest.mark.parametrize("values", [{"top_p": 1e-6}, {"top_k": 1}, {"temperature": 1e-3}, {"min_p": 1}, {"temperature": 0}])
 def test_only_the_best_token_is_left(graphs: Graphs, values: dict[str, float]) -> None:
     logits = np.random.default_rng(1).standard_normal(257) * 5
     q, token, status = one_row(graphs, logits, 0, **values)
-    assert (token, status) == (int(logits.argmax()), FINE)
+    assert (token, status) == (int(logits.argmax()), DECIDED)
     if values != {"temperature": 0}:
         assert q[token] == 1
         assert np.count_nonzero(q) == 1
@@ -252,16 +252,16 @@ def test_tokens_equal_to_the_last_kept_one_are_kept(graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("values", [{"top_p": 0.95}, {"top_k": 500}, {"top_k": 600, "top_p": 0.5}])
-def test_what_reaches_beyond_the_candidates_is_said_and_more_of_them_mend_it(graphs: Graphs, values: dict[str, float]) -> None:
+def test_what_reaches_beyond_the_candidates_is_said_and_more_of_them_decide(graphs: Graphs, values: dict[str, float]) -> None:
     logits = np.random.default_rng(1).standard_normal(700)
-    assert one_row(graphs, logits, candidates=64, **values)[2] == WIDE
+    assert one_row(graphs, logits, candidates=64, **values)[2] == MORE_CANDIDATES
     q, token, status = one_row(graphs, logits, candidates=700, **values)
-    assert status == FINE
+    assert status == DECIDED
     np.testing.assert_allclose(q, warp(logits.astype(np.float32).astype(np.float64), named_settings(row(**values))), atol=1e-6)
     assert not excluded(logits, named_settings(row(**values)), token)
     # The number of candidates changes nothing where they are enough.
     enough = one_row(graphs, logits, candidates=690, **values)
-    assert enough[2] == WIDE or np.array_equal(enough[0], q)
+    assert enough[2] == MORE_CANDIDATES or np.array_equal(enough[0], q)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -278,12 +278,12 @@ def test_logits_that_are_no_numbers_are_said(graphs: Graphs, value: float, tempe
         uniforms = np.full((3, 3), 0.5)
         assert round_of(graphs, broken, [7, 7], q, uniforms, 300, temperature=temperature, top_p=0.9)[1] == NOT_FINITE
         rejecting = round_of(graphs, broken, [3, 7], np.eye(1, 300, 3).repeat(2, axis=0), uniforms, temperature=temperature)
-        assert rejecting[1] == (NOT_FINITE if at == 0 else FINE)
+        assert rejecting[1] == (NOT_FINITE if at == 0 else DECIDED)
 
 
 def test_greedy_takes_the_first_of_equals(graphs: Graphs) -> None:
     logits = np.zeros((1, 300))
-    assert round_of(graphs, logits, [], np.zeros((0, 300)), np.full((1, 3), 0.9), temperature=0) == ([0], FINE)
+    assert round_of(graphs, logits, [], np.zeros((0, 300)), np.full((1, 3), 0.9), temperature=0) == ([0], DECIDED)
 
 
 def test_a_sequence_does_not_depend_on_its_company(graphs: Graphs) -> None:
@@ -323,7 +323,7 @@ def test_a_rejection_without_a_residual_draws_from_p(graphs: Graphs) -> None:
     scaled = q * (1 + 2**-20)  # as if q were rounded up: u q < p fails, and p - q is nowhere positive
     uniforms = np.array([[1 - 2**-24, 0.5, 0.6], [0.5, 0.5, 0.5]])
     tokens, status = round_of(graphs, logits, [0], scaled, uniforms)
-    assert (tokens, status) == ([draw(weights, uniforms[0, 1:])], FINE)
+    assert (tokens, status) == ([draw(weights, uniforms[0, 1:])], DECIDED)
 
 
 def test_logprobs_are_those_of_the_logits_as_they_are(graphs: Graphs) -> None:

@@ -14,7 +14,7 @@ from outrider.export.sampler import sampler
 trt: Any = pytest.importorskip("tensorrt_rtx", reason="would show that the samplers build: pip install 'outrider[rtx]'")
 
 VOCAB, K, EDITS = 151_936, 8, 4096
-MOST_CANDIDATES = 3840  # TensorRT's TopK takes no more
+MAX_CANDIDATES = 3840  # TensorRT's TopK takes no more
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -30,7 +30,7 @@ def test_it_builds_in_ten_seconds(name: str) -> None:
     profile = builder.create_optimization_profile()
     for tensor in sampler_tensors(name, VOCAB, VOCAB)[0]:
         if tensor.name == "candidates":
-            profile.set_shape_input(tensor.name, [1], [256], [MOST_CANDIDATES])
+            profile.set_shape_input(tensor.name, [1], [256], [MAX_CANDIDATES])
             continue
         shapes = ({"batch": 1, "rows": K + 1, "edits": edits} for edits in (1, 1, EDITS))
         sizes = [tuple(size if isinstance(size, int) else known[size] for size in tensor.shape) for known in shapes]

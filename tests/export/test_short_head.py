@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.engines.bundle import open_bundle, open_engines
-from outrider.engines.errors import UsageError
-from outrider.engines.folder import read_manifest
+from outrider.backends.open import open_bundle, open_engines
+from outrider.bundle.folder import read_manifest
+from outrider.errors import UsageError
 from outrider.export.pair import export_pair
 from outrider.export.short_head import frequent_tokens
 from outrider.runtime.generation import Outrider

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from outrider.engines.errors import SourceError, UnsupportedModelError
+from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.source import Source, load_model, load_tokenizer, read_config
 from outrider.tests.support import END, llama, tokenizer, write_checkpoint
 
@@ -48,7 +48,7 @@ def test_a_folder_without_a_model_is_refused_and_a_gguf_in_it_is_named(tmp_path:
     (tmp_path / "some.gguf").touch()
     with pytest.raises(SourceError) as caught:
         Source.parse(str(tmp_path))
-    assert "some.gguf" in caught.value.mend
+    assert "some.gguf" in caught.value.hint
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engines.errors import VocabularyMismatchError
+from outrider.errors import VocabularyMismatchError
 from outrider.export.source import TokenizerFiles
 from outrider.export.vocabulary import check_same_vocabulary
 from outrider.tests.support import END, tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.engines.errors import EngineError, UsageError
-from outrider.engines.folder import read_manifest
-from outrider.engines.manifest import Generation
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import Generation
+from outrider.errors import EngineError, UsageError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -90,7 +90,7 @@ def test_a_wrong_request_is_refused_at_once(
 ) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         tiny.generate(prompt, **options)  # type: ignore[arg-type]
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None:

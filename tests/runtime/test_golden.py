@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from outrider.audit.controls import Restless
-from outrider.engines.bundle import open_engines
+from outrider.backends.open import open_engines
+from outrider.bundle.folder import read_manifest
 from outrider.engines.device import Buffer, Launch
-from outrider.engines.folder import read_manifest
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engines.errors import UsageError
+from outrider.errors import UsageError
 from outrider.runtime.params import RANGES, SamplingParams
 
 EDGES: dict[str, tuple[list[Any], list[Any]]] = {
@@ -38,7 +38,7 @@ def test_ranges(name: str) -> None:
     for value in outside:
         with pytest.raises(UsageError, match=f"{name} is .*; it must be ") as caught:
             SamplingParams(**{name: value})
-        assert caught.value.mend
+        assert caught.value.hint
 
 
 def test_every_range_is_tested() -> None:

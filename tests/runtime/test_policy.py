@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.bench.simulator import Trace, oracle, replay
-from outrider.engines.manifest import Cost
+from outrider.bundle.manifest import Cost
 from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams

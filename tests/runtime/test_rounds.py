@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from outrider.audit.controls import WatchedRounds
-from outrider.engines.errors import EngineError, OutriderWarning
-from outrider.engines.manifest import Generation
+from outrider.bundle.manifest import Generation
+from outrider.errors import EngineError, OutriderWarning
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.launches import Shape, Turn
@@ -54,13 +54,13 @@ def answer(outrider: Outrider, prompt: Any, k: int, tokens: int = 70, **params: 
     return [token for event in events for token in event.token_ids] + [round(value, 4) for value in logprobs]
 
 
-@pytest.mark.parametrize("most_candidates", [None, 256])
+@pytest.mark.parametrize("max_candidates", [None, 256])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_tokens_are_those_of_a_device_that_runs_at_once(
-    bundle: Path, at_once: Outrider, settings: str, most_candidates: int | None
+    bundle: Path, at_once: Outrider, settings: str, max_candidates: int | None
 ) -> None:
     """With a TopK that ends at 256 too: what is flatter is decided on the host."""
-    queued = deferred(bundle, most_candidates)
+    queued = deferred(bundle, max_candidates)
     for prompt in ("the quick brown fox", [5]):
         for k in (0, 1, 4, 8):
             assert answer(queued, prompt, k, **SETTINGS[settings]) == answer(at_once, prompt, k, **SETTINGS[settings])
@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_a_device_that_runs_at_once(
 
 def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
-    queued = deferred(bundle, most_candidates=256)
+    queued = deferred(bundle, max_candidates=256)
     watched = WatchedRounds(queued.loop.rounds)
     monkeypatch.setattr(queued.loop, "rounds", watched)
     decided: list[int] = []
@@ -146,7 +146,7 @@ def test_engines_that_may_not_be_recorded_are_not(bundle: Path, at_once: Outride
 
 
 def test_few_rounds_stay_recorded(bundle: Path, at_once: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.runtime.rounds.MOST_RECORDED", 2)
+    monkeypatch.setattr("outrider.runtime.rounds.MAX_RECORDED", 2)
     queued = deferred(bundle)
     assert answer(queued, "the quick", 4) == answer(at_once, "the quick", 4)
     assert len(queued.loop.rounds._recorded) == 2

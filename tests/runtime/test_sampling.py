@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.audit.controls import ReferenceRounds, WatchedRounds
-from outrider.engines.manifest import Generation
+from outrider.bundle.manifest import Generation
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import Fault, named_settings, warp

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.audit.controls import RestlessCompany, WatchedRounds
-from outrider.engines.errors import EngineError, UsageError
-from outrider.engines.folder import read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.errors import EngineError, UsageError
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import Choice, Company, Member
@@ -188,8 +188,8 @@ def test_the_reference_decides_as_the_graphs_do(
 
 def test_on_a_device_that_runs_ahead(bundle: Path, alone: dict[tuple[int, int], list[int]]) -> None:
     """As a GPU does: recorded rounds, memory of its own, nothing done before somebody waits."""
-    for most_candidates in (None, 256):
-        queued = deferred(bundle, most_candidates, slots=SLOTS)
+    for max_candidates in (None, 256):
+        queued = deferred(bundle, max_candidates, slots=SLOTS)
         check(play(Scheduler(queued, k=2), FULL), alone)
         check(play(Scheduler(queued), FULL), alone)
 
@@ -314,7 +314,7 @@ def test_the_rule_of_rejection_in_company(batched: Outrider, monkeypatch: pytest
 
 
 def test_who_waits_is_bounded_and_served_in_order(batched: Outrider) -> None:
-    scheduler = Scheduler(batched, most_waiting=2)
+    scheduler = Scheduler(batched, max_waiting=2)
     prompt = batched.text.encode("Once", chat=False)
     jobs = [scheduler.submit(prompt, SamplingParams(max_new_tokens=3)) for _ in range(SLOTS + 2)]
     with pytest.raises(QueueFullError, match="6 requests are waiting"):
@@ -407,7 +407,7 @@ def test_a_round_that_fails_is_run_again_for_each_alone(
 
     def failing(self: Rounds, turns: list[object], *rest: object, **named: object) -> object:
         if any(len(turn.tokens) > spoilt and turn.tokens[:5] == jobs[1].answer.prompt[:5] for turn in turns):  # type: ignore[attr-defined]
-            raise EngineError("it broke", "mend it")
+            raise EngineError("it broke", "hint it")
         return run(self, turns, *rest, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Rounds, "run", failing)

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from outrider.engines.errors import UsageError
-from outrider.engines.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
+from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
+from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text import Text, TextStream
 from outrider.tests.support import END, tokenizer

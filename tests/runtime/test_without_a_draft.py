@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.bench.results import read
-from outrider.engines.errors import UsageError
-from outrider.engines.folder import read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.errors import UsageError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams

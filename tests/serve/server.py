@@ -16,7 +16,7 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from outrider.engines.manifest import CHAT_TEMPLATE
+from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.tests.support import COMMAND, build, reseal
 
 TEMPLATE = (

@@ -19,7 +19,7 @@ from typing import Any
 import openai
 import pytest
 
-from outrider.engines.folder import read_manifest
+from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.serve.server import Server, chat_bundle, fetch, serving

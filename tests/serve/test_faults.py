@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from outrider.engines.errors import EngineError, OutriderError
 from outrider.engines.session import Session
+from outrider.errors import EngineError, OutriderError
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.loop import Loop
 from outrider.runtime.params import SamplingParams

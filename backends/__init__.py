@@ -1,0 +1,1 @@
+"""What builds and runs engines: ONNX Runtime, TensorRT-RTX and TensorRT."""

@@ -1,0 +1,1 @@
+"""TensorRT and TensorRT-RTX: plans compiled from the exported graphs."""

@@ -1,0 +1,1 @@
+"""The file format: `manifest.json` and sealed folders."""

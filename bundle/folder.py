@@ -1,0 +1,195 @@
+"""Sealed folders: written to a temporary name and renamed when whole, checked file by file when read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+import filelock
+
+from outrider.bundle.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
+from outrider.errors import FolderError
+from outrider.progress import SILENT, Progress
+
+BLOCK = 1 << 22
+UNFINISHED = f".{MANIFEST}.partial"  # beside a manifest that is being replaced
+
+
+@contextmanager
+def staged(destination: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `destination` when the block ends well and vanishes when it does not.
+
+    A process killed in the middle leaves only `.NAME.partial` and `.NAME.lock` beside the destination; the next one
+    clears them away.
+
+    Raises:
+        FolderError: the destination exists, cannot be written, or is being written; or the disk is full.
+    """
+    whole = Path(os.path.abspath(destination))  # without `..`, which nothing can be renamed to
+    if os.path.lexists(whole):
+        raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
+    parent, name = whole.parent, whole.name
+    partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
+    made: list[Path] = []
+    try:
+        made += [folder for folder in (parent, *parent.parents) if not folder.exists()]
+        partial.mkdir(parents=True, exist_ok=True)  # says first, and better than the lock, whether one may write here
+        lock.acquire()
+    except filelock.Timeout:
+        raise FolderError(f"another process is writing {destination}", "wait for it, or choose another output") from None
+    except OSError as error:
+        _remove_empty(made)
+        raise write_error(destination, error) from error
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+        partial.mkdir()
+        yield partial
+        if os.path.lexists(whole):  # rename would silently replace an empty folder
+            raise FolderError(f"{destination} appeared while it was being made", "choose another output")
+        os.rename(partial, whole)
+    except OSError as error:
+        raise write_error(destination, error) from error
+    finally:
+        # The lock is held to the very end, or another writer's folder could be the one that is cleared away here.
+        shutil.rmtree(partial, ignore_errors=True)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+        _remove_empty(made)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove those of `folders`, innermost first, that hold nothing."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def write_error(destination: Path, error: OSError) -> FolderError:
+    """The `FolderError` for an operating system's refusal to write."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return FolderError(f"no room to write {destination}: {error.strerror}", "free some disk space and run again")
+    return FolderError(f"cannot write {destination}: {error.strerror or error}", "choose an output that can be written")
+
+
+def digest(path: Path, progress: Progress = SILENT) -> FileEntry:
+    """The size and SHA-256 of one file."""
+    sha256 = hashlib.sha256()
+    size = 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            sha256.update(block)
+            size += len(block)
+            progress.advance(len(block))
+    return FileEntry(sha256=sha256.hexdigest(), size=size)
+
+
+def digest_all(folder: Path, progress: Progress = SILENT) -> dict[str, FileEntry]:
+    """The entry of every file below `folder`, by its relative path with forward slashes."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    progress.stage("sealing", sum(path.stat().st_size for path in paths))
+    return {path.relative_to(folder).as_posix(): digest(path, progress) for path in paths}
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, in place of one that is there; readers see either, whole.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.partial")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # what kept it from being written may keep it from being removed
+            unfinished.unlink()
+        raise write_error(path, error) from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of an export or a bundle, its file names checked but not the files.
+
+    Raises:
+        FolderError: there is none, or it is damaged, of another version, or names a path that leaves the folder.
+    """
+    try:
+        if not (folder / MANIFEST).resolve(strict=True).is_relative_to(folder.resolve()):
+            raise FolderError(f"{folder / MANIFEST} is a link that leaves the folder", "do not use this folder")
+        manifest = decode_manifest((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise FolderError(
+            f"{folder} is no export and no bundle: {MANIFEST}: {error.strerror}",
+            "name a folder that outrider export or outrider build-engine wrote",
+        ) from error
+    for name in manifest.files:
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
+            raise FolderError(f"{folder}/{MANIFEST} names a path that leaves the folder: {name!r}", "do not use this folder")
+    return manifest
+
+
+class FolderWatch:
+    """A folder's files as they are now, open, so that it is seen when one is changed in place. Another file that takes its name
+    is another file: whoever has the first one open keeps it.
+    """
+
+    def __init__(self, folder: Path):
+        """Raises: FolderError: there is no manifest, or a file is missing."""
+        self._files: dict[str, tuple[int, tuple[int, int]]] = {}
+        for name in read_manifest(folder).files:
+            try:
+                opened = os.open(folder / name, os.O_RDONLY)
+            except OSError as error:
+                self.close()
+                raise FolderError(f"{folder / name}: {error.strerror}", "build the bundle again") from error
+            self._files[name] = opened, _state(opened)
+
+    def changed(self) -> str | None:
+        """The first file that was written to or cut since."""
+        return next((name for name, (opened, before) in self._files.items() if _state(opened) != before), None)
+
+    def close(self) -> None:
+        """Let go of them."""
+        for opened, _ in self._files.values():
+            os.close(opened)
+        self._files.clear()
+
+
+def _state(opened: int) -> tuple[int, int]:
+    found = os.fstat(opened)
+    return found.st_size, found.st_mtime_ns
+
+
+def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> None:
+    """Check that every file of the manifest is there, lies in the folder, and is the one that was sealed; and that there
+    is no other.
+
+    Raises:
+        FolderError: the first file that is missing, is a link to outside, differs, or is not in the manifest.
+    """
+    again = "copy the folder again from where it was made, or make it anew"
+    root = folder.resolve()
+    progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()))
+    for name, entry in manifest.files.items():
+        path = folder / name
+        try:
+            if not path.resolve(strict=True).is_relative_to(root):
+                raise FolderError(f"{path} is a link that leaves the folder", "do not use this folder")
+            size = path.stat().st_size
+            if size != entry.size:
+                raise FolderError(f"{path} has {size:,} bytes; the manifest says {entry.size:,}", again)
+            if digest(path, progress).sha256 != entry.sha256:
+                raise FolderError(f"{path} is not the file that was sealed: its SHA-256 differs", again)
+        except OSError as error:
+            raise FolderError(f"{path} cannot be read: {error.strerror}", again) from error
+        except (ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
+            raise FolderError(f"{folder}/{MANIFEST} names a path that cannot be: {name!r}", again) from error
+    listed = {folder / name for name in (*manifest.files, MANIFEST)}
+    for path in sorted(folder.rglob("*")):
+        if path not in listed and not path.is_dir() and path != folder / UNFINISHED:
+            raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from where it was made")

@@ -1,0 +1,48 @@
+"""Prompts by workload: `{"workload", "prompt"}` a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from outrider.errors import UsageError
+
+SHIPPED = Path(__file__).with_name("workloads.jsonl")  # in the project's own words
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One line; what else it says is not looked at."""
+
+    workload: Annotated[str, msgspec.Meta(min_length=1)]
+    prompt: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+def load(path: Path, each: int | None = None) -> list[Prompt]:
+    """The prompts of a file, or the first `each` of every workload.
+
+    Raises:
+        UsageError: it cannot be read, a line is no such prompt, or there is none.
+    """
+    taken: dict[str, int] = {}
+    prompts = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", "name a file of prompts") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = msgspec.json.decode(line, type=Prompt)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(
+                f"{path}, line {number}: {error}", 'make each line {"workload": "...", "prompt": "..."}'
+            ) from error
+        taken[prompt.workload] = taken.get(prompt.workload, 0) + 1
+        if each is None or taken[prompt.workload] <= each:
+            prompts.append(prompt)
+    if not prompts:
+        raise UsageError(f"{path} has no prompts", 'make each line {"workload": "...", "prompt": "..."}')
+    return prompts

@@ -1,0 +1,40 @@
+"""`outrider inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.commands.output import bundle_table, console, progress_bar
+
+if TYPE_CHECKING:
+    from outrider.bundle.manifest import Manifest
+
+
+@click.command("inspect")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as it is.")
+def command(bundle: Path, as_json: bool) -> None:
+    """Show what a bundle holds, and check every file's digest."""
+    from outrider.backends.open import open_bundle
+
+    with progress_bar() as progress:
+        manifest, _ = open_bundle(bundle, progress)
+    if as_json:
+        click.echo(manifest.encode().decode(), nl=False)
+        return
+    screen = console()
+    screen.print(bundle_table(manifest))
+    screen.print(_file_table(manifest))
+    click.echo("every file is as it was sealed")
+
+
+def _file_table(manifest: Manifest) -> Any:
+    from rich.table import Table
+
+    table = Table("file", "bytes", "sha256", title="files", title_justify="left")
+    for name, entry in manifest.files.items():
+        table.add_row(name, f"{entry.size:,}", entry.sha256[:16])
+    return table

@@ -1,0 +1,157 @@
+"""`outrider serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from outrider.commands.options import device, number_or_auto
+from outrider.errors import FolderError, UsageError
+
+if TYPE_CHECKING:
+    from outrider.serve.settings import Settings
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+KEYS = "OUTRIDER_API_KEYS"
+
+
+def at_least_and_most(_: click.Context, __: click.Parameter, text: str) -> tuple[int, int]:
+    """A callback for a number of replicas."""
+    parts = text.split(":")
+    if not all(part.isdecimal() for part in parts) or len(parts) > 2 or not 1 <= int(parts[0]) <= int(parts[-1]):
+        raise click.BadParameter(f"{text!r} is no number such as 2, and no least and most such as 1:4")
+    return int(parts[0]), int(parts[-1])
+
+
+@click.command("serve")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 is everywhere.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 is any that is free.")
+@click.option("--model-name", default="", help="The name that requests give.  [default: the target's]")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help=f"Keys, one a line; requests must send one. Also from ${KEYS}, separated by commas.",
+)
+@click.option(
+    "--k", default="auto", show_default=True, callback=number_or_auto, help="Draft tokens a round; see outrider generate."
+)
+@click.option("--drafter", type=click.Choice(["model", "ngram", "auto"]), help="Where drafted tokens come from.")
+@click.option("--max-waiting", type=click.IntRange(min=0), default=64, show_default=True, help="Requests that may wait.")
+@click.option("--max-choices", type=click.IntRange(min=1), default=16, show_default=True, help="Answers to one request.")
+@click.option(
+    "--max-prompt", type=click.IntRange(min=1), help="The longest prompt, in tokens.  [default: the bundle's capacity]"
+)
+@click.option("--max-body", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="Bytes of a request.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for an answer.")
+@click.option(
+    "--drain", type=click.IntRange(min=0), default=30, show_default=True, help="Seconds that answers have after SIGTERM."
+)
+@click.option("--log-prompts", is_flag=True, help="Put prompts into the log; by default no text of a request is.")
+@click.option("--ray", is_flag=True, help="Run replicas in the Ray cluster of $RAY_ADDRESS, or in one for this command.")
+@click.option(
+    "--replicas", default="1", show_default=True, callback=at_least_and_most, help="With --ray: how many, or MIN:MAX by load."
+)
+@click.option(
+    "--cpus", type=click.IntRange(min=1), help="With --ray: cores of a replica.  [default: as many as fit; 1 with a GPU]"
+)
+@device
+def command(
+    bundle: Path,
+    host: str,
+    port: int,
+    model_name: str,
+    api_key_file: Path | None,
+    k: int | str,
+    drafter: str | None,
+    max_waiting: int,
+    max_choices: int,
+    max_prompt: int | None,
+    max_body: int,
+    timeout: float,
+    drain: int,
+    log_prompts: bool,
+    ray: bool,
+    replicas: tuple[int, int],
+    cpus: int | None,
+    device: str | None,
+) -> None:
+    """Answer HTTP requests as OpenAI's API does, many at once.
+
+    As many requests share a round as the bundle was built for (build-engine --batch).
+    """
+    from outrider.bundle.folder import read_manifest
+    from outrider.serve.log import log_as_json
+    from outrider.serve.settings import Settings
+
+    build = read_manifest(bundle).build
+    if build is None:  # what is wrong at once is said at once
+        raise FolderError(f"{bundle} is an export, not a bundle", f"build it first: outrider build-engine {bundle} -o BUNDLE")
+    if not ray and (replicas != (1, 1) or cpus is not None):
+        raise UsageError("--replicas and --cpus are for --ray", "add --ray, or leave them out")
+    if ray and port == 0:
+        raise UsageError("all machines of a cluster listen on one port", "name one with --port")
+    keys = _keys(api_key_file)
+    settings = Settings(
+        bundle=bundle.resolve(),
+        device=device,
+        k=k,
+        drafter=drafter,
+        max_waiting=max_waiting,
+        timeout=timeout,
+        model=model_name,
+        keys=keys,
+        hosts=() if keys or host not in LOOPBACK else LOOPBACK,
+        max_bytes=max_body,
+        max_choices=max_choices,
+        max_prompt=max_prompt,
+        log_prompts=log_prompts,
+    )
+    log_as_json()
+    if ray:
+        from outrider.serve import cluster
+
+        on_gpu = build.backend != "onnxruntime" or (device or build.device) == "cuda"
+        cluster.run(settings, replicas, build.batch, cpus or (1 if on_gpu else None), int(on_gpu), host, port, drain)
+    else:
+        _run(settings, host, port, drain)
+
+
+def _run(settings: Settings, host: str, port: int, drain: int) -> None:
+    """Serve until SIGTERM."""
+    import uvicorn
+
+    from outrider.serve.app import create_app
+
+    app, worker, _ = create_app(settings)
+
+    class Draining(uvicorn.Server):
+        """Tells those whose answers have not ended in time to try again, where uvicorn would cut them off."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().call_later(drain, worker.end)
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=drain + 5)
+    Draining(config).run()
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    """Those of the file and those of the environment."""
+    keys = os.environ.get(KEYS, "").split(",")
+    if KEYS in os.environ and not any(key.strip() for key in keys):
+        raise UsageError(f"${KEYS} is set and has no key in it", "give keys, or unset it to let everyone in")
+    if path is not None:
+        try:
+            keys += path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read {path}: {error}", "name a file with a key on each line") from error
+        if not any(key.strip() for key in keys):
+            raise UsageError(f"{path} has no key", "write one on a line of its own")
+    return tuple(key.strip() for key in keys if key.strip())

@@ -1,0 +1,334 @@
+"""Graphs fused for ONNX Runtime: each rewrite computes what it replaced, and what cannot be rewritten stays as exported."""
+
+from __future__ import annotations
+
+import builtins
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Cohere2Config
+
+from outrider.backends.onnxruntime.fusion import CachedAttention, LastRows, Products, Rotary, SpareRow, Unsplit, fuse, refused
+from outrider.backends.open import open_bundle, open_engines
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import Build
+from outrider.errors import OutriderWarning
+from outrider.export.parity import CHUNKS, Exported, reference
+from outrider.export.quantize import Rounding, pack, quantize_model
+from outrider.export.source import Source, load_tokenizer
+from outrider.export.step_model import trace
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.export.test_architectures import COMMON, CONFIGS, WINDOW
+from outrider.tests.support import PAIR, Fused, build, run
+
+CAPACITY = 160
+
+
+def operators(path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for node in onnx.load(path, load_external_data=False).graph.node:
+        found[node.op_type] = found.get(node.op_type, 0) + 1
+    return found
+
+
+def made_of(bundle: Path) -> Build:
+    made = read_manifest(bundle).build
+    assert made is not None
+    return made
+
+
+def test_every_layer_of_the_shipped_pair_is_fused(shipped_bundle: Path) -> None:
+    layers = {"target": 6, "draft": 2}
+    for role, count in layers.items():
+        found = operators(shipped_bundle / role / "model.onnx")
+        assert found["GroupQueryAttention"] == count
+        assert (found["SimplifiedLayerNormalization"], found["SkipSimplifiedLayerNormalization"]) == (1, 2 * count)
+        assert not found.keys() & {"Attention", "TensorScatter", "RotaryEmbedding", "Neg", "Pow"}
+        assert made_of(shipped_bundle).rewrites[role] == {
+            "norms": 2 * count + 1,
+            "norms of sums": 2 * count,
+            "rotary embeddings": 2 * count,
+            "attention": count,
+            "heads joined": count,
+            "logits of some rows": 1,
+        }
+    shown = run("inspect", shipped_bundle)
+    assert "13 norms, 12 norms of sums" in shown.stdout
+
+
+def test_the_fused_graphs_compute_what_the_exported_ones_do(shipped_bundle: Path, shipped_export: Path) -> None:
+    done = run("verify", shipped_bundle, "--engines", shipped_export)
+    assert done.returncode == 0, done.stdout
+    assert "the engines compute what ONNX Runtime does" in done.stdout
+
+
+def test_each_sequence_of_a_batch_has_attention_of_its_own(tiny_export: Path, tmp_path: Path) -> None:
+    bundle = build(tiny_export, tmp_path / "bundle", batch=3)
+    assert made_of(bundle).rewrites["target"]["attention"] == 2
+    found = operators(bundle / "target" / "model.onnx")
+    assert found["GroupQueryAttention"] == 3 * 2
+    assert not found.keys() & {"Attention", "TensorScatter"}
+    plain = operators(build(tiny_export, tmp_path / "plain") / "target" / "model.onnx")
+    assert found["MatMul"] == plain["MatMul"]
+
+
+def texts(bundle: Path) -> list[list[int]]:
+    loaded = Outrider.load(bundle)
+    params = SamplingParams(max_new_tokens=60)
+    return [[t for event in loaded.generate("the quick", params, k=k) for t in event.token_ids] for k in (0, 4)]
+
+
+def test_a_graph_that_computes_otherwise_is_not_taken(
+    tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(path: Path, output: Path, *sizes: Any) -> tuple[dict[str, int], list[str]]:
+        done = fuse(path, output, *sizes)
+        model = onnx.load(output, load_external_data=False)
+        for node in model.graph.node:
+            for attribute in node.attribute:
+                if attribute.name == "epsilon":
+                    attribute.f = 10.0
+        onnx.save(model, output)
+        return done
+
+    monkeypatch.setattr("outrider.backends.onnxruntime.fusion.fuse", wrong)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bundle = build(tiny_export, tmp_path / "bundle")
+    said = [str(each.message) for each in caught if each.category is OutriderWarning]
+    assert [each.split(":")[0] for each in said] == [
+        f"the {role} stays as exported, which is slower" for role in ("target", "draft")
+    ]
+    assert all("fused, its logits would differ by more than" in each for each in said)
+    assert made_of(bundle).rewrites == {}
+    assert "Attention" in operators(bundle / "target" / "model.onnx")
+    assert texts(bundle) == texts(tiny_bundle)
+
+
+def test_without_the_packages_that_fuse_it_says_what_to_install(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *arguments: Any) -> Any:
+        if name == "outrider.backends.onnxruntime.fusion":
+            raise ImportError("No module named 'onnxscript'")
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.warns(OutriderWarning, match=r"stay as exported, which is slower: .*; pip install 'outrider\[build\]'"):
+        bundle = build(tiny_export, tmp_path / "bundle")
+    assert made_of(bundle).rewrites == {}
+    open_bundle(bundle)
+
+
+def test_nothing_is_said_where_all_is_well(tiny_export: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bundle = build(tiny_export, tmp_path / "bundle")
+    assert made_of(bundle).rewrites["target"]["attention"] == 2
+    assert not (bundle / "fused").exists()
+    assert not (bundle / "final").exists()
+    assert np.array_equal(texts(bundle)[0], texts(bundle)[1])
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_a_row_has_the_same_bits_in_any_company(shipped_exports: Callable[[str], Path], tmp_path: Path, precision: str) -> None:
+    """Alone, or in a pass of 2, 3, 5, 9 or 64 rows: what makes speculative text plain text where activations are rounded."""
+    bundle = build(shipped_exports(precision), tmp_path / "bundle", max_prompt_chunk=64)
+    assert made_of(bundle).rewrites["target"]["attention"] == 6
+    assert operators(bundle / "target" / "model.onnx")["MatMulNBits"] == 6 * 4 + 1
+    session = open_engines(bundle, *open_bundle(bundle)).session("target", batch=1)
+    ids = np.random.default_rng(0).integers(0, session.vocab_rows, (1, CAPACITY))
+
+    def logits(rows: int) -> np.ndarray:
+        session.run(ids[:, :16], np.array([0]))
+        passes = [session.run(ids[:, at : at + rows], np.array([at]))[0].copy() for at in range(16, CAPACITY - rows + 1, rows)]
+        return np.concatenate(passes)[:135]
+
+    alone = logits(1)
+    for rows in (2, 3, 5, 9, 64):
+        found = logits(rows)
+        np.testing.assert_array_equal(found, alone[: len(found)])
+    for at in (0, 64):  # and so are the caches, which the next prompt may go on from
+        session.write(ids[:, at : at + 64], np.array([at]))
+    np.testing.assert_array_equal(session.run(ids[:, 128:129], np.array([128]))[0], alone[112:113])
+    np.testing.assert_array_equal(session.run(ids[:, -1:], np.array([CAPACITY - 1])).shape, (1, 1, session.vocab_rows))
+
+    # Beside other sequences, at another place in each, in any slots.
+    many = build(shipped_exports(precision), tmp_path / "many", batch=4)
+    batched = open_engines(many, *open_bundle(many)).session("target", 4)
+    assert made_of(many).rewrites["target"]["attention"] == 6
+    for slot, begin in enumerate((16, 40, 64, 90)):
+        for at in range(0, begin, 16):
+            batched.write(ids[:, at : min(at + 16, begin)], np.array([at]), slot)
+    for first, begins in ((0, (16, 40, 64, 90)), (1, (40, 64)), (2, (64, 90)), (3, (90,)), (0, (16,))):
+        for rows in (1, 2, 5):
+            given = np.concatenate([ids[:, at : at + rows] for at in begins])
+            for found, at in zip(batched.run(given, np.array(begins), first), begins, strict=True):
+                np.testing.assert_array_equal(found, alone[at - 16 : at - 16 + rows])
+
+
+COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+
+
+@pytest.mark.parametrize(
+    ("config", "joined_products", "products"),
+    [
+        (CONFIGS["Llama"], 4, 9),
+        (CONFIGS["Qwen2"], 4, 9),  # with biases
+        (CONFIGS["Qwen3"], 4, 9),  # with norms between the products and attention
+        (COHERE2, 2, 7),  # one norm for attention and all else, and no rotary embedding in its second layer
+    ],
+    ids=lambda each: type(each).__name__ if hasattr(each, "vocab_size") else None,
+)
+def test_joined_products_give_the_bits_of_those_they_join(
+    config: Any, joined_products: int, products: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(config)).eval()  # tracing leaves its mark on it
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.requires_grad_(False)
+    quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
+    tokens = torch.randint(0, 320, (1, sum(CHUNKS)))
+    _, layers = reference(model, tokens)
+    graph = tmp_path / "model.onnx"
+    program = trace(model, layers, spare_row=True)
+    pack(program, model)
+    program.save(graph, external_data=True)
+    done, _ = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
+    assert done["joined products"] == joined_products
+    assert done["attention"] == 2
+    monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
+    done, _ = fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
+    assert "joined products" not in done
+    assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, products]
+    joined, apart = (Fused(tmp_path / f"{each}.onnx", layers, "int4").logits(tokens) for each in ("joined", "apart"))
+    np.testing.assert_array_equal(joined, apart)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, int]]]:
+    """The graph of a tiny random Qwen2 at 4 bits, and its layers."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["Qwen2"])).eval().requires_grad_(False)
+    quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
+    _, layers = reference(model, torch.zeros((1, sum(CHUNKS)), dtype=torch.int64))
+    program = trace(model, layers, spare_row=True)
+    pack(program, model)
+    graph = tmp_path_factory.mktemp("qwen2") / "model.onnx"
+    program.save(graph, external_data=True)
+    return graph, layers
+
+
+REWRITES = [Rotary, Products, SpareRow, CachedAttention, Unsplit, LastRows]
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "made", "changed"),
+    [
+        ([Rotary], {"rotary embeddings": 4}, "Neg"),
+        ([Products], {"joined products": 4}, "MatMul"),
+        ([SpareRow], {}, "Concat"),  # which is not counted
+        ([SpareRow, CachedAttention], {"attention": 2}, "Attention"),
+        ([SpareRow, CachedAttention, Unsplit], {"attention": 2, "heads joined": 2}, "Attention"),
+        ([LastRows], {"logits of some rows": 1}, "Slice"),
+    ],
+    ids=lambda each: each[-1].__name__ if isinstance(each, list) else "",
+)
+def test_each_rewrite_by_itself_computes_what_it_replaced(
+    qwen2: tuple[Path, list[tuple[int, int, int]]],
+    rewrites: list[type],
+    made: dict[str, int],
+    changed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With those that make what it looks for."""
+    graph, layers = qwen2
+    with monkeypatch.context() as patch:
+        for other in REWRITES:
+            patch.setattr(other, "check", lambda self, context, **_: refused("not now"))
+        fuse(graph, tmp_path / "norms.onnx", CAPACITY - 1, steady=False, batch=1)
+    for other in set(REWRITES) - set(rewrites):
+        monkeypatch.setattr(other, "check", lambda self, context, **_: refused("not now"))
+    done, _ = fuse(graph, tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
+    assert {name: count for name, count in done.items() if "norms" not in name} == made
+    before, after = (operators(tmp_path / f"{each}.onnx").get(changed, 0) for each in ("norms", "fused"))
+    assert after > before if LastRows in rewrites else after < before
+    tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
+    want = Exported(graph, layers, "int4").logits(tokens)
+    got = (Fused if LastRows in rewrites else Exported)(tmp_path / "fused.onnx", layers, "int4").logits(tokens)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def capped(node: onnx.NodeProto) -> None:
+    if node.op_type == "Attention":
+        node.attribute.append(onnx.helper.make_attribute("softcap", 0.01))
+
+
+def twisted(node: onnx.NodeProto) -> None:
+    if node.op_type == "Cos":
+        node.op_type = "Tan"
+
+
+@pytest.mark.parametrize(
+    ("edit", "lacks", "reasons"),
+    [
+        (capped, "attention", ["attention of 2 of 2 layers", "it has more attributes than a scale"]),
+        (twisted, "rotary embeddings", []),
+    ],
+)
+def test_what_is_not_what_a_rewrite_is_for_is_left(
+    qwen2: tuple[Path, list[tuple[int, int, int]]],
+    edit: Callable[[onnx.NodeProto], None],
+    lacks: str,
+    reasons: list[str],
+    tmp_path: Path,
+) -> None:
+    graph, layers = qwen2
+    model = onnx.load(graph)
+    for node in model.graph.node:
+        edit(node)
+    onnx.save(model, tmp_path / "edited.onnx")
+    done, left = fuse(tmp_path / "edited.onnx", tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
+    assert lacks not in done
+    assert done["joined products"] == 4
+    assert left == reasons
+    tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
+    want, plain = (Exported(path, layers, "int4").logits(tokens) for path in (tmp_path / "edited.onnx", graph))
+    np.testing.assert_allclose(Fused(tmp_path / "fused.onnx", layers, "int4").logits(tokens), want, atol=1e-4)
+    assert np.abs(want - plain).max() > 1e-3  # the edit shows
+
+
+def test_attention_that_is_left_is_said(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CachedAttention, "check", lambda self, context, **_: self._refused("it is as nobody has seen"))
+    said = "attention of 2 of 2 layers of the target stays as exported, which is slower: it is as nobody has seen"
+    with pytest.warns(OutriderWarning) as caught:
+        build(tiny_export, tmp_path / "bundle")
+    assert said in [str(each.message) for each in caught]
+
+
+def test_a_graph_that_cannot_be_rewritten_stays_as_exported(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumble(*_: object) -> dict[str, int]:
+        raise KeyError("a node of a kind that nobody has seen")
+
+    monkeypatch.setattr("outrider.backends.onnxruntime.fusion.fuse", stumble)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bundle = build(tiny_export, tmp_path / "bundle")
+    assert any("the target stays as exported, which is slower: 'a node" in str(each.message) for each in caught)
+    assert made_of(bundle).rewrites == {}
+    assert {each.name for each in bundle.iterdir()} >= {"target", "draft", "sampler"}

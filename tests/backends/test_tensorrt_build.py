@@ -1,0 +1,279 @@
+"""TensorRT-RTX builds, on any machine: what they record, and what is said where they fail."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import onnx
+import psutil
+import pytest
+
+from outrider.backends.tensorrt.build import PARTS, Job, Options, build_plan
+from outrider.backends.tensorrt.profiles import step_profiles
+from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.manifest import ENGINES, engine_file
+from outrider.engines.contract import cache_tensors
+from outrider.errors import EngineError, UsageError
+from outrider.export.pair import export_pair
+from outrider.progress import Progress
+from outrider.tests.support import COMMAND, PAIR, build, reseal, run
+
+trt: Any = pytest.importorskip("tensorrt_rtx", reason="would show that the engines build: pip install 'outrider[rtx]'")
+KNOWN = "7.5, 8.0, 8.6, 8.9, 12.0"
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_shipped_pair_builds_with_every_profile(precision: str, shipped_export: Path, tmp_path: Path) -> None:
+    export = shipped_export
+    if precision != "fp32":
+        export = tmp_path / "onnx"
+        export_pair(str(PAIR / "target"), str(PAIR / "draft"), export, precision=precision)
+    bundle = build(export, tmp_path / "bundle", backend="tensorrt-rtx", capacity=512)
+    manifest = read_manifest(bundle)
+    check_files(bundle, manifest)
+    made = manifest.build
+    assert made is not None
+    assert (made.backend, made.backend_version, made.costs) == ("tensorrt-rtx", trt.__version__, {})
+    assert (made.compute_capabilities, made.version_compatible) == ([], False)
+    assert "8.0 and newer" in made.device
+    assert manifest.models["target"].precision == precision
+    texts = {"tokenizer.json", "chat_template.jinja"} & read_manifest(export).files.keys()
+    assert set(manifest.files) == texts | set(map(engine_file, ENGINES))
+    for role in ("target", "draft"):
+        assert made.rows(role) == [(1, 16), (1, 1), (2, 2), (3, 3), (5, 5), (9, 9)]
+        assert manifest.files[engine_file(role)].size > (export / role / "model.onnx.data").stat().st_size
+        assert {tuple(profile) for profile in made.profiles[role]} == {("input_ids", "positions", "key_positions")}
+    assert made.rows("drafter") == [(1, 1)]
+    assert made.rows("verifier") == made.rows("logprobs") == [(1, 1), (2, 2), (3, 3), (5, 5), (9, 9)]
+    shown = run("inspect", bundle)
+    assert shown.returncode == 0, shown.stderr
+    assert "1-16, 1, 2, 3, 5, 9" in shown.stdout
+    assert "the package's default" in shown.stdout
+
+
+def test_options_reach_the_builder(tiny_export: Path, tmp_path: Path) -> None:
+    done = run(
+        *("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt-rtx", "--batch", "3", "--k", "2"),
+        *("--capacity", "100", "--compute-capability", "12.0,8.9", "--workspace", "1", "--optimization-level", "0"),
+        *("--verbosity", "warning"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning: " in done.stderr  # of the parser: int64 inputs
+    assert "cudaError" not in done.stderr
+    assert "12.0, 8.9" in done.stdout
+    made = read_manifest(tmp_path / "out").build
+    assert made is not None
+    assert made.compute_capabilities == ["12.0", "8.9"]
+    assert made.device == "GPUs of compute capability 12.0, 8.9"
+    assert made.profiles["draft"][2]["input_ids"] == ([1, 2], [3, 2], [3, 2])
+
+
+def test_a_workspace_too_small_is_the_builders_own_word(tiny_export: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"failed while building the .* within workspace limit") as caught:
+        build(tiny_export, tmp_path / "out", backend="tensorrt-rtx", options=Options(workspace=1e-9))
+    assert "--workspace" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message", "hint"),
+    [
+        ("onnxruntime", Options(workspace=1), "--workspace does not apply to the backend onnxruntime", "tensorrt-rtx and"),
+        ("onnxruntime", Options(compute_capability=("8.9",)), "--compute-capability does not apply", "it is for tensorrt-rtx"),
+        ("tensorrt", Options(compute_capability=("8.9",)), "--compute-capability does not apply to the backend tensorrt", ""),
+        ("tensorrt-rtx", Options(timing_cache="x"), "--timing-cache does not apply to the backend tensorrt-rtx", "tensorrt"),
+        ("tensorrt-rtx", Options(hardware_compatible=True), "--hardware-compatible does not apply", ""),
+        ("tensorrt-rtx", Options(version_compatible=True), "--version-compatible does not apply", ""),
+        ("tensorrt-rtx", Options(compute_capability=("8.9", "9.0")), "does not build for compute capability '9.0'", KNOWN),
+        ("tensorrt-rtx", Options(compute_capability=("",)), "does not build for compute capability ''", KNOWN),
+        ("tensorrt-rtx", Options(workspace=-1), "workspace of -1 GiB", ""),
+        ("tensorrt-rtx", Options(optimization_level=6), "no optimization level 6", "0 to 5"),
+        ("tensorrt-rtx", Options(verbosity="loud"), "no verbosity 'loud'", "error, warning"),
+    ],
+)
+def test_an_option_that_does_not_apply_is_wrong_use(
+    tiny_export: Path, tmp_path: Path, backend: str, options: Options, message: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        build(tiny_export, tmp_path / "out", backend=backend, options=options)
+    assert message in str(caught.value)
+    assert hint in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_that_tensorrt_cannot_count_are_wrong_use(tiny_export: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="TensorRT takes less than 1,099,511,627,776"):
+        build(tiny_export, tmp_path / "out", backend="tensorrt-rtx", batch=10**15)
+
+
+@pytest.mark.skipif(find_spec("tensorrt") is not None, reason="would show what is said without the package")
+def test_a_package_that_is_not_there_is_named_with_its_extra(tiny_export: Path, tmp_path: Path) -> None:
+    done = run("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt")
+    assert done.returncode == 1
+    assert "error: what builds for TensorRT cannot be imported: No module named 'tensorrt'" in done.stderr
+    assert "pip install 'outrider[tensorrt]'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def altered(export: Path, folder: Path, change: Callable[[onnx.GraphProto], None]) -> Path:
+    """A copy of an export whose draft's graph is changed."""
+    copy = Path(shutil.copytree(export, folder / "onnx"))
+    model = onnx.load(copy / "draft" / "model.onnx", load_external_data=False)
+    change(model.graph)
+    onnx.save(model, copy / "draft" / "model.onnx")
+    reseal(copy)
+    return copy
+
+
+def test_what_the_parser_refuses_is_named_by_its_node(tiny_export: Path, tmp_path: Path) -> None:
+    def add_a_draw(graph: onnx.GraphProto) -> None:
+        graph.node.append(onnx.helper.make_node("BitwiseNot", ["input_ids"], ["odd"], name="odd_one"))
+
+    export = altered(tiny_export, tmp_path, add_a_draw)
+    with pytest.raises(
+        EngineError, match=r"refuses the graph while building the draft: node 'odd_one' \(BitwiseNot\)"
+    ) as caught:
+        build(export, tmp_path / "bundle", backend="tensorrt-rtx")
+    assert "docs/models.md" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["onnx"]
+
+
+def test_a_cache_that_is_not_updated_in_place_is_refused(tiny_export: Path, tmp_path: Path) -> None:
+    def swap(graph: onnx.GraphProto) -> None:
+        other = {"present_key_0": "present_value_0", "present_value_0": "present_key_0"}
+        for node in graph.node:
+            for names in (node.input, node.output):
+                names[:] = [other.get(name, name) for name in names]
+
+    export = altered(tiny_export, tmp_path, swap)
+    with pytest.raises(EngineError, match="present_key_0 is not past_key_0 updated in place"):
+        build(export, tmp_path / "bundle", backend="tensorrt-rtx")
+
+
+def building(
+    export: Path, output: Path, act: Callable[[psutil.Process, psutil.Process], None], **options: Any
+) -> tuple[int, str]:
+    """Run `build-engine`, and let `act` have the command and its child while TensorRT builds the first engine."""
+    arguments = ["build-engine", str(export), "-o", str(output), "--backend", "tensorrt-rtx", "--capacity", "512"]
+    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, **options) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("building the target ..."):
+                time.sleep(0.7)  # of two seconds
+                parent = psutil.Process(process.pid)
+                (child,) = parent.children()
+                act(parent, child)
+                break
+        rest = process.stderr.read()
+    assert not [path for path in output.parent.iterdir() if path.name == output.name]
+    return process.wait(), rest
+
+
+@pytest.mark.parametrize(
+    ("sign", "message"),
+    [
+        (signal.SIGSEGV, "TensorRT-RTX crashed while building the target"),
+        (signal.SIGKILL, "TensorRT-RTX ran out of memory while building the target"),  # the system's way to say so
+    ],
+)
+def test_a_crash_is_an_error_message(shipped_export: Path, tmp_path: Path, sign: signal.Signals, message: str) -> None:
+    code, rest = building(shipped_export, tmp_path / "out", lambda _, child: child.send_signal(sign))
+    assert code == 1
+    error, hint = rest.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert (sign.name in error) == (sign == signal.SIGSEGV)
+    assert hint.startswith("hint:  ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_ends_the_child_and_leaves_nothing(shipped_export: Path, tmp_path: Path) -> None:
+    children = []
+
+    def interrupt(parent: psutil.Process, child: psutil.Process) -> None:
+        children.append(child)
+        parent.send_signal(signal.SIGINT)
+
+    code, rest = building(
+        shipped_export, tmp_path / "out", interrupt, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
+    assert code == 1
+    assert "Traceback" not in rest
+    assert not children[0].is_running()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_command_takes_its_child_along(shipped_export: Path, tmp_path: Path) -> None:
+    children = []
+
+    def kill(parent: psutil.Process, child: psutil.Process) -> None:
+        children.append(child)
+        parent.kill()
+
+    building(shipped_export, tmp_path / "out", kill)
+    gone_by = time.monotonic() + 20
+    while children[0].is_running() and children[0].status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < gone_by
+        time.sleep(0.05)
+    build(shipped_export, tmp_path / "out", backend="tensorrt-rtx", k=[1], capacity=64)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_too_little_memory_says_what_was_asked_and_what_shrinks_it(shipped_export: Path, tmp_path: Path) -> None:
+    def little() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (800 << 20, 800 << 20))
+
+    done = run(
+        *("build-engine", shipped_export, "-o", tmp_path / "out", "--backend", "tensorrt-rtx", "--capacity", "512"),
+        preexec_fn=little,
+    )
+    assert done.returncode == 1
+    error, hint = done.stderr.splitlines()[-2:]
+    assert "TensorRT-RTX ran out of memory while building the target" in error
+    assert "a batch of 1, a capacity of 512, a prompt chunk of 64, k = 1, 2, 4, 8" in error
+    assert "GiB of memory are free" in error
+    for option in ("--max-prompt-chunk", "--batch", "--capacity", "--workspace", "--k"):
+        assert option in hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_finds_no_room_is_not_half_written(tiny_export: Path, tmp_path: Path) -> None:
+    def little() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    done = run("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt-rtx", preexec_fn=little)
+    assert done.returncode == 1
+    assert "error: no room to write" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+class Parts(Progress):
+    done = 0
+
+    def advance(self, size: int) -> None:
+        self.done += size
+
+
+def test_progress_ends_at_the_end_and_the_timing_cache_is_kept(tiny_export: Path, tmp_path: Path) -> None:
+    """The cache is offered for `tensorrt` only, but is the same code in both packages."""
+    job = Job(
+        backend="tensorrt-rtx",
+        options=Options(timing_cache=str(tmp_path / "timings")),
+        graph=str(tiny_export / "draft" / "model.onnx"),
+        plan=str(tmp_path / "plan"),
+        cache=cache_tensors(read_manifest(tiny_export).models["draft"].layers),
+        capacity=64,
+        profiles=step_profiles([1], 64, 1, 8),
+    )
+    parts = Parts()
+    build_plan(job, "draft", progress=parts)
+    assert parts.done == PARTS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "timings"]
+    build_plan(job, "draft")

@@ -1,0 +1,164 @@
+"""What the TensorRT runtime decides before it touches a GPU: profiles, and refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from outrider.backends.open import open_engines
+from outrider.backends.tensorrt.engine import check_gpu, check_version, choose_profile
+from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import Build
+from outrider.errors import EngineError, UsageError
+from outrider.tests.support import build, run
+
+pytest.importorskip("tensorrt_rtx", reason="would show what a TensorRT-RTX bundle is refused for: pip install 'outrider[rtx]'")
+K, CHUNK = [1, 2, 4, 8], 64
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair, built for two compute capabilities."""
+    from outrider.backends.tensorrt.build import Options
+
+    options = Options(compute_capability=("8.6", "8.9"), optimization_level=0)
+    return build(tiny_export, tmp_path_factory.mktemp("rtx") / "bundle", backend="tensorrt-rtx", k=[1, 4], options=options)
+
+
+@pytest.fixture
+def made(bundle: Path) -> Build:
+    build = read_manifest(bundle).build
+    assert build is not None
+    return build
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "the"], ["verify"]])
+def test_a_bundle_is_refused_where_no_gpu_is(bundle: Path, command: list[str]) -> None:
+    name, *rest = command
+    done = run(name, bundle, *rest)
+    assert done.returncode == 1
+    assert "error: no NVIDIA GPU is there: there is no driver\n" in done.stderr
+    assert "hint:  run it on a machine with an NVIDIA GPU and driver; for a CPU, build with" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_was_not_measured_and_says_so(bundle: Path, made: Build) -> None:
+    assert made.costs == {}
+    done = run("inspect", bundle)
+    assert done.returncode == 0
+    assert "tensorrt-rtx" in done.stdout
+
+
+def test_a_cpu_is_no_place_for_it(bundle: Path) -> None:
+    done = run("generate", bundle, "--prompt", "the", "--device", "cpu")
+    assert done.returncode == 2
+    assert "tensorrt-rtx does not run on a CPU" in done.stderr
+
+
+def test_another_gpu_is_refused_with_the_command_as_a_hint(made: Build) -> None:
+    check_gpu(made, "NVIDIA GeForce RTX 4090", "8.9")
+    with pytest.raises(EngineError, match=r"compute capability 8\.6, 8\.9; this one, NVIDIA H200, has 9\.0") as refused:
+        check_gpu(made, "NVIDIA H200", "9.0")
+    assert "outrider build-engine" in refused.value.hint
+    assert "--backend tensorrt-rtx" in refused.value.hint
+    check_gpu(msgspec.structs.replace(made, compute_capabilities=[]), "NVIDIA H200", "9.0")  # the plan itself must know
+
+
+def test_another_gpu_of_the_same_capability_is_refused_where_kernels_were_chosen_on_one(made: Build) -> None:
+    on_one = msgspec.structs.replace(made, backend="tensorrt", device="NVIDIA H100 PCIe", compute_capabilities=["9.0"])
+    check_gpu(on_one, "NVIDIA H100 PCIe", "9.0")
+    with pytest.raises(EngineError, match="built on a NVIDIA H100 PCIe; this is a NVIDIA H200"):
+        check_gpu(on_one, "NVIDIA H200", "9.0")
+
+
+def test_another_release_is_refused_before_a_plan_is_read(bundle: Path, made: Build) -> None:
+    older = msgspec.structs.replace(made, backend_version="1.0.0.1")
+    with pytest.raises(EngineError, match=r"built by tensorrt_rtx 1\.0\.0\.1; installed is") as refused:
+        open_engines(bundle, read_manifest(bundle), older)
+    assert "pip install tensorrt_rtx==1.0.0.1, or build it again" in refused.value.hint
+    check_version(msgspec.structs.replace(older, version_compatible=True), "1.7.1")
+
+
+def test_a_missing_package_is_named_with_its_extra(bundle: Path, made: Build) -> None:
+    with pytest.raises(EngineError, match="tensorrt cannot be imported") as refused:
+        open_engines(bundle, read_manifest(bundle), msgspec.structs.replace(made, backend="tensorrt"))
+    assert refused.value.hint == "pip install 'outrider[tensorrt]'"
+
+
+def test_cudas_own_package_is_named_where_it_is_missing(tiny_export: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['cuda'] = None\nfrom outrider.cli import main; main()"
+    asked = ["build-engine", str(tiny_export), "-o", str(tmp_path / "bundle"), "--device", "cuda"]
+    command = [sys.executable, "-c", code, *asked]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "CUDA's Python package cannot be imported" in done.stderr
+    assert "pip install 'outrider[cuda]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_onnx_runtime_on_cuda_is_refused_where_no_gpu_is(tiny_bundle: Path, tiny_export: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(tiny_bundle)
+    assert manifest.build is not None
+    exported = msgspec.structs.replace(manifest.build, rewrites={})
+    with pytest.raises(EngineError, match="no NVIDIA GPU is there"):
+        open_engines(tiny_bundle, manifest, exported, "cuda")
+    done = run("build-engine", tiny_export, "-o", tmp_path / "bundle", "--device", "cuda")
+    assert (done.returncode, "error: no NVIDIA GPU is there" in done.stderr) == (1, True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("calibrate",)])
+def test_graphs_that_are_fused_for_the_cpu_run_there_only(tiny_bundle: Path, command: tuple[str, ...]) -> None:
+    done = run(command[0], tiny_bundle, *command[1:], "--device", "cuda")
+    assert (done.returncode, "fused for the CPU" in done.stderr) == (2, True)
+
+
+def test_device_is_onnx_runtimes(tiny_export: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--device does not apply to the backend tensorrt-rtx"):
+        build(tiny_export, tmp_path / "bundle", backend="tensorrt-rtx", device="cuda")
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_each_pass_takes_the_profile_of_its_rows(batch: int) -> None:
+    profiles = step_profiles(K, 1024, 4, CHUNK)
+    spans = [(profile["input_ids"][0][1], profile["input_ids"][2][1]) for profile in profiles]
+    for rows in (1, 2, 3, 5, 9, 4, 17, 64):
+        for window in (64, 128, 1024):
+            shapes = {"input_ids": (batch, rows), "positions": (batch,), "key_positions": (window,)}
+            shapes["past_key_0"] = (batch, 2, 1024, 8)  # no profile speaks of the cache
+            want = (rows, rows) if rows in (1, 2, 3, 5, 9) else (1, CHUNK)
+            assert spans[choose_profile(profiles, shapes)] == want
+
+
+@pytest.mark.parametrize(
+    "beyond", [{"input_ids": (1, 65)}, {"input_ids": (5, 9)}, {"key_positions": (2048,)}, {"key_positions": (32,)}]
+)
+def test_a_shape_beyond_the_profiles_says_what_to_build(beyond: dict[str, tuple[int, ...]]) -> None:
+    shapes = {"input_ids": (1, 9), "positions": (1,), "key_positions": (64,)} | beyond
+    with pytest.raises(EngineError, match=r"no profile of the engine takes input_ids \[") as refused:
+        choose_profile(step_profiles(K, 1024, 4, CHUNK), shapes)
+    assert "--k, a larger --capacity, --batch or --max-prompt-chunk" in refused.value.hint
+
+
+@pytest.mark.parametrize(("rows", "candidates"), [(1, 1), (5, 256), (9, 3840)])
+def test_the_verifiers_profile_goes_by_rows_and_candidates(rows: int, candidates: int) -> None:
+    profiles = sampler_profiles("verifier", K, 1, 5000, 5000)
+    shapes = {
+        "logits": (1, rows, 5000),
+        "drafted": (1, rows),
+        "drafted_count": (1,),
+        "q": (rows, 1, 5000),
+        "settings": (1, 8),
+        "edit_ids": (1, 16),
+        "edits": (1, 16, 4),
+        "uniforms": (1, rows, 3),
+        "candidates": [candidates],
+    }
+    assert profiles[choose_profile(profiles, shapes)]["logits"][0][1] == rows
+    with pytest.raises(EngineError, match="no profile"):
+        choose_profile(profiles, shapes | {"candidates": [3841]})

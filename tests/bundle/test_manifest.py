@@ -1,0 +1,149 @@
+"""The manifest is read strictly: other versions and damage are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import ENGINES, MANIFEST, ROLES, SCHEMA_VERSION, Manifest, decode_manifest, engine_file
+from outrider.engines.contract import SAMPLERS
+from outrider.errors import FolderError
+
+
+@pytest.fixture
+def data(tiny_bundle: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((tiny_bundle / MANIFEST).read_text())
+    return loaded
+
+
+def decode(data: dict[str, Any]) -> Manifest:
+    return decode_manifest(json.dumps(data).encode())
+
+
+def test_a_manifest_reads_back_as_it_was_written(tiny_bundle: Path) -> None:
+    manifest = read_manifest(tiny_bundle)
+    assert decode_manifest(manifest.encode()) == manifest
+
+
+@pytest.mark.parametrize("name", ["schema_version", "contract_version"])
+def test_a_newer_version_is_refused_even_where_its_fields_are_unknown(data: dict[str, Any], name: str) -> None:
+    data[name] += 1
+    data["invented_later"] = True
+    with pytest.raises(FolderError, match="this outrider reads up to") as caught:
+        decode(data)
+    assert "upgrade outrider" in caught.value.hint
+
+
+def test_an_older_version_is_refused(data: dict[str, Any]) -> None:
+    data["schema_version"] = SCHEMA_VERSION - 1
+    with pytest.raises(FolderError, match="older outrider"):
+        decode(data)
+
+
+def test_damage_is_named(data: dict[str, Any]) -> None:
+    with pytest.raises(FolderError, match="damaged"):
+        decode_manifest(b"{")
+    with pytest.raises(FolderError, match=r"unknown field `surprise`"):
+        decode(data | {"surprise": 1})
+    with pytest.raises(FolderError, match="missing required field `files`"):
+        decode({name: value for name, value in data.items() if name != "files"})
+    data["build"]["capacity"] = "160"
+    with pytest.raises(FolderError, match=r"Expected `int`, got `str` - at `\$\.build\.capacity`"):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"k": []},
+        {"k": [-1]},
+        {"k": [4, 2]},
+        {"windows": []},
+        {"windows": [64, 128, 4096]},
+        {"capacity": -1},
+        {"capacity": 4096},
+        {"max_prompt_chunk": 0},
+        {"max_prompt_chunk": 161},
+        {"batch": 10**30},
+        {"costs": {}},
+        {"costs": {"target": [{}], "draft": []}},
+        {"costs": {"target": [{"rows": 0}]}},
+    ],
+)
+def test_numbers_that_cannot_be_are_damage(data: dict[str, Any], change: dict[str, Any]) -> None:
+    data["build"] |= change
+    with pytest.raises(FolderError, match="damaged"):
+        decode(data)
+
+
+def test_a_k_that_was_not_built_cannot_be_written_in(data: dict[str, Any]) -> None:
+    data["build"]["k"] = [1, 2, 3, 4, 8]
+    with pytest.raises(FolderError, match="costs of the target are missing"):
+        decode(data)
+
+
+def test_a_capacity_beyond_the_models_or_an_end_of_text_beyond_the_vocabulary_is_damage(data: dict[str, Any]) -> None:
+    data["models"]["draft"]["max_positions"] = 16
+    with pytest.raises(FolderError, match="more than a model was made for"):
+        decode(data)
+    data["generation"]["eos_token_ids"] = [320]
+    with pytest.raises(FolderError, match="end-of-text id is no token"):
+        decode(data)
+
+
+def test_bytes_that_are_no_text_are_damage() -> None:
+    start = b'{"schema_version": %d, "a": ' % SCHEMA_VERSION
+    for broken in (start + b'"\xff"}', start + b"[" * 100_000):
+        with pytest.raises(FolderError, match="damaged"):
+            decode_manifest(broken)
+
+
+def test_a_manifest_without_a_draft_is_one_without_a_target_is_not(data: dict[str, Any]) -> None:
+    models = data["models"]
+    data["models"] = {"target": models["target"]}
+    assert decode(data).roles == ("target",)
+    data["models"] = {"draft": models["draft"]}
+    with pytest.raises(FolderError, match=r"names the models \['draft'\]"):
+        decode(data)
+
+
+@pytest.fixture
+def tensorrt(data: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a TensorRT bundle, as `build-engine` writes it where there is no GPU."""
+    build = data["build"]
+    sizes = build["k"], build["batch"]
+    steps = step_profiles(build["k"], build["capacity"], build["batch"], build["max_prompt_chunk"])
+    samplers = {name: sampler_profiles(name, *sizes, 320, 320) for name in SAMPLERS}
+    build |= {"backend": "tensorrt-rtx", "costs": {}, "profiles": {**dict.fromkeys(ROLES, steps), **samplers}}
+    data["files"] = {name: {"sha256": "", "size": 1} for name in ("tokenizer.json", *map(engine_file, ENGINES))}
+    return json.loads(json.dumps(data))  # type: ignore[no-any-return]
+
+
+def test_tensorrt_plans_stand_in_for_graphs_and_costs_may_come_later(tensorrt: dict[str, Any]) -> None:
+    decode(tensorrt)
+    del tensorrt["files"]["sampler/verifier.plan"]
+    with pytest.raises(FolderError, match=r"does not list sampler/verifier\.plan"):
+        decode(tensorrt)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_profiles_that_are_not_there_are_damage(tensorrt: dict[str, Any], engine: str) -> None:
+    profiles: list[dict[str, Any]] = tensorrt["build"]["profiles"][engine]
+    tensor = "input_ids" if engine in ROLES else "logits"
+    no_rows = [profile | {tensor: [[1]] * 3} for profile in profiles]
+    damaged: list[list[dict[str, Any]]] = [[], [{}], profiles[1:], no_rows]
+    for broken in damaged:
+        tensorrt["build"]["profiles"][engine] = broken
+        with pytest.raises(FolderError, match=f"profiles of the {engine} are missing"):
+            decode(tensorrt)
+
+
+def test_costs_that_were_measured_are_of_every_k(tensorrt: dict[str, Any]) -> None:
+    tensorrt["build"]["costs"] = {"target": []}
+    with pytest.raises(FolderError, match="costs of the target are missing"):
+        decode(tensorrt)
