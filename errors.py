@@ -18,9 +18,10 @@ class OutriderError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str, hint: str):
+    def __init__(self, message: str, hint: str, *, param: str | None = None):
         super().__init__(message)
         self.hint = hint
+        self.param = param  # the request parameter at fault, by its name in `SamplingParams` or `Outrider.generate`
 
 
 class SourceError(OutriderError):

@@ -15,7 +15,6 @@ from outrider.backends.onnxruntime.build import fuse_pair, package_version
 from outrider.backends.open import open_bundle
 from outrider.backends.tensorrt.build import Facts, Job, Options, build_plan, check_options, facts
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
-from outrider.bench.measure import acceptance
 from outrider.bundle.folder import check_files, digest_all, read_manifest, staged, write_whole
 from outrider.bundle.manifest import (
     MANIFEST,
@@ -28,6 +27,7 @@ from outrider.bundle.manifest import (
     model_file,
     sampler_file,
 )
+from outrider.calibration.acceptance import measure_acceptance
 from outrider.calibration.passes import measure
 from outrider.engines.contract import cache_tensors, window_buckets
 from outrider.errors import EngineError, FolderError, OutriderError, UsageError
@@ -149,9 +149,9 @@ def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress
     accepted = build.acceptance
     gc.collect()  # launches hold buffers, and some hold each other; both models are in memory now
     try:
-        accepted = acceptance(folder, manifest, build, progress)
+        accepted = measure_acceptance(folder, manifest, build, progress)
     except (OutriderError, MemoryError) as error:  # a bundle is of use without: what rounds accept is seen soon enough
-        progress.stage(f"the draft's acceptance is not measured ({error})")
+        progress.stage(f"acceptance is not measured ({error})")
     return msgspec.structs.replace(build, acceptance=accepted)
 
 

@@ -13,7 +13,7 @@ import msgspec
 from outrider.engines.contract import CONTRACT_VERSION, DRAFTERS, SAMPLERS, window_buckets
 from outrider.errors import FolderError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -128,9 +128,8 @@ class Build(Struct, frozen=True):
     compute_capabilities: list[str]  # such as 8.9, that the engines may run on; empty leaves it to the plans themselves
     profiles: dict[str, list[Profile]]  # engine -> its optimisation profiles, in order, without the cache's tensors
     version_compatible: bool  # plans that newer releases of the package run, too, with the host code that is in them
-    # Of the target's own greedy answers to prompts that ship with outrider, the share of tokens that the draft would have said,
-    # too. None where there is no draft or it was not measured.
-    acceptance: Share | None = None
+    # By drafter, the share of the target's own greedy tokens that it would have proposed, over prompts that ship with outrider.
+    acceptance: dict[str, Share] = {}  # empty where none was measured
 
     @property
     def max_rows(self) -> int:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
+from collections.abc import Collection
 
 import numpy as np
 
 from outrider.bundle.manifest import Build, Manifest
-from outrider.engines.contract import DRAFTERS
+from outrider.runtime import drafters
 
 GUESSED_ROW = 0.03  # of a pass of one row: what each further row adds, where nothing was measured
 
 
 def expected_tokens(rate: float, k: int) -> float:
-    """Tokens that a round of k drafted ones emits, where each is accepted with probability `rate` if all before it were:
-    1 + a + a^2 + ... + a^k = (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
-    return float(sum(rate**i for i in range(k + 1)))
+    """Return the tokens that a round of k drafted ones emits on average, where each is accepted with probability `rate` if
+    all before it were: (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
+    return (1 - rate ** (k + 1)) / (1 - rate) if rate < 1 else k + 1.0
 
 
 class Costs:
     """Milliseconds of passes and rounds of `batch` sequences.
 
-    Where nothing was measured (`measured` is False), a pass of the target's takes 1 and all else what the models' sizes
-    suggest: ratios alone mean something then.
+    Where nothing was measured (`measured` is False), a pass of the target takes 1 and everything else what the sizes of the
+    models suggest. Only ratios mean something then.
     """
 
     def __init__(self, manifest: Manifest, build: Build, batch: int = 1):
@@ -33,6 +34,7 @@ class Costs:
         self.acceptance = build.acceptance
         self._windows = build.windows
         self._known: dict[tuple[str, int, int], float] = {}  # by engine, rows and window
+        self._rounds: dict[tuple[str, int, int, int, bool], float] = {}  # by the arguments of `round`, the end as a window
         self._tables: dict[str, dict[int, tuple[list[int], list[float]]]] = {}  # by engine and window: rows and medians
         sizes = {role: model.parameters for role, model in manifest.models.items()}
         self._guessed = {role: size / sizes["target"] for role, size in sizes.items()}
@@ -45,30 +47,31 @@ class Costs:
                 if (at := sorted((c for c in of_batch if c.window == window), key=lambda c: c.rows))
             }
 
-    def with_draft(self, share: float) -> Costs:
-        """The same with a draft that takes `share` of its time."""
+    def scaled(self, engines: Collection[str], factor: float) -> Costs:
+        """Return the same costs, but with these engines taking `factor` times as long."""
         other = copy.copy(self)
-        other._known = {}
-        names = ("draft", *DRAFTERS)
-        other._guessed = {role: size * (share if role in names else 1) for role, size in self._guessed.items()}
+        other._known, other._rounds = {}, {}
+        other._guessed = {role: size * (factor if role in engines else 1) for role, size in self._guessed.items()}
         other._tables = self._tables | {
-            name: {at: (rows, [time * share for time in times]) for at, (rows, times) in self._tables[name].items()}
-            for name in names
+            name: {at: (rows, [time * factor for time in times]) for at, (rows, times) in self._tables[name].items()}
+            for name in engines
             if name in self._tables
         }
         return other
 
     def size(self, drafted: int) -> int:
-        """The built k, or 0, that so many drafted tokens need."""
+        """Return the smallest built k, or 0, that holds so many drafted tokens."""
         return next(k for k in (0, *self.k) if k >= drafted)
 
     def step(self, role: str, rows: int, end: int) -> float:
-        """A pass of a model that ends at position `end`: of the smallest window that holds it; rows between those measured
-        are interpolated, and more rows than that go on as the last ones do."""
+        """Return the time of a model's pass that ends at position `end`: that of the smallest window that holds it, with rows
+        between the measured ones interpolated, and rows beyond them extrapolated from the last ones."""
         if role not in self._tables:
             return self._guessed[role] * (1 + GUESSED_ROW * (rows - 1))
-        window = self._windows[min(bisect_left(self._windows, end), len(self._windows) - 1)]
-        return self._interpolated(role, rows, window)
+        return self._interpolated(role, rows, self._windows[self._window(end)])
+
+    def _window(self, end: int) -> int:
+        return min(bisect_left(self._windows, end), len(self._windows) - 1)
 
     def _interpolated(self, name: str, rows: int, window: int) -> float:
         if (name, rows, window) not in self._known:
@@ -79,31 +82,30 @@ class Costs:
         xs, ys = self._tables[name][window]
         if rows <= xs[-1]:
             return float(np.interp(rows, xs, ys))
-        # A prompt's chunk is measured in two windows alone; what its rows cost there goes for the others, too.
+        # A prompt's chunk is measured in two windows alone; the slope of its rows there is used for the others as well.
         longer = [table for table in self._tables[name].values() if table[0][-1] > xs[-1]]
         (*_, x, last_x), (*_, y, last_y) = longer[0] if longer and len(longer[0][0]) > 1 else (xs, ys)
         return ys[-1] + (rows - xs[-1]) * max((last_y - y) / (last_x - x), 0.0)
 
     def sampler(self, name: str, rows: int) -> float:
-        """A run of a sampler."""
+        """Return the time of a sampler's run."""
         return self._interpolated(name, rows, 0) if name in self._tables else 0.0
 
-    def draft_step(self, end: int, greedy: bool, lead: int = 1) -> float:
-        """One drafted token: a pass of the draft over `lead` rows, and its sampler."""
-        return self.step("draft", lead, end) + self.sampler(DRAFTERS[greedy], 1)
-
     def verification(self, rows: int, end: int, greedy: bool) -> float:
-        """A pass of the target and the verifier."""
+        """Return the time of the target's pass and the verifier's run."""
         return self.step("target", rows, end) + self.sampler("greedy_verifier" if greedy else "verifier", rows)
 
-    def round(self, drafted: int, k: int, end: int, greedy: bool) -> float:
-        """A round that drafts so many tokens by the model and verifies them in a pass that was built for k."""
-        taken = self.verification(k + 1, end, greedy)
-        if drafted:
-            taken += self.draft_step(end, greedy, lead=2) + (drafted - 1) * self.draft_step(end, greedy)
-        return taken
+    def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool) -> float:
+        """Return the time of a round that drafts so many tokens, verified in a pass that was built for k."""
+        key = drafter, drafted, k, self._window(end), greedy
+        time = self._rounds.get(key)
+        if time is None:
+            time = self.verification(k + 1, end, greedy)
+            if drafted:
+                time += drafters.get(drafter).cost(self, drafted, end, greedy)
+            self._rounds[key] = time
+        return time
 
-    def catch_up(self, tokens: int, end: int) -> float:
-        """Bringing so many confirmed tokens into the draft's cache."""
-        whole, rest = divmod(max(tokens, 0), self.chunk)
-        return (whole and whole * self.step("draft", self.chunk, end)) + (rest and self.step("draft", rest, end))
+    def catch_up(self, drafter: str, tokens: int, end: int) -> float:
+        """Return the time that a drafter takes to process so many pending tokens."""
+        return drafters.get(drafter).catch_up_cost(self, tokens, end) if tokens > 0 else 0.0

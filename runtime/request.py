@@ -1,113 +1,98 @@
-"""One request's side of the sampler graphs: its settings, its random numbers, and what it has seen."""
+"""One request, from its submission to its last token."""
 
 from __future__ import annotations
 
-import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
-from outrider.engines.session import Floats, Int64s
+from outrider.errors import OutriderError
+from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.rounds import RoundResult
+from outrider.runtime.sampling import Logprobs, SamplingState
+from outrider.runtime.stats import Stats
+from outrider.runtime.text import Piece, TextStream
 
-DRAWS = 64  # positions whose random numbers are made at once
-DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # what a position's five numbers are for
+if TYPE_CHECKING:
+    from outrider.runtime.decoder import Slot
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural logarithms of the target's probabilities for one token, before bias, penalties and warping."""
+class Event:
+    """The tokens that one round confirmed.
 
-    logprob: float  # of the token itself
-    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely ones, best first
+    `pieces` may lag behind `token_ids`: a character may need more tokens, and text that may turn into a stop string is held
+    back. `finish_reason` is None except in the last event: "stop" (end of text, a stop string or stop token), "length"
+    (`max_new_tokens`) or "capacity" (the bundle's cache is full).
+    """
+
+    token_ids: tuple[int, ...]
+    from_draft: tuple[bool, ...]  # for each token: drafted and accepted, or the target's own
+    pieces: tuple[Piece, ...]
+    stats: Stats  # of the whole generation so far; one object that keeps growing
+    finish_reason: str | None = None
+    logprobs: tuple[Logprobs, ...] | None = None  # of each token, where they were asked for
+
+    @property
+    def text(self) -> str:
+        """The text that this event adds."""
+        return "".join(text for text, _ in self.pieces)
 
 
 class Request:
-    """What the samplers must know of one generation."""
+    """A prompt, its parameters, and the answer as it grows."""
 
-    def __init__(self, params: SamplingParams, prompt: list[int], end_ids: list[int], vocab_rows: int):
-        """`end_ids` are the tokens that end the text; before `min_new_tokens` they are banned."""
+    def __init__(self, prompt: list[int], params: SamplingParams, sampling: SamplingState, stream: TextStream, capacity: int):
+        """Prepare a request for a cache of `capacity` positions; see `Outrider.request`, which checks its arguments."""
+        self.prompt = prompt
         self.params = params
-        self.end_ids = frozenset(end_ids)
-        self.settings = np.array([[_setting(params, name, vocab_rows) for name in SETTINGS]], dtype=np.float32)
-        self.exact = params.exact
-        self.candidates = 1
-        if self.setting("top_k") > 0:
-            self.candidates = int(self.setting("top_k"))
-        elif self.setting("top_p") < 1:
-            self.candidates = min(CANDIDATES[0], vocab_rows)
-        self.emitted = 0
-        seed = secrets.randbits(63) if params.seed is None else int(params.seed)
-        # The raw numbers of a bit generator are the same in every release of NumPy; what its Generator makes of them is not.
-        self._random = np.random.Philox(key=seed % 2**64)
-        self._uniforms = np.empty((0, 5), dtype=np.float32)
-        self._edits: dict[int, list[float]] = {}
-        self._table: tuple[Int64s, Floats] | None = None
-        for token, bias in params.biases.items():
-            self._edit(token, "bias", bias)
-        if params.min_new_tokens:
-            for token in end_ids:
-                self._edit(token, "banned_rows", params.min_new_tokens)
-        self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
-        if self._penalized:
-            for token in prompt:
-                self._edit(token, "seen", 1)
+        self.sampling = sampling
+        self.tokens = list(prompt)  # the confirmed ones: the prompt, and what was emitted
+        self.stats = Stats(prompt_tokens=len(prompt))
+        self.acceptance: dict[str, Acceptance] = {}  # estimates by drafter
+        self.submitted = 0.0  # by the scheduler's clock, in seconds
+        self.admitted: float | None = None
+        self.slot: Slot | None = None
+        self.cancelled = False
+        self.finish_reason: str | None = None
+        self.sink: Callable[[Event | OutriderError], None] | None = None  # free for whoever submits it
+        # Every position that is left holds one token, and the last round's own token needs none.
+        self._limit = min(params.max_new_tokens, capacity - len(prompt) + 1)
+        self._stream = stream
 
     @property
-    def greedy(self) -> bool:
-        """Whether it wants the most likely tokens of logits that nothing changes."""
-        return self.params.temperature == 0 and not self._edits
+    def running(self) -> bool:
+        """Whether it has a slot."""
+        return self.slot is not None
 
-    def setting(self, name: str) -> float:
-        """One of `contract.SETTINGS`."""
-        return float(self.settings[0, SETTINGS.index(name)])
+    @property
+    def remaining(self) -> int:
+        """The number of tokens that may still be emitted."""
+        return self._limit - self.stats.emitted
 
-    def advance(self, tokens: list[int]) -> None:
-        """Take notice of emitted tokens."""
-        self.emitted += len(tokens)
-        if self._penalized:
-            for token in tokens:
-                self._edit(token, "seen", 1)
-                self._edit(token, "count", self._edits[token][EDITS.index("count")] + 1)
-        if self.params.min_new_tokens:
-            self._table = None  # the ban is nearer its end
+    def take(self, result: RoundResult) -> Event:
+        """Count a round, and return the part of it that is emitted."""
+        ids, pieces, reason = self._cut(result)
+        accepted = min(result.accepted, len(ids))
+        own = len(ids) - accepted
+        rejected = own if result.accepted < len(result.drafted) else 0  # the text may have ended before the rejected token
+        self.stats.count(result.drafter, len(result.drafted), accepted, rejected, own)
+        if reason is None and self.remaining == 0:
+            reason = "length" if self.stats.emitted == self.params.max_new_tokens else "capacity"
+        if reason is not None:
+            pieces += self._stream.finish()
+        self.finish_reason = reason
+        from_draft = (True,) * accepted + (False,) * own
+        logprobs = None if result.logprobs is None else tuple(result.logprobs[: len(ids)])
+        return Event(tuple(ids), from_draft, tuple(pieces), self.stats, reason, logprobs)
 
-    def uniforms(self, first: int, count: int) -> Floats:
-        """float32 [count, 5] in [0, 1), for the answer's tokens from `first` on.
-
-        They depend on the seed and the place in the answer alone, so a token does not depend on how many tokens were
-        drafted and thrown away before it, or on other requests. A place may be drafted more than once, but what an
-        earlier round drew there had no part in what was emitted before it.
-        """
-        while len(self._uniforms) < first + count:
-            bits = self._random.random_raw(5 * DRAWS) >> np.uint64(40)
-            drawn = (bits.astype(np.float32) * np.float32(2**-24)).reshape(DRAWS, 5)
-            self._uniforms = np.concatenate([self._uniforms, drawn])
-        return self._uniforms[first : first + count]
-
-    def table(self) -> tuple[Int64s, Floats]:
-        """`edit_ids` and `edits`; without any, one entry that changes nothing."""
-        if self._table is None:
-            rows = np.array(list(self._edits.values()) or [[0.0] * len(EDITS)], dtype=np.float32)
-            rows[:, EDITS.index("banned_rows")] -= self.emitted
-            self._table = np.array([list(self._edits) or [0]], dtype=np.int64), rows[None]
-        return self._table
-
-    def _edit(self, token: int, kind: str, value: float) -> None:
-        self._edits.setdefault(token, [0.0] * len(EDITS))[EDITS.index(kind)] = value
-        self._table = None
-
-
-NO_TRUNCATION = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}
-
-
-def _setting(params: SamplingParams, name: str, vocab_rows: int) -> float:
-    if params.temperature == 0 and name in NO_TRUNCATION:
-        return NO_TRUNCATION[name]  # the most likely token is never cut, so there is nothing to look for
-    if name == "exact_match":
-        return params.exact
-    if name == "top_k":
-        return min(max(params.top_k, 0), vocab_rows)
-    value: float = getattr(params, name)
-    return value
+    def _cut(self, result: RoundResult) -> tuple[list[int], list[Piece], str | None]:
+        """Return the round's tokens up to the end of the text, what they spell, and "stop" if the text ends."""
+        pieces: list[Piece] = []
+        emitted, minimum, stream = self.stats.emitted, self.params.min_new_tokens, self._stream
+        for index, token in enumerate(result.tokens):
+            pieces += stream.push(token, from_draft=index < result.accepted, may_stop=emitted + index >= minimum)
+            if stream.stopped or token in self.sampling.end_ids:
+                return result.tokens[: index + 1], pieces, "stop"
+        return result.tokens, pieces, None

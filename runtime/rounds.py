@@ -1,10 +1,10 @@
-"""One round: which launches, in which order, again where a sampler could not decide, recorded where a device can.
+"""One round on the device: its launches in order, repeated where a sampler could not decide, recorded where possible.
 
     upload      what the host knows: last tokens, positions, random numbers          one copy
-    draft       a step of the draft model, then the drafter, as often as asked       a token goes from each to the next
+    draft       a step of the drafter and its sampler, as often as asked             a token goes from each to the next
     verify      the target's pass over the last confirmed token and the drafted ones
     decide      the verifier
-    download    what was accepted, the tokens, and every sampler's status            one copy, one wait
+    download    the accepted tokens, the target's own, and every sampler's status    one copy, one wait
 
 Nothing in between comes to the host, so a device that can record launches replays a whole round as one.
 """
@@ -14,179 +14,191 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
-from outrider.engines.device import Device, Engine, Launch
-from outrider.engines.session import Session
+from outrider.engines.device import Device, Launch
 from outrider.errors import EngineError, OutriderWarning
 from outrider.runtime import reference
-from outrider.runtime.launches import VERIFIER, Idle, Launches, Shape, Step, Turn
-from outrider.runtime.request import ACCEPTING, DRAFTING, DRAWING, Logprobs
+from outrider.runtime.drafters.base import NONE
+from outrider.runtime.launches import VERIFIER, Lane, Launches, Shape, Step
+from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING, Logprobs
 
 MAX_RECORDED = 64  # rounds kept recorded; each holds some memory of the device
 
+Stop = Callable[[float], "int | None"]
+"""Takes the drafter's confidence in each token but the last; returns the rows of the target's pass if drafting is to stop
+there, or None to go on."""
 
-class Verdict(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
     """What a round decided for one sequence."""
 
+    drafter: str  # a drafter's name, or `NONE` where nothing was drafted
     drafted: list[int]
-    tokens: list[int]  # the accepted ones, and the target's own after them
-    logprobs: list[Logprobs] | None  # of each, where the request asks for them
+    tokens: list[int]  # the accepted ones, and one of the target's own
+    logprobs: list[Logprobs] | None  # of each token, where the request asks for them
+
+    @property
+    def accepted(self) -> int:
+        """The number of drafted tokens that were accepted."""
+        return len(self.tokens) - 1
+
+
+class Observer(Protocol):
+    """Sees each result while the buffers still hold the numbers that it was decided from, and may replace it."""
+
+    def __call__(self, launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
+        """Return the result to use for the lane with this index."""
+
+
+class Pause(NamedTuple):
+    """Where a round waits for the host to decide."""
+
+    at: int  # the index of the last step that ran
+    rows: int | None = None  # of the target's pass, if drafting ends here
 
 
 class Rounds:
-    """The rounds of the sequences in the sessions' slots. `seconds` is what their launches took, waiting included."""
+    """Runs rounds of the sequences in the sessions' slots. `seconds` is the time that launches took, waiting included."""
 
-    def __init__(self, device: Device, sessions: dict[str, Session], samplers: dict[str, Engine], most: int):
-        """`most` is the largest number of tokens to draft."""
+    def __init__(self, device: Device, launches: Launches, *, record: bool, observer: Observer | None = None):
+        """Run rounds over these launches; `record` says whether their engines may be recorded."""
         self.device = device
-        self.launches = Launches(device, sessions, samplers, most)
-        # False is plain launches, for who wants to compare the two.
-        self.record = all(engine.recordable for engine in (*samplers.values(), *(each.engine for each in sessions.values())))
+        self.launches = launches
+        self.record = record
         self.seconds = 0.0
-        self._shortened = 0  # rows of the pass, where a round drafts less than it could
+        self._observer = observer
         self._recorded: dict[Shape, Launch] = {}
 
     def run(
-        self,
-        turns: Sequence[Turn | Idle],
-        rows: int,
-        *,
-        first: int = 0,
-        given: bool = False,
-        shorter: Callable[[float], int | None] | None = None,
-    ) -> list[Verdict | EngineError | None]:
-        """Draft tokens after the confirmed ones of each turn, and decide on them by one pass of `rows` rows; rows beyond
-        the drafted tokens are padding that nobody looks at.
+        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
+    ) -> list[RoundResult | EngineError | None]:
+        """Draft tokens after the confirmed ones of each lane, and decide on them by one target pass of `rows` rows. Rows
+        beyond the drafted tokens are padding, and their logits are not used.
 
         Args:
-            turns: of the slots from `first` on.
-            given: whether the turns bring their drafted tokens, and the draft is not asked for them.
-            shorter: told how sure the draft was of each token but the last, where there is one turn, on a device that does not
-                run ahead. It gives the rows of the pass if these tokens are to be all, or None to go on.
+            lanes: one for each slot from `first` on.
+            drafter: the drafter of all lanes that draft.
+            stop: ends drafting early; used with one lane, on a device whose launches are done when they return.
 
         Returns:
-            of each turn what was decided, or why nothing could be: its logits were not finite numbers.
+            for each lane its result, or why there is none; None for a slot that takes no part.
 
         Raises:
             EngineError: the rows do not fit the cache, or the backend failed.
         """
-        count = max(turn.k for turn in turns if isinstance(turn, Turn))
-        shape = self.launches.shape(turns, first, count, rows, given)
-        self.launches.fill(turns, shape)
-        shape, failed = self._launch(turns, shape, shorter if self.device.synchronous else None)
-        return [
-            None if isinstance(turn, Idle) else failed.get(lane) or self._verdict(turn, shape, lane)
-            for lane, turn in enumerate(turns)
-        ]
+        shape = self.launches.shape(lanes, first, rows, drafter)
+        self.launches.fill(lanes, shape)
+        shape, failed = self._decide(lanes, shape, stop if self.device.synchronous else None)
+        return [failed.get(index) or self._result(index, lane, shape) for index, lane in enumerate(lanes)]
 
-    def _verdict(self, turn: Turn, shape: Shape, lane: int) -> Verdict:
-        emitted = self.launches.emitted(shape, lane)
-        count, top = min(turn.k, shape.drafted), turn.request.params.logprobs
-        begin = lane * (self.launches.most + 1)
-        drafted = turn.given if shape.given else self.launches.out.host["drafted"][begin : begin + count].tolist()
-        return Verdict(drafted, emitted, None if top is None else self.launches.logprobs(shape, lane, len(emitted), top))
+    def _result(self, index: int, lane: Lane, shape: Shape) -> RoundResult | None:
+        if lane.sampling is None:
+            return None
+        launches = self.launches
+        tokens, count, top = launches.emitted(shape, index), min(lane.k, shape.drafted), lane.sampling.params.logprobs
+        drafted = lane.proposed
+        if launches.on_device(shape) is not None:
+            begin = index * (launches.max_k + 1)
+            drafted = launches.outputs.host["drafted"][begin : begin + count].tolist()
+        logprobs = None if top is None else launches.logprobs(shape, index, len(tokens), top)
+        result = RoundResult(shape.drafter if count else NONE, drafted if count else [], tokens, logprobs)
+        return result if self._observer is None else self._observer(launches, shape, index, lane, result)
 
-    def _launch(
-        self, turns: Sequence[Turn | Idle], shape: Shape, shorter: Callable[[float], int | None] | None
-    ) -> tuple[Shape, dict[int, EngineError]]:
-        """The round; and where top_k or top_p reach beyond the candidates, on from there with more, until all is decided.
+    def _decide(self, lanes: Sequence[Lane], shape: Shape, stop: Stop | None) -> tuple[Shape, dict[int, EngineError]]:
+        """Launch a round's steps until all is decided. Where top_k or top_p reach beyond the candidates, go on from there with
+        more of them.
 
         Returns:
-            what it was in the end, and which turns failed.
+            the shape that the round had in the end, and the lanes that failed.
         """
-        steps, first = self.launches.steps(shape), 0
-        lanes = [lane for lane, turn in enumerate(turns) if isinstance(turn, Turn)]
+        steps, begin = self.launches.steps(shape), 0
+        active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]
         failed: dict[int, EngineError] = {}
-        while (at := self._advance(shape, steps, first, lanes, shorter)) is not None:
-            row, status = steps[at].row, steps[at].status
-            assert status is not None
-            undecided = [lane for lane in lanes if status[lane] != DECIDED]
-            if not undecided:
-                shape = self.launches.shorten(shape, row + 1, self._shortened)
-                steps, first, shorter = self.launches.steps(shape), at + 1, None
+        while active and (pause := self._advance(shape, steps, begin, active, stop)) is not None:
+            row, status = steps[pause.at].row, steps[pause.at].status
+            begin = pause.at + 1
+            if pause.rows is not None:
+                shape, stop = self.launches.shorten(shape, row + 1, pause.rows), None
+                steps = self.launches.steps(shape)
                 continue
-            wide = [lane for lane in undecided if status[lane] == MORE_CANDIDATES]
-            for lane in undecided:
-                if lane not in wide:
-                    lanes.remove(lane)  # the others go on
-                    failed[lane] = EngineError(
-                        "the model's logits are not finite numbers (NaN or infinity)",
-                        "check the checkpoint; an fp16 export may overflow where fp32 or bf16 does not",
-                    )
-                    if row != VERIFIER:
-                        self.launches.put_drafted(row, shape, lane, 0)  # some token, for the passes that come
-            if not lanes:
-                break
-            first = at + 1
-            if wide and shape.candidates < self.launches.max_candidates:
-                more = (size for size in CANDIDATES if shape.candidates < size)
-                shape = shape._replace(candidates=min(next(more, self.launches.vocab_rows), self.launches.max_candidates))
-                steps, first = self.launches.steps(shape), at
+            assert status is not None
+            for index in [index for index in active if status[index] not in (DECIDED, MORE_CANDIDATES)]:
+                active.remove(index)  # the others go on
+                failed[index] = not_finite()
+                if row != VERIFIER:
+                    self.launches.put_drafted(row, shape, index, 0)  # any token will do for the passes that follow
+            undecided = [index for index in active if status[index] == MORE_CANDIDATES]
+            if undecided and shape.candidates < self.launches.max_candidates:
+                larger = (size for size in CANDIDATES if shape.candidates < size)
+                candidates = min(next(larger, self.launches.vocab_rows), self.launches.max_candidates)
+                shape = shape._replace(candidates=candidates)
+                steps, begin = self.launches.steps(shape), pause.at
             else:
-                for lane in wide:
-                    self._decide(row, shape, lane, turns[lane])
+                for index in undecided:
+                    self._decide_on_host(row, shape, index, lanes[index])
         return shape, failed
 
-    def _advance(
-        self,
-        shape: Shape,
-        steps: list[Step],
-        first: int,
-        lanes: list[int],
-        shorter: Callable[[float], int | None] | None,
-    ) -> int | None:
-        """Launch the steps from `first` on, and return the first that did not decide for one of the `lanes`, or that is to
-        draft the last token, if there is one."""
-
-        def decided(step: Step) -> bool:
-            return step.status is None or all(step.status[lane] == DECIDED for lane in lanes)
-
+    def _advance(self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None) -> Pause | None:
+        """Launch the steps from `begin` on, up to the first whose sampler did not decide for an active lane, or at which
+        drafting is to stop. Return None once all have run and decided."""
         if self.device.synchronous:
-            for at, step in enumerate(steps[first:], first):
-                started = time.perf_counter()
-                step.launch()
-                self.seconds += time.perf_counter() - started
-                if not decided(step):
-                    return at
-                if shorter is None or not 0 <= step.row < shape.drafted - 1:
-                    continue
-                if rows := shorter(self.launches.confidence(step.row, shape)):
-                    self._shortened = rows
-                    return at
-            return None
+            return self._advance_one_by_one(shape, steps, begin, active, stop)
         started = time.perf_counter()
-        if first == 0 and self.record and shape in self._recorded:
+        if begin == 0 and self.record and shape in self._recorded:
             self._recorded[shape]()
             self.device.synchronize()
         else:
-            self._launch_all(steps[first:])
+            self._launch_all(steps[begin:])
         self.seconds += time.perf_counter() - started
-        later = list(enumerate(steps))[first:]
-        undecided = next((at for at, step in later if not decided(step)), None)
-        if first == 0 and undecided is None and self.record and shape not in self._recorded:
+        for at in range(begin, len(steps)):
+            if not _decided(steps[at], active):
+                return Pause(at)
+        if begin == 0 and self.record and shape not in self._recorded:
             self._record(shape, steps)
-        return undecided
+        return None
+
+    def _advance_one_by_one(
+        self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None
+    ) -> Pause | None:
+        clock = time.perf_counter
+        for at in range(begin, len(steps)):
+            step = steps[at]
+            started = clock()
+            step.launch()
+            self.seconds += clock() - started
+            if step.status is None:
+                continue
+            if not _decided(step, active):
+                return Pause(at)
+            if stop is not None and 0 <= step.row < shape.drafted - 1:
+                drafter = self.launches.on_device(shape)
+                assert drafter is not None
+                if (rows := stop(drafter.confidence(step.row, shape))) is not None:
+                    return Pause(at, rows)
+        return None
 
     def _launch_all(self, steps: list[Step]) -> None:
         for step in steps:
             step.launch()
-        self.launches.out.download()
+        self.launches.outputs.download()
         self.device.synchronize()
 
     def _record(self, shape: Shape, steps: list[Step]) -> None:
-        """Record a round that has just run; from now on it is replayed, if the replay decides as the launches did."""
+        """Record a round that has just run. From now on it is replayed, provided that the replay decides as the launches did."""
         while len(self._recorded) >= MAX_RECORDED:
             del self._recorded[next(iter(self._recorded))]
-        decided = [values.copy() for values in self.launches.out.host.values()]
+        decided = [values.copy() for values in self.launches.outputs.host.values()]
         try:
-            replay = self.device.capture([*(step.launch for step in steps), self.launches.out.download])
+            replay = self.device.capture([*(step.launch for step in steps), self.launches.outputs.download])
             replay()
             self.device.synchronize()
-            if any((now != before).any() for now, before in zip(self.launches.out.host.values(), decided, strict=True)):
+            if any((now != before).any() for now, before in zip(self.launches.outputs.host.values(), decided, strict=True)):
                 raise EngineError("its replay decided otherwise than the launches themselves", "report it, please")
         except EngineError as error:
             warnings.warn(f"a round of k = {shape.drafted} runs as plain launches: {error}", OutriderWarning, stacklevel=2)
@@ -194,29 +206,43 @@ class Rounds:
             def replay() -> None:
                 for step in steps:
                     step.launch()
-                self.launches.out.download()
+                self.launches.outputs.download()
 
             self._launch_all(steps)
         self._recorded[shape] = replay
 
-    def _decide(self, row: int, shape: Shape, lane: int, turn: Turn | Idle) -> None:
-        """What a sampler's graph could not decide, because TensorRT's TopK takes no more candidates: on the host, exactly,
-        and slowly. Nearly flat distributions alone come here."""
-        assert isinstance(turn, Turn)
-        request, launches = turn.request, self.launches
-        settings = reference.named_settings(request.settings[0])
-        edits = reference.edits_of(*request.table())
-        drafted = launches.drafted(shape, lane)
-        if shape.given:
+    def _decide_on_host(self, row: int, shape: Shape, index: int, lane: Lane) -> None:
+        """Decide in float64 what a sampler's graph could not, because TensorRT's TopK takes no more candidates. This is exact
+        and slow, and only nearly flat distributions need it."""
+        sampling, launches, drafter = lane.sampling, self.launches, self.launches.on_device(shape)
+        assert sampling is not None
+        settings = reference.named_settings(sampling.settings[0])
+        edits = reference.edits_of(*sampling.table())
+        drafted = launches.drafted(shape, index)
+        if drafter is None and shape.drafted:
             settings |= {"exact_match": 1.0}
         if row == VERIFIER:
-            count = min(turn.k, shape.drafted)
-            uniforms = request.uniforms(request.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop]
-            logits = launches.target_logits(shape, lane).astype(np.float64)
-            q = launches.q(count, shape, lane).astype(np.float64)
+            count = min(lane.k, shape.drafted)
+            uniforms = sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop]
+            logits = launches.target_logits(shape, index).astype(np.float64)
+            q = launches.q(count, shape, index).astype(np.float64)
             tokens = reference.verify(logits, drafted[:count], q, settings, uniforms, edits)
-            launches.put_verdict(shape, lane, tokens)
+            launches.put_verdict(shape, index, tokens)
         else:
-            p = reference.draft(launches.draft_logits(row, shape, lane), launches.vocab_rows, settings, edits, drafted[:row])
-            uniforms = request.uniforms(request.emitted + row, 1)[0, DRAWING if request.exact else DRAFTING]
-            launches.put_drafted(row, shape, lane, reference.draw(p, uniforms), p.astype(np.float32))
+            assert drafter is not None
+            p = reference.draft(drafter.logits(row, shape, index), launches.vocab_rows, settings, edits, drafted[:row])
+            uniforms = sampling.uniforms(sampling.emitted + row, 1)[0, DRAWING if sampling.exact else DRAFTING]
+            launches.put_drafted(row, shape, index, reference.draw(p, uniforms), p.astype(np.float32))
+
+
+def not_finite() -> EngineError:
+    """Return the error for logits that contain NaN or infinity."""
+    return EngineError(
+        "the model's logits contain NaN or infinity",
+        "check the checkpoint; an fp16 export may overflow where fp32 or bf16 does not",
+    )
+
+
+def _decided(step: Step, active: list[int]) -> bool:
+    status = step.status
+    return status is None or all(status[index] == DECIDED for index in active)

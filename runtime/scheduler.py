@@ -1,8 +1,8 @@
-"""Many requests on one bundle: continuous batching over the slots that it was built with.
+"""Requests on a bundle: continuous batching over the slots that it was loaded with. One request alone is the simplest case.
 
 schedule      what the next step does: whom to admit, whose prompt to read on, who takes part in the round
-run           a chunk of one prompt, and one round of all texts whose prompts are read
-postprocess   what goes out, and which slots are free again
+run           a chunk of one prompt, and one round of all requests whose prompts are read
+postprocess   what is emitted, and which slots are free again
 """
 
 from __future__ import annotations
@@ -11,56 +11,46 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.errors import EngineError, OutriderError, UsageError
-from outrider.runtime.costs import Costs
-from outrider.runtime.generation import Answer, Event, Outrider
-from outrider.runtime.loop import Round, Text
+from outrider.runtime.choice import AUTO
+from outrider.runtime.decoder import Slot
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import AUTO, Company, Fixed
+from outrider.runtime.policy import Policy
+from outrider.runtime.request import Event, Request
+from outrider.runtime.rounds import RoundResult
 
-SHORTEST = 16  # tokens at the beginning of a prompt for which a slot is chosen because its cache holds them
+if TYPE_CHECKING:
+    from outrider.runtime.generation import Outrider
+
+MIN_SHARED = 16  # tokens at the beginning of a prompt for which a slot is chosen because its cache holds them
 
 
 class QueueFullError(OutriderError):
-    """More requests are waiting than may."""
-
-
-class Job:
-    """A request from when it is submitted until its answer ends."""
-
-    def __init__(self, answer: Answer, submitted: float):
-        self.answer = answer
-        self.submitted = submitted
-        self.admitted: float | None = None  # by the same clock
-        self.text: Text | None = None  # the slot that it has
-        self.cancelled = False
+    """More requests are waiting than may wait."""
 
 
 class Plan(NamedTuple):
     """What a step does."""
 
-    read: Job | None  # a chunk of this one's prompt
-    round: list[Job]
-
-
-Result = tuple[Job, "Event | OutriderError"]
+    read: Request | None  # a chunk of this one's prompt
+    round: list[Request]
 
 
 @dataclass(slots=True)
 class Load:
-    """Where the scheduler stands."""
+    """How busy the scheduler is."""
 
     running: int
     waiting: int
     used: float  # share of the caches' positions, 0..1
-    batch: int = 0  # texts of the last round
+    batch: int = 0  # requests of the last round
     k: int = 0  # of the last round
 
 
 class Scheduler:
-    """One step at a time, from one thread. What a request gets does not depend on its company: see `docs/architecture.md`."""
+    """Runs one step at a time, from one thread. What a request gets does not depend on the others."""
 
     def __init__(
         self,
@@ -69,15 +59,16 @@ class Scheduler:
         max_waiting: int = 64,
         k: int | str = AUTO,
         drafter: str | None = None,
+        policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        company: Callable[..., Company] = Company,
     ):
-        """On all slots of `outrider`, which must not generate otherwise meanwhile.
+        """Schedule on all slots of `outrider`, which must not generate otherwise meanwhile.
 
         Args:
             max_waiting: requests that may wait for a slot.
             k, drafter: as in `Outrider.generate`, for all requests.
-            company: makes what chooses for several requests.
+            policy: what chooses for each round; None is what k and drafter ask for.
+            clock: returns seconds.
 
         Raises:
             UsageError: the bundle has no such k or drafter.
@@ -85,33 +76,27 @@ class Scheduler:
         outrider.check_drafting(k, drafter)
         self.outrider = outrider
         self.max_waiting = max_waiting
-        self._k, self._clock = k, clock
-        self._loop = outrider.loop
-        self._allowed = outrider.drafters if drafter in (None, AUTO) else [str(drafter)]
-        if isinstance(k, int) and drafter is None:
-            self._allowed = outrider.drafters[:1]
-        costs = outrider.policy.costs
-
-        def of_batch(batch: int) -> Costs:
-            return costs if batch == 1 else Costs(outrider.manifest, outrider.build, batch)
-
-        self._company = company(outrider.policy, of_batch, self._allowed, k if isinstance(k, int) else None)
-        self._waiting: deque[Job] = deque()
-        for text in self._loop.texts:
-            text.end()
+        self._decoder = outrider.decoder
+        self._drafters = outrider.allowed_drafters(k, drafter)
+        self._policy = policy or outrider.policy_for(k, drafter)
+        self._clock = clock
+        self._waiting: deque[Request] = deque()
+        for slot in self._decoder.slots:
+            self._decoder.forget(slot)
         self._forget()
 
     def reset(self) -> None:
-        """Drop the requests that have a slot, and what their caches hold; those that wait go on waiting."""
-        for text in self._loop.texts:
-            self._loop.clear(text)
+        """Drop the requests that have a slot, and what their caches hold. Those that wait keep waiting."""
+        for request in self._running:
+            request.slot = None
+        for slot in self._decoder.slots:
+            self._decoder.clear(slot)
         self._forget()
 
     def _forget(self) -> None:
-        self._free = list(range(len(self._loop.texts)))  # slots, those first whose caches are to be lost first
-        self._running: list[Job] = []  # in the order of admission
-        self._reading: deque[Job] = deque()  # those whose prompts are not read yet, by turns
-        self._alone: Job | None = None  # whom the policy for one was started for
+        self._free = list(self._decoder.slots)  # those first whose caches are to be overwritten first
+        self._running: list[Request] = []  # in the order of admission
+        self._reading: deque[Request] = deque()  # those whose prompts are not read yet; they take turns
         self._last = (0, 0)
 
     @property
@@ -121,171 +106,168 @@ class Scheduler:
 
     @property
     def load(self) -> Load:
-        texts = self._loop.texts
-        used = sum(len(job.text.tokens) for job in self._running if job.text) / (len(texts) * self.outrider.build.capacity)
+        """How busy the scheduler is now."""
+        slots, capacity = self._decoder.slots, self.outrider.build.capacity
+        used = sum(len(request.tokens) for request in self._running) / (len(slots) * capacity)
         return Load(len(self._running), len(self._waiting), used, *self._last)
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> Job:
-        """Queue a request, by its token ids; first come, first served.
+    def submit(self, prompt: list[int], params: SamplingParams) -> Request:
+        """Queue a request, given by its token ids. The first to come is the first to be served.
 
         Raises:
-            UsageError: it cannot be answered, alone or in company.
+            UsageError: it cannot be answered, alone or beside others.
             QueueFullError: too many are waiting.
         """
         return self.submit_all([(prompt, params)])[0]
 
-    def submit_all(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Job]:
+    def submit_all(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Request]:
         """Queue all of them, or none.
 
         Raises:
-            UsageError: one cannot be answered, alone or in company, or there will never be room for so many at once.
+            UsageError: one cannot be answered, alone or beside others, or there will never be room for so many at once.
             QueueFullError: too many are waiting.
         """
-        if len(requests) > self.max_waiting + len(self._loop.texts):
-            raise UsageError(
-                f"{len(requests)} answers are asked for at once, more than ever may wait and run",
-                f"ask for at most {self.max_waiting + len(self._loop.texts)}",
-            )
-        answers = [self._answer(*request) for request in requests]
-        if len(self._waiting) + len(answers) > self.max_waiting + len(self._free):
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting, which is as many as may", "try again later")
-        jobs = [Job(answer, self._clock()) for answer in answers]
-        self._waiting += jobs
-        return jobs
+        for _, params in requests:
+            if params.seed is not None and params.temperature > 0 and not params.exact:
+                raise UsageError(
+                    "with the rejection rule the answer to a seed depends on how many tokens are drafted, and that depends on"
+                    " the other requests",
+                    "leave out the rule or the seed",
+                    param="rule",
+                )
+        return self.enqueue([self.outrider.request(prompt, params) for prompt, params in requests])
 
-    def _answer(self, prompt: list[int], params: SamplingParams) -> Answer:
-        if params.seed is not None and params.temperature > 0 and not params.exact:
-            raise UsageError(
-                "by the rule of rejection a seed's answer depends on how many tokens are drafted, and in company that depends"
-                " on the others",
-                "leave the rule out, or the seed",
-            )
-        return self.outrider.answer(prompt, params)
+    def enqueue(self, requests: Sequence[Request]) -> list[Request]:
+        """Queue requests that were checked, all of them or none.
 
-    def cancel(self, job: Job) -> None:
+        Raises:
+            UsageError: there will never be room for so many at once.
+            QueueFullError: too many are waiting.
+        """
+        limit = self.max_waiting + len(self._decoder.slots)
+        if len(requests) > limit:
+            raise UsageError(
+                f"{len(requests)} answers at once are more than can ever run and wait", f"ask for at most {limit}", param="n"
+            )
+        if len(self._waiting) + len(requests) > self.max_waiting + len(self._free):
+            raise QueueFullError(f"the queue is full: {len(self._waiting)} requests are waiting", "try again later")
+        for request in requests:
+            request.submitted = self._clock()
+        self._waiting += requests
+        return list(requests)
+
+    def cancel(self, request: Request) -> None:
         """Drop a request; its slot is free at once."""
-        job.cancelled = True
-        if job in self._waiting:
-            self._waiting.remove(job)
-        elif job.text is not None:
-            self._release(job)
+        request.cancelled = True
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request.slot is not None:
+            self._release(request)
 
-    def step(self) -> list[Result]:
-        """The heartbeat. Returns what went out, in the order of admission, and which requests failed."""
+    def step(self) -> list[tuple[Request, Event | OutriderError]]:
+        """Run the heartbeat: return what is emitted, in the order of admission, and which requests failed."""
         return self._postprocess(self._run(self._schedule()))
 
     def _schedule(self) -> Plan:
         while self._waiting and self._free:
-            job = self._waiting.popleft()
-            job.admitted = self._clock()
-            prompt = job.answer.prompt
-            job.text = text = self._freest(prompt)
-            self._free.remove(text.slot)
-            text.begin(prompt, job.answer.request, text.shared(prompt))
-            job.answer.stats.cached_tokens = text.read
-            job.text.acceptance = self.outrider.policy.acceptance()
-            self._running.append(job)
-            if job.text.unread:
-                self._reading.append(job)
-        self._close_gaps()
-        reading = self._reading[0] if self._reading else None
+            request = self._waiting.popleft()
+            request.admitted = self._clock()
+            request.acceptance = self._policy.begin()
+            slot = self._best_slot(request.prompt)
+            self._free.remove(slot)
+            self._decoder.begin(slot, request, slot.shared(request.prompt))
+            request.stats.cached_tokens = slot.cached
+            self._running.append(request)
+            if slot.unread:
+                self._reading.append(request)
+        if self._free and len(self._running) > 1:
+            self._close_gaps()
+        if not self._reading:
+            return Plan(None, list(self._running))
+        reading = self._reading[0]
         self._reading.rotate(-1)  # long prompts do not hold up short ones
-        return Plan(reading, [job for job in self._running if job not in self._reading])
+        return Plan(reading, [request for request in self._running if request not in self._reading])
 
-    def _freest(self, prompt: list[int]) -> Text:
+    def _best_slot(self, prompt: list[int]) -> Slot:
         """The free slot whose cache holds most of a prompt's beginning, or else the one that has been free for longest."""
 
-        def held(slot: int) -> int:
-            shared = self._loop.texts[slot].shared(prompt)
-            return shared if shared >= SHORTEST else 0
+        def shared(slot: Slot) -> int:
+            count = slot.shared(prompt)
+            return count if count >= MIN_SHARED else 0
 
-        return self._loop.texts[max(self._free, key=held)]
+        return max(self._free, key=shared)
 
     def _close_gaps(self) -> None:
-        """Bring the last texts into free slots between them: a pass runs over all slots from the first to the last in use."""
-        slots = sorted(job.text.slot for job in self._running if job.text is not None)
-        while slots and (gaps := [slot for slot in self._free if slots[0] < slot < slots[0] + len(slots)]):
-            last, gap = slots.pop(), gaps[0]
-            self._loop.move(self._loop.texts[last], gap)
+        """Move the last slots in use into free ones between them: a pass runs over all slots from the first to the last."""
+        used = sorted((request.slot for request in self._running if request.slot is not None), key=lambda slot: slot.index)
+        while gaps := [slot for slot in self._free if used[0].index < slot.index < used[0].index + len(used)]:
+            last, gap = used[-1], gaps[0]
+            self._decoder.move(last, gap)
             self._free.remove(gap)
-            self._free.insert(0, last)
-            slots = sorted([*slots, gap])
+            self._free.insert(0, gap)
+            used.sort(key=lambda slot: slot.index)
 
-    def _run(self, plan: Plan) -> list[tuple[Job, Round | EngineError]]:
-        found: list[tuple[Job, Round | EngineError]] = []
+    def _run(self, plan: Plan) -> list[tuple[Request, RoundResult | EngineError]]:
+        results: list[tuple[Request, RoundResult | EngineError]] = []
         if plan.read is not None:
-            job = plan.read
-            assert job.text is not None
-            try:
-                self._loop.read(job.text)
-            except EngineError as error:
-                found.append((job, error))
-            if not job.text.unread:
-                self._reading.remove(job)
-                job.answer.stats.prompt_seconds = self._clock() - (job.admitted or 0.0)
-        if not plan.round:
-            return found
-        engines = self.outrider.engine_seconds()
-        if len(plan.round) == 1:
-            found.append((plan.round[0], self._round_alone(plan.round[0])))
-        else:
-            found += self._round_together(plan.round)
-        engines = self.outrider.engine_seconds() - engines
-        for job in plan.round:
-            job.answer.stats.engine_seconds += engines
-        self._last = len(plan.round), max((each.drafted for _, each in found if isinstance(each, Round)), default=0)
-        return found
-
-    def _round_alone(self, job: Job) -> Round | EngineError:
-        text, policy = job.text, self.outrider.policy
-        assert text is not None
-        if isinstance(self._k, int):
-            text.chooser = Fixed(self._allowed[0], self._k)
-        else:
-            if self._alone is not job:
-                policy.start(text.request.greedy, self._allowed, text.acceptance)
-            text.chooser = policy
-        self._alone = job
-        try:
-            others = len(self._running) > 1  # who wait while a draft reads
-            return self._loop.round(text, job.answer.wanted, chunks=1 if others else None)
-        except EngineError as error:
-            return error
-
-    def _round_together(self, jobs: list[Job]) -> list[tuple[Job, Round | EngineError]]:
-        self._alone = None
-        texts = [job.text for job in jobs if job.text is not None]
-        try:
-            done = self._loop.round_together(texts, [job.answer.wanted for job in jobs], self._company)
-        except EngineError:  # the backend's, and perhaps one request's fault: each on its own
-            return [(job, self._round_alone(job)) for job in jobs]
-        return list(zip(jobs, done, strict=True))
-
-    def _postprocess(self, found: list[tuple[Job, Round | EngineError]]) -> list[Result]:
-        results: list[Result] = []
-        for job, done in found:
-            text = job.text
-            assert text is not None
-            if isinstance(done, EngineError):
-                text.proven = False
-                self._release(job)
-                results.append((job, done))
-                continue
-            event = job.answer.take(done)
-            job.answer.stats.seconds = self._clock() - (job.admitted or 0.0)
-            if event.finish_reason is not None:
-                self._release(job)
-            results.append((job, event))
+            if (error := self._read(plan.read)) is not None:
+                results.append((plan.read, error))
+        if plan.round:
+            engines = self.outrider.engine_seconds()
+            results += self._round(plan.round)
+            engines = self.outrider.engine_seconds() - engines
+            for request in plan.round:
+                request.stats.engine_seconds += engines
+            drafted = (len(result.drafted) for _, result in results if isinstance(result, RoundResult))
+            self._last = len(plan.round), max(drafted, default=0)
         return results
 
-    def _release(self, job: Job) -> None:
-        assert job.text is not None
-        if not job.text.proven:
-            self._loop.clear(job.text)  # nobody has seen yet whether what it wrote are numbers
-        self._free.append(job.text.slot)  # what its cache holds may be the beginning of a prompt to come
-        job.text = None
-        self._running.remove(job)
-        if job in self._reading:
-            self._reading.remove(job)
-        if self._alone is job:
-            self._alone = None
+    def _read(self, request: Request) -> EngineError | None:
+        """Read a chunk of a prompt."""
+        assert request.slot is not None
+        try:
+            self._decoder.prefill(request.slot)
+        except EngineError as error:
+            return error
+        if not request.slot.unread:
+            self._reading.remove(request)
+            request.stats.prompt_seconds = self._clock() - (request.admitted or 0.0)
+        return None
+
+    def _round(self, requests: list[Request]) -> list[tuple[Request, RoundResult | EngineError]]:
+        chunks = 1 if len(self._running) > 1 else None  # a drafter that has to catch up holds no one up
+        try:
+            results = self._decoder.round(requests, self._policy, self._drafters, chunks)
+        except EngineError as error:
+            if len(requests) == 1:
+                return [(requests[0], error)]
+            # It is the backend's failure, and perhaps one request's fault: run each on its own.
+            return [result for request in requests for result in self._round([request])]
+        return list(zip(requests, results, strict=True))
+
+    def _postprocess(
+        self, results: list[tuple[Request, RoundResult | EngineError]]
+    ) -> list[tuple[Request, Event | OutriderError]]:
+        emitted: list[tuple[Request, Event | OutriderError]] = []
+        for request, result in results:
+            if isinstance(result, EngineError):
+                assert request.slot is not None
+                request.slot.finite = False
+                self._release(request)
+                emitted.append((request, result))
+                continue
+            event = request.take(result)
+            request.stats.seconds = self._clock() - (request.admitted or 0.0)
+            if event.finish_reason is not None:
+                self._release(request)
+            emitted.append((request, event))
+        return emitted
+
+    def _release(self, request: Request) -> None:
+        slot, request.slot = request.slot, None
+        assert slot is not None
+        self._decoder.release(slot)
+        self._free.append(slot)  # what its cache holds may be the beginning of a prompt to come
+        self._running.remove(request)
+        if request in self._reading:
+            self._reading.remove(request)

@@ -1,4 +1,4 @@
-"""What a generation did, with every denominator spelled out."""
+"""Counters and rates of a generation, with every denominator spelled out."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class Stats:
     """
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of these, those that a slot's cache held from an answer before
-    rounds: int = 0  # passes of the target after the prompt's
-    drafting_rounds: int = 0  # those that checked at least one drafted token
+    cached_tokens: int = 0  # of these, those that a slot's cache still held from an earlier request
+    rounds: int = 0  # passes of the target after the prompt
+    drafting_rounds: int = 0  # rounds that verified at least one drafted token
     drafted: int = 0
     accepted: int = 0
     rejected: int = 0
     own: int = 0  # emitted tokens that are the target's own
-    ngram_rounds: int = 0  # of the drafting rounds, those whose tokens came from earlier in the text
-    ngram_accepted: int = 0  # of the accepted tokens
+    rounds_by_drafter: dict[str, int] = field(default_factory=dict)  # the drafting rounds
+    accepted_by_drafter: dict[str, int] = field(default_factory=dict)  # the accepted tokens
     histogram: list[int] = field(default_factory=list)  # drafting rounds by how many of their tokens were accepted: 0, 1, ...
     drafted_at: list[int] = field(default_factory=list)  # rounds drafting position i
     accepted_at: list[int] = field(default_factory=list)  # rounds accepting position i
     seconds: float = 0.0  # from the request to the last token
     prompt_seconds: float = 0.0  # of these, until the prompt was in the caches
-    draft_prompt_seconds: float = 0.0  # of these, what the draft took to read it
-    engine_seconds: float = 0.0  # of the rounds' time, what the engines' own runs took
+    draft_prompt_seconds: float = 0.0  # of these, the drafter's share
+    engine_seconds: float = 0.0  # of the time after the prompt, the engines' own runs
 
-    def count(self, drafted: int, accepted: int, rejected: int, own: int, ngram: bool = False) -> None:
+    def count(self, drafter: str, drafted: int, accepted: int, rejected: int, own: int) -> None:
         """Add one round."""
         self.rounds += 1
         self.drafting_rounds += drafted > 0
@@ -41,38 +41,45 @@ class Stats:
         self.accepted += accepted
         self.rejected += rejected
         self.own += own
-        self.ngram_rounds += ngram
-        self.ngram_accepted += accepted * ngram
-        if drafted:
+        if not drafted:
+            return
+        self.rounds_by_drafter[drafter] = self.rounds_by_drafter.get(drafter, 0) + 1
+        self.accepted_by_drafter[drafter] = self.accepted_by_drafter.get(drafter, 0) + accepted
+        if len(self.drafted_at) < drafted:
+            more = [0] * (drafted - len(self.drafted_at))
+            self.drafted_at += more
+            self.accepted_at += more
             self.histogram += [0] * (drafted + 1 - len(self.histogram))
-            self.histogram[accepted] += 1
-        while len(self.drafted_at) < drafted:
-            self.drafted_at.append(0)
-            self.accepted_at.append(0)
+        self.histogram[accepted] += 1
         for index in range(drafted):
             self.drafted_at[index] += 1
             self.accepted_at[index] += index < accepted
 
     def add(self, other: Stats) -> None:
-        """Add another generation's counters, for totals over several."""
+        """Add the counters of another generation."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            added = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)] if isinstance(mine, list) else mine + theirs
-            setattr(self, each.name, added)
+            if isinstance(mine, dict):
+                total: object = {name: mine.get(name, 0) + theirs.get(name, 0) for name in mine | theirs}
+            elif isinstance(mine, list):
+                total = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
+            else:
+                total = mine + theirs
+            setattr(self, each.name, total)
 
     @property
     def emitted(self) -> int:
-        """Tokens that went out."""
+        """Tokens that were emitted."""
         return self.accepted + self.own
 
     @property
     def unexamined(self) -> int:
-        """Drafted tokens that no verdict was needed on."""
+        """Drafted tokens that did not have to be decided on."""
         return self.drafted - self.accepted - self.rejected
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / rounds that drafted: tokens a pass of the target yields (the definition of vLLM and AIPerf)."""
+        """1 + accepted / drafting rounds: the tokens that a pass of the target yields (as in vLLM and AIPerf)."""
         return 1 + self.accepted / self.drafting_rounds if self.drafting_rounds else 1.0
 
     @property
@@ -82,23 +89,23 @@ class Stats:
 
     @property
     def per_position_rates(self) -> list[float]:
-        """For each i: rounds accepting position i / rounds drafting it."""
+        """For each position i, the rounds that accepted it over the rounds that drafted it."""
         return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens over the time after the prompt."""
+        """Emitted tokens over the time after the prompt was read."""
         seconds = self.seconds - self.prompt_seconds
         return self.emitted / seconds if seconds > 0 else 0.0
 
     @property
     def outside_engines(self) -> float:
-        """Share of the rounds' time that was not the engines' own runs, 0..1."""
+        """The share of the time after the prompt that was spent outside the engines, 0..1."""
         seconds = self.seconds - self.prompt_seconds
         return 1 - self.engine_seconds / seconds if seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """Every counter and rate, for JSON."""
+        """Return every counter and rate, for JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
@@ -110,8 +117,8 @@ class Stats:
             "rejected": self.rejected,
             "unexamined": self.unexamined,
             "own": self.own,
-            "ngram_rounds": self.ngram_rounds,
-            "ngram_accepted": self.ngram_accepted,
+            "rounds_by_drafter": self.rounds_by_drafter,
+            "accepted_by_drafter": self.accepted_by_drafter,
             "acceptance_histogram": self.histogram,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_rate": self.acceptance_rate,
@@ -125,7 +132,7 @@ class Stats:
         }
 
     def line(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         rates = " ".join(f"{rate:.2f}" for rate in self.per_position_rates) or "-"
         return (
             f"{self.emitted} tokens in {self.rounds} rounds | mean acceptance length {self.mean_acceptance_length:.2f}"

@@ -1,0 +1,79 @@
+"""How often drafted tokens are accepted, estimated from the rounds seen so far."""
+
+from __future__ import annotations
+
+import math
+
+from outrider.runtime.costs import expected_tokens
+
+FADING = 0.985  # what the counts keep in a round that did not use the drafter
+OPTIMISM = 1.0  # standard errors by which an estimate of earlier requests is raised for a new one
+
+
+class Acceptance:
+    """Estimates the probability that a drafted token is accepted if all before it were; recent rounds count for more."""
+
+    def __init__(self, before: float | Acceptance, memory: float, weight: float):
+        """Start from what is believed before anything is seen.
+
+        Args:
+            before: the rate to assume where little was seen, or the estimate that provides it.
+            memory: the share of the counts that each round keeps.
+            weight: the number of tokens that `before` counts as.
+        """
+        self._before, self._memory, self._weight = before, memory, weight
+        self._seen = self._accepted = 0.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Add a round in which the first `accepted` of so many drafted tokens were accepted."""
+        self._seen = self._seen * self._memory + min(drafted, accepted + 1)
+        self._accepted = self._accepted * self._memory + accepted
+
+    def recall(self, rate: float, tokens: float) -> None:
+        """Continue as if so many tokens had been seen, accepted at a rate; later rounds push that out."""
+        self._seen, self._accepted = tokens, tokens * rate
+
+    def fade(self) -> None:
+        """Note a round in which nothing was seen: what was seen before is that much older."""
+        self._seen, self._accepted = self._seen * FADING, self._accepted * FADING
+
+    @property
+    def rate(self) -> float:
+        """The estimate, 0..1."""
+        before = self._before.optimistic if isinstance(self._before, Acceptance) else self._before
+        return (self._accepted + self._weight * before) / (self._seen + self._weight)
+
+    @property
+    def optimistic(self) -> float:
+        """The estimate plus its standard error: bad luck at the start must not decide for everything that follows."""
+        rate = self.rate
+        return min(rate + OPTIMISM * math.sqrt(rate * (1 - rate) / (self._seen + self._weight)), 1.0)
+
+    def tokens(self, k: int) -> float:
+        """Return the tokens that a round of k drafted ones is expected to emit."""
+        return expected_tokens(self.rate, k)
+
+
+class Confidence:
+    """How often tokens are accepted by how confident the drafter was of them."""
+
+    BINS, WEIGHT, MEMORY = 10, 3.0, 0.99  # WEIGHT is the number of tokens that the overall rate counts as in each bin
+
+    def __init__(self) -> None:
+        self._accepted = [0.0] * self.BINS
+        self._examined = [0.0] * self.BINS
+
+    def rate(self, confidence: float, rate: float) -> float:
+        """Return the acceptance rate of tokens of such confidence, where `rate` is that of all."""
+        at = self._bin(confidence)
+        return (self._accepted[at] + self.WEIGHT * rate) / (self._examined[at] + self.WEIGHT)
+
+    def observe(self, confidences: list[float], accepted: int) -> None:
+        """Add a round's drafted tokens, of which the first `accepted` were accepted."""
+        for index, confidence in enumerate(confidences[: accepted + 1]):
+            at = self._bin(confidence)
+            self._accepted[at] = self._accepted[at] * self.MEMORY + (index < accepted)
+            self._examined[at] = self._examined[at] * self.MEMORY + 1
+
+    def _bin(self, confidence: float) -> int:
+        return min(int(confidence * self.BINS), self.BINS - 1)

@@ -1,0 +1,246 @@
+"""The draft-verify loop over the slots of a bundle. It knows no backend and no particular drafter.
+
+draft     the drafter proposes tokens, before the round or inside it
+verify    one pass of the target over the last confirmed token and the drafted ones
+accept    the longest prefix that the target agrees with, and one token of its own
+commit    the confirmed tokens grow; everything behind them in the caches is overwritten by later rounds
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from outrider.engines.session import Session
+from outrider.errors import EngineError
+from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.drafters.base import DeviceDrafter, Drafter
+from outrider.runtime.launches import Lane
+from outrider.runtime.policy import Offer, Policy, SequenceView
+from outrider.runtime.request import Request
+from outrider.runtime.rounds import RoundResult, Rounds, Stop
+
+
+class Slot:
+    """A place in the caches, and the tokens whose entries it holds.
+
+    `tokens` are those of the request that has the slot or had it last; the first `cached` of them are in the target's cache, at
+    their own index. Whatever a rejected token left behind them is overwritten by the next round, which writes from a smaller
+    position.
+    """
+
+    def __init__(self, index: int):
+        self.index = index
+        self.tokens: list[int] = []
+        self.cached = 0
+        self.finite = True  # whether all logits computed from the caches were finite so far
+
+    def shared(self, prompt: list[int]) -> int:
+        """Return how many tokens at the beginning of a prompt the target's cache holds."""
+        limit = min(self.cached, len(prompt))
+        return next((at for at in range(limit) if self.tokens[at] != prompt[at]), limit)
+
+    @property
+    def unread(self) -> int:
+        """The number of confirmed tokens that the target has yet to read; the last one is left to the next round."""
+        return max(len(self.tokens) - 1 - self.cached, 0)
+
+
+class Decoder:
+    """Runs rounds for the requests in the slots of the sessions."""
+
+    def __init__(
+        self,
+        target: Session,
+        rounds: Rounds,
+        drafters: Mapping[str, Drafter],
+        k: Sequence[int],
+        max_prompt_chunk: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Decode with the built numbers of draft tokens `k`; `clock` returns seconds."""
+        self.target = target
+        self.rounds = rounds
+        self.drafters = drafters
+        self.slots = [Slot(index) for index in range(target.batch)]
+        self._k = sorted({0, *k})
+        self._chunk = max_prompt_chunk
+        self._clock = clock
+
+    # Slots
+
+    def begin(self, slot: Slot, request: Request, shared: int = 0) -> None:
+        """Give a slot to a request whose first `shared` tokens its caches hold."""
+        for drafter in self.drafters.values():
+            drafter.truncate(slot.index, shared)
+        slot.tokens, slot.cached, slot.finite = request.tokens, min(shared, len(request.tokens) - 1), False
+        request.slot = slot
+
+    def release(self, slot: Slot) -> None:
+        """Take a slot from its request. Its caches keep their tokens, unless they may contain NaN."""
+        if not slot.finite:
+            self.clear(slot)
+
+    def forget(self, slot: Slot) -> None:
+        """Let later requests overwrite a slot's caches."""
+        slot.tokens, slot.cached = [], 0
+        for drafter in self.drafters.values():
+            drafter.truncate(slot.index, 0)
+
+    def clear(self, slot: Slot) -> None:
+        """Zero a slot's caches, which may contain NaN: a masked value still multiplies."""
+        self.target.clear(slot.index)
+        for drafter in self.drafters.values():
+            drafter.clear(slot.index)
+        slot.tokens, slot.cached, slot.finite = [], 0, True
+
+    def move(self, source: Slot, target: Slot) -> None:
+        """Move what a slot holds to another one, whose own content is lost."""
+        self.target.move(source.index, target.index, source.cached)
+        for drafter in self.drafters.values():
+            drafter.move(source.index, target.index)
+        source.index, target.index = target.index, source.index
+        self.slots[source.index], self.slots[target.index] = source, target
+        target.tokens, target.cached = [], 0
+
+    def prefill(self, slot: Slot) -> None:
+        """Read the next chunk of a prompt into the target's cache."""
+        chunk = slot.tokens[slot.cached : min(slot.cached + self._chunk, len(slot.tokens) - 1)]
+        self.target.write(np.array([chunk], dtype=np.int64), np.array([slot.cached], dtype=np.int64), slot.index)
+        slot.cached += len(chunk)
+        if not slot.unread:
+            self.target.device.synchronize()  # the time of the prompt ends here
+
+    # Rounds
+
+    def round(
+        self, requests: Sequence[Request], policy: Policy, names: Sequence[str], chunks: int | None = None
+    ) -> list[RoundResult | EngineError]:
+        """Draft for requests whose prompts are read, and verify in one pass of the target.
+
+        Never emits more tokens than remain to a request: near its end fewer are drafted, and the rows left over in the built
+        shape are padding.
+
+        Args:
+            names: the drafters that may be used.
+            chunks: how much of a text a drafter may process before the round; a request whose drafter has more to catch up
+                with drafts nothing in this round. None is all of it.
+
+        Raises:
+            EngineError: the backend failed; nothing was confirmed.
+        """
+        slots = [slot for request in requests if (slot := request.slot) is not None]
+        views = [self._view(request, slot, names) for request, slot in zip(requests, slots, strict=True)]
+        choice, counts = self._plan(policy.choose(views), requests, slots, views, chunks)
+        lanes, first = self._lanes(choice, requests, slots, views, counts)
+        confidences: list[float] = []
+        stop = self._stop(policy, choice, views, confidences)
+        self.target.device.synchronize()  # what was launched before must not count towards the time of this round
+        started = self._clock()
+        decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
+        milliseconds = 1000 * (self._clock() - started)
+        results = [result for slot in slots if (result := decided[slot.index - first]) is not None]
+        done = [result if isinstance(result, RoundResult) else None for result in results]
+        if any(done):
+            if stop is not None and done[0] is not None:
+                count = len(done[0].drafted)
+                choice = Choice(choice.drafter, self._size(count)) if count else PLAIN
+            policy.observe(choice, views, done, milliseconds, confidences)
+        for request, slot, result in zip(requests, slots, done, strict=True):
+            if result is not None:
+                self._commit(choice, request, slot, result)
+        return results
+
+    def _view(self, request: Request, slot: Slot, names: Sequence[str]) -> SequenceView:
+        offers = {}
+        for name in names:
+            drafter = self.drafters[name]
+            if isinstance(drafter, DeviceDrafter):
+                offers[name] = Offer(drafter.pending(slot.index, request.tokens), None)
+            elif (proposal := drafter.propose(slot.index, request.tokens, self._k[-1])) is not None:
+                offers[name] = Offer(drafter.pending(slot.index, request.tokens), proposal)
+        stats = request.stats
+        return SequenceView(
+            len(request.tokens), stats.emitted, request.remaining, request.sampling.greedy, offers, request.acceptance
+        )
+
+    def _plan(
+        self,
+        choice: Choice,
+        requests: Sequence[Request],
+        slots: Sequence[Slot],
+        views: Sequence[SequenceView],
+        chunks: int | None,
+    ) -> tuple[Choice, list[int]]:
+        """Let the drafter catch up, and return what can be drafted: the choice with the smallest built k that is of use, and
+        the number of tokens to draft for each request."""
+        if not choice.k:
+            return PLAIN, [0] * len(requests)
+        first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
+        longest = max(slot.cached + 1 for slot in self.slots[first : last + 1])
+        room = self.target.capacity - longest  # rows that fit behind the last confirmed token's own
+        built = [size for size in self._k if size <= min(choice.k, room)]
+        limit = next((size for size in built if size >= max(view.remaining for view in views) - 1), built[-1])
+        counts = []
+        for request, slot, view in zip(requests, slots, views, strict=True):
+            count, offer = min(limit, view.remaining - 1), view.offers.get(choice.drafter)
+            if offer is None or (len(requests) > 1 and view.length < self.drafters[choice.drafter].batched_context):
+                count = 0
+            elif offer.proposal is not None:
+                count = min(count, len(offer.proposal.tokens))
+            elif offer.pending and count and not self._catch_up(choice.drafter, request, slot, chunks):
+                count = 0
+            counts.append(count)
+        return (Choice(choice.drafter, self._size(max(counts))), counts) if any(counts) else (PLAIN, counts)
+
+    def _catch_up(self, name: str, request: Request, slot: Slot, chunks: int | None) -> bool:
+        """Return whether the drafter has processed all tokens."""
+        drafter, started = self.drafters[name], self._clock()
+        drafter.catch_up(slot.index, request.tokens, chunks)
+        if not request.stats.rounds:
+            self.target.device.synchronize()
+            seconds = self._clock() - started
+            request.stats.draft_prompt_seconds += seconds
+            request.stats.prompt_seconds += seconds
+        return not drafter.pending(slot.index, request.tokens)
+
+    def _lanes(
+        self,
+        choice: Choice,
+        requests: Sequence[Request],
+        slots: Sequence[Slot],
+        views: Sequence[SequenceView],
+        counts: Sequence[int],
+    ) -> tuple[list[Lane], int]:
+        """Return the lanes of a round, one for each slot from the first to the last one in use, and the first slot."""
+        first = min(slot.index for slot in slots)
+        lanes = [Lane([], None, 0, [], slot.cached) for slot in self.slots[first : max(slot.index for slot in slots) + 1]]
+        for request, slot, view, count in zip(requests, slots, views, counts, strict=True):
+            proposal = view.offers[choice.drafter].proposal if count else None
+            proposed = [] if proposal is None else proposal.tokens[:count]
+            lanes[slot.index - first] = Lane(request.tokens, request.sampling, count, proposed, len(request.tokens) - 1)
+        return lanes, first
+
+    def _stop(self, policy: Policy, choice: Choice, views: Sequence[SequenceView], confidences: list[float]) -> Stop | None:
+        """Return what ends drafting early, for a round of one request whose policy asks for it."""
+        if len(views) > 1 or not (policy.early_stopping and isinstance(self.drafters.get(choice.drafter), DeviceDrafter)):
+            return None
+
+        def stop(confidence: float) -> int | None:
+            confidences.append(confidence)
+            return None if policy.keep_drafting(confidences, choice, views[0]) else self._size(len(confidences)) + 1
+
+        return stop
+
+    def _commit(self, choice: Choice, request: Request, slot: Slot, result: RoundResult) -> None:
+        if choice.k:
+            self.drafters[choice.drafter].commit(slot.index, request.tokens, result.drafted)
+        request.tokens += result.tokens
+        request.sampling.advance(result.tokens)
+        slot.cached, slot.finite = len(request.tokens) - 1, True
+
+    def _size(self, drafted: int) -> int:
+        """The smallest built k that holds so many drafted tokens."""
+        return next(size for size in self._k if size >= drafted)

@@ -1,0 +1,53 @@
+"""Drafters by name. A new one is a file here and a `register` call.
+
+The order of registration is the order of preference where a caller fixes k and names no drafter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.errors import UsageError
+from outrider.runtime.drafters.base import Drafter
+from outrider.runtime.drafters.model import ModelDrafter
+from outrider.runtime.drafters.ngram import NgramDrafter
+
+if TYPE_CHECKING:
+    from outrider.bundle.manifest import Manifest
+
+_REGISTRY: dict[str, type[Drafter]] = {}
+
+
+def register(drafter: type[Drafter]) -> None:
+    """Make a drafter available by its name."""
+    _REGISTRY[drafter.name] = drafter
+
+
+def unregister(name: str) -> None:
+    """Remove a drafter that was registered."""
+    del _REGISTRY[name]
+
+
+def names() -> list[str]:
+    """Return the names of all drafters, in order of preference."""
+    return list(_REGISTRY)
+
+
+def get(name: str) -> type[Drafter]:
+    """Return a drafter by its name.
+
+    Raises:
+        UsageError: no drafter has this name.
+    """
+    if name not in _REGISTRY:
+        raise UsageError(f"there is no drafter {name!r}", f"give one of {', '.join(_REGISTRY)}", param="drafter")
+    return _REGISTRY[name]
+
+
+def available(manifest: Manifest) -> list[str]:
+    """Return the names of the drafters that a bundle can use, in order of preference."""
+    return [name for name, drafter in _REGISTRY.items() if drafter.available(manifest)]
+
+
+register(ModelDrafter)
+register(NgramDrafter)

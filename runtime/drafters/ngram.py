@@ -1,0 +1,87 @@
+"""Drafting without a model: propose what followed the last time that the text had the same tokens (prompt lookup)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from outrider.runtime.drafters.base import Drafter, Proposal, Resources
+
+if TYPE_CHECKING:
+    from outrider.bundle.manifest import Manifest
+
+LONGEST, SHORTEST = 4, 2  # tokens that must match; the longest match is followed
+
+
+def matching(proposed: Sequence[int], actual: Sequence[int]) -> int:
+    """Return how many tokens are equal, from the first one on."""
+    shown = min(len(proposed), len(actual))
+    return next((at for at in range(shown) if proposed[at] != actual[at]), shown)
+
+
+class NgramIndex:
+    """A text by its runs of tokens. A lookup takes the same time however long the text is."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # a run of tokens -> the index after its last occurrence
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        if length < len(self._tokens):
+            remaining, self._tokens = self._tokens[:length], []
+            self._after = {}
+            self.extend(remaining)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        text, after = self._tokens, self._after
+        for token in tokens:
+            end = len(text)
+            # Only runs that end before this token, so that a text never matches its own end.
+            for length in range(SHORTEST, min(LONGEST, end) + 1):
+                after[tuple(text[end - length :])] = end
+            text.append(token)
+
+    def propose(self, k: int) -> Proposal | None:
+        """Propose `k` tokens that followed the longest match, or None; the evidence is the length of the match."""
+        text = self._tokens
+        for length in range(min(LONGEST, len(text)), SHORTEST - 1, -1):
+            start = self._after.get(tuple(text[-length:]))
+            if start is None:
+                continue
+            proposed = text[start : start + k]
+            while len(proposed) < k:  # the text repeats itself, so the proposal continues as itself
+                proposed.append(proposed[len(proposed) - (len(text) - start)])
+            return Proposal(proposed, length)
+        return None
+
+
+class NgramDrafter(Drafter):
+    """Looks up the last tokens of a text earlier in the same text."""
+
+    name = "ngram"
+    label = "n-gram"
+
+    def __init__(self, resources: Resources):
+        super().__init__(resources)
+        self._indexes = [NgramIndex() for _ in range(resources.slots)]
+
+    @classmethod
+    def available(cls, manifest: Manifest) -> bool:
+        return True
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._indexes[slot].truncate(length)
+
+    def move(self, source: int, target: int) -> None:
+        self._indexes[target] = self._indexes[source]
+        self._indexes[source] = NgramIndex()
+
+    def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
+        index = self._indexes[slot]
+        index.extend(tokens[len(index) :])
+        return index.propose(k)

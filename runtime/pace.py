@@ -1,0 +1,69 @@
+"""How long rounds take here and now, compared with what the bundle's costs say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+from outrider.runtime.choice import PLAIN, Choice
+
+FAST, SLOW = 0.4, 0.03  # the weight of the newest round in the two kinds of moving averages
+MAX_SURPRISE = 0.7  # of a logarithm: a round that takes longer than twice the estimate counts for no more
+SOON, STALE = 8, 100  # rounds after which plain decoding is timed again: the first time, and at most
+
+
+class Pace:
+    """Tracks measured times as a ratio to predicted ones.
+
+    The ratio's logarithm is a sum of moving averages: a fast one that all rounds share, which is the machine's pace, and slow
+    ones for the drafter, for the drafter with its k, and for the number of sequences. Plain decoding of one sequence has the
+    shared one alone. So a machine that is busy for a while makes no choice look expensive, and what is seen of one k says
+    something about the others.
+    """
+
+    def __init__(self) -> None:
+        self._shared = 0.0
+        self._parts: dict[Hashable, float] = {}
+        self._counts: dict[Hashable, int] = {}
+        self._seen: set[tuple[Choice, int]] = set()
+        self._rounds = self._plain = 0  # `_plain` is the last round in which plain decoding was timed
+        self._ratios: dict[tuple[Choice, int], float] = {}
+
+    @property
+    def shared(self) -> float:
+        """The ratio of plain decoding of one sequence."""
+        return math.exp(self._shared)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether plain decoding was last timed too long ago to compare other choices with it. At first that is soon, and
+        then twice as long each time."""
+        return self._rounds - self._plain > min(self._plain + SOON, STALE)
+
+    def ratio(self, choice: Choice, batch: int = 1) -> float:
+        """Return the expected ratio for rounds of so many sequences."""
+        parts = self._parts
+        return math.exp(self._shared + sum(parts.get(part, 0.0) for part in _parts(choice, batch)))
+
+    def observe(self, ratio: float, choice: Choice, batch: int = 1) -> None:
+        """Add a round of so many sequences."""
+        self._rounds += 1
+        if (choice, batch) not in self._seen:  # the first such round includes binding its buffers
+            self._seen.add((choice, batch))
+            return
+        if choice == PLAIN:
+            self._plain = self._rounds
+        parts, averages = _parts(choice, batch), self._parts
+        surprise = math.log(max(ratio, 1e-9)) - self._shared - sum(averages.get(part, 0.0) for part in parts)
+        surprise = max(-MAX_SURPRISE, min(surprise, MAX_SURPRISE))
+        self._shared += FAST * surprise
+        for part in parts:
+            count = self._counts[part] = self._counts.get(part, 0) + 1
+            averages[part] = averages.get(part, 0.0) + max(SLOW, 0.3 / count) * surprise
+
+
+def _parts(choice: Choice, batch: int) -> tuple[Hashable, ...]:
+    """What the time of a round depends on besides the shared pace."""
+    if batch == 1:
+        return (choice.drafter, choice) if choice.k else ()
+    return (choice.drafter, choice, batch) if choice.k else (batch,)

@@ -1,0 +1,112 @@
+"""What the sampler graphs need to know of one request: settings, random numbers, and the tokens that it edits."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
+from outrider.runtime.params import SamplingParams
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+DRAWS = 64  # positions whose random numbers are drawn at once
+DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # the uses of a position's five numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of the target's probabilities in one position, before bias, penalties and truncation."""
+
+    logprob: float  # of the token itself
+    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
+
+
+class SamplingState:
+    """The samplers' view of one request, from its prompt to its last token."""
+
+    def __init__(self, params: SamplingParams, prompt: list[int], end_ids: list[int], vocab_rows: int):
+        """Set up a request whose text ends at any of `end_ids`, which are banned before `min_new_tokens`."""
+        self.params = params
+        self.end_ids = frozenset(end_ids)
+        self.settings = np.array([[_setting(params, name, vocab_rows) for name in SETTINGS]], dtype=np.float32)
+        self.exact = params.exact
+        self.candidates = 1
+        if self.setting("top_k") > 0:
+            self.candidates = int(self.setting("top_k"))
+        elif self.setting("top_p") < 1:
+            self.candidates = min(CANDIDATES[0], vocab_rows)
+        self.emitted = 0
+        seed = secrets.randbits(63) if params.seed is None else int(params.seed)
+        # The raw numbers of a bit generator are the same in every release of NumPy; what its Generator makes of them is not.
+        self._random = np.random.Philox(key=seed % 2**64)
+        self._uniforms = np.empty((0, 5), dtype=np.float32)
+        self._edits: dict[int, list[float]] = {}
+        self._table: tuple[Int64s, Floats] | None = None
+        for token, bias in params.biases.items():
+            self._edit(token, "bias", bias)
+        if params.min_new_tokens:
+            for token in end_ids:
+                self._edit(token, "banned_rows", params.min_new_tokens)
+        self._penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        if self._penalized:
+            for token in prompt:
+                self._edit(token, "seen", 1)
+
+        self.greedy = params.temperature == 0 and not self._edits  # the likeliest tokens of unchanged logits
+
+    def setting(self, name: str) -> float:
+        """Return one of `contract.SETTINGS`."""
+        return float(self.settings[0, SETTINGS.index(name)])
+
+    def advance(self, tokens: list[int]) -> None:
+        """Note the tokens that a round confirmed."""
+        self.emitted += len(tokens)
+        if self._penalized:
+            for token in tokens:
+                self._edit(token, "seen", 1)
+                self._edit(token, "count", self._edits[token][EDITS.index("count")] + 1)
+        if self.params.min_new_tokens:
+            self._table = None  # the ban ends in an earlier row now
+
+    def uniforms(self, first: int, count: int) -> Floats:
+        """Return random numbers, float32 [count, 5] in [0, 1), for the answer's tokens from index `first` on.
+
+        They depend on nothing but the seed and the index, so a token depends neither on how many tokens were drafted and
+        rejected before it nor on other requests. An index may be drafted more than once, but what an earlier round drew
+        for it had no influence on the tokens emitted before it.
+        """
+        while len(self._uniforms) < first + count:
+            bits = self._random.random_raw(5 * DRAWS) >> np.uint64(40)
+            drawn = (bits.astype(np.float32) * np.float32(2**-24)).reshape(DRAWS, 5)
+            self._uniforms = np.concatenate([self._uniforms, drawn])
+        return self._uniforms[first : first + count]
+
+    def table(self) -> tuple[Int64s, Floats]:
+        """Return `edit_ids` [1, N] and `edits` [1, N, 4]; without any edit, one entry that changes nothing."""
+        if self._table is None:
+            rows = np.array(list(self._edits.values()) or [[0.0] * len(EDITS)], dtype=np.float32)
+            rows[:, EDITS.index("banned_rows")] -= self.emitted
+            self._table = np.array([list(self._edits) or [0]], dtype=np.int64), rows[None]
+        return self._table
+
+    def _edit(self, token: int, kind: str, value: float) -> None:
+        self._edits.setdefault(token, [0.0] * len(EDITS))[EDITS.index(kind)] = value
+        self._table = None
+
+
+NO_TRUNCATION = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}
+
+
+def _setting(params: SamplingParams, name: str, vocab_rows: int) -> float:
+    if params.temperature == 0 and name in NO_TRUNCATION:
+        return NO_TRUNCATION[name]  # truncation never removes the most likely token
+    if name == "exact_match":
+        return params.exact
+    if name == "top_k":
+        return min(max(params.top_k, 0), vocab_rows)
+    value: float = getattr(params, name)
+    return value
