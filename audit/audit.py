@@ -2,38 +2,38 @@
 
 1. Arithmetic: what the sampler graphs decide, in plain and in speculative rounds, the float64 reference decides too.
 2. Greedy: the speculative text is the plain text, for every k.
-3. Company: where a bundle takes several requests at once, each gets the text that it gets alone, greedy or by a seed.
+3. Batched: where a bundle takes several requests at once, each gets the text that it gets alone, greedy or by a seed.
 4. Sampled: tokens at several places of the text, speculative against plain, are of one distribution.
 5. Support: no token is emitted that truncation excludes.
-6. Negative controls: the same test finds each of four wrong samplers, and one that accepts every n-gram; and passes the right
-   one written down again.
+6. Negative controls: the same test finds each of four wrong samplers, and one that accepts every proposal from the host; and it
+   passes a second implementation of the right one.
 7. Counters: every drafted and every emitted token is accounted for.
 
-The first looks at one decision at a time, so it sees a wrong graph that is wrong in plain decoding too; the fourth sees
-what no single decision shows, such as drafted tokens that were not drawn from the q that they claim.
+The first part looks at one decision at a time, so it sees a graph that is wrong in plain decoding too. The fourth sees what no
+single decision shows, such as drafted tokens that were not drawn from the q that they claim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.audit.controls import ReferenceRounds, Restless, WatchedRounds
+from outrider.audit.controls import RandomPolicy, ReferenceWatch, Watch
 from outrider.audit.prompts import PROMPTS, REPEATING
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Sampled
 from outrider.audit.statistics import Comparison, compare
-from outrider.audit.texts import LENGTH, compare_company, compare_greedy, count_sampled
+from outrider.audit.texts import LENGTH, Mode, compare_batched, compare_greedy, count_sampled, on_device
 from outrider.errors import EngineError
 from outrider.progress import SILENT, Progress
+from outrider.runtime.choice import AUTO
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import AUTO, MODEL, NGRAM
 from outrider.runtime.reference import Fault
+from outrider.runtime.rounds import RoundResult
 
 DRAWS = 500
 FALSE_ALARM = 1e-4  # probability that a right bundle fails on chance, over all comparisons together
@@ -52,12 +52,39 @@ SAMPLED = (
     ),
 )
 CONTROLLED = SAMPLED[1]
-LOOKED_UP = (SamplingParams(temperature=1.0, rule="rejection"), REPEATING)  # drafted from the text alone
-# What greedy texts without edits leave out: those have graphs of their own.
+PROPOSED = (SamplingParams(temperature=1.0, rule="rejection"), REPEATING)  # for tokens that are proposed on the host
+# Greedy texts without edits use graphs of their own; these use the others.
 EDITED = (SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5), PROMPTS[0])
 
 Tokens = npt.NDArray[np.int64]
-Watched = TypeVar("Watched", bound=WatchedRounds)
+
+
+class Plan(NamedTuple):
+    """What is drawn at one setting, against plain decoding."""
+
+    params: SamplingParams
+    prompt: str
+    modes: Sequence[Mode]
+    control: Mode  # for the samplers below
+    faults: Sequence[Fault | None]
+
+
+def plans(outrider: Outrider) -> list[Plan]:
+    """Return what is drawn: at each setting every k of the first drafter and all drafters at random; and at one setting the
+    largest k of each drafter that proposes on the host."""
+    k, first = outrider.build.k, outrider.drafters[0]
+    drafts_on_device = on_device(outrider, first)
+    usual = [*(Mode(each, first) for each in k), Mode(AUTO, None)]
+    control = Mode(outrider.default_k, first)
+    made = [
+        Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and drafts_on_device else ())
+        for setting in SAMPLED
+    ]
+    for name in outrider.drafters:
+        if not on_device(outrider, name):
+            mode = Mode(k[-1], name)
+            made.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
+    return made
 
 
 def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT) -> Audit:
@@ -70,42 +97,49 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         EngineError: a run failed.
     """
     _check_capacity(outrider)
-    counters, arithmetic = Counters(), Arithmetic()
-    with _installed(outrider, _made(WatchedRounds, outrider)) as watched:
-        greedy = compare_greedy(outrider, watched, PROMPTS, counters, progress)
-        count_sampled(outrider, watched, (*SAMPLED, EDITED), counters)
-        company = None
-        if len(outrider.loop.texts) > 1:
-            company = compare_company(outrider, watched, PROMPTS, SAMPLED, counters, progress)
-    arithmetic.add(watched)
-    controlled = 2 + (1 + len(Fault)) * (MODEL in outrider.drafters)
-    compared = len(SAMPLED) * (len(outrider.build.k) + 2) + 1 + controlled
+    counters, arithmetic, watch = Counters(), Arithmetic(), Watch()
+    watched = outrider.observed(watch, RandomPolicy(outrider.adaptive_policy()))
+    greedy = compare_greedy(watched, watch, PROMPTS, counters, progress)
+    count_sampled(watched, watch, (*SAMPLED, EDITED), counters)
+    batched = None
+    if len(outrider.decoder.slots) > 1:
+        batched = compare_batched(watched, watch, PROMPTS, SAMPLED, counters, progress)
+    arithmetic.add(watch)
+    planned = plans(outrider)
+    compared = sum(len(plan.modes) + (len(plan.modes) > 1) + len(plan.faults) for plan in planned)
     significance = FALSE_ALARM / (2 * len(PLACES) * compared)  # two criteria at each place
-    sampled, controls = [], []
-    progress.stage("drawing texts", draws * (compared + len(SAMPLED) + 2))
-    for number, (params, text) in enumerate((*SAMPLED, LOOKED_UP)):
-        cell = Cell(outrider, params, outrider.text.encode(text, chat=False), number, significance, progress)
-        watched = _made(WatchedRounds, outrider)
-        plain = cell.draw(watched, 0, 2 * draws)
-        looked_up = (params, text) == LOOKED_UP
-        ways: list[int | str] = [NGRAM] if looked_up else [*outrider.build.k, AUTO]
-        drawn = {k: cell.draw(watched, k, draws) for k in ways}
-        arithmetic.add(watched)
-        sampled += [Sampled(_named(params), k, cell.compare(plain, tokens)) for k, tokens in drawn.items()]
-        if not looked_up:
-            sampled.append(Sampled(_named(params), None, cell.compare(plain, np.concatenate(list(drawn.values())))))
-        sampled[-1].emitted, sampled[-1].excluded = watched.emitted, watched.excluded
-        way: int | str = NGRAM if looked_up else outrider.default_k
-        faults: tuple[Fault | None, ...] = (None, Fault.ALWAYS_ACCEPT) if looked_up else ()
-        if (params, text) == CONTROLLED and MODEL in outrider.drafters:
-            faults = (None, *Fault)
-        for fault in faults:
-            faulty = _made(ReferenceRounds, outrider)
-            faulty.fault = fault
-            found = cell.compare(plain, cell.draw(faulty, way, draws))
-            sample = Sampled(_named(params), way, found, faulty.emitted, faulty.excluded)
+    sampled: list[Sampled] = []
+    controls: list[Control] = []
+    progress.stage("drawing texts", draws * sum(2 + len(plan.modes) + len(plan.faults) for plan in planned))
+    for number, plan in enumerate(planned):
+        prompt = outrider.text.encode(plan.prompt, chat=False)
+        cell = Cell(outrider, plan.params, prompt, number, significance, progress)
+        plain = _sample(cell, plan, draws, arithmetic, sampled)
+        for fault in plan.faults:
+            faulty = ReferenceWatch(fault)
+            comparisons = cell.compare(plain, cell.draw(faulty, plan.control, draws))
+            sample = Sampled(_named(plan.params), _shown(plan, plan.control), comparisons, faulty.emitted, faulty.excluded)
             controls.append(Control(fault.value if fault else None, sample))
-    return Audit(arithmetic, greedy, company, sampled, controls, counters)
+    return Audit(arithmetic, greedy, batched, sampled, controls, counters)
+
+
+def _sample(cell: Cell, plan: Plan, draws: int, arithmetic: Arithmetic, sampled: list[Sampled]) -> Tokens:
+    """Draw a plan's texts and compare them, each mode and all of them together. Return the plain ones."""
+    watch = Watch()
+    plain = cell.draw(watch, Mode(0, None), 2 * draws)
+    drawn = {mode: cell.draw(watch, mode, draws) for mode in plan.modes}
+    arithmetic.add(watch)
+    name = _named(plan.params)
+    sampled += [Sampled(name, _shown(plan, mode), cell.compare(plain, tokens)) for mode, tokens in drawn.items()]
+    if len(drawn) > 1:
+        sampled.append(Sampled(name, None, cell.compare(plain, np.concatenate(list(drawn.values())))))
+    sampled[-1].emitted, sampled[-1].excluded = watch.emitted, watch.excluded
+    return plain
+
+
+def _shown(plan: Plan, mode: Mode) -> int | str:
+    """How a report names a mode: by its k, or by its drafter where that is the only one."""
+    return mode.k if len(plan.modes) > 1 or mode.drafter is None else mode.drafter
 
 
 def _check_capacity(outrider: Outrider) -> None:
@@ -115,21 +149,6 @@ def _check_capacity(outrider: Outrider) -> None:
             f"the audit's texts need a capacity of {needed}; the bundle has {outrider.build.capacity}",
             f"build it with --capacity {needed} or more",
         )
-
-
-def _made(kind: type[Watched], outrider: Outrider) -> Watched:
-    return kind(outrider.loop.rounds)
-
-
-@contextmanager
-def _installed(outrider: Outrider, rounds: WatchedRounds) -> Iterator[WatchedRounds]:
-    """These rounds in the loop, and choices by chance where k is not given, for a while."""
-    usual = outrider.loop.rounds, outrider.policy
-    outrider.loop.rounds, outrider.policy = rounds, Restless(outrider.policy)
-    try:
-        yield rounds
-    finally:
-        outrider.loop.rounds, outrider.policy = usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,38 +163,42 @@ class Cell:
     progress: Progress
 
     def compare(self, plain: Tokens, drawn: Tokens) -> list[Comparison]:
-        """Both samples at each place."""
+        """Compare two samples at each place."""
         return [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
 
-    def draw(self, rounds: WatchedRounds, k: int | str, draws: int) -> Tokens:
-        """The tokens of so many short texts, [draws, SAMPLED_TOKENS]; after an early end stand -1 and, last, the end.
+    def draw(self, watch: Watch, mode: Mode, draws: int) -> Tokens:
+        """Return the tokens of so many short texts, [draws, SAMPLED_TOKENS]; after an early end there is -1 and, last, the end.
 
-        Every text has a seed of its own, also across settings and k, so the samples are independent.
+        Every text has a seed of its own, also across settings and modes, so the samples are independent.
         """
-        loop, text = self.outrider.loop, self.outrider.loop.texts[0]
-        way = k if isinstance(k, int) else 2**15 + (k == NGRAM)
+        way = 2**15  # for what is chosen at random
+        if isinstance(mode.k, int):
+            way = mode.k + (mode.drafter is not None and 2**10 * self.outrider.drafters.index(mode.drafter))
+        observed = self.outrider.observed(watch, RandomPolicy(self.outrider.adaptive_policy()))
+        policy, allowed = observed.policy_for(*mode), observed.allowed_drafters(*mode)
+        decoder, slot = observed.decoder, observed.decoder.slots[0]
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
-        with _installed(self.outrider, rounds):
-            request = self.outrider.request(self.params, self.prompt)
-            given = (self.outrider.build.k[-1], NGRAM) if k == NGRAM else (k, None)
-            chooser = self.outrider.chooser(request, *given)
-            loop.start(self.prompt, request, chooser, SAMPLED_TOKENS)
-            for index in range(draws):
-                params = replace(self.params, seed=(self.number << 48) + (way << 32) + index)
-                request = self.outrider.request(params, self.prompt)
-                text.begin(self.prompt, request, kept=len(self.prompt))
-                tokens: list[int] = []
-                while len(tokens) < SAMPLED_TOKENS and not set(tokens) & set(request.end_ids):
-                    tokens += loop.round(text, SAMPLED_TOKENS - len(tokens)).tokens
-                end = next((at + 1 for at, token in enumerate(tokens) if token in request.end_ids), len(tokens))
-                drawn[index, :end] = tokens[:end]
-                drawn[index, -1] = tokens[end - 1]
-                self.progress.advance(1)
+        for index in range(draws):
+            seed = (self.number << 48) + (way << 32) + index
+            request = observed.request(self.prompt, replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS))
+            request.acceptance = policy.begin()
+            decoder.begin(slot, request, slot.shared(self.prompt))
+            while slot.unread:
+                decoder.prefill(slot)
+            tokens: list[int] = []
+            while request.finish_reason is None:
+                (result,) = decoder.round([request], policy, allowed)
+                if not isinstance(result, RoundResult):
+                    raise result
+                tokens += request.take(result).token_ids
+            drawn[index, : len(tokens)] = tokens
+            drawn[index, -1] = tokens[-1]
+            self.progress.advance(1)
         return drawn
 
 
 def _named(params: SamplingParams) -> str:
-    """The settings that are not the usual ones."""
+    """Return the settings that differ from the defaults."""
     usual = SamplingParams()
     names = ("temperature", "top_k", "top_p", "min_p")
     named = [f"{name} {getattr(params, name)}" for name in names if getattr(params, name) != getattr(usual, name)]

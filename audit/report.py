@@ -1,14 +1,14 @@
-"""What an audit found, part by part."""
+"""The results of an audit, part by part."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from outrider.audit.controls import WatchedRounds
+from outrider.audit.controls import Watch
 from outrider.audit.statistics import Comparison
 
-NEAR_TIES = 0.05  # share of the requests whose texts may part at one, or one where that is more
-ROUNDING = 1e-4  # share of the decisions that may differ from the reference's
+NEAR_TIES = 0.05  # share of the requests whose texts may diverge at one; at least one may
+ROUNDING = 1e-4  # share of the decisions that may differ from the reference
 
 
 @dataclass(slots=True)
@@ -18,14 +18,14 @@ class Arithmetic:
     checked: int = 0
     disagreed: int = 0
 
-    def add(self, watched: WatchedRounds) -> None:
-        """Count what a watched sampler saw."""
-        self.checked += watched.checked
-        self.disagreed += watched.disagreed
+    def add(self, watch: Watch) -> None:
+        """Add what a watch counted."""
+        self.checked += watch.checked
+        self.disagreed += watch.disagreed
 
     @property
     def allowed(self) -> int:
-        """Disagreements that pass: fp32 may put a uniform on the other side of a boundary."""
+        """The number of disagreements that pass: in fp32 a uniform may fall on the other side of a boundary."""
         return max(1, int(ROUNDING * self.checked))
 
     @property
@@ -34,35 +34,35 @@ class Arithmetic:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """Where a text leaves the plain one."""
+class Divergence:
+    """Where a text departs from the plain one."""
 
     prompt: str
     temperature: float
-    way: str  # drafter and k
+    mode: str  # drafter and k
     place: int  # tokens of the answer before it
     plain: int
-    found: int
+    speculative: int
 
 
 @dataclass(slots=True)
 class Texts:
-    """Texts that must be plain decoding's of the request alone. They may part at a near-tie, where the plain model's own choice
-    changes with the number of rows or sequences of a pass."""
+    """Texts that must equal those of plain decoding of the request alone. They may diverge at a near-tie, where the plain model's
+    own choice changes with the number of rows or sequences of a pass."""
 
-    requests: int  # different ones
+    requests: int  # distinct ones
     compared: int = 0
-    near_ties: list[Parting] = field(default_factory=list)
-    differences: list[Parting] = field(default_factory=list)  # which are none
+    near_ties: list[Divergence] = field(default_factory=list)
+    differences: list[Divergence] = field(default_factory=list)  # that no near-tie explains
 
     @property
     def ties(self) -> int:
-        """Near-ties, each once, in however many ways texts part there."""
+        """The number of distinct near-ties; several texts may diverge at the same one."""
         return len({(each.prompt, each.temperature, each.place) for each in self.near_ties})
 
     @property
     def allowed(self) -> int:
-        """Near-ties that pass."""
+        """The number of near-ties that pass."""
         return max(1, int(NEAR_TIES * self.requests))
 
     @property
@@ -72,10 +72,10 @@ class Texts:
 
 @dataclass(slots=True)
 class Sampled:
-    """Speculative against plain draws at one setting."""
+    """Speculative draws compared with plain ones at one setting."""
 
     setting: str
-    k: int | str | None  # auto is every drafter and k in turn, ngram the largest of n-grams, None all of these together
+    k: int | str | None  # "auto" is every drafter and k at random, a drafter's name its largest k, None all of these together
     comparisons: list[Comparison]
     emitted: int = 0
     excluded: int = 0  # emitted although truncation excludes it
@@ -87,7 +87,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class Control:
-    """A sampler that must fail; without a fault, one that must pass."""
+    """A sampler that must fail, or without a fault must pass."""
 
     fault: str | None
     sampled: Sampled
@@ -103,8 +103,8 @@ class Control:
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over the greedy and some sampled generations, counted by the runtime and from each verifying pass. In company
-    what the passes checked is counted for all requests together."""
+    """Sums over the greedy and some sampled generations, counted by the runtime and again from each pass of the target. For
+    batched requests, what the passes verified is counted for all of them together."""
 
     generations: int = 0
     drafted: int = 0
@@ -122,21 +122,21 @@ class Counters:
 
 @dataclass(slots=True)
 class Audit:
-    """All parts."""
+    """The results of all parts."""
 
     arithmetic: Arithmetic
     greedy: Texts
-    company: Texts | None  # of requests that ran together; none where only one fits
+    batched: Texts | None  # of requests that share passes; None if the bundle takes one at a time
     sampled: list[Sampled]
-    controls: list[Control]  # of the draft model, where there is one, and of n-grams
+    controls: list[Control]
     counters: Counters
 
     def verdicts(self) -> dict[str, bool]:
-        """Which part passed."""
+        """Return which part passed."""
         return {
             "arithmetic": self.arithmetic.passed,
             "greedy": self.greedy.passed,
-            **({"company": self.company.passed} if self.company else {}),
+            **({"batched": self.batched.passed} if self.batched else {}),
             "sampled": all(each.passed for each in self.sampled),
             "support": not any(each.excluded for each in self.sampled),
             "controls": all(each.passed for each in self.controls),
@@ -148,5 +148,5 @@ class Audit:
         return all(self.verdicts().values())
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, for JSON."""
+        """Return everything, for JSON."""
         return {"passed": self.passed, "verdicts": self.verdicts(), **asdict(self)}

@@ -10,32 +10,30 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 import msgspec
-import numpy as np
 
 import outrider
-from outrider.backends.open import open_engines
-from outrider.bench.results import SCHEMA, Part, Percentiles, PromptResult, Results, Summary, Way, geometric_mean
+from outrider.bench.results import SCHEMA, Part, Percentiles, PromptResult, Results, Summary, Way
 from outrider.bench.simulator import Trace, compare, replay
-from outrider.bundle.manifest import CHAT_TEMPLATE, Build, Manifest
+from outrider.bundle.manifest import Build
 from outrider.calibration.passes import Pass, Stopwatch, sampler_rows, sampling, steps
-from outrider.calibration.workloads import SHIPPED, Prompt, load
-from outrider.engines.contract import DRAFTERS as DRAFT_SAMPLERS
+from outrider.calibration.workloads import Prompt
 from outrider.engines.device import Device
 from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
+from outrider.runtime import drafters
+from outrider.runtime.choice import AUTO
 from outrider.runtime.costs import Costs
-from outrider.runtime.drafter import top_probability
+from outrider.runtime.drafters.base import NONE, DeviceDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE, Fixed, Policy
+from outrider.runtime.policy import FixedPolicy
 from outrider.runtime.stats import Stats
-from outrider.runtime.text import Text
 
 PLAIN = Way(drafter=NONE, k=0)
 WARM_TOKENS = 8
-ACCEPTANCE_TOKENS = 32  # of each answer that the draft's acceptance is measured on
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +69,10 @@ def ways(loaded: Outrider, k: Sequence[int] | None) -> list[Way]:
     if missing := [each for each in asked if each not in loaded.build.k]:
         built = ", ".join(map(str, loaded.build.k))
         raise UsageError(f"k = {missing[0]} was not built into this bundle; it has k = {built}", "choose of these")
-    drafted = [Way(drafter=MODEL, k=each) for each in asked] + [Way(drafter=NGRAM, k=loaded.default_k)]
-    if MODEL not in loaded.drafters:
-        drafted = [Way(drafter=NGRAM, k=each) for each in asked or [loaded.default_k]]
+    first, *others = loaded.drafters
+    drafted = [Way(drafter=first, k=each) for each in asked] + [Way(drafter=name, k=loaded.default_k) for name in others]
+    if not drafted:
+        drafted = [Way(drafter=first, k=loaded.default_k)]
     return [PLAIN, *drafted, Way(drafter=AUTO, k=AUTO)]
 
 
@@ -113,7 +112,7 @@ def measure(
         encoded.append(ids)
     for way in contestants:  # so that no one pays for what is made once
         _answer(loaded, encoded[0], SamplingParams(max_new_tokens=WARM_TOKENS), way)
-    loaded.policy = Policy(loaded.policy.costs, loaded.drafters, loaded.policy.stops)
+    loaded.policy = loaded.adaptive_policy()  # what it learned meanwhile includes the making of buffers
     answers: dict[tuple[str, str | int], list[list[Answer]]] = {(way.drafter, way.k): [] for way in contestants}
     stopwatch = _stopwatch(loaded, max(map(len, encoded)) + max_new_tokens)
     stopwatch.run()
@@ -178,7 +177,7 @@ def measure(
             for way in contestants
             if isinstance(way.k, int)
         ],
-        policies=compare(traces, costs, loaded.policy.stops),
+        policies=compare(traces, costs, loaded.policy.early_stopping),
         traces=traces,
     )
 
@@ -192,7 +191,7 @@ def _windows(build: Build, shortest: int, longest: int) -> list[int]:
 def _made_by(build: Build, shortest: int, longest: int) -> Callable[[Pass], bool]:
     """Which passes texts of such lengths make; a prompt's chunk is timed in two windows for all."""
     reached = (0, *_windows(build, shortest, longest))
-    return lambda each: each[2] in reached or each[:2] == ("draft", build.max_prompt_chunk)
+    return lambda each: each[2] in reached or (each[1] == build.max_prompt_chunk and each[0] != "target")
 
 
 def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
@@ -202,7 +201,7 @@ def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
     passes: dict[Pass, Callable[[], None]] = {}
     for role, session in loaded.sessions.items():
         passes |= steps(session, role, build, reached)
-    for name, engine in loaded.loop.rounds.launches.samplers.items():
+    for name, engine in loaded.samplers.items():
         for rows in sampler_rows(name, build):
             passes |= sampling(engine, loaded.engines.device, name, loaded.manifest, build, rows, 1)
     return Stopwatch(passes)
@@ -230,7 +229,7 @@ def _text(prompt: int, way: Way, trace: Trace, taken: list[Answer], plain: list[
     total = _total(taken)
     predicted = None
     if isinstance(way.k, int):
-        predicted = replay(trace, costs, Fixed(NONE, 0)) / replay(trace, costs, Fixed(way.drafter, way.k))
+        predicted = replay(trace, costs, FixedPolicy(NONE, 0)) / replay(trace, costs, FixedPolicy(way.drafter, way.k))
     return PromptResult(
         workload=trace.workload,
         prompt=prompt,
@@ -269,7 +268,7 @@ def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[l
         acceptance_rate=total.acceptance_rate,
         per_position_rates=total.per_position_rates,
         acceptance_histogram=total.histogram,
-        ngram_rounds=total.ngram_rounds,
+        rounds_by_drafter=total.rounds_by_drafter,
         drafting_rounds=total.drafting_rounds,
         rounds=total.rounds,
         outside_engines=total.outside_engines,
@@ -280,60 +279,17 @@ def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[l
 
 
 def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int], most: int = 0) -> Trace:
-    """A text with what the draft would have said at each place of it, from reading it once; it might have had `most` tokens."""
-    agrees: list[bool] = []
-    confidences: list[float] = []
-    drafter = loaded.loop.texts[0].drafter
-    if drafter is not None:
-        session, top = loaded.sessions["draft"], loaded.sessions["draft"].vocab_rows - 1
-        text = [min(token, top) for token in (prompt + tokens)[:-1]]
-        for at in range(0, len(text), loaded.build.max_prompt_chunk):
-            chunk = text[at : at + loaded.build.max_prompt_chunk]
-            ids, position = np.array([chunk], dtype=np.int64), np.array([at], dtype=np.int64)
-            if at + len(chunk) < len(prompt):
-                session.write(ids, position)
-                continue
-            rows = session.run(ids, position)[0, max(len(prompt) - 1 - at, 0) :]
-            rows = rows[:, : loaded.vocab_rows]
-            best = rows.argmax(-1)
-            agrees += (best == np.array(tokens[len(agrees) : len(agrees) + len(best)])).tolist()
-            confidences += [top_probability(row, np.empty_like(row)) for row in rows]
-        drafter.rewind(0)
-    return Trace(workload, prompt, tokens, agrees, [round(each, 4) for each in confidences], most)
-
-
-def acceptance(folder: Path, manifest: Manifest, build: Build, progress: Progress = SILENT) -> float | None:
-    """The share of the target's own greedy tokens that the draft would have said there, over the beginnings of answers to a
-    shipped prompt of each workload; None without a draft, or where too few fit or the answers end at once.
-
-    Raises:
-        EngineError: an engine does not run here, or the logits are no numbers.
-        UsageError: the chat template refuses a prompt.
-    """
-    if "draft" not in manifest.models:
-        return None
-    text, chat = Text(folder, manifest), CHAT_TEMPLATE in manifest.files
-    prompts = [text.encode(prompt.prompt, chat=chat) for prompt in load(SHIPPED, each=1)]
-    prompts = [ids for ids in prompts if len(ids) + ACCEPTANCE_TOKENS <= build.capacity]
-    if not prompts:
-        return None
-    params = SamplingParams(max_new_tokens=ACCEPTANCE_TOKENS)
-    agrees: list[bool] = []
-    progress.stage("measuring the draft's acceptance", len(prompts))
-    with Outrider(open_engines(folder, manifest, build), text) as loaded:
-        for ids in prompts:
-            agrees += trace(loaded, "", ids, _answer(loaded, ids, params, PLAIN).tokens).agrees
-            progress.advance(1)
-    return round(sum(agrees) / len(agrees), 3) if len(agrees) >= ACCEPTANCE_TOKENS else None
+    """Return the record of a text of at most `most` tokens, with what the drafter on the device would have said in each place."""
+    drafter = next((each for each in loaded.decoder.drafters.values() if isinstance(each, DeviceDrafter)), None)
+    agrees, confidences = drafter.agreement(prompt, tokens) if drafter is not None else ([], [])
+    return Trace(workload, prompt, tokens, agrees, confidences, most)
 
 
 def _part(way: Way, costs: Costs, end: int, taken: list[Answer]) -> Part:
     k = int(way.k)
-    drafted = k if way.drafter == MODEL else 0
     total = _total(taken)
     engines = {
-        "draft": sum(costs.step("draft", 1 if row else 2, end) for row in range(drafted)),
-        "draft_sampler": drafted * costs.sampler(DRAFT_SAMPLERS[True], 1),
+        "draft": drafters.get(way.drafter).cost(costs, k, end, True) if k else 0.0,
         "target": costs.step("target", k + 1, end),
         "verifier": costs.sampler("greedy_verifier", k + 1),
     }

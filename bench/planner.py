@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import NamedTuple
 
-from outrider.bench.results import geometric_mean
 from outrider.bench.simulator import Trace, replay
 from outrider.errors import UsageError
+from outrider.runtime import drafters
 from outrider.runtime.costs import Costs, expected_tokens
-from outrider.runtime.policy import MODEL, NONE, Fixed
+from outrider.runtime.drafters.base import NONE, DeviceDrafter
+from outrider.runtime.policy import FixedPolicy
 
 BETTER = 0.1  # of what a better draft would bring: share of the rejections that it would turn into acceptances
 CHEAPER = 0.5  # of the draft's costs that a cheaper one would have
@@ -68,36 +70,41 @@ class Prediction:
     better_draft: float  # the speed-up with a draft that is rejected less often, by the share `BETTER`
 
 
-def at_rate(costs: Costs, rate: float, end: int) -> list[Prediction]:
-    """Plain decoding and each built k, where every drafted token is accepted with probability `rate` if those before it were,
-    around position `end`; what the draft takes to read the prompt is not in it."""
-    found, cheaper = [], costs.with_draft(CHEAPER)
+def plannable(names: Sequence[str]) -> str | None:
+    """Return the first of these drafters that drafts on the device, whose rounds can be predicted from costs."""
+    return next((name for name in names if issubclass(drafters.get(name), DeviceDrafter)), None)
+
+
+def at_rate(costs: Costs, drafter: str, rate: float, end: int) -> list[Prediction]:
+    """Predict plain decoding and each built k around position `end`, if every drafted token is accepted with probability `rate`
+    provided that all before it were. The time that the drafter takes to read the prompt is left out."""
+    found, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
     for k in (0, *costs.k):
         length, better = expected_tokens(rate, k), expected_tokens(1 - (1 - rate) * (1 - BETTER), k)
-        plain = length * costs.round(0, 0, end, True)
-        times = Times(plain, costs.round(k, k, end, True), cheaper.round(k, k, end, True), 0.0)
+        plain = length * costs.round(NONE, 0, 0, end, True)
+        times = Times(plain, costs.round(drafter, k, k, end, True), cheaper.round(drafter, k, k, end, True), 0.0)
         found.append(_prediction("", k, length, better, length, [times]))
     return found
 
 
-def of_traces(costs: Costs, traces: Sequence[Trace]) -> list[Prediction]:
-    """Each workload, plain and at each built k, as the recorded texts would have gone, the draft's reading of the prompt
-    included."""
+def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Prediction]:
+    """Predict each workload, plain and at each built k, by replaying recorded texts. The time that the drafter takes to read the
+    prompt is included."""
     if not all(trace.agrees for trace in traces):
         raise UsageError("these texts were recorded without a draft", "make them with outrider bench, on a bundle with a draft")
-    found, cheaper = [], costs.with_draft(CHEAPER)
+    found, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
     for workload in dict.fromkeys(trace.workload for trace in traces):
         traces_of = [trace for trace in traces if trace.workload == workload]
         tokens = sum(len(trace.tokens) for trace in traces_of)
-        plain = [replay(trace, costs, Fixed(NONE, 0)) for trace in traces_of]
+        plain = [replay(trace, costs, FixedPolicy(NONE, 0)) for trace in traces_of]
         for k in (0, *costs.k):
-            way = Fixed(MODEL, k)
+            policy = FixedPolicy(drafter, k)
             texts = [
                 Times(
                     without,
-                    replay(trace, costs, way),
-                    replay(trace, cheaper, way),
-                    costs.catch_up(len(trace.prompt) - 2, len(trace.prompt)) if k and trace.wanted(0) > 1 else 0.0,
+                    replay(trace, costs, policy),
+                    replay(trace, cheaper, policy),
+                    costs.catch_up(drafter, len(trace.prompt) - 2, len(trace.prompt)) if k and trace.remaining(0) > 1 else 0.0,
                 )
                 for trace, without in zip(traces_of, plain, strict=True)
             ]
@@ -114,8 +121,8 @@ def tokens_per_round(traces: Sequence[Trace], k: int, turned: float = 0.0) -> fl
     for trace in traces:
         at = 0
         while at < len(trace.tokens):
-            accepted = trace.accepted(at, min(k, trace.wanted(at) - 1))
-            rounds += trace.wanted(at) > 1
+            accepted = trace.accepted(at, min(k, trace.remaining(at) - 1))
+            rounds += trace.remaining(at) > 1
             for position in range(accepted):
                 survival[position] += 1
             at += accepted + 1

@@ -1,145 +1,217 @@
-"""Recorded texts replayed against costs: what a policy would have taken, what the best fixed k, and who knows the future."""
+"""Replays recorded texts against costs, to compare policies: what each would have taken, and what the best one could have.
+
+The decoder, the drafters' bookkeeping and the policies are the real ones; engines are replaced by their costs and the record.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
+from outrider.engines.device import Cpu
+from outrider.engines.session import Session
+from outrider.errors import EngineError
+from outrider.runtime import drafters
 from outrider.runtime.costs import Costs
-from outrider.runtime.ngram import NgramDrafter, agreement
-from outrider.runtime.policy import DRAFTERS, MODEL, NGRAM, NONE, Choice, Chooser, Fixed, Policy
+from outrider.runtime.decoder import Decoder
+from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Resources
+from outrider.runtime.drafters.ngram import matching
+from outrider.runtime.launches import Lane
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.policy import AdaptivePolicy, FixedPolicy, Policy
+from outrider.runtime.request import Request
+from outrider.runtime.rounds import RoundResult, Stop
+from outrider.runtime.sampling import SamplingState
+
+VOCABULARY = 2**31  # no token of a record is beyond it
 
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One greedy answer, and what the draft would have said at each place of it."""
+    """One greedy answer, and what the drafter on the device would have said in each place of it."""
 
     workload: str
     prompt: list[int]
     tokens: list[int]
-    agrees: list[bool]  # for each token: whether the draft's most likely one there is the same; empty without a draft
-    confidences: list[float]  # the draft's probability of its most likely one
-    most: int = 0  # tokens that were asked for, where the text might have become longer
+    agrees: list[bool]  # for each token: whether the drafter's most likely one is the same; empty without such a drafter
+    confidences: list[float]  # the drafter's probability of its most likely token
+    most: int = 0  # tokens that were asked for, if the text might have become longer
 
     def __post_init__(self) -> None:
         if not self.tokens or (self.agrees and not len(self.tokens) == len(self.agrees) == len(self.confidences)):
-            raise ValueError("a recorded text has no tokens, or what the draft said is not of each")
+            raise ValueError("a recorded text has no tokens, or not one agreement and confidence for each of them")
 
-    def wanted(self, at: int) -> int:
-        """Tokens that may still be emitted, as whoever makes the text sees it: where it will end is not known before."""
+    def remaining(self, at: int) -> int:
+        """Return how many tokens may still be emitted; where the text will end is not known before."""
         return max(self.most, len(self.tokens)) - at
 
     def accepted(self, at: int, drafted: int) -> int:
-        """Of so many tokens that the draft proposes from a place on, how many are right."""
+        """Return how many of so many tokens that the drafter proposes from a place on are right."""
         count = 0
         while count < min(drafted, len(self.tokens) - at) and self.agrees[at + count]:
             count += 1
         return count
 
 
-def replay(trace: Trace, costs: Costs, chooser: Chooser) -> float:
-    """Milliseconds that the answer would have taken after its prompt, the draft's reading of the prompt included where it
-    is asked."""
-    ngrams = NgramDrafter()
-    ngrams.extend(trace.prompt)
-    at = written = 0  # emitted tokens; tokens in the draft's cache
-    total = 0.0
-    while at < len(trace.tokens):
-        wanted, length = trace.wanted(at), len(trace.prompt) + at
-        proposed, agreeing = ngrams.propose(costs.k[-1])
-        choice = chooser.choose(length, length - 2 - written, agreeing, wanted)
-        drafted = min(choice.k, wanted - 1)
-        size = costs.size(drafted)
-        accepted = 0
-        if choice.drafter == MODEL and drafted:
-            total += costs.catch_up(length - 2 - written, length)
-            most = drafted if chooser.stops else 1
-            confidences = trace.confidences[at : at + drafted]
-            drafted = next((n for n in range(1, most) if not chooser.worth(confidences[:n], drafted, length)), drafted)
-            size = costs.size(drafted)
-            accepted = trace.accepted(at, drafted)
-            chooser.observe_confidences(trace.confidences[at : at + drafted], accepted)
-            written = length + min(accepted, drafted - 1)
-        elif choice.drafter == NGRAM:
-            accepted = agreement(proposed[:drafted], trace.tokens[at:])
-        took = costs.round(drafted if choice.drafter == MODEL else 0, size, length + size, True)
-        total += took
-        emitted = trace.tokens[at : at + accepted + 1]
-        chooser.observe(Choice(choice.drafter, size), drafted, accepted, length, took)
-        if agreeing:
-            chooser.observe_lookup(agreeing, proposed, emitted)
-        ngrams.extend(emitted)
-        at += len(emitted)
-    return total
+class Clock:
+    """Simulated time."""
+
+    def __init__(self) -> None:
+        self.milliseconds = 0.0
+
+    def __call__(self) -> float:
+        return self.milliseconds / 1000
 
 
-def oracle(trace: Trace, costs: Costs, drafters: Sequence[str] = DRAFTERS) -> float:
-    """The least that any policy could have taken, knowing what will be accepted; the draft reads for nothing."""
-    ngrams = NgramDrafter()
-    ngrams.extend(trace.prompt)
-    count = len(trace.tokens)
-    looked_up = []
+class SimulatedSession(Session):
+    """A model whose passes only take time."""
+
+    def __init__(self, spend: Callable[[int, int], None]):
+        """`spend` takes the rows and the end of each pass."""
+        self.device = Cpu()
+        self.batch = 1
+        self.capacity = self.vocab_rows = VOCABULARY
+        self._spend = spend
+
+    def write(self, input_ids: object, positions: object, first: int = 0, logits: bool = False) -> None:
+        rows = np.shape(np.asarray(input_ids))[1]
+        self._spend(rows, int(np.asarray(positions)[0]) + rows)
+
+
+class SimulatedRounds:
+    """Rounds that are decided by a record and take what the costs say."""
+
+    def __init__(self, trace: Trace, costs: Costs, clock: Clock):
+        self._trace, self._costs, self._clock = trace, costs, clock
+
+    def run(
+        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
+    ) -> list[RoundResult | EngineError | None]:
+        """Decide on a round of one sequence; see `Rounds.run`."""
+        (lane,), trace = lanes, self._trace
+        at = len(lane.tokens) - len(trace.prompt)
+        count, following = lane.k, trace.tokens[at:]
+        if lane.proposed:
+            accepted, drafted = matching(lane.proposed, following), lane.proposed
+        else:
+            for index, confidence in enumerate(trace.confidences[at : at + count - 1] if stop is not None else ()):
+                assert stop is not None
+                if (shorter := stop(confidence)) is not None:
+                    count, rows = index + 1, shorter
+                    break
+            accepted = trace.accepted(at, count) if count else 0
+            drafted = following[:accepted] + [-1] * (count - accepted)
+        end = len(lane.tokens) + rows - 1
+        self._clock.milliseconds += self._costs.round(drafter, len(drafted), rows - 1, end, True)
+        return [RoundResult(drafter if drafted else NONE, drafted, following[: accepted + 1], None)]
+
+
+def simulated_drafters(names: Sequence[str], costs: Costs, clock: Clock) -> dict[str, Drafter]:
+    """Return drafters whose models only take time to catch up."""
+    made: dict[str, Drafter] = {}
+    for name in names:
+
+        def spend(rows: int, end: int, name: str = name) -> None:
+            clock.milliseconds += costs.catch_up(name, rows, end)
+
+        kind = drafters.get(name)
+        sessions = {role: SimulatedSession(spend) for role in ("target", *kind.engines)}
+        made[name] = kind(Resources(sessions, 1, costs.chunk))
+    return made
+
+
+def replay(trace: Trace, costs: Costs, policy: Policy) -> float:
+    """Return the milliseconds that the answer would have taken after the target has read the prompt."""
+    clock = Clock()
+    target = SimulatedSession(lambda rows, end: None)
+    rounds = SimulatedRounds(trace, costs, clock)
+    decoder = Decoder(target, rounds, simulated_drafters(policy.names, costs, clock), costs.k, costs.chunk, clock)
+    params = SamplingParams(max_new_tokens=trace.remaining(0))
+    request = Request(list(trace.prompt), params, SamplingState(params, [], [], VOCABULARY), None, VOCABULARY)
+    request.acceptance = policy.begin()
+    slot = decoder.slots[0]
+    decoder.begin(slot, request)
+    slot.cached = len(request.tokens) - 1
+    while request.stats.emitted < len(trace.tokens):
+        (result,) = decoder.round([request], policy, policy.names)
+        if not isinstance(result, RoundResult):
+            raise result
+        request.take(result)
+    return clock.milliseconds
+
+
+def oracle(trace: Trace, costs: Costs, names: Sequence[str] | None = None) -> float:
+    """Return the least milliseconds that any policy could have taken if it knew what will be accepted, and if drafters caught up
+    for free."""
+    names = drafters.names() if names is None else names
+    loaded = simulated_drafters(names, costs, Clock())
+    text, count, proposals = list(trace.prompt), len(trace.tokens), []
     for token in trace.tokens:
-        looked_up.append(ngrams.propose(max(costs.k))[0])
-        ngrams.extend([token])
+        offers = {name: each.propose(0, text, max(costs.k)) for name, each in loaded.items()}
+        proposals.append({name: offer.tokens for name, offer in offers.items() if offer is not None})
+        text.append(token)
     least = [0.0] * (count + 1)
     for at in reversed(range(count)):
         end = len(trace.prompt) + at
-        ways = [costs.round(0, 0, end, True) + least[at + 1]]
+        times = [costs.round(NONE, 0, 0, end, True) + least[at + 1]]
         for k in costs.k:
-            if NGRAM in drafters and looked_up[at]:
-                right = agreement(looked_up[at][:k], trace.tokens[at : count - 1])
-                ways.append(costs.round(0, k, end + k, True) + least[at + right + 1])
-            if MODEL in drafters and trace.agrees:
-                right = trace.accepted(at, min(k, count - at - 1))
-                ways.append(costs.round(right, k, end + k, True) + least[at + right + 1])
-        least[at] = min(ways)
+            for name, drafter in loaded.items():
+                if isinstance(drafter, DeviceDrafter) and trace.agrees:
+                    right = trace.accepted(at, min(k, count - at - 1))
+                    times.append(costs.round(name, right, k, end + k, True) + least[at + right + 1])
+                elif name in proposals[at]:
+                    right = matching(proposals[at][name][:k], trace.tokens[at : count - 1])
+                    times.append(costs.round(name, 0, k, end + k, True) + least[at + right + 1])
+        least[at] = min(times)
     return least[0]
 
 
-def compare(traces: Sequence[Trace], costs: Costs, stops: bool = True) -> dict[str, dict[str, float]]:
-    """Milliseconds of each workload's traces, by policy: each fixed k, what chooses itself, and `oracle`.
+def compare(traces: Sequence[Trace], costs: Costs, early_stopping: bool = True) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of each workload's traces, by policy: each fixed k, the adaptive ones, and `oracle`.
 
-    `stops` is whether rounds can stop drafting early, as those of a CPU. What chooses itself goes through all the traces in
-    their order, as a server would, and keeps what it learned.
+    Adaptive policies go through all the traces in their order, as a server would, and keep what they learned.
+
+    Args:
+        early_stopping: whether rounds can stop drafting early, as they can on a CPU.
     """
-    drafters = [name for name in DRAFTERS if name == NGRAM or all(trace.agrees for trace in traces)]
-    fixed: dict[str, Chooser] = {"plain": Fixed(NONE, 0)}
-    policies: dict[str, Policy] = {}
-    for name in drafters:
-        fixed |= {f"{name}, k = {k}": Fixed(name, k) for k in costs.k}
-        policies[f"{name}, k = auto"] = Policy(costs, [name], stops)
-    policies["auto"] = Policy(costs, drafters, stops)
-    choosers = fixed | policies
-    found: dict[str, dict[str, float]] = {}
+    names = [name for name in drafters.names() if not _on_device(name) or all(trace.agrees for trace in traces)]
+    policies: dict[str, Policy] = {"plain": FixedPolicy(NONE, 0)}
+    for name in names:
+        policies |= {f"{name}, k = {k}": FixedPolicy(name, k) for k in costs.k}
+        policies[f"{name}, k = auto"] = AdaptivePolicy(lambda _: costs, [name], early_stopping)
+    policies["auto"] = AdaptivePolicy(lambda _: costs, names, early_stopping)
+    compared: dict[str, dict[str, float]] = {}
     for trace in traces:
-        taken = found.setdefault(trace.workload, dict.fromkeys((*choosers, "oracle"), 0.0))
-        for policy in policies.values():
-            policy.start(greedy=True)
-        for name, chooser in choosers.items():
-            taken[name] += replay(trace, costs, chooser)
-        taken["oracle"] += oracle(trace, costs, drafters)
-    return found
+        taken = compared.setdefault(trace.workload, dict.fromkeys((*policies, "oracle"), 0.0))
+        for name, policy in policies.items():
+            taken[name] += replay(trace, costs, policy)
+        taken["oracle"] += oracle(trace, costs, names)
+    return compared
+
+
+def _on_device(name: str) -> bool:
+    return issubclass(drafters.get(name), DeviceDrafter)
 
 
 REGRET_HEADS = (
     "workload",
-    "chosen live",
-    "best fixed way in hindsight",
-    "knowing the future",
-    "regret against the best fixed",
-    "regret against the future",
+    "adaptive",
+    "best fixed choice in hindsight",
+    "with perfect foresight",
+    "regret against the best fixed choice",
+    "regret against perfect foresight",
 )
 
 
 def regrets(compared: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
-    """Of what `compare` found, for each workload: the policy's speed-up, the best fixed way's, the oracle's, and what more time
-    than these two the policy took."""
-    found = []
+    """Return for each workload the speed-ups of the adaptive policy, of the best fixed choice and of the oracle, and how much more
+    time than these two the adaptive policy took."""
+    rows = []
     for workload, taken in compared.items():
         fixed = {name: time for name, time in taken.items() if "auto" not in name and name != "oracle"}
         best = min(fixed, key=lambda name: fixed[name])
         ratios = [f"{taken['plain'] / time:.2f}" for time in (taken["auto"], taken[best], taken["oracle"])]
-        more = [f"{taken['auto'] / taken[name] - 1:+.1%}" for name in (best, "oracle")]
-        found.append((workload, ratios[0], f"{ratios[1]} ({best})", ratios[2], *more))
-    return found
+        regret = [f"{taken['auto'] / taken[name] - 1:+.1%}" for name in (best, "oracle")]
+        rows.append((workload, ratios[0], f"{ratios[1]} ({best})", ratios[2], *regret))
+    return rows

@@ -90,8 +90,9 @@ def bundle_table(manifest: Manifest) -> Any:
         table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
         table.add_row("longest prompt chunk", str(build.max_prompt_chunk))
         table.add_row("windows", ", ".join(str(window) for window in build.windows))
-        if build.acceptance is not None:
-            table.add_row("acceptance on shipped prompts", f"{build.acceptance:.0%}")
+        if build.acceptance:
+            rates = ", ".join(f"{name} {rate:.0%}" for name, rate in build.acceptance.items())
+            table.add_row("acceptance on shipped prompts", rates)
         if build.rewrites:
             counts = [build.rewrites.get(role, {}) for role in roles]
             table.add_row("fused", *(", ".join(f"{count} {name}" for name, count in each.items()) or "no" for each in counts))

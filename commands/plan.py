@@ -120,16 +120,18 @@ def command(
     if rate is not None and bench is not None:
         raise UsageError("--rate and --bench say two things", "leave one of them out")
     from outrider.backends.open import open_bundle
-    from outrider.bench.planner import at_rate, best, of_traces
+    from outrider.bench.planner import at_rate, best, of_traces, plannable
     from outrider.bench.results import read as read_results
     from outrider.bench.simulator import REGRET_HEADS, compare, regrets
+    from outrider.runtime import drafters
     from outrider.runtime.costs import Costs
-    from outrider.runtime.policy import MODEL, NONE
+    from outrider.runtime.drafters.base import NONE
 
     manifest, build = open_bundle(bundle)
     if not build.costs:
         raise UsageError("this bundle's costs were not measured", f"outrider calibrate {bundle}, where it is to run")
-    if "draft" not in manifest.models:
+    drafter = plannable(drafters.available(manifest))
+    if drafter is None:
         raise UsageError("this bundle has no draft model, so there is nothing to plan", "outrider bench measures its n-grams")
     costs, policies = Costs(manifest, build), dict[str, dict[str, float]]()
     measured: dict[str, dict[str, float]] = {}  # workload -> k -> the speed-up that the report has
@@ -143,19 +145,19 @@ def command(
                 f"{bench} is of {results.target} and {results.draft}; the bundle has {' and '.join(models)}",
                 "measure a bundle of the same models",
             )
-        predictions = of_traces(costs, results.traces)
+        predictions = of_traces(costs, drafter, results.traces)
         for each in results.summaries:
-            if each.way.drafter in (NONE, MODEL):
+            if each.way.drafter in (NONE, drafter):
                 measured.setdefault(each.workload, {})[str(each.way.k)] = each.median_speedup
-        policies = compare(results.traces, costs, stops=build.device == "cpu")
+        policies = compare(results.traces, costs, early_stopping=build.device == "cpu")
     else:
         given = rate is not None
-        rate = build.acceptance if rate is None else rate
+        rate = build.acceptance.get(drafter) if rate is None else rate
         if rate is None:
             raise UsageError(
                 "this bundle's acceptance was not measured", f"give --rate or --bench, or: outrider calibrate {bundle}"
             )
-        predictions = at_rate(costs, rate, min(position or build.capacity // 4, build.capacity))
+        predictions = at_rate(costs, drafter, rate, min(position or build.capacity // 4, build.capacity))
     if plot is not None:
         from outrider.bench.report import write_plan
 

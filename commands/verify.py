@@ -76,8 +76,8 @@ def _print(found: Audit) -> None:
         f" {arithmetic.disagreed} differ ({arithmetic.allowed} allowed)"
     )
     _print_texts("greedy", found.greedy, "compared with plain decoding", verdicts)
-    if found.company:
-        _print_texts("company", found.company, "of requests that share passes compared with the same alone", verdicts)
+    if found.batched:
+        _print_texts("batched", found.batched, "of requests that share passes compared with the same requests alone", verdicts)
     least = min(each.p_value for cell in found.sampled for each in cell.comparisons)
     comparisons = sum(len(cell.comparisons) for cell in found.sampled)
     click.echo(
@@ -108,10 +108,12 @@ def _print(found: Audit) -> None:
 def _print_texts(part: str, found: Texts, what: str, verdicts: dict[str, str]) -> None:
     click.echo(
         f"{part:<10} {verdicts[part]}  {found.compared} texts {what}: {len(found.differences)} differ,"
-        f" {len(found.near_ties)} part at {found.ties} near-ties ({found.allowed} allowed)"
+        f" {len(found.near_ties)} diverge at {found.ties} near-ties ({found.allowed} allowed)"
     )
     for each in (*found.differences, *found.near_ties):
-        click.echo(f"           {each.way}, token {each.place}: plain {each.plain}, found {each.found}; {each.prompt!r}")
+        click.echo(
+            f"           {each.mode}, token {each.place}: plain {each.plain}, speculative {each.speculative}; {each.prompt!r}"
+        )
 
 
 FIGURES = ("p-value", "distance", "bound", "finds", "token")
@@ -125,13 +127,11 @@ def _sampled_table(found: Audit) -> Any:
 
 
 def _control_table(found: Audit) -> Any:
-    from outrider.runtime.policy import NGRAM
-
     table = _table("control", *FIGURES[:3], "excluded", "")
     for control in found.controls:
         verdict = ("found" if control.found else "not found") + ("" if control.passed else ": WRONG")
         name = control.fault or "none: the reference as it is"
-        name += ", n-grams" if control.sampled.k == NGRAM else ""
+        name += f", {control.sampled.k}" if isinstance(control.sampled.k, str) else ""
         table.add_row(name, *_figures(control.sampled)[:3], str(control.sampled.excluded), verdict)
     return table
 

@@ -40,7 +40,7 @@ class Acceptance:
     @property
     def rate(self) -> float:
         """The estimate, 0..1."""
-        before = self._before.optimistic if isinstance(self._before, Acceptance) else self._before
+        before = self._before if isinstance(self._before, float) else self._before.optimistic
         return (self._accepted + self._weight * before) / (self._seen + self._weight)
 
     @property

@@ -33,6 +33,7 @@ class Costs:
         self.measured = bool(build.costs)
         self.acceptance = build.acceptance
         self._windows = build.windows
+        self._last_window = len(build.windows) - 1
         self._known: dict[tuple[str, int, int], float] = {}  # by engine, rows and window
         self._rounds: dict[tuple[str, int, int, int, bool], float] = {}  # by the arguments of `round`, the end as a window
         self._tables: dict[str, dict[int, tuple[list[int], list[float]]]] = {}  # by engine and window: rows and medians
@@ -71,7 +72,7 @@ class Costs:
         return self._interpolated(role, rows, self._windows[self._window(end)])
 
     def _window(self, end: int) -> int:
-        return min(bisect_left(self._windows, end), len(self._windows) - 1)
+        return min(bisect_left(self._windows, end), self._last_window)
 
     def _interpolated(self, name: str, rows: int, window: int) -> float:
         if (name, rows, window) not in self._known:
@@ -96,7 +97,8 @@ class Costs:
         return self.step("target", rows, end) + self.sampler("greedy_verifier" if greedy else "verifier", rows)
 
     def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool) -> float:
-        """Return the time of a round that drafts so many tokens, verified in a pass that was built for k."""
+        """Return the time of a round that drafts so many tokens, verified in a pass that was built for k and ends at position
+        `end`."""
         key = drafter, drafted, k, self._window(end), greedy
         time = self._rounds.get(key)
         if time is None:

@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.drafters.base import DeviceDrafter, Drafter
+from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter
 from outrider.runtime.launches import Lane
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import RoundResult, Rounds, Stop
+from outrider.runtime.rounds import RoundResult, Stop
+
+
+class Runner(Protocol):
+    """What runs the rounds: `Rounds`, or a simulation."""
+
+    def run(
+        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
+    ) -> list[RoundResult | EngineError | None]:
+        """Run one round; see `Rounds.run`."""
 
 
 class Slot:
@@ -54,7 +64,7 @@ class Decoder:
     def __init__(
         self,
         target: Session,
-        rounds: Rounds,
+        rounds: Runner,
         drafters: Mapping[str, Drafter],
         k: Sequence[int],
         max_prompt_chunk: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from numbers import Integral
 from pathlib import Path
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.engines.session import Engines, Session
+from outrider.engines.session import Engines
 from outrider.errors import OutriderError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
@@ -42,7 +43,6 @@ class Outrider:
         *,
         policy: Policy | None = None,
         observer: Observer | None = None,
-        sessions: dict[str, Session] | None = None,
     ):
         """Set up generation on a bundle's engines.
 
@@ -50,25 +50,28 @@ class Outrider:
             slots: sequences to make caches for.
             policy: what chooses where k is "auto"; None is an `AdaptivePolicy`.
             observer: sees every result, and may replace it.
-            sessions: the models and their caches, by role; None is new ones.
         """
         self.engines = engines
         self.manifest = engines.manifest
         self.build = engines.build
         self.text = text
-        self.sessions = sessions or {role: engines.session(role, slots) for role in self.manifest.roles}
-        self.drafters = drafters.available(self.manifest)
+        self.sessions = {role: engines.session(role, slots) for role in self.manifest.roles}
         self.samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
-        target, device = self.sessions["target"], engines.device
-        self.vocab_rows = target.vocab_rows
-        resources = Resources(self.sessions, target.batch, self.build.max_prompt_chunk)
+        self.vocab_rows = self.sessions["target"].vocab_rows
+        self.drafters = drafters.available(self.manifest)
+        self._assemble(policy or self.adaptive_policy(), observer)
+
+    def _assemble(self, policy: Policy, observer: Observer | None) -> None:
+        """Put the loop together over the loaded engines."""
+        target, device, build = self.sessions["target"], self.engines.device, self.build
+        resources = Resources(self.sessions, target.batch, build.max_prompt_chunk)
         loaded = {name: drafters.get(name)(resources) for name in self.drafters}
         on_device = [drafter for drafter in loaded.values() if isinstance(drafter, DeviceDrafter)]
-        launches = Launches(device, target, self.samplers, on_device, self.build.k[-1])
-        bound = (*self.samplers.values(), *(session.engine for session in self.sessions.values()))
-        self.rounds = Rounds(device, launches, record=all(engine.recordable for engine in bound), observer=observer)
-        self.decoder = Decoder(target, self.rounds, loaded, self.build.k, self.build.max_prompt_chunk)
-        self.policy = policy or self.adaptive_policy()
+        launches = Launches(device, target, self.samplers, on_device, build.k[-1])
+        engines = (*self.samplers.values(), *(session.engine for session in self.sessions.values()))
+        self.rounds = Rounds(device, launches, record=all(engine.recordable for engine in engines), observer=observer)
+        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk)
+        self.policy = policy
         self._running: object = None
 
     @classmethod
@@ -96,10 +99,11 @@ class Outrider:
         return cls(open_engines(folder, manifest, build, device), Text(folder, manifest), slots)
 
     def observed(self, observer: Observer, policy: Policy | None = None) -> Outrider:
-        """Return the same bundle, whose rounds an observer sees, with the same models and caches. Use one of the two at a
+        """Return the same loaded models and caches with an observer, and perhaps another policy. Use one of the two at a
         time."""
-        policy = policy or self.policy
-        return Outrider(self.engines, self.text, policy=policy, observer=observer, sessions=self.sessions)
+        other = copy.copy(self)
+        other._assemble(policy or self.policy, observer)
+        return other
 
     def adaptive_policy(self) -> AdaptivePolicy:
         """Return a policy that has learned nothing yet."""

@@ -27,7 +27,6 @@ class Pace:
         self._counts: dict[Hashable, int] = {}
         self._seen: set[tuple[Choice, int]] = set()
         self._rounds = self._plain = 0  # `_plain` is the last round in which plain decoding was timed
-        self._ratios: dict[tuple[Choice, int], float] = {}
 
     @property
     def shared(self) -> float:
@@ -42,8 +41,10 @@ class Pace:
 
     def ratio(self, choice: Choice, batch: int = 1) -> float:
         """Return the expected ratio for rounds of so many sequences."""
-        parts = self._parts
-        return math.exp(self._shared + sum(parts.get(part, 0.0) for part in _parts(choice, batch)))
+        parts, total = self._parts, self._shared
+        for part in _parts(choice, batch):
+            total += parts.get(part, 0.0)
+        return math.exp(total)
 
     def observe(self, ratio: float, choice: Choice, batch: int = 1) -> None:
         """Add a round of so many sequences."""
@@ -54,7 +55,7 @@ class Pace:
         if choice == PLAIN:
             self._plain = self._rounds
         parts, averages = _parts(choice, batch), self._parts
-        surprise = math.log(max(ratio, 1e-9)) - self._shared - sum(averages.get(part, 0.0) for part in parts)
+        surprise = math.log(max(ratio, 1e-9) / self.ratio(choice, batch))
         surprise = max(-MAX_SURPRISE, min(surprise, MAX_SURPRISE))
         self._shared += FAST * surprise
         for part in parts:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
 from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.costs import Costs
+from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.drafters.base import DeviceDrafter, Proposal
 from outrider.runtime.drafters.ngram import matching
 from outrider.runtime.pace import Pace
@@ -48,9 +48,36 @@ class SequenceView(NamedTuple):
     acceptance: Mapping[str, Acceptance]  # of the drafters that draft on the device, in this request
 
 
+class Batch(NamedTuple):
+    """The sequences of a round, and what its time depends on."""
+
+    sequences: Sequence[SequenceView]
+    count: int
+    end: int  # the longest text
+    remaining: int  # the most tokens that one of them may still emit
+    greedy: bool
+    new: bool  # whether one has emitted nothing yet
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceView]) -> Batch:
+        """Return the batch of these sequences."""
+        if len(sequences) == 1:
+            only = sequences[0]
+            return cls(sequences, 1, only.length, only.remaining, only.greedy, only.emitted == 0)
+        return cls(
+            sequences,
+            len(sequences),
+            max([sequence.length for sequence in sequences]),
+            max([sequence.remaining for sequence in sequences]),
+            all(sequence.greedy for sequence in sequences),
+            any(sequence.emitted == 0 for sequence in sequences),
+        )
+
+
 class Policy(ABC):
     """Decides on each round of one or several sequences that share its passes."""
 
+    names: list[str]  # the drafters that it may choose
     early_stopping = False  # whether `keep_drafting` is to be asked, where the host takes part in a round
 
     def begin(self) -> dict[str, Acceptance]:
@@ -88,6 +115,7 @@ class FixedPolicy(Policy):
 
     def __init__(self, drafter: str, k: int):
         self._choice = Choice(drafter, k) if k else PLAIN
+        self.names = [drafter] if k else []
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         return self._choice if any(self._choice.drafter in sequence.offers for sequence in sequences) else PLAIN
@@ -108,6 +136,7 @@ class AdaptivePolicy(Policy):
         self.early_stopping = early_stopping
         kinds = {name: drafters.get(name) for name in names}
         self._on_device = [name for name, kind in kinds.items() if issubclass(kind, DeviceDrafter)]
+        self._on_host = [name for name in names if name not in self._on_device]
         self._history = {name: Acceptance(kind.prior, HISTORY_MEMORY, HISTORY_WEIGHT) for name, kind in kinds.items()}
         for name, rate in self.costs(1).acceptance.items():
             if name in self._history:
@@ -124,19 +153,20 @@ class AdaptivePolicy(Policy):
         return {name: Acceptance(self._history[name], REQUEST_MEMORY, REQUEST_WEIGHT) for name in self._on_device}
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
-        if any(sequence.emitted == 0 for sequence in sequences):
+        batch = Batch.of(sequences)
+        if batch.new:
             self._previous, self._probe_again = None, False  # a new request does not continue with another one's choice
         if self.pace.overdue:
             return PLAIN
-        sizes = self.sizes(max(sequence.remaining for sequence in sequences))
-        best, self._per_token = self._steady(sequences, sizes)
+        sizes = self.sizes(batch.remaining)
+        best, self._per_token = self._steady(batch, sizes)
         self._previous = best
-        proposed = self._proposed(sequences, sizes, best)
+        proposed = self._proposed(batch, sizes, best)
         if proposed != PLAIN:
             return proposed
         if best == PLAIN:
-            return self._probe(sequences, sizes)
-        if self.early_stopping and len(sequences) == 1:
+            return self._probe(batch, sizes)
+        if self.early_stopping and batch.count == 1:
             return Choice(best.drafter, sizes[-1])  # `keep_drafting` decides where it ends
         return best
 
@@ -145,63 +175,69 @@ class AdaptivePolicy(Policy):
         built = self.costs(1).k
         return built[: sum(k < remaining - 1 for k in built) + 1] if remaining > 1 else []
 
-    def _steady(self, sequences: Sequence[SequenceView], sizes: list[int]) -> tuple[Choice, float]:
+    def _steady(self, batch: Batch, sizes: list[int]) -> tuple[Choice, float]:
         """Compare plain decoding and the drafters on the device, which can draft in every round.
 
         Returns:
             the best choice, and its milliseconds for a token.
         """
-        times = {PLAIN: self.time(PLAIN, sequences) / len(sequences)}
-        remaining = max(sequence.remaining for sequence in sequences)
-        horizon = len(sequences) * max(min(HORIZON, remaining), 1)
-        for name in self._offering(sequences, self._on_device):
-            late = self._catch_up(name, sequences) / horizon
-            rates = [(sequence.acceptance[name], sequence.remaining - 1) for sequence in sequences if name in sequence.offers]
+        best, least = PLAIN, self._time(PLAIN, batch) / batch.count
+        times = {PLAIN: least}
+        horizon = batch.count * max(min(HORIZON, batch.remaining), 1)
+        for name in self._on_device:
+            drafting = [sequence for sequence in batch.sequences if name in sequence.offers]
+            if not drafting:
+                continue
+            late = self._catch_up(name, batch) / horizon
+            rates = [(sequence.acceptance[name].rate, sequence.remaining - 1) for sequence in drafting]
             for k in sizes:
+                tokens = float(batch.count - len(drafting))
+                for rate, limit in rates:
+                    tokens += expected_tokens(rate, k if k < limit else limit)
                 choice = Choice(name, k)
-                tokens = sum(rate.tokens(min(k, limit)) for rate, limit in rates) + len(sequences) - len(rates)
-                times[choice] = self.time(choice, sequences) / tokens + late
-        best = min(times, key=lambda choice: times[choice])
+                times[choice] = time = self._time(choice, batch) / tokens + late
+                if time < least:
+                    best, least = choice, time
         previous = self._previous
-        if previous in times and times[best] > STICKY * times[previous]:
-            best = previous
-        return best, times[best]
+        if previous is not None and previous in times and least > STICKY * times[previous]:
+            return previous, times[previous]
+        return best, least
 
-    def _offering(self, sequences: Sequence[SequenceView], names: Sequence[str]) -> list[str]:
-        return [name for name in names if any(name in sequence.offers for sequence in sequences)]
-
-    def _proposed(self, sequences: Sequence[SequenceView], sizes: list[int], best: Choice) -> Choice:
+    def _proposed(self, batch: Batch, sizes: list[int], best: Choice) -> Choice:
         """Return the choice among proposals from the host that saves the most time in this one round, compared with emitting
         as many tokens by the best steady choice; `PLAIN` if none saves any."""
         found, most = PLAIN, 0.0
-        for name in self._offering(sequences, self.names):
-            proposals = [offer.proposal if (offer := sequence.offers.get(name)) else None for sequence in sequences]
-            if not any(proposals):
+        for name in self._on_host:
+            rates = []  # of each proposal, with the tokens that can be emitted of it
+            for sequence in batch.sequences:
+                offer = sequence.offers.get(name)
+                if offer is not None and offer.proposal is not None:
+                    limit = min(len(offer.proposal.tokens), sequence.remaining - 1)
+                    rates.append((self.by_evidence(name, offer.proposal.evidence).rate, limit))
+            if not rates:
                 continue
             upkeep = 0.0  # the drafter of the rounds to come has to read what this one emits
             if best.k:
-                end = max(sequence.length for sequence in sequences)
                 kind = drafters.get(best.drafter)
-                upkeep = len(sequences) * kind.upkeep(self.costs(len(sequences)), end) * self.pace.shared
+                upkeep = batch.count * kind.upkeep(self.costs(batch.count), batch.end) * self.pace.shared
             for k in sizes:
-                tokens = 0.0
-                for sequence, proposal in zip(sequences, proposals, strict=True):
-                    limit = 0 if proposal is None else min(k, len(proposal.tokens), sequence.remaining - 1)
-                    tokens += self.by_evidence(name, proposal.evidence).tokens(limit) if proposal is not None else 1.0
-                saved = tokens * self._per_token - self.time(Choice(name, k), sequences) - upkeep
+                tokens = float(batch.count - len(rates))
+                for rate, limit in rates:
+                    tokens += expected_tokens(rate, k if k < limit else limit)
+                saved = tokens * self._per_token - self._time(Choice(name, k), batch) - upkeep
                 if saved > most:
                     found, most = Choice(name, k), saved
         return found
 
-    def _probe(self, sequences: Sequence[SequenceView], sizes: list[int]) -> Choice:
+    def _probe(self, batch: Batch, sizes: list[int]) -> Choice:
         """Return plain decoding, or now and then a round that tries the most promising drafter again."""
-        names = self._offering(sequences, self._on_device)
+        names = [name for name in self._on_device if any(name in sequence.offers for sequence in batch.sequences)]
         if not names or not sizes:
             return PLAIN
-        name = max(names, key=lambda name: self._history[name].optimistic)
-        plain, probe = self.time(PLAIN, sequences), Choice(name, sizes[0])
+        name = names[0] if len(names) == 1 else max(names, key=lambda name: self._history[name].optimistic)
+        plain, probe = self._time(PLAIN, batch), Choice(name, sizes[0])
         self._plain_time += plain
-        price = max(self.time(probe, sequences) - plain, 0.0) + self._catch_up(name, sequences)
+        price = max(self._time(probe, batch) - plain, 0.0) + self._catch_up(name, batch)
         budget = PROBING * min(self._history[name].optimistic / USEFUL, 1.0)
         if price > budget * self._plain_time and not self._probe_again:
             return PLAIN
@@ -210,23 +246,22 @@ class AdaptivePolicy(Policy):
 
     def time(self, choice: Choice, sequences: Sequence[SequenceView]) -> float:
         """Return the milliseconds that a round is expected to take."""
-        return self._predicted(choice, choice.k, sequences) * self.pace.ratio(choice, len(sequences))
+        return self._time(choice, Batch.of(sequences))
 
-    def _catch_up(self, name: str, sequences: Sequence[SequenceView]) -> float:
+    def _time(self, choice: Choice, batch: Batch) -> float:
+        return self._predicted(choice, choice.k, batch) * self.pace.ratio(choice, batch.count)
+
+    def _catch_up(self, name: str, batch: Batch) -> float:
         """The time that a drafter takes to catch up. It is not timed by itself, so the pace of plain decoding goes for it."""
-        tokens = sum(sequence.offers[name].pending for sequence in sequences if name in sequence.offers)
-        if not tokens:
-            return 0.0
-        end = max(sequence.length for sequence in sequences)
-        return self.costs(1).catch_up(name, tokens, end) * self.pace.shared
+        tokens = 0
+        for sequence in batch.sequences:
+            if name in sequence.offers:
+                tokens += sequence.offers[name].pending
+        return self.costs(1).catch_up(name, tokens, batch.end) * self.pace.shared if tokens else 0.0
 
-    def _predicted(self, choice: Choice, drafted: int, sequences: Sequence[SequenceView]) -> float:
+    def _predicted(self, choice: Choice, drafted: int, batch: Batch) -> float:
         """The time of a round by the costs alone."""
-        if len(sequences) == 1:
-            end, greedy = sequences[0].length, sequences[0].greedy
-        else:
-            end, greedy = max(sequence.length for sequence in sequences), all(sequence.greedy for sequence in sequences)
-        return self.costs(len(sequences)).round(choice.drafter, drafted, choice.k, end + choice.k, greedy)
+        return self.costs(batch.count).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy)
 
     def by_evidence(self, name: str, evidence: Hashable) -> Acceptance:
         """Return the acceptance of a drafter's proposals with such evidence."""
@@ -241,14 +276,15 @@ class AdaptivePolicy(Policy):
         chance, confidence = rate, self._confidence[choice.drafter]
         for each in confidences:
             chance *= confidence.rate(each, rate)
-        costs, sequences = self.costs(1), [sequence]
+        costs, name, end, greedy = self.costs(1), choice.drafter, sequence.length, sequence.greedy
         ratio, gain, drafted = self.pace.ratio(choice), 0.0, len(confidences)
-        now = self._predicted(Choice(choice.drafter, costs.size(drafted)), drafted, sequences)
+        size = costs.size(drafted)
+        now = costs.round(name, drafted, size, end + size, greedy)
         limit = min(choice.k, sequence.remaining - 1)
         for count in range(drafted + 1, limit + 1):  # one more token, or two, ...: the cost of a pass grows in steps
             gain += chance * self._per_token
-            cost = self._predicted(Choice(choice.drafter, costs.size(count)), count, sequences) - now
-            if gain > cost * ratio:
+            size = costs.size(count)
+            if gain > (costs.round(name, count, size, end + size, greedy) - now) * ratio:
                 return True
             chance *= rate
         return False
@@ -273,7 +309,7 @@ class AdaptivePolicy(Policy):
             if result is not None:
                 self._observe_sequence(choice, sequence, result)
         size = drafted if len(sequences) == 1 else choice.k
-        self.pace.observe(milliseconds / self._predicted(choice, size, sequences), choice, len(sequences))
+        self.pace.observe(milliseconds / self._predicted(choice, size, Batch.of(sequences)), choice, len(sequences))
 
     def _observe_sequence(self, choice: Choice, sequence: SequenceView, result: RoundResult) -> None:
         for name, acceptance in sequence.acceptance.items():

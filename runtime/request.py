@@ -43,8 +43,11 @@ class Event:
 class Request:
     """A prompt, its parameters, and the answer as it grows."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams, sampling: SamplingState, stream: TextStream, capacity: int):
-        """Prepare a request for a cache of `capacity` positions; see `Outrider.request`, which checks its arguments."""
+    def __init__(
+        self, prompt: list[int], params: SamplingParams, sampling: SamplingState, stream: TextStream | None, capacity: int
+    ):
+        """Prepare a request for a cache of `capacity` positions; see `Outrider.request`, which checks its arguments. Without a
+        stream there is no text, and nothing ends at a stop string."""
         self.prompt = prompt
         self.params = params
         self.sampling = sampling
@@ -80,7 +83,7 @@ class Request:
         self.stats.count(result.drafter, len(result.drafted), accepted, rejected, own)
         if reason is None and self.remaining == 0:
             reason = "length" if self.stats.emitted == self.params.max_new_tokens else "capacity"
-        if reason is not None:
+        if reason is not None and self._stream is not None:
             pieces += self._stream.finish()
         self.finish_reason = reason
         from_draft = (True,) * accepted + (False,) * own
@@ -92,7 +95,10 @@ class Request:
         pieces: list[Piece] = []
         emitted, minimum, stream = self.stats.emitted, self.params.min_new_tokens, self._stream
         for index, token in enumerate(result.tokens):
-            pieces += stream.push(token, from_draft=index < result.accepted, may_stop=emitted + index >= minimum)
-            if stream.stopped or token in self.sampling.end_ids:
+            stopped = False
+            if stream is not None:
+                pieces += stream.push(token, from_draft=index < result.accepted, may_stop=emitted + index >= minimum)
+                stopped = stream.stopped
+            if stopped or token in self.sampling.end_ids:
                 return result.tokens[: index + 1], pieces, "stop"
         return result.tokens, pieces, None

@@ -209,9 +209,8 @@ class Scheduler:
 
     def _run(self, plan: Plan) -> list[tuple[Request, RoundResult | EngineError]]:
         results: list[tuple[Request, RoundResult | EngineError]] = []
-        if plan.read is not None:
-            if (error := self._read(plan.read)) is not None:
-                results.append((plan.read, error))
+        if plan.read is not None and (error := self._read(plan.read)) is not None:
+            results.append((plan.read, error))
         if plan.round:
             engines = self.outrider.engine_seconds()
             results += self._round(plan.round)

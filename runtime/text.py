@@ -138,6 +138,8 @@ class TextStream:
         if text is None:
             return []
         text, self._echo = text.removeprefix(self._echo), ""
+        if not self._stop:
+            return [(text, from_draft)] if text else []
         self._held.append((text, from_draft))
         held = "".join(piece for piece, _ in self._held)
         if not may_stop:

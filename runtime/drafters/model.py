@@ -48,7 +48,6 @@ class ModelDrafter(DeviceDrafter):
         self._agreed = [0] * resources.slots
         self._top_token = self._session.vocab_rows - 1
         self._target_rows = resources.sessions["target"].vocab_rows
-        self._scratch = np.empty(self._session.vocab_rows, dtype=np.float32)
 
     @classmethod
     def available(cls, manifest: Manifest) -> bool:
@@ -140,6 +139,7 @@ class ModelDrafter(DeviceDrafter):
 
     def attach(self, launches: Launches) -> None:
         self._launches = launches
+        self._scratch = np.empty(self._session.vocab_rows, dtype=np.float32)
         inputs, device = launches.inputs, launches.device
         self._ids = inputs.host["draft_ids"]
         self._positions = [inputs.host[f"draft_position {row}"] for row in range(launches.max_k)]
