@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import NamedTuple
 
-from outrider.bench.results import geometric_mean
 from outrider.bench.simulator import Trace, replay
 from outrider.errors import UsageError
 from outrider.runtime.costs import Costs, expected_tokens
