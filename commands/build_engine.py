@@ -33,6 +33,7 @@ def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tu
     cls=GroupedOption,
     group=ENGINES,
     callback=sizes,
+    metavar="LIST",
     default="1,2,4,8",
     show_default=True,
     help="Numbers of draft tokens per round to build for.",

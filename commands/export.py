@@ -24,7 +24,7 @@ from outrider.commands.output import progress_bar
     type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
     default="fp32",
     show_default=True,
-    help="Of the weights.",
+    help="Precision of the weights.",
 )
 @click.option(
     "--head-precision",

@@ -53,7 +53,7 @@ backend = click.option(
     type=click.Choice(BACKENDS),
     default=BACKENDS[0],
     show_default=True,
-    help="What runs the engines.",
+    help="Inference backend to build for.",
 )
 drafter = click.option(
     "--drafter",

@@ -199,7 +199,7 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
     manifest, build = open_bundle(bundle)
     if not build.costs:
         raise UsageError(
-            "the costs of this bundle were not measured", f"run outrider calibrate {bundle} on the machine that will serve it"
+            "this bundle's costs were not measured", f"run outrider calibrate {bundle} on the machine that will serve it"
         )
     if "draft" not in manifest.models:
         raise UsageError(
@@ -211,7 +211,7 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
     rate = build.acceptance if rate is None else rate
     if rate is None:
         raise UsageError(
-            "the acceptance of this bundle was not measured", f"pass --rate or --bench, or run outrider calibrate {bundle}"
+            "this bundle's acceptance was not measured", f"pass --rate or --bench, or run outrider calibrate {bundle}"
         )
     end = min(position or build.capacity // 4, build.capacity)
     return _Plan(at_rate(Costs(manifest, build), rate, end), rate, measured)
