@@ -23,13 +23,14 @@ def main(description: str) -> int:
     """Prepare the models, measure all programs in rounds, and write the report."""
     options = _parse(description)
     from outrider.bench.measure import machine
+    from outrider.engines.device import Cpu
 
     peers = [name for name in PEERS if _is_installed(name)]
     jobs = prepare(options.work, Pair(options.target, options.draft), options.precision, peers)
     prompts = first_prompts(options.prompts, options.each)
     ids = ours.encode(jobs[f"{ours.NAME} {options.precision[0]}"], [prompt["prompt"] for prompt in prompts])
     setup = {
-        "machine": machine(),
+        "machine": machine(Cpu()),
         "versions": {name: importlib.metadata.version(PROGRAMS[name].PACKAGE) for name in (ours.NAME, *peers)},
     }
     journal = Journal(Path(f"{options.output}.unfinished.jsonl"), setup)

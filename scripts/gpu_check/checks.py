@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from outrider import Outrider
@@ -33,6 +34,13 @@ def outrider(*arguments: str | Path, timeout: float = 240) -> str:
     return done.stdout
 
 
+def export(pair: Path, folder: Path, precision: str, timeout: float = 240) -> str:
+    """Export the checkpoints `target` and `draft` of a folder."""
+    models = ("--target", pair / "target", "--draft", pair / "draft")
+    outrider("export", *models, "--precision", precision, "-o", folder, timeout=timeout)
+    return "exported"
+
+
 def build(source: Path, bundle: Path, backend: str, *options: str, timeout: float = 240) -> str:
     """Build a bundle anew."""
     shutil.rmtree(bundle, ignore_errors=True)  # from an earlier check
@@ -57,8 +65,9 @@ def export_shipped_pair(report: Report, out: Path) -> dict[str, Path]:
     exports = {}
     for precision in PRECISIONS:
         folder = out / f"onnx-{precision}"
-        arguments = ("--target", PAIR / "target", "--draft", PAIR / "draft", "--precision", precision, "-o", folder)
-        if folder.exists() or report.run(f"export, {precision}", lambda a=arguments: outrider("export", *a) and "exported"):  # type: ignore[misc]
+        if not folder.exists():
+            report.run(f"export, {precision}", partial(export, PAIR, folder, precision))
+        if folder.exists():
             exports[precision] = folder
     return exports
 
@@ -68,11 +77,10 @@ def check_backend(report: Report, backend: str, out: Path, exports: dict[str, Pa
     sizes = ("--capacity", "512", "--max-prompt-chunk", "64")
     for precision, source in exports.items():
         name, bundle = f"{backend}, {precision}", out / f"{backend}-{precision}"
-        if report.run(f"{name}: build", lambda s=source, b=bundle: build(s, b, backend, *sizes)) is None:  # type: ignore[misc]
+        if report.run(f"{name}: build", partial(build, source, bundle, backend, *sizes)) is None:
             continue
         reference = exports.get("fp32", source) if precision == "bf16" else source  # ONNX Runtime has no bf16 kernels for CPUs
-        item = f"{name}: every engine against ONNX Runtime on the CPU"
-        report.run(item, lambda b=bundle, r=reference: check_engines(b, r))  # type: ignore[misc]
+        report.run(f"{name}: every engine against ONNX Runtime on the CPU", partial(check_engines, bundle, reference))
     if PRECISION in exports and (out / f"{backend}-{PRECISION}").exists():
         bundle, batched = out / f"{backend}-{PRECISION}", out / f"{backend}-batched"
         report.run(f"{backend}: timing", lambda: time_bundle(report, backend, Outrider.load(bundle), PROMPT, rate))
@@ -87,22 +95,18 @@ def check_large(report: Report, out: Path, rate: float | None, backends: list[st
     folder = out / "large"
     if not (folder / "onnx").exists():
         report.run("large pair: random weights", lambda: write_large_pair(folder, PAIR / "target"))
-        export = ("--target", folder / "target", "--draft", folder / "draft", "--precision", PRECISION, "-o", folder / "onnx")
-        report.run("large pair: export", lambda: outrider("export", *export, timeout=1200) and "exported")
+        report.run("large pair: export", partial(export, folder, folder / "onnx", PRECISION, timeout=1200))
     for backend in backends:
         bundle = folder / backend
+        report.run(f"large pair, {backend}: build", partial(build, folder / "onnx", bundle, backend, timeout=1200))
+        report.run(f"large pair, {backend}: timing", partial(_time_large, report, backend, bundle, rate))
 
-        def time_large(backend: str = backend, bundle: Path = bundle) -> str:
-            loaded = Outrider.load(bundle)
-            loaded.loop.rounds = ForcedAcceptance(loaded.loop.rounds, ACCEPTANCE)
-            name = f"{backend}, 7B and 0.5B, random weights, acceptance forced to {ACCEPTANCE}"
-            return time_bundle(report, name, loaded, "the quick brown fox", rate)
 
-        report.run(
-            f"large pair, {backend}: build",
-            lambda b=bundle, name=backend: build(folder / "onnx", b, name, timeout=1200),  # type: ignore[misc]
-        )
-        report.run(f"large pair, {backend}: timing", time_large)
+def _time_large(report: Report, backend: str, bundle: Path, rate: float | None) -> str:
+    loaded = Outrider.load(bundle)
+    loaded.loop.rounds = ForcedAcceptance(loaded.loop.rounds, ACCEPTANCE)
+    name = f"{backend}, 7B and 0.5B, random weights, acceptance forced to {ACCEPTANCE}"
+    return time_bundle(report, name, loaded, "the quick brown fox", rate)
 
 
 def run_gpu_tests() -> str:

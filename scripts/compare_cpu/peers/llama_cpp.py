@@ -42,7 +42,7 @@ def load(job: Job) -> Answer:
             tokens = draft.generate(input_ids.tolist(), temp=0.0)
             return np.array([next(tokens) for _ in range(k)], dtype=np.intc)
 
-    draft = Llama(job["draft"], **options) if k != 0 and isinstance(k, int) else None
+    draft: Any = Llama(job["draft"], **options) if k != 0 and isinstance(k, int) else None
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=int(k.split()[1])) if isinstance(k, str) else None
     if k != 0:
         options["logits_all"] = True  # without it the package overruns its logits at 512 tokens
