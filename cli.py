@@ -1,4 +1,4 @@
-"""The command line: one command per stage. Nothing heavy is imported before a command needs it."""
+"""The command line: one command per stage. Heavy packages are imported only when a command needs them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ import outrider
 from outrider.commands import bench, build_engine, calibrate, export, generate, inspect, plan, serve, verify
 from outrider.errors import OutriderError, OutriderWarning, UsageError
 
-# What to install where a package is missing, for those that `export,cpu` does not bring.
+# The extra to install if a package is missing, for packages that `export,cpu` does not bring.
 EXTRAS = {"fastapi": "serve", "prometheus_client": "serve", "starlette": "serve", "uvicorn": "serve", "ray": "serve,ray"}
+# Request parameters of the HTTP API that go by another name on the command line.
+ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "messages": "prompt"}
 
 
 class Commands(click.Group):
-    """Turns expected failures into one line and the hint: exit code 2 for wrong use, 1 for failure."""
+    """Report expected failures in two lines, message and hint. The exit code is 2 for wrong use and 1 for failure."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except OutriderError as error:
-            _fail(ctx, str(error), error.hint, error.exit_code)
+            flag = _flag(self.commands.get(ctx.invoked_subcommand or ""), getattr(error, "param", None))
+            hint = f"{error.hint} ({flag})" if flag and flag not in error.hint else error.hint
+            _fail(ctx, str(error), hint, error.exit_code)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "outrider"
             _fail(ctx, error.format_message(), f"see {command} --help", error.exit_code)
@@ -39,11 +43,18 @@ class Commands(click.Group):
         except MemoryError:
             _fail(ctx, "out of memory", "use a smaller model, precision, capacity or batch")
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader has seen enough; click ends quietly
+            if error.errno == errno.EPIPE:  # the reader closed the pipe; click exits quietly
                 raise
-            # What is left in the buffer would fail once more when Python ends.
+            # Flushing the rest of the buffer at exit would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            _fail(ctx, f"input or output failed: {error}", "check where standard input and output lead")
+            _fail(ctx, f"input or output failed: {error}", "check what standard input and output are connected to")
+
+
+def _flag(command: click.Command | None, param: str | None) -> str | None:
+    """Return a command's flag for a request parameter, such as --max-new-tokens for max_new_tokens; None if it has none."""
+    name = ALIASES.get(param or "", param)
+    options = command.params if command is not None else []
+    return next((each.opts[-1] for each in options if isinstance(each, click.Option) and each.name == name), None)
 
 
 def _fail(ctx: click.Context, message: str, hint: str, code: int = 1) -> NoReturn:
@@ -60,7 +71,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """What works but not as well as it could is one line, too; other libraries' warnings are for their developers."""
+    """Print our own warnings in one line, and drop those of other libraries, which are for developers."""
     if issubclass(category, OutriderWarning):
         click.echo(f"warning: {_one_line(str(message))}", err=True)
 
@@ -74,16 +85,16 @@ def _one_line(text: str) -> str:
 def main() -> None:
     """Compile a draft and a target language model into engines, and run them with speculative decoding.
 
-    The stages, in order: export, build-engine, verify, generate or serve.
+    The usual order is export, build-engine, verify, then generate or serve.
     """
-    if sys.stderr is None:  # closed by whoever started us
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the life of the process
+    if sys.stderr is None:  # the parent process closed it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open until the process exits
     if sys.stdout is None:
-        raise UsageError("standard output is closed", "lead it somewhere, /dev/null if need be")
+        raise UsageError("standard output is closed", "redirect it somewhere, to /dev/null if need be")
     warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+            stream.reconfigure(errors="replace")  # print a question mark for characters that the terminal lacks
 
 
 for module in (export, build_engine, calibrate, verify, generate, serve, inspect, plan, bench):

@@ -47,8 +47,8 @@ class Divergence:
 
 @dataclass(slots=True)
 class Texts:
-    """Texts that must equal those of plain decoding of the request alone. They may diverge at a near-tie, where the plain model's
-    own choice changes with the number of rows or sequences of a pass."""
+    """Texts that must equal those of plain decoding of the request alone. They may diverge at a near-tie, where the plain
+    model's own choice changes with the number of rows or sequences of a pass."""
 
     requests: int  # distinct ones
     compared: int = 0

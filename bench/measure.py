@@ -1,4 +1,4 @@
-"""Plain decoding and every way of drafting, side by side on the same prompts."""
+"""Plain decoding and every mode of drafting, side by side on the same prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from statistics import geometric_mean
 import msgspec
 
 import outrider
-from outrider.bench.results import SCHEMA, Part, Percentiles, PromptResult, Results, Summary, Way
+from outrider.bench.results import SCHEMA, Mode, Part, Percentiles, PromptResult, Results, Summary
 from outrider.bench.simulator import Trace, compare, replay
 from outrider.bundle.manifest import Build
 from outrider.calibration.passes import Pass, Stopwatch, sampler_rows, sampling, steps
@@ -32,7 +32,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy
 from outrider.runtime.stats import Stats
 
-PLAIN = Way(drafter=NONE, k=0)
+PLAIN = Mode(drafter=NONE, k=0)
 WARM_TOKENS = 8
 
 
@@ -58,7 +58,7 @@ class Answer:
         return gaps
 
 
-def ways(loaded: Outrider, k: Sequence[int] | None) -> list[Way]:
+def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
     """What is measured by default: plain decoding, each k of the model and the default k of n-grams, or each of theirs where
     there is no model, and what chooses itself.
 
@@ -70,10 +70,10 @@ def ways(loaded: Outrider, k: Sequence[int] | None) -> list[Way]:
         built = ", ".join(map(str, loaded.build.k))
         raise UsageError(f"k = {missing[0]} was not built into this bundle; it has k = {built}", "choose of these")
     first, *others = loaded.drafters
-    drafted = [Way(drafter=first, k=each) for each in asked] + [Way(drafter=name, k=loaded.default_k) for name in others]
+    drafted = [Mode(drafter=first, k=each) for each in asked] + [Mode(drafter=name, k=loaded.default_k) for name in others]
     if not drafted:
-        drafted = [Way(drafter=first, k=loaded.default_k)]
-    return [PLAIN, *drafted, Way(drafter=AUTO, k=AUTO)]
+        drafted = [Mode(drafter=first, k=loaded.default_k)]
+    return [PLAIN, *drafted, Mode(drafter=AUTO, k=AUTO)]
 
 
 def measure(
@@ -88,7 +88,7 @@ def measure(
     command: str = "",
     progress: Progress = SILENT,
 ) -> Results:
-    """Every way on every prompt, greedy, in each of `rounds` rounds; all ways take turns on a prompt before the next one.
+    """Every mode on every prompt, greedy, in each of `rounds` rounds; all modes take turns on a prompt before the next one.
 
     What is predicted comes from passes timed in the same run, before every prompt those that its texts make: a machine is
     not always as fast as it was when the bundle's costs were measured. An interrupt or a failure after the first round ends it
@@ -98,7 +98,7 @@ def measure(
         UsageError: a k was not built, or a prompt does not fit the bundle.
         EngineError: a run failed in the first round.
     """
-    contestants = ways(loaded, k)
+    contestants = modes(loaded, k)
     params = SamplingParams(max_new_tokens=max_new_tokens)
     encoded = []
     for prompt in prompts:
@@ -110,10 +110,10 @@ def measure(
                 "leave it out, or build the engine with a larger --capacity",
             )
         encoded.append(ids)
-    for way in contestants:  # so that no one pays for what is made once
-        _answer(loaded, encoded[0], SamplingParams(max_new_tokens=WARM_TOKENS), way)
+    for mode in contestants:  # so that no mode pays for what is made once
+        _answer(loaded, encoded[0], SamplingParams(max_new_tokens=WARM_TOKENS), mode)
     loaded.policy = loaded.adaptive_policy()  # what it learned meanwhile includes the making of buffers
-    answers: dict[tuple[str, str | int], list[list[Answer]]] = {(way.drafter, way.k): [] for way in contestants}
+    answers: dict[tuple[str, str | int], list[list[Answer]]] = {(mode.drafter, mode.k): [] for mode in contestants}
     stopwatch = _stopwatch(loaded, max(map(len, encoded)) + max_new_tokens)
     stopwatch.run()
     progress.stage("measuring", rounds * len(prompts) * len(contestants))
@@ -125,8 +125,8 @@ def measure(
             for at, ids in enumerate(encoded):
                 stopwatch.run(wanted=_made_by(loaded.build, len(ids), len(ids) + max_new_tokens))
                 first = (number + at) % len(contestants)
-                for way in contestants[first:] + contestants[:first]:
-                    answers[way.drafter, way.k][-1].append(_answer(loaded, ids, params, way))
+                for mode in contestants[first:] + contestants[:first]:
+                    answers[mode.drafter, mode.k][-1].append(_answer(loaded, ids, params, mode))
                     progress.advance(1)
     except (KeyboardInterrupt, EngineError) as error:  # hours of measuring are not for nothing
         if number == 0:
@@ -144,16 +144,16 @@ def measure(
         progress.advance(1)
     costs = Costs(loaded.manifest, msgspec.structs.replace(loaded.build, costs=stopwatch.costs()))
     texts = [
-        _text(at, way, traces[at], [each[at] for each in answers[way.drafter, way.k]], [each[at] for each in plain], costs)
+        _text(at, mode, traces[at], [each[at] for each in answers[mode.drafter, mode.k]], [each[at] for each in plain], costs)
         for at in range(len(prompts))
-        for way in contestants
+        for mode in contestants
     ]
     summaries = []
     for workload in dict.fromkeys(prompt.workload for prompt in prompts):
-        for way in contestants:
-            of_it = [text for text in texts if (text.workload, text.way) == (workload, way)]
-            taken = [[each[text.prompt] for text in of_it] for each in answers[way.drafter, way.k]]
-            summaries.append(_summary(of_it, taken, [[each[text.prompt] for text in of_it] for each in plain]))
+        for mode in contestants:
+            own = [text for text in texts if (text.workload, text.mode) == (workload, mode)]
+            taken = [[each[text.prompt] for text in own] for each in answers[mode.drafter, mode.k]]
+            summaries.append(_summary(own, taken, [[each[text.prompt] for text in own] for each in plain]))
     manifest, build = loaded.manifest, loaded.build
     middle = sum(len(each.prompt) + len(each.tokens) // 2 for each in traces) // len(traces)
     return Results(
@@ -173,9 +173,9 @@ def measure(
         summaries=summaries,
         texts=texts,
         parts=[
-            _part(way, costs, middle, [answer for each in answers[way.drafter, way.k] for answer in each])
-            for way in contestants
-            if isinstance(way.k, int)
+            _part(mode, costs, middle, [answer for each in answers[mode.drafter, mode.k] for answer in each])
+            for mode in contestants
+            if isinstance(mode.k, int)
         ],
         policies=compare(traces, costs, loaded.policy.early_stopping),
         traces=traces,
@@ -207,11 +207,11 @@ def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
     return Stopwatch(passes)
 
 
-def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, way: Way) -> Answer:
+def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, mode: Mode) -> Answer:
     started = time.perf_counter()
     tokens: list[int] = []
     arrivals = []
-    for event in loaded.generate(prompt, params, k=way.k, drafter=None if way == PLAIN else way.drafter):
+    for event in loaded.generate(prompt, params, k=mode.k, drafter=None if mode == PLAIN else mode.drafter):
         arrivals.append((time.perf_counter() - started, len(event.token_ids)))
         tokens += event.token_ids
     stats = event.stats
@@ -225,15 +225,15 @@ def _total(answers: list[Answer]) -> Stats:
     return total
 
 
-def _text(prompt: int, way: Way, trace: Trace, taken: list[Answer], plain: list[Answer], costs: Costs) -> PromptResult:
+def _text(prompt: int, mode: Mode, trace: Trace, taken: list[Answer], plain: list[Answer], costs: Costs) -> PromptResult:
     total = _total(taken)
     predicted = None
-    if isinstance(way.k, int):
-        predicted = replay(trace, costs, FixedPolicy(NONE, 0)) / replay(trace, costs, FixedPolicy(way.drafter, way.k))
+    if isinstance(mode.k, int):
+        predicted = replay(trace, costs, FixedPolicy(NONE, 0)) / replay(trace, costs, FixedPolicy(mode.drafter, mode.k))
     return PromptResult(
         workload=trace.workload,
         prompt=prompt,
-        way=way,
+        mode=mode,
         tokens=len(taken[0].tokens),
         tokens_per_second=[len(answer.tokens) / answer.seconds for answer in taken],
         speedup=[p.seconds / a.seconds * len(a.tokens) / len(p.tokens) for a, p in zip(taken, plain, strict=True)],
@@ -249,13 +249,13 @@ def _text(prompt: int, way: Way, trace: Trace, taken: list[Answer], plain: list[
 
 
 def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[list[Answer]]) -> Summary:
-    """Of one way on one workload, from its texts and from their answers in each round, and plain decoding's."""
+    """Of one mode on one workload, from its texts and from their answers in each round, and plain decoding's."""
     everything = [answer for each in taken for answer in each]
     total = _total(everything)
     predicted = [text.predicted_speedup for text in texts if text.predicted_speedup is not None]
     return Summary(
         workload=texts[0].workload,
-        way=texts[0].way,
+        mode=texts[0].mode,
         prompts=len(texts),
         tokens=sum(text.tokens for text in texts),
         tokens_per_second=[geometric_mean(of_round) for of_round in zip(*(t.tokens_per_second for t in texts), strict=True)],
@@ -279,22 +279,22 @@ def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[l
 
 
 def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int], most: int = 0) -> Trace:
-    """Return the record of a text of at most `most` tokens, with what the drafter on the device would have said in each place."""
+    """Return the record of a text of at most `most` tokens, with what the first drafter on the device would have proposed."""
     drafter = next((each for each in loaded.decoder.drafters.values() if isinstance(each, DeviceDrafter)), None)
     agrees, confidences = drafter.agreement(prompt, tokens) if drafter is not None else ([], [])
     return Trace(workload, prompt, tokens, agrees, confidences, most)
 
 
-def _part(way: Way, costs: Costs, end: int, taken: list[Answer]) -> Part:
-    k = int(way.k)
+def _part(mode: Mode, costs: Costs, end: int, taken: list[Answer]) -> Part:
+    k = int(mode.k)
     total = _total(taken)
     engines = {
-        "draft": drafters.get(way.drafter).cost(costs, k, end, True) if k else 0.0,
+        "draft": drafters.get(mode.drafter).cost(costs, k, end, True) if k else 0.0,
         "target": costs.step("target", k + 1, end),
         "verifier": costs.sampler("greedy_verifier", k + 1),
     }
     outside = sum(engines.values()) * total.outside_engines / (1 - total.outside_engines)
-    return Part(way=way, **engines, outside_engines=outside)
+    return Part(mode=mode, **engines, outside_engines=outside)
 
 
 def machine(device: Device) -> str:

@@ -88,8 +88,8 @@ def at_rate(costs: Costs, drafter: str, rate: float, end: int) -> list[Predictio
 
 
 def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Prediction]:
-    """Predict each workload, plain and at each built k, by replaying recorded texts. The time that the drafter takes to read the
-    prompt is included."""
+    """Predict each workload, plain and at each built k, by replaying recorded texts. The time in which the drafter
+    reads the prompt is included."""
     if not all(trace.agrees for trace in traces):
         raise UsageError("these texts were recorded without a draft", "make them with outrider bench, on a bundle with a draft")
     found, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)

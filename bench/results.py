@@ -1,10 +1,8 @@
-"""What a measurement found: the JSON of `outrider bench`."""
+"""The results of a benchmark: the JSON that `outrider bench` writes, and the comparison of two of them."""
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +10,20 @@ import msgspec
 
 from outrider.bench.simulator import Trace
 from outrider.errors import UsageError
-from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE
+from outrider.runtime import drafters
+from outrider.runtime.choice import AUTO
+from outrider.runtime.drafters.base import NONE
 
-SCHEMA = 3
-LABELS = {MODEL: "draft model", NGRAM: "n-gram", AUTO: "any drafter", NONE: "plain"}
-ROUNDS = 5  # that a comparison needs of each
+SCHEMA = 4
+MIN_ROUNDS = 5  # that each of two compared reports needs
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the parts: immutable, and strict when read."""
+    """Base of the results: immutable, and strict when read."""
 
 
 class Percentiles(Struct, frozen=True):
-    """Of many times, in milliseconds."""
+    """Percentiles of durations, in milliseconds."""
 
     p50: float
     p90: float
@@ -32,55 +31,60 @@ class Percentiles(Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: list[float]) -> Percentiles:
+        """Return the percentiles of durations in seconds; zeros if there are none."""
         ordered = sorted(seconds) or [0.0]
-        at = (ordered[min(int(len(ordered) * share), len(ordered) - 1)] for share in (0.5, 0.9, 0.99))
-        return cls(**{name: 1000 * value for name, value in zip(("p50", "p90", "p99"), at, strict=True)})
+        p50, p90, p99 = (1000 * ordered[min(int(len(ordered) * share), len(ordered) - 1)] for share in (0.5, 0.9, 0.99))
+        return cls(p50=p50, p90=p90, p99=p99)
 
 
 PerRound = Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1)]
 
 
-class Way(Struct, frozen=True):
-    """How a text was made: which drafter, and how many tokens a round."""
+class Mode(Struct, frozen=True):
+    """A decoding mode: the drafter, and the number of tokens that it drafts per round."""
 
-    drafter: str  # of LABELS
+    drafter: str  # a drafter's name, AUTO, or NONE
     k: int | str  # a number, or AUTO
 
     def __post_init__(self) -> None:
-        if self.drafter not in LABELS or (self.k != AUTO and not isinstance(self.k, int)):
-            raise ValueError(f"no way of drafting: {self.drafter}, {self.k}")
+        if not (self.drafter in (AUTO, NONE) or self.drafter in drafters.names()) or not (
+            self.k == AUTO or isinstance(self.k, int)
+        ):
+            raise ValueError(f"not a decoding mode: drafter {self.drafter}, k = {self.k}")
 
     @property
     def label(self) -> str:
-        return f"{LABELS[self.drafter]}, k = {self.k}" if self.k else LABELS[NONE]
+        if not self.k:
+            return "plain"
+        return f"{'any drafter' if self.drafter == AUTO else drafters.get(self.drafter).label}, k = {self.k}"
 
 
 class Summary(Struct, frozen=True):
-    """One way on one workload. Speeds and ratios are geometric means over its prompts, one of each round.
+    """One mode on one workload. Speeds and ratios hold one value per round, the geometric mean over the workload's prompts.
 
-    The time of a text is from when the target has read the prompt to the last token, so that the draft's reading of the
-    prompt counts.
+    An answer is timed from the moment the target has read the prompt to the last token, so the time in which the draft reads
+    the prompt is included.
     """
 
     workload: str
-    way: Way
+    mode: Mode
     prompts: int
-    tokens: int  # of one round, over all prompts
+    tokens: int  # in one round, over all prompts
     tokens_per_second: PerRound
     speedup: PerRound  # over plain decoding in the same round
-    predicted_speedup: float | None  # from passes timed in the same run and the recorded texts; None for what cannot be
-    first_token: Percentiles  # since the request: TTFT
-    per_token: Percentiles  # mean time of a text's tokens after those of its first round: TPOT
-    between_tokens: Percentiles  # between one token and the next, 0 within a round: inter-token latency
+    predicted_speedup: float | None  # from passes timed in the same run and the recorded texts; None for k = auto
+    first_token: Percentiles  # time to first token (TTFT)
+    per_token: Percentiles  # mean time per token of an answer after its first round (TPOT)
+    between_tokens: Percentiles  # inter-token latency; 0 within a round
     mean_acceptance_length: float
     acceptance_rate: float
     per_position_rates: list[float]
     acceptance_histogram: list[int]
-    ngram_rounds: int
+    rounds_by_drafter: dict[str, int]
     drafting_rounds: int
     rounds: int
     outside_engines: float  # share of the rounds' time
-    same_text: int  # texts that are plain decoding's
+    same_text: int  # answers equal to plain decoding's
 
     @property
     def median_speedup(self) -> float:
@@ -88,11 +92,11 @@ class Summary(Struct, frozen=True):
 
 
 class PromptResult(Struct, frozen=True):
-    """One way on one prompt, a value for each round."""
+    """One mode on one prompt, with one value per round."""
 
     workload: str
-    prompt: int  # its place among all prompts, and in `Results.traces`
-    way: Way
+    prompt: int  # index among all prompts, and in `Results.traces`
+    mode: Mode
     tokens: int
     tokens_per_second: PerRound  # as in `Summary`
     speedup: PerRound
@@ -107,18 +111,17 @@ class PromptResult(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True):
-    """Where a round's time goes, in milliseconds, by passes timed in the same run, at the middle of the texts."""
+    """Where the time of a round goes, in milliseconds, from passes timed in the same run in the middle of the texts."""
 
-    way: Way
-    draft: float
-    draft_sampler: float
+    mode: Mode
+    draft: float  # the drafter's steps, their samplers included
     target: float
     verifier: float
-    outside_engines: float  # by the share that it had of the measured rounds
+    outside_engines: float  # from its share of the measured rounds
 
 
 class Results(Struct, frozen=True):
-    """All of it."""
+    """Everything that one run of `outrider bench` measured."""
 
     schema: int
     bundle: str
@@ -136,7 +139,7 @@ class Results(Struct, frozen=True):
     summaries: list[Summary]
     texts: list[PromptResult]
     parts: list[Part]
-    policies: dict[str, dict[str, float]]  # workload -> policy -> milliseconds, replayed; see `simulator.compare`
+    policies: dict[str, dict[str, float]]  # workload -> policy -> milliseconds in a replay; see `simulator.compare`
     traces: list[Trace]
 
     @property
@@ -144,50 +147,46 @@ class Results(Struct, frozen=True):
         return list(dict.fromkeys(summary.workload for summary in self.summaries))
 
     @property
-    def ways(self) -> list[Way]:
-        return [Way(drafter=drafter, k=k) for drafter, k in dict.fromkeys((s.way.drafter, s.way.k) for s in self.summaries)]
+    def modes(self) -> list[Mode]:
+        return list(dict.fromkeys(summary.mode for summary in self.summaries))
 
-    def of(self, workload: str, way: Way) -> Summary:
-        return next(summary for summary in self.summaries if summary.workload == workload and summary.way == way)
+    def summary(self, workload: str, mode: Mode) -> Summary:
+        """Return the summary of one mode on one workload."""
+        return next(summary for summary in self.summaries if summary.workload == workload and summary.mode == mode)
 
 
 def read(path: Path) -> Results:
-    """What `outrider bench --report` wrote.
+    """Read a report that `outrider bench --report` wrote.
 
     Raises:
-        UsageError: it is not there, or not that.
+        UsageError: the file cannot be read, or is not such a report.
     """
     try:
         results = msgspec.json.decode(path.read_bytes(), type=Results)
         if results.schema != SCHEMA:
             raise msgspec.ValidationError(f"schema {results.schema}, not {SCHEMA}")
-        if {(each.workload, each.way) for each in results.summaries} != {(each.workload, each.way) for each in results.texts}:
-            raise msgspec.ValidationError("its texts are not those of its summaries")
+        if {(each.workload, each.mode) for each in results.summaries} != {(each.workload, each.mode) for each in results.texts}:
+            raise msgspec.ValidationError("its texts do not match its summaries")
         return results
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "name a bench.json that outrider bench wrote") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
-            f"{path} is no report of this outrider: {' '.join(str(error).split())}",
-            "make it again: outrider bench BUNDLE --report DIR",
+            f"{path} is not a report of this version of outrider: {' '.join(str(error).split())}",
+            "write a new one: outrider bench BUNDLE --report DIR",
         ) from error
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
 
 
 FIRST_TOKEN = "ms to the first token"
 
 
 class Change(Struct, frozen=True):
-    """One way on one workload, before and after."""
+    """One mode on one workload, before and after."""
 
     workload: str
-    way: Way
-    unit: str  # tokens/s, and ms to the first token, of plain decoding; of all else, the speed-up over it in the same round
-    before: list[float]  # of each round
+    mode: Mode
+    unit: str  # plain decoding: tokens/s and ms to the first token; other modes: speed-up over plain decoding in the same round
+    before: list[float]  # one value per round
     after: list[float]
     verdict: str  # better, worse, within the noise, or too few rounds
     length_before: float  # mean acceptance length
@@ -195,62 +194,67 @@ class Change(Struct, frozen=True):
 
 
 def changes(before: Results, after: Results) -> list[Change]:
-    """What both measured. Better or worse is where no round of the one was as fast as any of the other; with five rounds each,
-    chance alone does that once in 126 times.
+    """Compare two reports, mode by mode and workload by workload.
 
-    Between two runs a machine may have become slower or faster as a whole, which is no noise within either. So ways that draft
-    are compared by their speed-ups; what plain decoding itself did is shown, and is the machine's as much as the program's.
+    A result is better or worse if the slowest round of one report is faster than the fastest round of the other. With five
+    rounds each, chance alone does that once in 126 times. Between two runs a machine may have become slower or faster as a
+    whole, which does not show as noise within either run. So modes that draft are compared by their speed-ups; the figures of
+    plain decoding itself are shown too, and depend on the machine as much as on the program.
 
     Raises:
-        UsageError: they are of other prompts or settings, or have nothing in common.
+        UsageError: the reports have different prompts or settings, or nothing in common.
     """
-    for what in ("machine", "max_new_tokens", "chat"):
-        if getattr(before, what) != getattr(after, what):
-            raise UsageError(
-                f"the two reports are not of the same {what}: {getattr(before, what)}, {getattr(after, what)}",
-                "measure both alike, on one machine",
-            )
-    asked = [{(each.workload, tuple(each.prompt)) for each in results.traces} for results in (before, after)]
-    if asked[0] != asked[1]:
-        raise UsageError("the two reports are not of the same prompts", "measure both with the same --workload and --each")
+    _check_comparable(before, after)
     found = []
     for old in before.summaries:
-        new = next((each for each in after.summaries if (each.workload, each.way) == (old.workload, old.way)), None)
+        new = next((each for each in after.summaries if (each.workload, each.mode) == (old.workload, old.mode)), None)
         if new is None:
             continue
         measured = [("speed-up", old.speedup, new.speedup)]
-        if old.way.k == 0:
+        if old.mode.k == 0:
             measured = [("tokens/s", old.tokens_per_second, new.tokens_per_second)]
             measured += [(FIRST_TOKEN, _first_tokens(before, old.workload), _first_tokens(after, old.workload))]
         found += [
             Change(
                 workload=old.workload,
-                way=old.way,
+                mode=old.mode,
                 unit=unit,
-                before=was,
-                after=is_now,
-                verdict=_verdict(was, is_now, less=unit == FIRST_TOKEN),
+                before=old_values,
+                after=new_values,
+                verdict=_verdict(old_values, new_values, lower_is_better=unit == FIRST_TOKEN),
                 length_before=old.mean_acceptance_length,
                 length_after=new.mean_acceptance_length,
             )
-            for unit, was, is_now in measured
+            for unit, old_values, new_values in measured
         ]
     if not found:
         raise UsageError("the two reports have no workload and k in common", "measure both with the same --workload and --k")
     return found
 
 
+def _check_comparable(before: Results, after: Results) -> None:
+    for name in ("machine", "max_new_tokens", "chat"):
+        values = getattr(before, name), getattr(after, name)
+        if values[0] != values[1]:
+            raise UsageError(
+                f"the two reports differ in {name}: {values[0]}, {values[1]}",
+                "measure both on one machine with the same settings",
+            )
+    prompts = [{(trace.workload, tuple(trace.prompt)) for trace in results.traces} for results in (before, after)]
+    if prompts[0] != prompts[1]:
+        raise UsageError("the two reports have different prompts", "measure both with the same --workload and --each")
+
+
 def _first_tokens(results: Results, workload: str) -> list[float]:
-    """Of plain decoding, by round: geometric means over a workload's prompts."""
-    of = [each.first_token for each in results.texts if each.workload == workload and each.way.k == 0]
-    return [geometric_mean(of_round) for of_round in zip(*of, strict=False)]
+    """Return plain decoding's time to first token in each round, the geometric mean over a workload's prompts."""
+    times = [each.first_token for each in results.texts if each.workload == workload and each.mode.k == 0]
+    return [statistics.geometric_mean(values) for values in zip(*times, strict=False)]
 
 
-def _verdict(was: list[float], is_now: list[float], *, less: bool) -> str:
-    """`less` is whether less is better."""
-    if min(len(was), len(is_now)) < ROUNDS:
-        return f"fewer than {ROUNDS} rounds"
-    more = min(is_now) > max(was)
-    if more or max(is_now) < min(was):
-        return "worse" if more == less else "better"
+def _verdict(before: list[float], after: list[float], *, lower_is_better: bool) -> str:
+    if min(len(before), len(after)) < MIN_ROUNDS:
+        return f"fewer than {MIN_ROUNDS} rounds"
+    higher = min(after) > max(before)
+    if higher or max(after) < min(before):
+        return "worse" if higher == lower_is_better else "better"
     return "within the noise"

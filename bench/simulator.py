@@ -142,7 +142,7 @@ def replay(trace: Trace, costs: Costs, policy: Policy) -> float:
 
 
 def oracle(trace: Trace, costs: Costs, names: Sequence[str] | None = None) -> float:
-    """Return the least milliseconds that any policy could have taken if it knew what will be accepted, and if drafters caught up
+    """Return the least milliseconds that a policy could have taken that knows what will be accepted, with drafters that catch up
     for free."""
     names = drafters.names() if names is None else names
     loaded = simulated_drafters(names, costs, Clock())
@@ -205,8 +205,8 @@ REGRET_HEADS = (
 
 
 def regrets(compared: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
-    """Return for each workload the speed-ups of the adaptive policy, of the best fixed choice and of the oracle, and how much more
-    time than these two the adaptive policy took."""
+    """Return for each workload the speed-ups of the adaptive policy, of the best fixed choice and of the oracle, and how much
+    more time than these two the adaptive policy took."""
     rows = []
     for workload, taken in compared.items():
         fixed = {name: time for name, time in taken.items() if "auto" not in name and name != "oracle"}

@@ -7,17 +7,17 @@ from typing import Any
 
 import click
 
-from outrider.commands.options import Grouped, In, sizes
+from outrider.commands.options import GroupedCommand, GroupedOption, backend, sizes
 from outrider.commands.output import bundle_table, console, progress_bar
 
-ENGINES, BOTH, TENSORRT = "Engines", "For tensorrt-rtx and tensorrt", "For tensorrt"
+ENGINES, BOTH, TENSORRT = "Engines", "Backends tensorrt-rtx and tensorrt", "Backend tensorrt"
 
 
 def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(","))) if text is not None else ()
 
 
-@click.command("build-engine", cls=Grouped)
+@click.command("build-engine", cls=GroupedCommand)
 @click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -27,79 +27,98 @@ def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tu
     type=click.Path(path_type=Path),
     help="The folder to write; it must not exist.",
 )
-@click.option(
-    "--backend",
-    cls=In,
-    group=ENGINES,
-    type=click.Choice(["onnxruntime", "tensorrt-rtx", "tensorrt"]),
-    default="onnxruntime",
-    show_default=True,
-)
+@backend
 @click.option(
     "--k",
-    cls=In,
+    cls=GroupedOption,
     group=ENGINES,
     callback=sizes,
+    metavar="LIST",
     default="1,2,4,8",
     show_default=True,
-    help="Numbers of draft tokens a round may have.",
+    help="Numbers of draft tokens per round to build for.",
 )
 @click.option(
     "--capacity",
-    cls=In,
+    cls=GroupedOption,
     group=ENGINES,
     type=int,
-    help="Positions of the cache: prompt and answer together.  [default: 1024, or what the models allow]",
+    help="Cache size in tokens, for prompt and answer together.  [default: 1024, or what the models allow]",
 )
-@click.option("--batch", cls=In, group=ENGINES, type=int, default=1, show_default=True, help="Sequences that may run at once.")
 @click.option(
-    "--max-prompt-chunk", cls=In, group=ENGINES, type=int, help="Longest run while reading a prompt, in tokens.  [default: 64]"
+    "--batch",
+    cls=GroupedOption,
+    group=ENGINES,
+    type=int,
+    default=1,
+    show_default=True,
+    help="Maximum number of sequences in a batch.",
+)
+@click.option(
+    "--max-prompt-chunk",
+    cls=GroupedOption,
+    group=ENGINES,
+    type=int,
+    help="Maximum number of prompt tokens per prefill pass.  [default: 64]",
 )
 @click.option(
     "--compute-capability",
-    cls=In,
+    cls=GroupedOption,
     group=BOTH,
     callback=_capabilities,
     metavar="LIST",
-    help="tensorrt-rtx only: the GPUs to build for, such as 8.9,12.0.  [default: 8.0 and newer]",
+    help="tensorrt-rtx only: compute capabilities to build for, such as 8.9,12.0.  [default: 8.0 and newer]",
 )
 @click.option(
-    "--workspace", cls=In, group=BOTH, type=float, metavar="GIB", help="GPU memory that one kernel may use for itself."
+    "--workspace",
+    cls=GroupedOption,
+    group=BOTH,
+    type=float,
+    metavar="GIB",
+    help="Maximum GPU memory that a kernel may use as workspace.",
 )
 @click.option(
     "--optimization-level",
-    cls=In,
+    cls=GroupedOption,
     group=BOTH,
     type=click.IntRange(0, 5),
-    help="How long to look for better kernels.  [default: the package's, 3]",
+    help="How much time to spend on finding faster kernels.  [default: 3, the package's own]",
 )
 @click.option(
     "--verbosity",
-    cls=In,
+    cls=GroupedOption,
     group=BOTH,
     type=click.Choice(["error", "warning", "info", "verbose"]),
-    help="Show TensorRT's own log on standard error, from this severity on.",
+    help="Print TensorRT's log on standard error, at this severity and above.",
 )
 @click.option(
     "--timing-cache",
-    cls=In,
+    cls=GroupedOption,
     group=TENSORRT,
     metavar="FILE",
     type=click.Path(dir_okay=False),
-    help="Timings of earlier builds: read, and written back.",
+    help="Cache of kernel timings from earlier builds; read, and updated.",
 )
 @click.option(
-    "--hardware-compatible", cls=In, group=TENSORRT, is_flag=True, help="Engines that run on other GPUs, too, from Ampere on."
+    "--hardware-compatible",
+    cls=GroupedOption,
+    group=TENSORRT,
+    is_flag=True,
+    help="Build engines that also run on other GPUs, from Ampere on.",
 )
 @click.option(
-    "--version-compatible", cls=In, group=TENSORRT, is_flag=True, help="Engines that newer releases of TensorRT run, too."
+    "--version-compatible",
+    cls=GroupedOption,
+    group=TENSORRT,
+    is_flag=True,
+    help="Build engines that newer releases of TensorRT also run.",
 )
 @click.option(
     "--device",
-    cls=In,
+    cls=GroupedOption,
     group=ENGINES,
     type=click.Choice(["cpu", "cuda"]),
-    help="onnxruntime only: where to measure, and where it runs unless told otherwise.  [default: cpu]",
+    help="onnxruntime only: the device to measure on, and to run on by default.  [default: cpu]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(
@@ -114,7 +133,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Build the engines of an exported pair into a bundle."""
+    """Build the engines of an exported pair, and write them as a bundle."""
     from outrider.backends.tensorrt.build import Options
     from outrider.builder.build import build_engine
 

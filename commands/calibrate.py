@@ -14,12 +14,13 @@ from outrider.commands.output import bundle_table, console, progress_bar
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Where an onnxruntime bundle is measured, and runs from then on unless told otherwise.  [default: as before]",
+    help="The device to measure an onnxruntime bundle on, and to run it on by default from then on.  [default: unchanged]",
 )
 def command(bundle: Path, device: str | None) -> None:
-    """Measure on this machine what every pass of a bundle costs, and write it into the bundle.
+    """Measure the costs of a bundle's passes on this machine, and write them into the bundle.
 
-    `build-engine` does it where it builds; where the bundle runs, costs may be others, and k is chosen by them.
+    build-engine measures them on the machine where it builds. The machine where the bundle runs may have other costs, and k is
+    chosen by them.
     """
     from outrider.builder.build import calibrate
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from outrider.commands.options import Grouped, In, device, number_or_auto
+from outrider.commands.options import GroupedCommand, GroupedOption, device, drafter, number_or_auto
 from outrider.commands.output import console, progress_bar
 from outrider.errors import UsageError
 from outrider.runtime.params import DEFAULTS, RANGES, RULES, SamplingParams
@@ -20,31 +20,23 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-
-GROUPS = PROMPT, CHOICE, PENALTIES, END, SPECULATION, OUTPUT = (
-    "Prompt",
-    "Choice of tokens",
-    "Penalties",
-    "End of the text",
-    "Speculation",
-    "Output",
-)
+GROUPS = ("Prompt", "Sampling", "Penalties", "Stopping", "Speculation", "Output")
+PROMPT, SAMPLING, PENALTIES, STOPPING, SPECULATION, OUTPUT = GROUPS
 
 
 def number(name: str, group: str, text: str) -> Callable[[Command], Command]:
-    """The option of one of `params.RANGES`."""
-    kind, _, wanted = RANGES[name]
+    """Return the option for one of `params.RANGES`."""
+    kind, _, range_text = RANGES[name]
     default = getattr(DEFAULTS, name)
-    flag = f"--{name.replace('_', '-')}"
     return click.option(
-        flag,
+        f"--{name.replace('_', '-')}",
         name,
-        cls=In,
+        cls=GroupedOption,
         group=group,
         type=kind,
         default=default,
         show_default=default is not None,
-        help=f"{text} Range: {wanted}.",
+        help=f"{text} Range: {range_text}.",
     )
 
 
@@ -54,82 +46,79 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
     except ValueError:
         raise click.BadParameter(f"{' '.join(texts)!r} is not of the form TOKEN_ID:BIAS, such as 42:-100") from None
     if len(dict(biases)) < len(biases):
-        raise click.BadParameter("a token has two biases")
+        raise click.BadParameter("the same token has two biases")
     return dict(biases)
 
 
-@click.command("generate", cls=Grouped)
+@click.command("generate", cls=GroupedCommand)
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--prompt", cls=In, group=PROMPT, metavar="TEXT", help="The prompt; without it, standard input is read to its end."
-)
-@click.option("--chat", cls=In, group=PROMPT, is_flag=True, help="Put the prompt into the bundle's chat template.")
-@number("temperature", CHOICE, "Divides the logits; 0 is greedy.")
-@number("top_p", CHOICE, "Keep the fewest tokens whose probabilities reach this sum.")
-@number("top_k", CHOICE, "Keep the most likely tokens; 0 or -1 keeps all.")
-@number("min_p", CHOICE, "Keep tokens at least this likely, compared with the most likely one.")
-@number("seed", CHOICE, "Fixes the answer.")
+@click.option("--prompt", cls=GroupedOption, group=PROMPT, metavar="TEXT", help="The prompt.  [default: all of standard input]")
+@click.option("--chat", cls=GroupedOption, group=PROMPT, is_flag=True, help="Apply the bundle's chat template to the prompt.")
+@number("temperature", SAMPLING, "Divide the logits by this; 0 is greedy decoding.")
+@number("top_p", SAMPLING, "Keep the smallest set of tokens whose probabilities add up to this.")
+@number("top_k", SAMPLING, "Keep this many of the most likely tokens; 0 or -1 keeps all.")
+@number("min_p", SAMPLING, "Keep tokens at least this likely relative to the most likely one.")
+@number("seed", SAMPLING, "Make sampling reproducible.")
 @click.option(
     "--logit-bias",
-    cls=In,
-    group=CHOICE,
+    cls=GroupedOption,
+    group=SAMPLING,
     multiple=True,
     callback=_biases,
     metavar="TOKEN_ID:BIAS",
-    help="Added to the token's logit. May be given more than once. Range: from -100 to 100.",
+    help="Add BIAS to the logit of a token. May be repeated. Range: from -100 to 100.",
 )
-@number("repetition_penalty", PENALTIES, "Divides positive and multiplies negative logits of tokens in prompt or answer.")
-@number("presence_penalty", PENALTIES, "Subtracted from the logits of tokens that the answer has.")
-@number("frequency_penalty", PENALTIES, "Subtracted for each time that the answer has the token.")
-@number("max_new_tokens", END, "The longest answer.")
-@number("min_new_tokens", END, "The shortest answer.")
+@number("repetition_penalty", PENALTIES, "Divide positive and multiply negative logits of tokens in the prompt or answer.")
+@number("presence_penalty", PENALTIES, "Subtract this from the logits of tokens already in the answer.")
+@number("frequency_penalty", PENALTIES, "Subtract this for each time a token occurs in the answer.")
+@number("max_new_tokens", STOPPING, "Maximum number of new tokens.")
+@number("min_new_tokens", STOPPING, "Minimum number of new tokens.")
 @click.option(
-    "--stop", cls=In, group=END, multiple=True, metavar="TEXT", help="End before this text. May be given more than once."
+    "--stop", cls=GroupedOption, group=STOPPING, multiple=True, metavar="TEXT", help="Stop before this text. May be repeated."
 )
 @click.option(
     "--stop-token-id",
     "stop_token_ids",
-    cls=In,
-    group=END,
+    cls=GroupedOption,
+    group=STOPPING,
     type=int,
     multiple=True,
     metavar="TOKEN_ID",
-    help="End with this token. May be given more than once.",
+    help="Stop after this token. May be repeated.",
 )
 @click.option(
     "--k",
-    cls=In,
+    cls=GroupedOption,
     group=SPECULATION,
     default="auto",
     show_default=True,
     callback=number_or_auto,
-    help="Draft tokens a round: one of the built numbers, 0 for plain decoding, or auto, which chooses each round.",
+    help="Draft tokens per round: a number built into the bundle, 0 for plain decoding, or auto to choose one each round.",
 )
-@click.option(
-    "--drafter",
-    cls=In,
-    group=SPECULATION,
-    type=click.Choice(["model", "ngram", "auto"]),
-    help="Where drafted tokens come from: the draft model, what followed earlier in the text, or what is faster."
-    "  [default: auto where --k is, else the model if there is one]",
-)
+@drafter
 @click.option(
     "--rule",
-    cls=In,
+    cls=GroupedOption,
     group=SPECULATION,
     type=click.Choice(RULES),
-    help="Which drafted tokens are accepted.  [default: exact-match with a --seed, else rejection]",
+    help="How draft tokens are accepted.  [default: exact-match with --seed, else rejection]",
 )
-@number("logprobs", OUTPUT, "With --json: each token's logprob, and those of so many most likely tokens.")
+@number("logprobs", OUTPUT, "With --json: the logprob of each token, and of this many most likely tokens.")
 @device
-@click.option("--show", cls=In, group=OUTPUT, is_flag=True, help="Colour the text by origin, and end with a line of figures.")
+@click.option(
+    "--show",
+    cls=GroupedOption,
+    group=OUTPUT,
+    is_flag=True,
+    help="Colour the text by origin, and end with a line of statistics.",
+)
 @click.option(
     "--json",
     "as_json",
-    cls=In,
+    cls=GroupedOption,
     group=OUTPUT,
     is_flag=True,
-    help="Print one JSON object on standard output, and nothing else there.",
+    help="Print one JSON object on standard output, and nothing else.",
 )
 def command(
     bundle: Path,
@@ -142,18 +131,18 @@ def command(
     as_json: bool,
     **params: Any,
 ) -> None:
-    """Continue a prompt. Only confirmed tokens are ever printed."""
+    """Generate text from a prompt. Only confirmed tokens are printed."""
     if show and as_json:
-        raise UsageError("--show and --json exclude each other", "choose one")
+        raise UsageError("--show and --json cannot be combined", "leave one of them out")
     if params["logprobs"] is not None and not as_json:
-        raise UsageError("logprobs are only in the JSON output", "add --json")
-    asked = SamplingParams(**params)
+        raise UsageError("logprobs appear only in JSON output", "add --json")
+    sampling = SamplingParams(**params)
     from outrider.runtime.generation import Outrider
 
     text = _read_prompt() if prompt is None else prompt
     with progress_bar() as progress:
         loaded = Outrider.load(bundle, progress, device=device)
-    events = loaded.generate(text, asked, k=k, drafter=drafter, chat=chat)
+    events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat)
     if as_json:
         _print_json(events)
     else:
@@ -161,8 +150,8 @@ def command(
 
 
 def _read_prompt() -> str:
-    if sys.stdin is None:  # closed by whoever started us
-        raise UsageError("there is no prompt: standard input is closed", "give one with --prompt")
+    if sys.stdin is None:  # the parent process closed it
+        raise UsageError("there is no prompt: standard input is closed", "pass one with --prompt")
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -181,10 +170,10 @@ def _print_text(events: Iterator[Event], show: bool) -> None:
     click.echo()
     assert event is not None  # a generation has at least one round
     if event.finish_reason == "capacity":
-        click.echo("stopped: the bundle's capacity is full; build with a larger --capacity for longer texts", err=True)
+        click.echo("stopped: the cache is full; for longer texts, build with a larger --capacity", err=True)
     if screen is not None:
         if screen.is_terminal:
-            screen.print("[green]accepted draft[/green]  [yellow]target's own[/yellow]", markup=True, highlight=False)
+            screen.print("[green]accepted draft token[/green]  [yellow]target token[/yellow]", markup=True, highlight=False)
         click.echo(event.stats.line())
 
 
@@ -200,7 +189,7 @@ def _print_json(events: Iterator[Event]) -> None:
         logprobs += [{"logprob": each.logprob, "top": each.top} for each in event.logprobs or ()]
         text += event.text
     assert event is not None  # a generation has at least one round
-    said: dict[str, object] = {
+    result: dict[str, object] = {
         "text": text,
         "token_ids": ids,
         "from_draft": from_draft,
@@ -208,5 +197,5 @@ def _print_json(events: Iterator[Event]) -> None:
         "stats": event.stats.as_dict(),
     }
     if event.logprobs is not None:
-        said["logprobs"] = logprobs
-    click.echo(json.dumps(said))
+        result["logprobs"] = logprobs
+    click.echo(json.dumps(result))

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @click.command("inspect")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as it is.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(bundle: Path, as_json: bool) -> None:
-    """Show what a bundle holds, and check every file's digest."""
+    """Show the contents of a bundle, and check every file's digest."""
     from outrider.backends.open import open_bundle
 
     with progress_bar() as progress:
@@ -28,7 +28,7 @@ def command(bundle: Path, as_json: bool) -> None:
     screen = console()
     screen.print(bundle_table(manifest))
     screen.print(_file_table(manifest))
-    click.echo("every file is as it was sealed")
+    click.echo("all files match their digests")
 
 
 def _file_table(manifest: Manifest) -> Any:

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how help shows them in groups."""
+"""Options that several commands share, and help that shows options in groups."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from typing import Any
 
 import click
 
+from outrider.runtime import drafters
+from outrider.runtime.choice import AUTO
 
-class In(click.Option):
-    """An option of a group."""
+BACKENDS = ("onnxruntime", "tensorrt-rtx", "tensorrt")
+DRAFTERS = (*drafters.names(), AUTO)
+
+
+class GroupedOption(click.Option):
+    """An option that help shows under the heading `group`."""
 
     def __init__(self, *args: Any, group: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.group = group
 
 
-class Grouped(click.Command):
-    """A command whose help shows its options in groups, those of none last."""
+class GroupedCommand(click.Command):
+    """A command whose help shows options by group; options without a group come last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in sorted(self.get_params(ctx), key=lambda each: not isinstance(each, In)):
+        for parameter in sorted(self.get_params(ctx), key=lambda each: not isinstance(each, GroupedOption)):
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)):
                 groups.setdefault(getattr(parameter, "group", "Options"), []).append(record)
         for title, records in groups.items():
@@ -29,22 +35,39 @@ class Grouped(click.Command):
 
 
 def number_or_auto(_: click.Context, __: click.Parameter, text: str) -> int | str:
-    """A callback for a k."""
+    """Parse a k (click callback)."""
     if text != "auto" and not text.isdecimal():
-        raise click.BadParameter(f"{text!r} is no number, and not auto")
+        raise click.BadParameter(f"{text!r} is neither a number nor auto")
     return text if text == "auto" else int(text)
 
 
 def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:
-    """A callback for numbers separated by commas."""
+    """Parse numbers separated by commas (click callback)."""
     try:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,2,4,8") from None
+        raise click.BadParameter(f"{text!r} is not a list of numbers such as 1,2,4,8") from None
 
 
+backend = click.option(
+    "--backend",
+    cls=GroupedOption,
+    group="Engines",
+    type=click.Choice(BACKENDS),
+    default=BACKENDS[0],
+    show_default=True,
+    help="Inference backend to build for.",
+)
+drafter = click.option(
+    "--drafter",
+    cls=GroupedOption,
+    group="Speculation",
+    type=click.Choice(DRAFTERS),
+    help="Where draft tokens come from: the draft model, n-grams (what followed earlier in the text), or whichever is faster."
+    "  [default: auto if --k is auto, else the draft model if there is one]",
+)
 device = click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Where an onnxruntime bundle runs.  [default: where it was built]",
+    help="Where to run an onnxruntime bundle.  [default: the device it was built for]",
 )

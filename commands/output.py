@@ -1,9 +1,9 @@
-"""What commands print: tables, and progress on what takes long."""
+"""Tables and progress bars that commands print."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-    from outrider.bundle.manifest import Manifest
+    from outrider.bundle.manifest import Build, Manifest
 
 
 def console() -> Console:
-    """Standard output, for text that is nobody's markup: names of workloads and models are anything."""
+    """Return a console on standard output. Markup is off, because names of workloads and models may look like it."""
     from rich.console import Console
 
-    usual: Any = {"markup": False, "emoji": False}
-    return Console(soft_wrap=True, **usual) if sys.stdout.isatty() else Console(width=100, soft_wrap=False, **usual)
+    options: Any = {"soft_wrap": True} if sys.stdout.isatty() else {"width": 100, "soft_wrap": False}
+    return Console(markup=False, emoji=False, **options)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on a terminal's standard error, one plain line a stage elsewhere."""
+    """Report progress on standard error: as a bar on a terminal, as one line per stage elsewhere."""
     if not sys.stderr.isatty():
         yield Lines()
         return
@@ -43,14 +43,14 @@ def progress_bar() -> Iterator[Progress]:
 
 
 class Lines(Progress):
-    """One line a stage."""
+    """Progress as one line per stage."""
 
     def stage(self, name: str, total: int | None = None) -> None:
         click.echo(f"{name} ...", err=True)
 
 
 class Bar(Progress):
-    """One bar, which begins anew with each stage; it only pulses where the total is not known."""
+    """Progress as one bar, which restarts with each stage. It pulses while the total is unknown."""
 
     def __init__(self, bars: Bars, task: TaskID):
         self._bars, self._task = bars, task
@@ -63,52 +63,60 @@ class Bar(Progress):
 
 
 def bundle_table(manifest: Manifest) -> Any:
+    """Return a table of a bundle's models, build and measured costs."""
     from rich.table import Table
 
-    from outrider.bundle.manifest import engine_file
-
     roles = manifest.roles
-    table = Table("", *roles, title="models", title_justify="left")
     models = [manifest.models[role] for role in roles]
+    table = Table("", *roles, title="models", title_justify="left")
     table.add_row("source", *(model.source for model in models))
     table.add_row("architecture", *(model.architecture for model in models))
     table.add_row("parameters", *(f"{model.parameters:,}" for model in models))
     table.add_row("precision", *(model.precision for model in models))
     table.add_row("rows of logits", *(f"{model.vocab_rows:,}" for model in models))
-    table.add_row("positions made for", *(f"{model.max_positions:,}" if model.max_positions else "any" for model in models))
+    table.add_row("max positions", *(f"{model.max_positions:,}" if model.max_positions else "any" for model in models))
     table.add_row("layers", *(str(len(model.layers)) for model in models))
-    table.add_row("logits off the checkpoint's", *(f"{model.parity.max_abs_diff:.1e}" for model in models))
+    table.add_row("difference of logits from checkpoint", *(f"{model.parity.max_abs_diff:.1e}" for model in models))
     table.add_section()
     table.add_row("schema, contract", f"{manifest.schema_version}, {manifest.contract_version}")
     table.add_row("outrider", manifest.outrider_version)
     table.add_row("tokens", f"{manifest.vocab_tokens:,}")
     table.add_row("end of text", ", ".join(str(token) for token in manifest.generation.eos_token_ids) or "none")
-    build = manifest.build
-    if build is not None:
-        table.add_row("backend", f"{build.backend} {build.backend_version}, {build.device}")
-        table.add_row("k", ", ".join(str(k) for k in build.k))
-        table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
-        table.add_row("longest prompt chunk", str(build.max_prompt_chunk))
-        table.add_row("windows", ", ".join(str(window) for window in build.windows))
-        if build.acceptance:
-            rates = ", ".join(f"{name} {rate:.0%}" for name, rate in build.acceptance.items())
-            table.add_row("acceptance on shipped prompts", rates)
-        if build.rewrites:
-            counts = [build.rewrites.get(role, {}) for role in roles]
-            table.add_row("fused", *(", ".join(f"{count} {name}" for name, count in each.items()) or "no" for each in counts))
-        if build.profiles:
-            table.add_row("compute capabilities", ", ".join(build.compute_capabilities) or "the package's default")
-            table.add_section()
-        for name in manifest.engines if build.profiles else ():
-            spans = ", ".join(str(most) if least == most else f"{least}-{most}" for least, most in build.rows(name))
-            table.add_row(f"{name}, rows", f"{spans}; {manifest.files[engine_file(name)].size:,} bytes")
+    if manifest.build is not None:
+        _add_build(table, manifest, manifest.build)
         table.add_section()
-        measured = [{(c.batch, c.window, c.rows): c for c in build.costs.get(role, [])} for role in roles]
-        ends = {build.windows[0], build.windows[-1]}
-        for at in sorted(set.intersection(*map(set, measured))):
-            batch, window, rows = at
-            if window in ends:
-                of = f" of {batch} sequences" if batch > 1 else ""
-                costs = (f"{c[at].median:.2f} ({c[at].fastest:.2f}-{c[at].slowest:.2f})" for c in measured)
-                table.add_row(f"{rows} rows{of}, window {window}, ms", *costs)
+        _add_costs(table, roles, manifest.build)
     return table
+
+
+def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
+    from outrider.bundle.manifest import engine_file
+
+    table.add_row("backend", f"{build.backend} {build.backend_version}, {build.device}")
+    table.add_row("k", ", ".join(str(k) for k in build.k))
+    table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
+    table.add_row("max prompt chunk", str(build.max_prompt_chunk))
+    table.add_row("windows", ", ".join(str(window) for window in build.windows))
+    if build.acceptance:
+        rates = ", ".join(f"{name} {rate:.0%}" for name, rate in build.acceptance.items())
+        table.add_row("acceptance on shipped prompts", rates)
+    if build.rewrites:
+        rewrites = [build.rewrites.get(role, {}) for role in manifest.roles]
+        table.add_row("fused", *(", ".join(f"{count} {name}" for name, count in each.items()) or "no" for each in rewrites))
+    if build.profiles:
+        table.add_row("compute capabilities", ", ".join(build.compute_capabilities) or "the package's default")
+        table.add_section()
+        for name in manifest.engines:
+            ranges = ", ".join(str(high) if low == high else f"{low}-{high}" for low, high in build.rows(name))
+            table.add_row(f"{name}, rows", f"{ranges}; {manifest.files[engine_file(name)].size:,} bytes")
+
+
+def _add_costs(table: Any, roles: Sequence[str], build: Build) -> None:
+    """Add the costs in the smallest and the largest window."""
+    costs = [{(c.batch, c.window, c.rows): c for c in build.costs.get(role, [])} for role in roles]
+    for key in sorted(set.intersection(*map(set, costs))):
+        batch, window, rows = key
+        if window in (build.windows[0], build.windows[-1]):
+            sequences = f" of {batch} sequences" if batch > 1 else ""
+            cells = (f"{c[key].median:.2f} ({c[key].fastest:.2f}-{c[key].slowest:.2f})" for c in costs)
+            table.add_row(f"{rows} rows{sequences}, window {window}, ms", *cells)

@@ -2,193 +2,247 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.commands.options import Grouped, In
+from outrider.commands.options import GroupedCommand, GroupedOption
 from outrider.commands.output import console
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
-    from outrider.bench.planner import Prediction, Sum
+    from outrider.bench.planner import Prediction
+    from outrider.bundle.manifest import Build, Manifest
 
 NUMBERS, BUNDLE = "From numbers", "From a bundle"
+NUMBER_OPTIONS = ("k", "mean_accepted", "cost_ratio", "pass_cost", "tokens")
+BUNDLE_OPTIONS = ("bench", "position", "plot")
 
 
-@click.command("plan", cls=Grouped)
+@click.command("plan", cls=GroupedCommand)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@click.option("--k", cls=In, group=NUMBERS, type=click.IntRange(1, 1000), help="Draft tokens a round.")
+@click.option("--k", cls=GroupedOption, group=NUMBERS, type=click.IntRange(1, 1000), help="Draft tokens per round.")
 @click.option(
     "--mean-accepted",
-    cls=In,
+    cls=GroupedOption,
     group=NUMBERS,
     type=click.FloatRange(min=1),
-    help="Tokens that a pass of the target yields on average.",
+    help="Average number of tokens per target pass (mean acceptance length).",
 )
 @click.option(
     "--cost-ratio",
-    cls=In,
+    cls=GroupedOption,
     group=NUMBERS,
     type=click.FloatRange(min=0, min_open=True),
-    help="Draft steps that take as long as one pass of the target over one row.",
+    help="Time of a target pass over one row, divided by the time of a draft step.",
 )
 @click.option(
     "--pass-cost",
-    cls=In,
+    cls=GroupedOption,
     group=NUMBERS,
     type=click.FloatRange(min=0, min_open=True),
-    help="Of a pass over k + 1 rows, in passes over one.  [default: 1]",
+    help="Time of a target pass over k + 1 rows, divided by that of a pass over one row.  [default: 1]",
 )
-@click.option("--tokens", cls=In, group=NUMBERS, type=click.IntRange(1, 10**9), help="Of the text.  [default: 100]")
+@click.option(
+    "--tokens", cls=GroupedOption, group=NUMBERS, type=click.IntRange(1, 10**9), help="Length of the text.  [default: 100]"
+)
 @click.option(
     "--rate",
     type=click.FloatRange(0, 1),
-    help="The probability that a drafted token is accepted if those before it were.  [default: as measured with the bundle]",
+    help="Probability that a draft token is accepted if the ones before it were.  [default: as measured for the bundle]",
 )
 @click.option(
     "--bench",
-    cls=In,
+    cls=GroupedOption,
     group=BUNDLE,
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="BENCH.json",
-    help="Texts that outrider bench recorded, of any bundle with the same models.",
+    help="Texts recorded by outrider bench, with any bundle of the same models.",
 )
 @click.option(
     "--position",
-    cls=In,
+    cls=GroupedOption,
     group=BUNDLE,
     type=click.IntRange(min=1),
-    help="With --rate: where in the cache.  [default: a quarter in]",
+    help="With --rate: the position in the cache to predict for.  [default: a quarter of the capacity]",
 )
 @click.option(
-    "--plot", cls=In, group=BUNDLE, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.svg", help="Draw it."
+    "--plot",
+    cls=GroupedOption,
+    group=BUNDLE,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="Plot speed-up against k.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON on standard output, and nothing else there.")
-def command(
-    bundle: Path | None,
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else.")
+def command(bundle: Path | None, rate: float | None, plot: Path | None, as_json: bool, **options: Any) -> None:
+    """Predict the speed-up of speculation, from numbers, or from a bundle's measured costs and a workload's acceptance."""
+    _check_options(bundle, rate, plot, options)
+    if bundle is None:
+        _plan_from_numbers(rate, as_json, **{name: options[name] for name in NUMBER_OPTIONS})
+        return
+    plan = _plan_for_bundle(bundle, rate, options["bench"], options["position"])
+    if plot is not None:
+        from outrider.bench.plots import write_plan
+
+        write_plan(plot, plan.predictions)
+    if as_json:
+        plan.print_json()
+        return
+    plan.print()
+    if plot is not None:
+        click.echo(f"wrote {plot}")
+
+
+def _check_options(bundle: Path | None, rate: float | None, plot: Path | None, options: dict[str, Any]) -> None:
+    unused = BUNDLE_OPTIONS if bundle is None else NUMBER_OPTIONS
+    for name in unused:
+        if (plot if name == "plot" else options[name]) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            required = "needs a bundle" if bundle is None else "cannot be used with a bundle"
+            raise UsageError(f"{flag} {required}", f"see outrider plan --help; leave {flag} out")
+    if rate is not None and not 0 <= rate <= 1:  # NaN, which passes a range check
+        raise UsageError(f"--rate is {rate}", "use a number from 0 to 1")
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot {plot}: plots are SVG files", "use a name that ends in .svg")
+    if rate is not None and options["bench"] is not None:
+        raise UsageError("--rate and --bench cannot be combined", "leave one of them out")
+    if options["position"] is not None and options["bench"] is not None:
+        raise UsageError("--position goes with --rate", "leave it out: recorded texts have their own positions")
+
+
+def _plan_from_numbers(
+    rate: float | None,
+    as_json: bool,
+    *,
     k: int | None,
     mean_accepted: float | None,
     cost_ratio: float | None,
     pass_cost: float | None,
     tokens: int | None,
-    rate: float | None,
-    bench: Path | None,
-    position: int | None,
-    plot: Path | None,
-    as_json: bool,
 ) -> None:
-    """Predict what speculation brings: from numbers, or from a bundle's measured costs and a workload's acceptance."""
+    if k is None or cost_ratio is None or (mean_accepted is None) == (rate is None):
+        raise UsageError(
+            "without a bundle, --k, --cost-ratio and either --mean-accepted or --rate are required",
+            "for example: outrider plan --k 4 --mean-accepted 3 --cost-ratio 6 --tokens 12",
+        )
     import msgspec
 
-    of_numbers = {
-        "--k": k,
-        "--mean-accepted": mean_accepted,
-        "--cost-ratio": cost_ratio,
-        "--pass-cost": pass_cost,
-        "--tokens": tokens,
-    }
-    of_bundles = {"--bench": bench, "--position": position, "--plot": plot}
-    for name, value in (of_bundles if bundle is None else of_numbers).items():
-        if value is not None:
-            of = "a bundle" if bundle is None else "numbers alone"
-            raise UsageError(f"{name} goes with {of}", f"see outrider plan --help; leave {name} out")
-    if rate is not None and not 0 <= rate <= 1:  # NaN, which no range refuses
-        raise UsageError(f"--rate is {rate}", "give a number from 0 to 1")
-    if plot is not None and plot.suffix != ".svg":
-        raise UsageError(f"--plot {plot}: pictures are SVG", "name it something.svg")
-    if bundle is None:
-        if k is None or cost_ratio is None or (mean_accepted is None) == (rate is None):
-            raise UsageError(
-                "without a bundle, --k, --cost-ratio and one of --mean-accepted and --rate are needed",
-                "for example: outrider plan --k 4 --mean-accepted 3 --cost-ratio 6 --tokens 12",
-            )
-        from outrider.bench.planner import account
-        from outrider.runtime.costs import expected_tokens
+    from outrider.bench.planner import account
+    from outrider.runtime.costs import expected_tokens
 
-        if mean_accepted is None:
-            assert rate is not None
-            mean_accepted = expected_tokens(rate, k)
-        tokens = 100 if tokens is None else tokens
-        found = account(k, mean_accepted, cost_ratio, tokens, 1.0 if pass_cost is None else pass_cost)
-        if as_json:
-            click.echo(msgspec.json.encode(found).decode())
-        else:
-            _say(found, mean_accepted, tokens)
+    if mean_accepted is None:
+        assert rate is not None
+        mean_accepted = expected_tokens(rate, k)
+    tokens = 100 if tokens is None else tokens
+    result = account(k, mean_accepted, cost_ratio, tokens, 1.0 if pass_cost is None else pass_cost)
+    if as_json:
+        click.echo(msgspec.json.encode(result).decode())
         return
-    if rate is not None and bench is not None:
-        raise UsageError("--rate and --bench say two things", "leave one of them out")
+    click.echo(f"{result.target_passes} target passes, {result.draft_steps} draft steps")
+    click.echo(f"{result.target_steps:.1f} target-step equivalents for {tokens} tokens, {mean_accepted:.2f} per pass")
+    click.echo(f"{result.speedup:.1f} times plain decoding")
+
+
+@dataclass
+class _Plan:
+    """The predictions for a bundle, and what they were made from."""
+
+    predictions: list[Prediction]
+    rate: float | None = None  # None where recorded texts give the acceptance
+    rate_measured: bool = False
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)  # workload -> k -> the report's speed-up
+    policies: dict[str, dict[str, float]] = field(default_factory=dict)  # see `simulator.compare`
+
+    def print_json(self) -> None:
+        import msgspec
+
+        from outrider.bench.planner import best
+
+        result = {
+            "rate": self.rate,
+            "predictions": self.predictions,
+            "measured": self.measured,
+            "best_k": {workload: each.k for workload, each in best(self.predictions).items()},
+            "policies": self.policies,
+        }
+        click.echo(msgspec.json.encode(result).decode())
+
+    def print(self) -> None:
+        from rich.table import Table
+
+        from outrider.bench.planner import best
+        from outrider.bench.simulator import REGRET_HEADS, regrets
+
+        if self.rate is not None:
+            source = ", the rate measured for the bundle" if self.rate_measured else ""
+            click.echo(f"if {self.rate:.0%} of the draft tokens are accepted{source};")
+            click.echo("excludes the time in which the draft reads the prompt, which recorded texts include (--bench)")
+        fastest = best(self.predictions)
+        console().print(_table(self.predictions, fastest, self.measured))
+        for line in _advice(fastest):
+            click.echo(line)
+        if self.policies:
+            table = Table(*REGRET_HEADS, title="k = auto, replayed on the same texts with these costs", title_justify="left")
+            for cells in regrets(self.policies):
+                table.add_row(*cells)
+            console().print(table)
+
+
+def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, position: int | None) -> _Plan:
     from outrider.backends.open import open_bundle
-    from outrider.bench.planner import at_rate, best, of_traces, plannable
-    from outrider.bench.results import read as read_results
-    from outrider.bench.simulator import REGRET_HEADS, compare, regrets
+    from outrider.bench.planner import at_rate, plannable
     from outrider.runtime import drafters
     from outrider.runtime.costs import Costs
-    from outrider.runtime.drafters.base import NONE
 
     manifest, build = open_bundle(bundle)
     if not build.costs:
-        raise UsageError("this bundle's costs were not measured", f"outrider calibrate {bundle}, where it is to run")
+        raise UsageError(
+            "this bundle's costs were not measured", f"run outrider calibrate {bundle} on the machine that will serve it"
+        )
     drafter = plannable(drafters.available(manifest))
     if drafter is None:
-        raise UsageError("this bundle has no draft model, so there is nothing to plan", "outrider bench measures its n-grams")
-    costs, policies = Costs(manifest, build), dict[str, dict[str, float]]()
-    measured: dict[str, dict[str, float]] = {}  # workload -> k -> the speed-up that the report has
+        raise UsageError(
+            "this bundle has no draft model, so there is nothing to plan", "outrider bench measures drafting by n-grams"
+        )
     if bench is not None:
-        if position is not None:
-            raise UsageError("--position goes with --rate", "leave it out: the texts say where they were")
-        results = read_results(bench)
-        models = [Path(model.source).name for model in manifest.models.values()]
-        if [results.target, results.draft] != models:
-            raise UsageError(
-                f"{bench} is of {results.target} and {results.draft}; the bundle has {' and '.join(models)}",
-                "measure a bundle of the same models",
-            )
-        predictions = of_traces(costs, drafter, results.traces)
-        for each in results.summaries:
-            if each.way.drafter in (NONE, drafter):
-                measured.setdefault(each.workload, {})[str(each.way.k)] = each.median_speedup
-        policies = compare(results.traces, costs, early_stopping=build.device == "cpu")
-    else:
-        given = rate is not None
-        rate = build.acceptance.get(drafter) if rate is None else rate
-        if rate is None:
-            raise UsageError(
-                "this bundle's acceptance was not measured", f"give --rate or --bench, or: outrider calibrate {bundle}"
-            )
-        predictions = at_rate(costs, drafter, rate, min(position or build.capacity // 4, build.capacity))
-    if plot is not None:
-        from outrider.bench.report import write_plan
-
-        write_plan(plot, predictions)
-    fastest = best(predictions)
-    if as_json:
-        best_k = {workload: each.k for workload, each in fastest.items()}
-        said = {"rate": rate, "predictions": predictions, "measured": measured, "best_k": best_k, "policies": policies}
-        click.echo(msgspec.json.encode(said).decode())
-        return
-    if bench is None:
-        click.echo(f"where {rate:.0%} of the draft's tokens are accepted{'' if given else ', as measured with the bundle'};")
-        click.echo("without what the draft takes to read the prompt, which recorded texts show (--bench)")
-    console().print(_table(predictions, fastest, measured))
-    for line in _advice(fastest):
-        click.echo(line)
-    if policies:
-        from rich.table import Table
-
-        table = Table(*REGRET_HEADS, title="k chosen live, on the same texts by these costs", title_justify="left")
-        for cells in regrets(policies):
-            table.add_row(*cells)
-        console().print(table)
-    if plot is not None:
-        click.echo(f"wrote {plot}")
+        return _plan_from_texts(manifest, build, drafter, bench)
+    measured = rate is None
+    rate = build.acceptance.get(drafter) if rate is None else rate
+    if rate is None:
+        raise UsageError(
+            "this bundle's acceptance was not measured", f"pass --rate or --bench, or run outrider calibrate {bundle}"
+        )
+    end = min(position or build.capacity // 4, build.capacity)
+    return _Plan(at_rate(Costs(manifest, build), drafter, rate, end), rate, measured)
 
 
-def _say(found: Sum, tokens_per_pass: float, tokens: int) -> None:
-    click.echo(f"{found.target_passes} target passes, {found.draft_steps} draft steps")
-    click.echo(f"{found.target_steps:.1f} target-step equivalents for {tokens} tokens, {tokens_per_pass:.2f} a pass")
-    click.echo(f"{found.speedup:.1f} times plain decoding")
+def _plan_from_texts(manifest: Manifest, build: Build, drafter: str, bench: Path) -> _Plan:
+    from outrider.bench.planner import of_traces
+    from outrider.bench.results import read
+    from outrider.bench.simulator import compare
+    from outrider.runtime.costs import Costs
+    from outrider.runtime.drafters.base import NONE
+
+    results = read(bench)
+    models = [Path(model.source).name for model in manifest.models.values()]
+    if [results.target, results.draft] != models:
+        raise UsageError(
+            f"{bench} was measured with {results.target} and {results.draft}; the bundle has {' and '.join(models)}",
+            "use a report of the same models",
+        )
+    costs = Costs(manifest, build)
+    measured: dict[str, dict[str, float]] = {}
+    for summary in results.summaries:
+        if summary.mode.drafter in (NONE, drafter):
+            measured.setdefault(summary.workload, {})[str(summary.mode.k)] = summary.median_speedup
+    return _Plan(
+        of_traces(costs, drafter, results.traces),
+        measured=measured,
+        policies=compare(results.traces, costs, early_stopping=build.device == "cpu"),
+    )
 
 
 def _table(predictions: list[Prediction], fastest: dict[str, Prediction], measured: dict[str, dict[str, float]]) -> Any:
@@ -199,14 +253,14 @@ def _table(predictions: list[Prediction], fastest: dict[str, Prediction], measur
     heads = ("workload", "k", "mean acceptance length", "tokens/s", "speed-up", *(("measured",) if measured else ()))
     table = Table(*heads, "break-even rate", f"draft at {CHEAPER:.0%} of its cost", f"{BETTER:.0%} fewer rejections")
     for each in predictions:
-        known = measured.get(each.workload, {}).get(str(each.k))
+        speedup = measured.get(each.workload, {}).get(str(each.k))
         table.add_row(
             each.workload or "-",
             f"{each.k}",
             f"{each.mean_acceptance_length:.2f}",
             f"{each.tokens_per_second:.1f}",
             f"{each.speedup:.2f}",
-            *(("-" if known is None else f"{known:.2f}",) if measured else ()),
+            *(("-" if speedup is None else f"{speedup:.2f}",) if measured else ()),
             "-" if each.k == 0 else "none" if each.break_even is None else f"{each.break_even:.2f}",
             f"{each.cheaper_draft:.2f}",
             f"{each.better_draft:.2f}",
@@ -218,6 +272,6 @@ def _table(predictions: list[Prediction], fastest: dict[str, Prediction], measur
 def _advice(fastest: dict[str, Prediction]) -> list[str]:
     lines = []
     for workload, each in fastest.items():
-        of = f"{workload}: " if workload else ""
-        lines.append(f"{of}k = {each.k}, {each.speedup:.2f} times plain" if each.k else f"{of}plain decoding is best")
+        advice = f"k = {each.k}, {each.speedup:.2f} times plain" if each.k else "plain decoding is fastest"
+        lines.append(f"{workload}: {advice}" if workload else advice)
     return lines

@@ -30,9 +30,9 @@ def test_the_three_commands(checkpoints: Path, tmp_path: Path) -> None:
     assert shown.stdout.splitlines()[-1].startswith("12 tokens in ")
     inspected = run("inspect", tmp_path / "bundle")
     assert inspected.returncode == 0, inspected.stderr
-    assert "every file is as it was sealed" in inspected.stdout
+    assert "all files match their digests" in inspected.stdout
     assert "target/model.onnx.data" in inspected.stdout
-    for row in ("schema, contract", "tokens", "end of text", "capacity, batch", "windows", "longest prompt chunk", "layers"):
+    for row in ("schema, contract", "tokens", "end of text", "capacity, batch", "windows", "max prompt chunk", "layers"):
         assert row in inspected.stdout
 
 
@@ -74,7 +74,7 @@ def test_a_full_cache_says_so(shipped_bundle: Path, tmp_path: Path) -> None:
     reseal(copy, generation=type(generation)(eos_token_ids=[], special_tokens={}))
     done = run("generate", copy, "--prompt", "Once upon a time", "--max-new-tokens", "5000")
     assert done.returncode == 0
-    assert "the bundle's capacity is full" in done.stderr
+    assert "the cache is full" in done.stderr
 
 
 def test_show_colours_the_text_by_origin_on_a_terminal(shipped_bundle: Path) -> None:

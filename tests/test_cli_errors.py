@@ -218,15 +218,15 @@ def test_logits_that_are_no_numbers(tmp_path: Path, options: list[str]) -> None:
         (["--prompt", "x", "--min-new-tokens", "257"], "min_new_tokens is 257; it must be from 0 to max_new_tokens"),
         (["--prompt", "x", "--stop-token-id", "320"], "stop_token_ids is 320; it must be one of the token ids 0 to 319"),
         (["--prompt", "x", "--logit-bias", "7"], "not of the form TOKEN_ID:BIAS"),
-        (["--prompt", "x", "--logit-bias", "7:1", "--logit-bias", "7:2"], "a token has two biases"),
+        (["--prompt", "x", "--logit-bias", "7:1", "--logit-bias", "7:2"], "the same token has two biases"),
         (["--prompt", "x", "--min-new-tokens", "200"], "min_new_tokens is 200; after this prompt the bundle's capacity leaves"),
         (["--prompt", "x", "--logit-bias", "7:101"], "logit_bias is 101.0; it must be from -100 to 100"),
         (["--prompt", "x", "--logit-bias", "320:1"], "logit_bias is 320; it must be one of the token ids 0 to 319"),
         (["--prompt", "x", "--logprobs", "21", "--json"], "logprobs is 21; it must be from 0 to 20"),
-        (["--prompt", "x", "--logprobs", "2"], "logprobs are only in the JSON output"),
+        (["--prompt", "x", "--logprobs", "2"], "logprobs appear only in JSON output"),
         (["--prompt", "x", "--rule", "lenient"], "'lenient' is not one of 'rejection', 'exact-match'"),
-        (["--prompt", "x", "--show", "--json"], "exclude each other"),
-        (["--prompt", "x", "--k", "many"], "is no number, and not auto"),
+        (["--prompt", "x", "--show", "--json"], "cannot be combined"),
+        (["--prompt", "x", "--k", "many"], "is neither a number nor auto"),
         (["--prompt"], "requires an argument"),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--k", "1,x"], "no list of numbers"),
+        (["--k", "1,x"], "not a list of numbers"),
         (["--k", "0"], "at least 1"),
         (["--capacity", "4"], "does not hold k = 8"),
         (["--capacity", "100000"], "made for 256 positions"),

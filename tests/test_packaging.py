@@ -117,7 +117,7 @@ def test_the_runtime_needs_no_torch_no_transformers_no_onnx(runtime_python: Path
     assert not {line.split()[0] for line in listed.splitlines() if line.strip()} & {"torch", "transformers", "onnx"}
     bundle = str(tmp_path / "bundle")
     outrider("build-engine", str(tiny_export), "-o", bundle, "--capacity", "64", "--max-prompt-chunk", "8")
-    assert "every file is as it was sealed" in outrider("inspect", bundle)
+    assert "all files match their digests" in outrider("inspect", bundle)
     assert outrider("generate", bundle, "--prompt", "the quick", "--max-new-tokens", "4")
 
 

@@ -58,7 +58,7 @@ class Drafter(ABC):
     engines: ClassVar[tuple[str, ...]] = ()  # the bundle's engines that only this drafter runs
     batched_context: ClassVar[int] = 0  # confirmed tokens that a sequence must have to draft in a batch
 
-    def __init__(self, resources: Resources):
+    def __init__(self, resources: Resources):  # noqa: B027
         """Set up the state of every slot, all of them empty."""
 
     @classmethod

@@ -62,12 +62,12 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     done = CliRunner().invoke(command, [str(bundle), "--draws", "100"])
     assert done.exit_code in (0, 1)  # so few draws may not find what is wrong
     said = done.output.splitlines()
-    for part in ("arithmetic", "greedy", "company", "sampled", "support", "controls", "counters"):
+    for part in ("arithmetic", "greedy", "batched", "sampled", "support", "controls", "counters"):
         assert any(line.startswith(f"{part} ") for line in said)
     for control in Fault:
-        assert any(f" {control.value} " in line and " found" in line for line in said)  # or not found
+        assert any(f" {control.value} " in line and " detected" in line for line in said)  # or not detected
     assert said[-1] == ("the bundle passes" if done.exit_code == 0 else "the bundle FAILS")
-    assert "company    pass  20 texts of requests that share passes" in done.output  # 4 requests, plain and in 4 ways
+    assert "batched    pass  20 texts of batched requests" in done.output  # 4 requests, plain and in 4 ways
     assert {(SLOTS, greedy, k) for greedy in (True, False) for k in (0, 1, 4)} <= together
 
 

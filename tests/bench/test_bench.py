@@ -9,16 +9,18 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from statistics import geometric_mean
 
 import matplotlib.pyplot as plt
 import msgspec
 import numpy as np
 import pytest
 
-from outrider.bench.measure import Answer, measure, trace, ways
+from outrider.bench.measure import Answer, measure, modes, trace
 from outrider.bench.planner import tokens_per_round
-from outrider.bench.report import COLOURS, markdown, promises
-from outrider.bench.results import SCHEMA, Percentiles, Results, Way, changes, geometric_mean, read
+from outrider.bench.plots import COLOURS
+from outrider.bench.report import assessment, markdown
+from outrider.bench.results import SCHEMA, Mode, Percentiles, Results, changes, read
 from outrider.bench.simulator import Trace, regrets
 from outrider.calibration.workloads import SHIPPED, Prompt, load
 from outrider.errors import UsageError
@@ -41,7 +43,7 @@ def results(shipped: Outrider) -> Results:
 
 
 def test_every_way_is_measured_on_every_workload(results: Results, shipped: Outrider) -> None:
-    labels = [way.label for way in results.ways]
+    labels = [mode.label for mode in results.modes]
     assert labels[0] == "plain"
     assert labels[1:-2] == [f"draft model, k = {k}" for k in shipped.build.k]
     assert labels[-2:] == ["n-gram, k = 4", "any drafter, k = auto"]
@@ -52,22 +54,22 @@ def test_every_way_is_measured_on_every_workload(results: Results, shipped: Outr
         assert each.same_text == 2 * each.prompts  # greedy text is plain decoding's
         assert 0 < each.first_token.p50 <= each.first_token.p90 <= each.first_token.p99
     for workload in results.workloads:
-        assert results.of(workload, Way(drafter=NONE, k=0)).speedup == [1, 1]
-        assert results.of(workload, Way(drafter=AUTO, k=AUTO)).predicted_speedup is None
+        assert results.summary(workload, Mode(drafter=NONE, k=0)).speedup == [1, 1]
+        assert results.summary(workload, Mode(drafter=AUTO, k=AUTO)).predicted_speedup is None
 
 
 def test_every_prompt_has_its_own_numbers(results: Results) -> None:
-    assert len(results.texts) == len(PROMPTS) * len(results.ways)
+    assert len(results.texts) == len(PROMPTS) * len(results.modes)
     for each in results.texts:
         assert results.traces[each.prompt].workload == each.workload == PROMPTS[each.prompt].workload
         assert len(each.tokens_per_second) == len(each.first_token) == len(each.per_token) == results.rounds
-        assert (each.predicted_speedup is None) == (each.way.k == AUTO)
+        assert (each.predicted_speedup is None) == (each.mode.k == AUTO)
     for summary in results.summaries:
-        of_it = [each for each in results.texts if (each.workload, each.way) == (summary.workload, summary.way)]
-        assert sum(each.tokens for each in of_it) == summary.tokens
-        speeds = [geometric_mean(each.tokens_per_second[number] for each in of_it) for number in range(results.rounds)]
+        own = [each for each in results.texts if (each.workload, each.mode) == (summary.workload, summary.mode)]
+        assert sum(each.tokens for each in own) == summary.tokens
+        speeds = [geometric_mean(each.tokens_per_second[number] for each in own) for number in range(results.rounds)]
         assert speeds == pytest.approx(summary.tokens_per_second)
-        gains = [geometric_mean(each.speedup[number] for each in of_it) for number in range(results.rounds)]
+        gains = [geometric_mean(each.speedup[number] for each in own) for number in range(results.rounds)]
         assert gains == pytest.approx(summary.speedup)
 
 
@@ -119,7 +121,7 @@ def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) ->
     for workload in results.workloads:
         texts = [each for each in results.traces if each.workload == workload]
         for k in (1, 2, 4, 8):
-            found = results.of(workload, Way(drafter=MODEL, k=k))
+            found = results.summary(workload, Mode(drafter=MODEL, k=k))
             rounds = [each for text in texts for each in cut(text, k)]
             assert found.acceptance_histogram == [2 * sum(a == at for _, a in rounds) for at in range(k + 1)]
             counts = [(sum(a > at for _, a in rounds), sum(drafted > at for drafted, _ in rounds)) for at in range(k)]
@@ -137,7 +139,7 @@ def test_a_text_may_end_at_the_edge_of_a_window(shipped: Outrider) -> None:
 
 
 def test_ngrams_are_accepted_where_a_text_repeats_itself(results: Results) -> None:
-    found = results.of("echo", Way(drafter=NGRAM, k=4))
+    found = results.summary("echo", Mode(drafter=NGRAM, k=4))
     assert found.ngram_rounds == found.drafting_rounds > 0
     assert found.mean_acceptance_length > 1.3
 
@@ -171,14 +173,14 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> 
     assert written.workloads == ["chat", "code", "math", "summarization", "support"]
     page = (tmp_path / "report" / "index.html").read_text()
     assert not re.search(r"(src|href)=[\"']?http", page)  # it needs no other file
-    assert "# Measured by workload" in (tmp_path / "report" / "bench.md").read_text()
+    assert "# Benchmark by workload" in (tmp_path / "report" / "bench.md").read_text()
     planned = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json")
     assert planned.returncode == 0, planned.stderr
     assert "summarization" in planned.stdout
     drawn = tmp_path / "plan.svg"
     beside = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
     measured = json.loads(beside.stdout)["measured"]
-    assert measured["chat"]["8"] == written.of("chat", Way(drafter=MODEL, k=8)).median_speedup
+    assert measured["chat"]["8"] == written.summary("chat", Mode(drafter=MODEL, k=8)).median_speedup
     assert measured["chat"]["0"] == 1
     assert drawn.read_text().startswith("<svg")
     path = tmp_path / "other.json"
@@ -187,7 +189,7 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> 
     assert (other.returncode, "the bundle has" in other.stderr) == (2, True)
     refused = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--position", "9")
     assert (refused.returncode, "--position goes with --rate" in refused.stderr) == (2, True)
-    assert "k chosen live, on the same texts by these costs" in planned.stdout
+    assert "k = auto, replayed on the same texts with these costs" in planned.stdout
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium on this machine; .ci/run installs one")
@@ -200,8 +202,8 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> 
 
     shown = look("--dump-dom")
     assert shown.count("<svg") == 5
-    for said in ("How well k was chosen", "Speed-up against k", "draft model, k = 8", "summarization"):
-        assert said in shown
+    for text in ("Choice of k, and accuracy", "Speed-up against k", "draft model, k = 8", "summarization"):
+        assert text in shown
     look(f"--screenshot={tmp_path / 'seen.png'}", "--window-size=1100,2600")
     seen = (255 * plt.imread(tmp_path / "seen.png")[:, :, :3]).round().astype(int)
     for colour in COLOURS[:3]:  # of plots that are drawn, and not only there
@@ -220,8 +222,8 @@ def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path
         assert float(future) == pytest.approx(taken["plain"] / taken["oracle"], abs=0.006)
         assert float(more.rstrip("%")) == pytest.approx(100 * (taken["auto"] / best - 1), abs=0.06)
         assert float(more_than_future.rstrip("%")) == pytest.approx(100 * (taken["auto"] / taken["oracle"] - 1), abs=0.06)
-    for workload, over_plain, over_fixed, lowest, highest in promises(results):
-        chosen = results.of(workload, Way(drafter=AUTO, k=AUTO)).speedup
+    for workload, over_plain, over_fixed, lowest, highest in assessment(results):
+        chosen = results.summary(workload, Mode(drafter=AUTO, k=AUTO)).speedup
         assert over_plain == f"{np.median(chosen):.2f} ({min(chosen):.2f}-{max(chosen):.2f})"
         assert " of " in over_fixed
         assert float(lowest.split()[0]) <= float(highest.split()[0])
@@ -260,7 +262,7 @@ def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Resu
     said = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
     assert "better" in said
     assert f"before: {tmp_path / 'a.json'}" in said
-    assert "chance alone calls 0.1 of these 16" in " ".join(said.split())
+    assert "by chance alone, 0.1 of these 16" in " ".join(said.split())
 
 
 def test_a_slower_machine_makes_no_drafting_worse(results: Results) -> None:
@@ -283,9 +285,9 @@ def test_a_slower_machine_makes_no_drafting_worse(results: Results) -> None:
 def test_reports_of_other_things_are_not_compared(results: Results) -> None:
     other = [msgspec.structs.replace(results.traces[0], prompt=[1, 2, 3]), *results.traces[1:]]
     for changed, message in (
-        ({"machine": "another one"}, "not of the same machine"),
-        ({"max_new_tokens": 41}, "not of the same max_new_tokens: 40, 41"),
-        ({"traces": other}, "not of the same prompts"),
+        ({"machine": "another one"}, "differ in machine"),
+        ({"max_new_tokens": 41}, "differ in max_new_tokens: 40, 41"),
+        ({"traces": other}, "different prompts"),
     ):
         with pytest.raises(UsageError, match=message):
             changes(results, msgspec.structs.replace(results, **changed))
@@ -306,7 +308,7 @@ def test_a_report_whose_values_are_none_is_refused(results: Results, tmp_path: P
         damaged = json.loads(json.dumps(written))
         (damaged[part][0] if part else damaged)[name] = value
         path.write_text(json.dumps(damaged))
-        with pytest.raises(UsageError, match="no report of this outrider"):
+        with pytest.raises(UsageError, match="not a report of this version of outrider"):
             read(path)
 
 
@@ -325,7 +327,7 @@ def test_a_report_replaces_no_page_that_is_none_and_leaves_no_folder(shipped_bun
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "index.html").write_text("mine")
     (tmp_path / "file").write_text("")
-    for folder, code, message in (("site", 2, "no report's"), ("file/report", 1, "cannot")):
+    for folder, code, message in (("site", 2, "not a report"), ("file/report", 1, "cannot")):
         done = run("bench", shipped_bundle, "--report", tmp_path / folder)
         assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (code, True, False), done.stderr
     assert (tmp_path / "site" / "index.html").read_text() == "mine"
@@ -342,14 +344,14 @@ def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outr
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     for arguments, message in (
-        ((), "no bundle is named"),
+        ((), "no bundle was given"),
         ((shipped_bundle, "--workload", tmp_path / "none.jsonl"), "cannot read"),
         ((shipped_bundle, "--workload", broken), "line 1"),
         ((shipped_bundle, "--workload", empty), "has no prompts"),
         ((shipped_bundle, "--workload", silent), "line 2"),
         ((shipped_bundle, "--k", "3"), "k = 3 was not built"),
-        ((shipped_bundle, "--k", "few"), "no list of numbers"),
-        (("--compare", broken, broken), "is no report"),
+        ((shipped_bundle, "--k", "few"), "not a list of numbers"),
+        (("--compare", broken, broken), "is not a report"),
         (("--compare", broken, broken, "--report", tmp_path / "report"), "leave out --report"),
         (("--compare", broken, broken, "--rounds", "3"), "leave out --rounds"),
         ((shipped_bundle, "--compare", broken, broken), "leave out the bundle"),
@@ -357,7 +359,7 @@ def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outr
         done = run("bench", *arguments)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     with pytest.raises(UsageError, match="not built"):
-        ways(shipped, [3])
+        modes(shipped, [3])
     with pytest.raises(UsageError, match="the bundle's capacity is"):
         measure(shipped, [Prompt("long", "I need a flight. " * 2000)])
     with pytest.raises(UsageError, match="the drafter is auto where k is 4"):

@@ -34,7 +34,7 @@ def test_the_command_says_so() -> None:
     done = run("plan", "--k", "4", "--mean-accepted", "3", "--cost-ratio", "6", "--tokens", "12")
     assert done.stdout.splitlines() == [
         "4 target passes, 16 draft steps",
-        "6.7 target-step equivalents for 12 tokens, 3.00 a pass",
+        "6.7 target-step equivalents for 12 tokens, 3.00 per pass",
         "1.8 times plain decoding",
     ]
     done = run("plan", "--k", "4", "--rate", "0.8", "--cost-ratio", "4", "--pass-cost", "1.5", "--json")
@@ -191,15 +191,15 @@ def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
     assert own[1]["speedup"] == pytest.approx(
         at_rate(table, manifest.build.acceptance, manifest.build.capacity // 4)[1].speedup
     )
-    assert "without what the draft takes to read the prompt" in done.stdout
+    assert "excludes the time in which the draft reads the prompt" in done.stdout
     refused = run("plan", shipped_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
-    assert (refused.returncode, "two things" in refused.stderr) == (2, True)
+    assert (refused.returncode, "cannot be combined" in refused.stderr) == (2, True)
     (tmp_path / "file").write_text("")
     nowhere = run("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "file" / "plan.svg")
     assert (nowhere.returncode, "plan.svg" in nowhere.stderr) == (1, True), nowhere.stderr
     picture = run("plan", shipped_bundle, "--plot", tmp_path / "plan.png")
-    assert (picture.returncode, "pictures are SVG" in picture.stderr) == (2, True)
+    assert (picture.returncode, "plots are SVG" in picture.stderr) == (2, True)
     ignored = run("plan", shipped_bundle, "--tokens", "12")
-    assert (ignored.returncode, "--tokens goes with numbers alone" in ignored.stderr) == (2, True)
+    assert (ignored.returncode, "--tokens cannot be used with a bundle" in ignored.stderr) == (2, True)
     missing = run("plan", shipped_bundle, "--bench", tmp_path / "none.json")
     assert (missing.returncode, "cannot read" in missing.stderr) == (2, True)

@@ -84,7 +84,7 @@ def test_every_k_of_its_ngrams_is_measured(bundle: Path, tmp_path: Path) -> None
     done = run("bench", bundle, *map(str, few))
     assert done.returncode == 0, done.stderr
     found = read(tmp_path / "report" / "bench.json")
-    assert [way.label for way in found.ways[1:-1]] == [f"n-gram, k = {k}" for k in (1, 4, 8)]
+    assert [mode.label for mode in found.modes[1:-1]] == [f"n-gram, k = {k}" for k in (1, 4, 8)]
     assert found.draft is None
     assert (tmp_path / "report" / "index.html").read_text().count("<svg") == 5
 

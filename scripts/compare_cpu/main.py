@@ -1,0 +1,135 @@
+"""The command line of `scripts/compare-cpu`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from outrider.scripts.compare_cpu.common import THREADS, Job, K, Pair
+from outrider.scripts.compare_cpu.measuring import Contestant, Journal, measure, tune
+from outrider.scripts.compare_cpu.peers import PEERS, PROGRAMS, ours
+from outrider.scripts.compare_cpu.report import write_report
+
+Prompt = dict[str, str]
+
+
+def main(description: str) -> int:
+    """Prepare the models, measure all programs in rounds, and write the report."""
+    options = _parse(description)
+    from outrider.bench.measure import machine
+    from outrider.engines.device import Cpu
+
+    peers = [name for name in PEERS if _is_installed(name)]
+    jobs = prepare(options.work, Pair(options.target, options.draft), options.precision, peers)
+    prompts = first_prompts(options.prompts, options.each)
+    ids = ours.encode(jobs[f"{ours.NAME} {options.precision[0]}"], [prompt["prompt"] for prompt in prompts])
+    setup = {
+        "machine": machine(Cpu()),
+        "versions": {name: importlib.metadata.version(PROGRAMS[name].PACKAGE) for name in (ours.NAME, *peers)},
+    }
+    journal = Journal(Path(f"{options.output}.unfinished.jsonl"), setup)
+    contestants = [
+        Contestant(name, ours.NAME, f"{THREADS} threads", jobs[name] | {"k": [0, *K, ours.AUTO]})
+        for name in (f"{ours.NAME} {precision}" for precision in options.precision)
+    ]
+    for peer in peers:
+        contestants += tune(journal, peer, jobs[peer], ids, options.tokens // 2)
+    result = {
+        "about": options.about,
+        "command": " ".join(["scripts/compare-cpu", *sys.argv[1:]]),
+        "date": str(datetime.date.today()),
+        **setup,
+        "weights_of": {name: PEERS[name].WEIGHTS for name in peers},
+        "missing": [name for name in PEERS if name not in peers],
+        "workloads": [prompt["workload"] for prompt in prompts],
+        "tokens": options.tokens,
+        "prompt_tokens": [len(each) for each in ids],
+        "weights": {name: weight_bytes(job) for name, job in jobs.items()},
+        "results": measure_rounds(journal, contestants, ids, options.tokens, options.rounds),
+    }
+    Path(f"{options.output}.json").write_text(json.dumps(result), encoding="utf-8")
+    write_report(options.output, result)
+    journal.path.unlink()
+    return 0
+
+
+def _parse(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("draft", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the models that are made, several GiB")
+    parser.add_argument("--output", type=Path, required=True, help="the files to write, without their suffix")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=ours.PRECISIONS,
+        default=["int4"],
+        help="of Outrider's weights; all ratios are to the first",
+    )
+    parser.add_argument("--each", type=int, default=1, help="prompts per workload")
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens per answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--about", default="", help="what the models and prompts are, for the head of the report")
+    return parser.parse_args()
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(PROGRAMS[name].PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def prepare(work: Path, pair: Pair, precisions: list[str], peers: list[str]) -> dict[str, Job]:
+    """Make the models of all programs in `work`; return their jobs, without settings, by name."""
+    folder = work / f"{pair.target.stem} {pair.draft.stem}"
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = {f"{ours.NAME} {precision}": ours.prepare(folder, pair, precision) for precision in precisions}
+    return jobs | {name: PEERS[name].prepare(folder, pair) for name in peers}
+
+
+def first_prompts(path: Path, count: int) -> list[Prompt]:
+    """Return the first `count` prompts of every workload."""
+    prompts: dict[str, list[Prompt]] = defaultdict(list)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        prompt = json.loads(line)
+        if len(prompts[prompt["workload"]]) < count:
+            prompts[prompt["workload"]].append(prompt)
+    return [prompt for workload in prompts.values() for prompt in workload]
+
+
+def weight_bytes(job: Job) -> int:
+    """Return the size of both models' weights on disk, in bytes."""
+    if "bundle" in job:
+        return sum(file.stat().st_size for file in Path(job["bundle"]).glob("*/model.onnx.data"))
+    if "folder" in job:
+        files = [file for role in Pair._fields for file in (Path(job["folder"]) / role).iterdir()]
+        return sum(file.stat().st_size for file in files if file.suffix in (".data", ".safetensors"))
+    return sum(Path(job[role]).stat().st_size for role in Pair._fields)
+
+
+def measure_rounds(
+    journal: Journal, contestants: list[Contestant], prompts: list[list[int]], tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Run all contestants in each round, beginning with another one each time; return the results of each at each k."""
+    results: dict[tuple[str, str, Any], dict[str, Any]] = {}
+    for number in range(rounds):
+        first = number % len(contestants)
+        for contestant in contestants[first:] + contestants[:first]:
+            runs, peak = measure(journal, contestant, prompts, tokens)
+            name, settings = contestant.name, contestant.settings
+            for k, own in runs.items():
+                new = {"name": name, "settings": settings, "k": k, "rounds": [], "peak": 0}
+                entry = results.setdefault((name, settings, k), new)
+                entry["rounds"].append([run._asdict() for run in own])
+                entry["peak"] = max(peak, entry["peak"])
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return list(results.values())

@@ -1,0 +1,15 @@
+"""One module per program that is compared: how to prepare its models, and how to run it.
+
+A module has `NAME`, `PACKAGE` and `load(job)`. A peer, which is every program but Outrider, also has `WEIGHTS`, what it runs on
+in words; `SETTINGS`, the settings that are tried before the rounds; `DEFAULTS`, the settings it has by default; and
+`prepare(folder, pair)`. In settings, k = 0 is plain decoding and k = None is the peer's own default.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from outrider.scripts.compare_cpu.peers import genai, llama_cpp, ours, transformers
+
+PEERS: dict[str, ModuleType] = {peer.NAME: peer for peer in (genai, llama_cpp, transformers)}
+PROGRAMS: dict[str, ModuleType] = {ours.NAME: ours} | PEERS

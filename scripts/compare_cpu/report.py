@@ -1,0 +1,135 @@
+"""The report: Markdown and a plot from the JSON of the results."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from outrider.scripts.compare_cpu.common import K, describe
+from outrider.scripts.compare_cpu.peers import PEERS, genai, llama_cpp, ours, transformers
+from outrider.scripts.compare_cpu.rows import Row, fastest, goals, spread
+
+Result = dict[str, Any]
+
+
+def write_report(output: Path, result: Result) -> None:
+    """Write OUTPUT.md and OUTPUT.svg from the contents of OUTPUT.json."""
+    rows = [Row(entry, result["workloads"]) for entry in result["results"]]
+    plain = next(row for row in rows if row.is_ours and row.k == 0)
+    text = markdown(result, rows, plain, f"{output.name}.svg")
+    Path(f"{output}.md").write_text(text, encoding="utf-8")
+    print(text)
+    plot(Path(f"{output}.svg"), rows, plain)
+
+
+def markdown(result: Result, rows: list[Row], plain: Row, picture: str) -> str:
+    """Return the whole report as Markdown."""
+    lines = [
+        *_introduction(result, plain),
+        "",
+        f"![Tokens/s by workload]({picture})",
+        "",
+        "| | | tokens/s | against our plain | acceptance | first token, s | peak memory, GB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        length = f"{row.median('length'):.2f}" if row.k != 0 else "-"
+        speeds = f"{spread(row.speeds(), 1)} | {spread(row.speedup(plain))}"
+        figures = f"{length} | {row.median('first'):.2f} | {row.peak / 1e9:.2f}"
+        lines.append(f"| {row.name} ({row.settings}) | {row.label} | {speeds} | {figures} |")
+    lines += ["", "## By workload", "", "Tokens/s, with the ratio to our plain decoding in brackets.", ""]
+    lines += _by_workload(
+        rows, lambda row, each: f"{statistics.median(row.speeds(each)):.1f} ({statistics.median(row.speedup(plain, each)):.2f})"
+    )
+    lines += [
+        "",
+        "## Whole answers",
+        "",
+        "Seconds to the first and to the last token. If a draft reads the prompt before the first token, tokens/s do not show"
+        " how long that takes.",
+        "",
+    ]
+    lines += _by_workload(rows, lambda row, each: f"{row.median('first', each):.2f} / {row.median('whole', each):.2f}")
+    lines += ["", "## Goals", "", "| | goal | result |", "|---|---|---|"]
+    lines += [f"| {' | '.join(goal)} |" for goal in goals(rows, plain, result["weights"][plain.name])]
+    return "\n".join(lines) + "\n"
+
+
+def _introduction(result: Result, plain: Row) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    missing = f" Not installed, and so left out: {', '.join(result['missing'])}." if result["missing"] else ""
+    weights = ", ".join(f"{name} {words}" for name, words in result["weights_of"].items())
+    return [
+        "# Outrider and other programs on a CPU",
+        "",
+        *([result["about"], ""] if result["about"] else []),
+        f"{len(result['workloads'])} prompts in the chat template, up to {max(map(len, plain.prompts.values()))} of each"
+        f" workload, of {min(result['prompt_tokens'])} to {max(result['prompt_tokens'])} tokens; {result['tokens']} new tokens"
+        " each, greedy. Command:",
+        "",
+        f"    {result['command']}",
+        "",
+        f"Run on {result['date']}, {result['machine']}; {versions}.{missing}",
+        "",
+        f"Figures are medians of {len(plain.rounds)} rounds, in which all programs take turns, with minimum and maximum in"
+        " brackets. Tokens/s count the tokens after the first; over all workloads they are a geometric mean. Ratios are to"
+        f" Outrider's own plain decoding ({plain.name.removeprefix(ours.NAME + ' ')}) in the same round. Acceptance is the mean"
+        " acceptance length: tokens per target pass.",
+        "",
+        "Each peer runs at its defaults, and at the settings that were fastest in an earlier round. These were tried:"
+        f" {'; '.join(f'{name}: {_tried(name)}' for name in result['weights_of'])}.",
+        "",
+        f"Weights: Outrider as named; {weights}. llama.cpp's Python package drafts by looking up the prompt; drafting by a"
+        " model is done by this script, with the same package. The processes of Outrider and transformers hold both models in"
+        " every row; the others hold the draft model only where it drafts.",
+    ]
+
+
+def _tried(name: str) -> str:
+    """Describe the settings that were tried for a peer."""
+    settings = PEERS[name].SETTINGS
+    ks = K if name == genai.NAME else dict.fromkeys(k for each in settings for k in each["k"] if k)
+    return f"{' or '.join(dict.fromkeys(map(describe, settings)))}, k = {', '.join(map(str, ks))}"
+
+
+def _by_workload(rows: list[Row], cell: Any) -> list[str]:
+    workloads = rows[0].workloads
+    lines = ["| | | " + " | ".join(workloads) + " |", "|---|---|" + "---|" * len(workloads)]
+    for row in rows:
+        cells = " | ".join(cell(row, workload) for workload in workloads)
+        lines.append(f"| {row.name} ({row.settings}) | {row.label} | {cells} |")
+    return lines
+
+
+def plot(path: Path, rows: list[Row], plain: Row) -> None:
+    """Plot tokens/s by workload: ours plain and at its best k, and each peer's best plain and speculative."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    workloads = plain.workloads
+    drafting = [row for row in rows if row.name == plain.name and row.k != 0]
+    groups = [("Outrider, plain", [plain]), ("Outrider, best k", drafting)]
+    for name in (genai.NAME, llama_cpp.NAME, transformers.NAME):
+        own = [row for row in rows if row.name == name]
+        groups += [(f"{name}, plain", [row for row in own if row.k == 0])]
+        groups += [(f"{name}, speculative", [row for row in own if row.k != 0])]
+    groups = [(label, group) for label, group in groups if group]
+    figure, axes = plt.subplots(figsize=(11, 4.5))
+    width = 0.9 / len(groups)
+    colours: Any = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for index, (label, group) in enumerate(groups):
+        speeds = [row.speeds(each) for each in workloads if (row := fastest(group, each))]
+        medians = [statistics.median(each) for each in speeds]
+        below = [median - min(each) for median, each in zip(medians, speeds, strict=True)]
+        above = [max(each) - median for median, each in zip(medians, speeds, strict=True)]
+        places = [at + (index - len(groups) / 2 + 0.5) * width for at in range(len(workloads))]
+        axes.bar(places, medians, width, yerr=[below, above], label=label, color=colours[index], error_kw={"linewidth": 0.8})
+    axes.set_xticks(range(len(workloads)), workloads)
+    axes.set_ylabel("tokens/s")
+    axes.legend(fontsize=8, ncols=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)

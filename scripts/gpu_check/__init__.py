@@ -1,0 +1,1 @@
+"""The checks behind `scripts/gpu-check`."""
