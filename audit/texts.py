@@ -72,7 +72,7 @@ def compare_batched(
     counters: Counters,
     progress: Progress,
 ) -> Texts:
-    """Compare texts of requests that share the passes of all slots with the same requests alone by plain decoding. Requests start
+    """Compare texts of requests that share the passes of all slots with the same requests alone by plain decoding. Each starts
     when a slot is free, and leave when they end. Some are greedy, some drawn by a seed. Beside them run some by the rejection
     rule, whose texts depend on k: only the watch sees those."""
     drawn = [(replace(params, seed=seed, logprobs=2), text) for seed, (params, text) in enumerate(sampled)]

@@ -142,7 +142,7 @@ def replay(trace: Trace, costs: Costs, policy: Policy) -> float:
 
 
 def oracle(trace: Trace, costs: Costs, names: Sequence[str] | None = None) -> float:
-    """Return the least milliseconds that a policy could have taken that knows what will be accepted, with drafters that catch up
+    """Return the least milliseconds that a policy could take if it knew what will be accepted, with drafters that catch up
     for free."""
     names = drafters.names() if names is None else names
     loaded = simulated_drafters(names, costs, Clock())

@@ -190,7 +190,7 @@ class Rounds:
         self.device.synchronize()
 
     def _record(self, shape: Shape, steps: list[Step]) -> None:
-        """Record a round that has just run. It is replayed from now on, provided that the replay decides as the launches did."""
+        """Record a round that has just run, to be replayed from now on if the replay decides as the launches did."""
         while len(self._recorded) >= MAX_RECORDED:
             del self._recorded[next(iter(self._recorded))]
         decided = [values.copy() for values in self.launches.outputs.host.values()]
