@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from outrider.runtime.choice import PLAIN, Choice
 
 FAST, SLOW = 0.4, 0.03  # the weight of the newest round in the two kinds of moving averages
+TURN = 0.25  # its weight in the slow ones where plain decoding and drafting have just taken turns
 MAX_SURPRISE = 0.7  # of a logarithm: a round that takes longer than twice the estimate counts for no more
 SOON, STALE = 8, 100  # rounds after which plain decoding is timed again: the first time, and at most
 
@@ -24,8 +25,8 @@ class Pace:
     def __init__(self) -> None:
         self._shared = 0.0
         self._parts: dict[Hashable, float] = {}
-        self._counts: dict[Hashable, int] = {}
         self._seen: set[tuple[Choice, int]] = set()
+        self._drafter: str | None = None  # of the last round that drafted
         self._rounds = self._plain = 0  # `_plain` is the last round in which plain decoding was timed
 
     @property
@@ -52,15 +53,19 @@ class Pace:
         if (choice, batch) not in self._seen:  # the first such round includes binding its buffers
             self._seen.add((choice, batch))
             return
-        if choice == PLAIN:
-            self._plain = self._rounds
-        parts, averages = _parts(choice, batch), self._parts
         surprise = math.log(max(ratio, 1e-9) / self.ratio(choice, batch))
         surprise = max(-MAX_SURPRISE, min(surprise, MAX_SURPRISE))
         self._shared += FAST * surprise
-        for part in parts:
-            count = self._counts[part] = self._counts.get(part, 0) + 1
-            averages[part] = averages.get(part, 0.0) + max(SLOW, 0.3 / count) * surprise
+        waited = self._rounds - self._plain
+        averages = self._parts
+        for part in _parts(choice, batch):
+            averages[part] = averages.get(part, 0.0) + max(SLOW, TURN / waited) * surprise
+        if choice == PLAIN:
+            if self._drafter is not None and waited > 1:  # or else the drafter's next rounds would look like the machine's pace
+                averages[self._drafter] = averages.get(self._drafter, 0.0) - TURN * surprise
+            self._plain = self._rounds
+        else:
+            self._drafter = choice.drafter
 
 
 def _parts(choice: Choice, batch: int) -> tuple[Hashable, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 
 from outrider.bench.simulator import Trace, oracle, replay
 from outrider.bundle.manifest import Cost
+from outrider.runtime.acceptance import Acceptance
+from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.drafters.base import NONE, Proposal
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import MODEL, NGRAM, NONE, PLAIN, Acceptance, Choice, Company, Fixed, Member, Policy
+from outrider.runtime.policy import AdaptivePolicy, Batch, FixedPolicy, Offer, Policy, SequenceView
+from outrider.runtime.rounds import RoundResult
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
 K = [1, 2, 4, 8]
+MODEL, NGRAM = "model", "ngram"
 
 
 def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0, acceptance: float | None = None) -> Costs:
@@ -33,10 +38,38 @@ def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0, acceptance:
         ]
 
     made = {"target": table(lambda rows: target + row * (rows - 1)), "draft": table(lambda rows: draft * (1 + 0.01 * rows))}
-    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs=made, acceptance=acceptance)
+    build: Any = SimpleNamespace(
+        k=K, max_prompt_chunk=16, windows=[64], costs=made, acceptance={} if acceptance is None else {MODEL: acceptance}
+    )
     models = {"target": SimpleNamespace(parameters=6), "draft": SimpleNamespace(parameters=1)}
     manifest: Any = SimpleNamespace(models=models)
     return Costs(manifest, build)
+
+
+def adaptive(table: Costs, names: Sequence[str] = (MODEL,), early_stopping: bool = False) -> AdaptivePolicy:
+    return AdaptivePolicy(lambda _: table, names, early_stopping)
+
+
+def view(
+    policy: Policy,
+    length: int = 40,
+    remaining: int = 1000,
+    *,
+    pending: int = 0,
+    matched: int = 0,
+    emitted: int = 1,
+    acceptance: dict[str, Acceptance] | None = None,
+) -> SequenceView:
+    """A sequence for which the draft model has to catch up with `pending` tokens, and n-grams have `matched` tokens."""
+    offers = {MODEL: Offer(pending, None)} if MODEL in policy.names else {}
+    if matched:
+        offers[NGRAM] = Offer(0, Proposal(list(range(1, 9)), matched))
+    return SequenceView(length, emitted, remaining, True, offers, policy.begin() if acceptance is None else acceptance)
+
+
+def observe(policy: Policy, choice: Choice, sequence: SequenceView, drafted: int, accepted: int, milliseconds: float) -> None:
+    result = RoundResult(choice.drafter if drafted else NONE, [0] * drafted, [0] * (accepted + 1), None)
+    policy.observe(choice, [sequence], [result], milliseconds, [])
 
 
 def text(agrees: list[bool], prompt: int = 40) -> Trace:
@@ -51,13 +84,12 @@ def flips(rate: float, count: int = 400, seed: int = 0) -> list[bool]:
 
 
 def best_fixed(trace: Trace, table: Costs) -> float:
-    return min(replay(trace, table, Fixed(MODEL, k)) for k in [0, *K])
+    return min(replay(trace, table, FixedPolicy(MODEL, k)) for k in [0, *K])
 
 
-def second(policy: Policy, trace: Trace, table: Costs) -> float:
+def second(policy: AdaptivePolicy, trace: Trace, table: Costs) -> float:
     """What a text takes the second time: from a server's first request it learns."""
     replay(trace, table, policy)
-    policy.start(greedy=True)
     return replay(trace, table, policy)
 
 
@@ -66,22 +98,21 @@ def second(policy: Policy, trace: Trace, table: Costs) -> float:
 @pytest.mark.parametrize("draft", [0.3, 1.0, 3.0])
 def test_it_is_as_fast_as_the_best_fixed_k_and_never_slower_than_plain(draft: float, rate: float, stops: bool) -> None:
     table, trace = costs(draft), text(flips(rate))
-    policy = Policy(table, [MODEL], stops)
+    policy = adaptive(table, early_stopping=stops)
     taken = second(policy, trace, table)
     assert taken <= best_fixed(trace, table) / 0.95
-    assert taken <= replay(trace, table, Fixed(NONE, 0)) / 0.97
+    assert taken <= replay(trace, table, FixedPolicy(NONE, 0)) / 0.97
     assert oracle(trace, table, [MODEL]) <= taken
 
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_draft_that_is_of_no_use_costs_little_from_the_first_request_on(stops: bool) -> None:
     table = costs()
-    policy, trace = Policy(table, [MODEL], stops), text(flips(0.0, 200))
-    plain = replay(trace, table, Fixed(NONE, 0))
+    policy, trace = adaptive(table, early_stopping=stops), text(flips(0.0, 200))
+    plain = replay(trace, table, FixedPolicy(NONE, 0))
     assert replay(trace, table, policy) <= plain / 0.95
     total = 0.0
     for _ in range(8):
-        policy.start(greedy=True)
         total += replay(trace, table, policy)
     assert total <= 8 * plain / 0.98
 
@@ -92,9 +123,8 @@ def test_what_the_bundle_says_of_its_draft_is_believed_before_an_odd_request_is(
     taken = {}
     for acceptance in (0.8, None):
         table = costs(draft=1.5, row=0.5, acceptance=acceptance)
-        policy = Policy(table, [MODEL], stops=False)
+        policy = adaptive(table)
         replay(odd, table, policy)
-        policy.start(greedy=True)
         taken[acceptance] = replay(usual, table, policy)
     assert taken[0.8] <= best_fixed(usual, table) / 0.95
     assert taken[None] > 1.1 * taken[0.8]
@@ -103,26 +133,25 @@ def test_what_the_bundle_says_of_its_draft_is_believed_before_an_odd_request_is(
 def test_what_was_measured_elsewhere_does_not_outlive_what_is_seen() -> None:
     """A draft that is cheap, was right on the shipped prompts, and never is here."""
     table, trace = costs(draft=0.5, acceptance=0.9), text([False] * 64)
-    policy = Policy(table, [MODEL], stops=False)
+    policy = adaptive(table)
     for _ in range(6):
-        policy.start(greedy=True)
         replay(trace, table, policy)
-    policy.start(greedy=True)
-    assert replay(trace, table, policy) <= replay(trace, table, Fixed(NONE, 0)) / 0.97
+    assert replay(trace, table, policy) <= replay(trace, table, FixedPolicy(NONE, 0)) / 0.97
 
 
 def test_catching_up_takes_what_rounds_take_of_what_the_costs_say() -> None:
     """Costs that are half of what all takes here: what the draft must read costs twice as much, too."""
     table = costs()
-    policy = Policy(table, [MODEL], stops=False)
+    policy = adaptive(table)
     for _ in range(8):
-        policy.observe(PLAIN, 0, 0, 40, 2 * table.round(0, 0, 40, True))
-    assert policy._catch_up(100, 40) == pytest.approx(2 * table.catch_up(100, 40), rel=0.01)
+        observe(policy, PLAIN, view(policy), 0, 0, 2 * table.round(NONE, 0, 0, 40, True))
+    late = Batch.of([view(policy, pending=100)])
+    assert policy._catch_up(MODEL, late) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
 
 
 def test_a_draft_that_was_measured_to_be_of_no_use_is_hardly_asked() -> None:
     table, trace = costs(draft=1.5, row=1.0, acceptance=0.0), text([False] * 64)
-    assert replay(trace, table, Policy(table, [MODEL], stops=True)) <= replay(trace, table, Fixed(NONE, 0)) / 0.98
+    assert replay(trace, table, adaptive(table, early_stopping=True)) <= replay(trace, table, FixedPolicy(NONE, 0)) / 0.98
 
 
 @pytest.mark.parametrize("row", [0.1, 0.5, 1.0, 2.0])
@@ -132,10 +161,9 @@ def test_noise_that_neither_drafter_can_guess_costs_little(symbols: int, row: fl
     chance, table = random.Random(1), costs(row=row, acceptance=0.02)
     drawn = [chance.randrange(symbols) for _ in range(240)]
     trace = Trace("", drawn[:40], drawn[40:], [False] * 200, [0.3] * 200)
-    policy, plain = Policy(table, [MODEL, NGRAM], stops=False), replay(trace, table, Fixed(NONE, 0))
+    policy, plain = adaptive(table, [MODEL, NGRAM]), replay(trace, table, FixedPolicy(NONE, 0))
     assert replay(trace, table, policy) <= plain / 0.95
     for _ in range(3):
-        policy.start(greedy=True)
         assert replay(trace, table, policy) <= plain / 0.97
 
 
@@ -145,8 +173,8 @@ def test_text_that_changes_between_easy_and_hard_is_followed(length: int) -> Non
     table = costs()
     agrees = [agreed for part in range(8) for agreed in flips(0.95 if part % 2 else 0.05, length, seed=part)]
     trace = text(agrees)
-    taken = replay(trace, table, Policy(table, [MODEL], stops=False))
-    assert taken <= replay(trace, table, Fixed(NONE, 0)) / 0.97
+    taken = replay(trace, table, adaptive(table))
+    assert taken <= replay(trace, table, FixedPolicy(NONE, 0)) / 0.97
     if length >= 80:
         assert taken <= best_fixed(trace, table)
 
@@ -155,21 +183,22 @@ def test_text_that_changes_between_easy_and_hard_is_followed(length: int) -> Non
 def test_speculation_that_loses_at_high_load_turns_itself_off(row: float, least: float, most: float) -> None:
     """Eight requests whose drafts are mostly right, where checking rows costs little, and where it costs as much as passes."""
     table = costs(draft=1.0, row=row)
-    company = Company(Policy(costs(), [MODEL], stops=False), lambda _: table, [MODEL])
-    acceptances = [company._policy.acceptance() for _ in range(8)]
+    policy = adaptive(table)
+    acceptances = [policy.begin() for _ in range(8)]
     chance = random.Random(0)
     tokens, taken = 0, 0.0
     for at in range(600):
-        members = [Member(40 + at, 0, 0, 1000, each, True) for each in acceptances]
-        choice = company.choose(members)
-        time = table.round(choice.k, choice.k, 40, True)
-        company.observe(choice, members, time)
-        for each in acceptances:
+        sequences = [view(policy, 40 + at, acceptance=each) for each in acceptances]
+        choice = policy.choose(sequences)
+        time = table.round(choice.drafter, choice.k, choice.k, 40, True)
+        results = []
+        for _ in acceptances:
             accepted = next((i for i in range(choice.k) if chance.random() >= 0.8), choice.k)
-            company.observe_text(choice.drafter, each, choice.k, accepted)
+            results.append(RoundResult(choice.drafter, [0] * choice.k, [0] * (accepted + 1), None))
             tokens += accepted + 1
+        policy.observe(choice, sequences, results, time, [])
         taken += time
-    assert least <= (tokens / taken) / (8 / table.round(0, 0, 40, True)) <= most
+    assert least <= (tokens / taken) / (8 / table.round(NONE, 0, 0, 40, True)) <= most
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -178,14 +207,16 @@ def test_it_does_not_thrash(noise: float, stops: bool) -> None:
     """At an acceptance where two choices are as good, it stays with one; what is left is plain decoding timed again, and the
     k that luck suggests."""
     table = costs(draft=1.0)
-    policy = Policy(table, [MODEL], stops)
+    policy = adaptive(table, early_stopping=stops)
     chosen: list[Choice] = []
     chance = random.Random(1)
+    acceptance = policy.begin()
     for at in range(400):
-        choice = policy.choose(40 + at, 0, 0, 1000)
+        sequence = view(policy, 40 + at, acceptance=acceptance)
+        choice = policy.choose([sequence])
         accepted = next((i for i in range(choice.k) if chance.random() >= 0.62), choice.k)
-        took = table.round(choice.k, choice.k, 40, True) * chance.uniform(1 - noise, 1 + noise)
-        policy.observe(choice, choice.k, accepted, 40 + at, took)
+        took = table.round(choice.drafter, choice.k, choice.k, 40, True) * chance.uniform(1 - noise, 1 + noise)
+        observe(policy, choice, sequence, choice.k, accepted, took)
         chosen.append(choice)
     changes = sum(before != after for before, after in pairwise(chosen))
     assert changes < 30
@@ -199,7 +230,7 @@ def test_stopping_where_the_draft_is_unsure_pays(rate: float, share: float) -> N
     trace = Trace("", list(range(40)), list(range(50, 50 + len(agrees))), agrees, confidences)
     taken = []
     for stops in (True, False):
-        policy = Policy(table, [MODEL], stops)
+        policy = adaptive(table, early_stopping=stops)
         taken.append(second(policy, trace, table))
     assert taken[0] <= share * taken[1]
 
@@ -212,9 +243,8 @@ def test_who_drafts_is_who_is_faster(draft_rate: float, symbols: int, repeats: b
     tokens = drawn * 8 if repeats else [chance.randrange(symbols) for _ in range(320)]
     trace = Trace("", drawn, tokens, flips(draft_rate, 320), [0.5] * 320)
     taken = {}
-    for drafters in ((MODEL, NGRAM), (MODEL,), (NGRAM,)):
-        policy = Policy(table, drafters, stops=False)
-        taken[drafters] = second(policy, trace, table)
+    for names in ((MODEL, NGRAM), (MODEL,), (NGRAM,)):
+        taken[names] = second(adaptive(table, names), trace, table)
     alone = [taken[MODEL,], taken[NGRAM,]]
     assert taken[MODEL, NGRAM] <= min(alone) / 0.95
     assert min(alone) < 0.8 * max(alone)
@@ -222,11 +252,12 @@ def test_who_drafts_is_who_is_faster(draft_rate: float, symbols: int, repeats: b
 
 def test_the_same_rounds_lead_to_the_same_choices() -> None:
     def chosen() -> list[Choice]:
-        policy = Policy(costs(), [MODEL, NGRAM], stops=True)
-        found = []
+        policy = adaptive(costs(), [MODEL, NGRAM], early_stopping=True)
+        found, acceptance = [], policy.begin()
         for at in range(60):
-            choice = policy.choose(40 + at, 0, at % 3, 1000)
-            policy.observe(choice, choice.k, at % (choice.k + 1), 40 + at, 7.0)
+            sequence = view(policy, 40 + at, matched=at % 3, acceptance=acceptance)
+            choice = policy.choose([sequence])
+            observe(policy, choice, sequence, choice.k, at % (choice.k + 1), 7.0)
             found.append(choice)
         return found
 
@@ -235,41 +266,44 @@ def test_the_same_rounds_lead_to_the_same_choices() -> None:
 
 def test_rounds_that_take_longer_than_the_costs_say_are_believed() -> None:
     """The machine that runs a bundle need not be the one that measured it."""
-    policy = Policy(costs(draft=0.3), [MODEL], stops=False)
-    kinds = []
+    policy = adaptive(costs(draft=0.3))
+    kinds, acceptance = [], policy.begin()
     for at in range(200):
-        choice = policy.choose(40 + at, 0, 0, 1000)
+        sequence = view(policy, 40 + at, acceptance=acceptance)
+        choice = policy.choose([sequence])
         slow = 40.0 if choice.k else 6.0
-        policy.observe(choice, choice.k, choice.k, 40 + at, slow + choice.k)
+        observe(policy, choice, sequence, choice.k, choice.k, slow + choice.k)
         kinds.append(choice.k)
     assert kinds[-1] == 8  # 48 ms for 9 tokens are still less than 6 ms each
     for at in range(200):
-        choice = policy.choose(300 + at, 0, 0, 1000)
-        policy.observe(choice, choice.k, choice.k, 300 + at, 100.0 if choice.k else 6.0)
+        sequence = view(policy, 300 + at, acceptance=acceptance)
+        choice = policy.choose([sequence])
+        observe(policy, choice, sequence, choice.k, choice.k, 100.0 if choice.k else 6.0)
         kinds.append(choice.k)
     assert kinds[-50:].count(0) > 45
 
 
 def test_a_draft_that_was_left_behind_is_worth_its_catching_up_or_not() -> None:
     table = costs(draft=3.0)
-    fresh = Policy(table, [MODEL], stops=False)
-    fresh.observe(Choice(MODEL, 8), 8, 8, 40, table.round(8, 8, 40, True))
-    fresh.observe(PLAIN, 0, 0, 40, table.round(0, 0, 40, True))
-    assert fresh.choose(40, 0, 0, 20).drafter == MODEL
-    fresh = Policy(table, [MODEL], stops=False)
-    assert fresh.choose(4000, 4000, 0, 20).drafter == NONE
-    assert not fresh.reads(4000, 20)
-    assert fresh.reads(8, 20)
+    fresh = adaptive(table)
+    observe(fresh, Choice(MODEL, 8), view(fresh), 8, 8, table.round(MODEL, 8, 8, 40, True))
+    observe(fresh, PLAIN, view(fresh), 0, 0, table.round(NONE, 0, 0, 40, True))
+    assert fresh.choose([view(fresh, 40, 20)]).drafter == MODEL
+    fresh = adaptive(table)
+    assert fresh.choose([view(fresh, 4000, 20, pending=4000)]).drafter == NONE
+    assert fresh.choose([view(fresh, 4000, 20, pending=3998, emitted=0)]).drafter == NONE
+    assert fresh.choose([view(fresh, 8, 20, pending=6, emitted=0)]).drafter == MODEL
 
 
 def test_without_measured_costs_it_goes_by_what_rounds_take() -> None:
-    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs={}, acceptance=None)
+    build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs={}, acceptance={})
     manifest: Any = SimpleNamespace(models={"target": SimpleNamespace(parameters=10), "draft": SimpleNamespace(parameters=1)})
-    policy = Policy(Costs(manifest, build), [MODEL], stops=False)
-    kinds = []
+    policy = adaptive(Costs(manifest, build))
+    kinds, acceptance = [], policy.begin()
     for at in range(300):
-        choice = policy.choose(40 + at, 0, 0, 1000)
-        policy.observe(choice, choice.k, min(1, choice.k), 40 + at, 10.0 + 9 * choice.k)
+        sequence = view(policy, 40 + at, acceptance=acceptance)
+        choice = policy.choose([sequence])
+        observe(policy, choice, sequence, choice.k, min(1, choice.k), 10.0 + 9 * choice.k)
         kinds.append(choice.k)
     assert kinds[-50:].count(0) + kinds[-50:].count(1) > 45
 
@@ -282,7 +316,7 @@ def test_rates_are_probabilities_and_more_drafted_tokens_never_mean_fewer_emitte
     for drafted, accepted in rounds:
         history.observe(drafted, min(accepted, drafted))
         seen.observe(drafted, min(accepted, drafted))
-    assert 0 <= seen.rate <= seen.hopeful <= 1
+    assert 0 <= seen.rate <= seen.optimistic <= 1
     tokens = [seen.tokens(k) for k in range(9)]
     assert tokens == sorted(tokens)
     assert tokens[0] == 1
@@ -301,12 +335,12 @@ class Busy(Costs):
         self.__dict__.update(of.__dict__)
         self._chance, self._slower, self._left, self.quiet = random.Random(seed), slower, 0, 0.0
 
-    def catch_up(self, tokens: int, end: int) -> float:
-        self.quiet += super().catch_up(tokens, end)
-        return super().catch_up(tokens, end)
+    def catch_up(self, drafter: str, tokens: int, end: int) -> float:
+        self.quiet += super().catch_up(drafter, tokens, end)
+        return super().catch_up(drafter, tokens, end)
 
-    def round(self, drafted: int, k: int, end: int, greedy: bool) -> float:
-        taken = super().round(drafted, k, end, greedy)
+    def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool) -> float:
+        taken = super().round(drafter, drafted, k, end, greedy)
         self.quiet += taken
         busy = self._left > 0
         self._left = self._left - 1 if busy else self._chance.choice((5, 20, 60)) * (self._chance.random() < 0.02)
@@ -321,10 +355,9 @@ def test_what_ran_while_the_machine_was_busy_is_not_taken_for_dear(measured: flo
     for rate, fair in ((0.0, least), (0.8, 0.9)):
         traces = [text(flips(rate, 64, each)) for each in range(12)]
         table = costs(draft=1.5, row=1.0, acceptance=rate)
-        policy = Policy(costs(draft=1.5 * measured, row=1.0, acceptance=rate), [MODEL], stops=False)
+        policy = adaptive(costs(draft=1.5 * measured, row=1.0, acceptance=rate))
         machine = Busy(table, seed, slower=2.5)
         for trace in traces:
-            policy.start(greedy=True)
             replay(trace, machine, policy)
         assert machine.quiet <= sum(best_fixed(trace, table) for trace in traces) / fair
 
@@ -336,17 +369,16 @@ def test_costs_of_another_machine_are_put_right(dearer: float, rate: float, stop
     """Rounds that check drafted tokens take another share of what the costs say than plain decoding does."""
 
     class Other(Costs):
-        def round(self, drafted: int, k: int, end: int, greedy: bool) -> float:
-            return super().round(drafted, k, end, greedy) * (dearer if k else 1.0)
+        def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool) -> float:
+            return super().round(drafter, drafted, k, end, greedy) * (dearer if k else 1.0)
 
     known, other = costs(row=0.5, acceptance=rate), costs(row=0.5)
     other.__class__ = Other
-    policy, traces = Policy(known, [MODEL], stops), [text(flips(rate, 64, each)) for each in range(16)]
+    policy, traces = adaptive(known, early_stopping=stops), [text(flips(rate, 64, each)) for each in range(16)]
     taken = 0.0
     for trace in traces:
-        policy.start(greedy=True)
         taken += replay(trace, other, policy)
-    assert taken <= min(sum(replay(trace, other, Fixed(MODEL, k)) for trace in traces) for k in [0, *K]) / 0.88
+    assert taken <= min(sum(replay(trace, other, FixedPolicy(MODEL, k)) for trace in traces) for k in [0, *K]) / 0.88
 
 
 # --- in the loop ---------------------------------------------------------------------------------------------------------
@@ -401,9 +433,8 @@ def test_the_times_of_rounds_change_k_and_nothing_else(shipped: Outrider, jitter
             now[0] += chance.choice([0.001, 0.01, 0.1])
             return now[0]
 
-        monkeypatch.setattr(shipped.loop, "_clock", clock)
-        policy = shipped.policy
-        monkeypatch.setattr(shipped, "policy", Policy(policy.costs, policy.drafters, policy.stops))
+        monkeypatch.setattr(shipped.decoder, "_clock", clock)
+        monkeypatch.setattr(shipped, "policy", shipped.adaptive_policy())
         text, drafted = list[int](), [0]
         for event in shipped.generate(PROMPT, params):
             text += event.token_ids
@@ -425,32 +456,32 @@ def test_ngrams_are_found_in_the_prompt_and_accepted(shipped: Outrider) -> None:
     prompt = "Customer: I need a flight. Agent: " * 6
     events = list(shipped.generate(prompt, SamplingParams(max_new_tokens=60), k=8, drafter="ngram"))
     stats = events[-1].stats
-    assert stats.ngram_rounds == stats.drafting_rounds > 0
-    assert stats.ngram_accepted == stats.accepted > 0
+    assert stats.rounds_by_drafter == {NGRAM: stats.drafting_rounds}
+    assert stats.drafting_rounds > 0
+    assert stats.accepted_by_drafter[NGRAM] == stats.accepted > 0
     assert sum(stats.histogram) == stats.drafting_rounds
     assert sum(count * at for at, count in enumerate(stats.histogram)) == stats.accepted
 
 
 def test_a_round_stops_drafting_where_the_draft_is_unsure(shipped: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock of ours that makes drafting worth while, whatever machine this is."""
-    times = costs(draft=0.5)
-    monkeypatch.setattr(shipped, "policy", Policy(times, [MODEL], stops=True))
+    monkeypatch.setattr(shipped, "policy", adaptive(costs(draft=0.5), early_stopping=True))
     now = [0.0]
 
     def clock() -> float:
         now[0] += 0.006
         return now[0]
 
-    monkeypatch.setattr(shipped.loop, "_clock", clock)
+    monkeypatch.setattr(shipped.decoder, "_clock", clock)
     asked: list[tuple[float, bool]] = []
-    worth = Policy.worth
+    keep_drafting = AdaptivePolicy.keep_drafting
 
-    def noted(self: Policy, confidences: list[float], k: int, length: int) -> bool:
-        going_on = worth(self, confidences, k, length)
+    def noted(self: AdaptivePolicy, confidences: list[float], choice: Choice, sequence: SequenceView) -> bool:
+        going_on = keep_drafting(self, confidences, choice, sequence)
         asked.append((confidences[-1], going_on))
         return going_on
 
-    monkeypatch.setattr(Policy, "worth", noted)
+    monkeypatch.setattr(AdaptivePolicy, "keep_drafting", noted)
     for _ in range(3):
         events = list(shipped.generate(PROMPT, SamplingParams(max_new_tokens=120), drafter="model"))
     drafted = events[-1].stats.drafted_at
@@ -464,20 +495,22 @@ def test_a_round_stops_drafting_where_the_draft_is_unsure(shipped: Outrider, mon
 def test_a_slow_spell_is_forgotten(stops: bool) -> None:
     """Something else ran for a while, and rounds took three times as long: afterwards all is as it was before."""
     table = costs(draft=0.6, row=0.5)
-    policy = Policy(table, [MODEL], stops)
+    policy = adaptive(table, early_stopping=stops)
+    acceptance = policy.begin()
 
     def taken(rounds: int, factor: float, seed: int) -> float:
         """Milliseconds a token."""
         chance, total, emitted = random.Random(seed), 0.0, 0
         for at in range(rounds):
-            choice = policy.choose(40 + at, 0, 0, 1000)
+            sequence = view(policy, 40 + at, acceptance=acceptance)
+            choice = policy.choose([sequence])
             most = choice.k if stops else 1
-            ends = (n for n in range(1, most) if not policy.worth([0.5] * n, choice.k, 40 + at))
+            ends = (n for n in range(1, most) if not policy.keep_drafting([0.5] * n, choice, sequence))
             drafted = next(ends, choice.k)
             size = next(k for k in [0, *K] if k >= drafted)
             accepted = next((i for i in range(drafted) if chance.random() >= 0.8), drafted)
-            took = factor * table.round(drafted, size, 40, True)
-            policy.observe(Choice(choice.drafter, size) if drafted else PLAIN, drafted, accepted, 40 + at, took)
+            took = factor * table.round(choice.drafter, drafted, size, 40, True)
+            observe(policy, Choice(choice.drafter, size) if drafted else PLAIN, sequence, drafted, accepted, took)
             total, emitted = total + took, emitted + accepted + 1
         return total / emitted
 
@@ -489,8 +522,7 @@ def test_a_slow_spell_is_forgotten(stops: bool) -> None:
 
 
 def test_a_request_does_not_begin_with_the_last_ones_probe() -> None:
-    policy = Policy(costs(draft=30.0), [MODEL], stops=False)
-    policy.choose(40, 0, 0, 100)
-    policy.observe(Choice(MODEL, 1), 1, 1, 40, 36.0)
-    policy.start(greedy=True)
-    assert policy.choose(900, 898, 0, 100) == PLAIN
+    policy = adaptive(costs(draft=30.0))
+    policy.choose([view(policy, remaining=100)])
+    observe(policy, Choice(MODEL, 1), view(policy), 1, 1, 36.0)
+    assert policy.choose([view(policy, 900, 100, pending=898, emitted=0)]) == PLAIN
