@@ -78,6 +78,7 @@ class Decoder:
         self._k = sorted({0, *k})
         self._chunk = max_prompt_chunk
         self._clock = clock
+        self._launched = False  # whether something was launched that may still run
 
     # Slots
 
@@ -111,6 +112,7 @@ class Decoder:
         self.target.move(source.index, target.index, source.cached)
         for drafter in self.drafters.values():
             drafter.move(source.index, target.index)
+        self._launched = True
         source.index, target.index = target.index, source.index
         self.slots[source.index], self.slots[target.index] = source, target
         target.tokens, target.cached = [], 0
@@ -120,8 +122,15 @@ class Decoder:
         chunk = slot.tokens[slot.cached : min(slot.cached + self._chunk, len(slot.tokens) - 1)]
         self.target.write(np.array([chunk], dtype=np.int64), np.array([slot.cached], dtype=np.int64), slot.index)
         slot.cached += len(chunk)
+        self._launched = True
         if not slot.unread:
-            self.target.device.synchronize()  # the time of the prompt ends here
+            self._synchronize()  # the time of the prompt ends here
+
+    def _synchronize(self) -> None:
+        """Wait for what was launched outside rounds; a round itself needs one wait and no more."""
+        if self._launched:
+            self.target.device.synchronize()
+            self._launched = False
 
     # Rounds
 
@@ -147,7 +156,7 @@ class Decoder:
         lanes, first = self._lanes(choice, requests, slots, views, counts)
         confidences: list[float] = []
         stop = self._stop(policy, choice, views, confidences)
-        self.target.device.synchronize()  # what was launched before must not count towards the time of this round
+        self._synchronize()  # what was launched before must not count towards the time of this round
         started = self._clock()
         decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
         milliseconds = 1000 * (self._clock() - started)
@@ -209,8 +218,9 @@ class Decoder:
         """Return whether the drafter has processed all tokens."""
         drafter, started = self.drafters[name], self._clock()
         drafter.catch_up(slot.index, request.tokens, chunks)
+        self._launched = True
         if not request.stats.rounds:
-            self.target.device.synchronize()
+            self._synchronize()
             seconds = self._clock() - started
             request.stats.draft_prompt_seconds += seconds
             request.stats.prompt_seconds += seconds

@@ -11,6 +11,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Generation
 from outrider.errors import EngineError, UsageError
 from outrider.export.pair import export_pair
+from outrider.runtime.drafters.base import NONE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.stats import Stats
@@ -42,7 +43,7 @@ def test_token_ids_are_a_prompt_too(tiny: Outrider) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
 def test_the_end_of_text_token_ends_the_text_anywhere_in_a_round(tiny_export: Path, tmp_path: Path, k: int) -> None:
-    """Each of the first tokens in turn is made the end of text, so it falls on every place of a round."""
+    """Each of the first tokens in turn becomes the end of text, so that it falls on every position of a round."""
     bundle = build(tiny_export, tmp_path / "bundle")
     free = ids_of(Outrider.load(bundle), "the lazy dog", max_new_tokens=12, k=0)
     for end in dict.fromkeys(free):
@@ -85,7 +86,7 @@ def test_a_prompt_that_fills_the_capacity_still_gets_one_token(tiny: Outrider) -
         ("the", {"k": -1}, "k = -1 was not built"),
     ],
 )
-def test_a_wrong_request_is_refused_at_once(
+def test_invalid_requests_are_refused_at_once(
     tiny: Outrider, prompt: str | list[int], options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message) as caught:
@@ -102,16 +103,16 @@ def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None
         next(abandoned)
 
 
-def test_logits_that_are_no_numbers_stop_the_request(tmp_path: Path) -> None:
+def test_logits_with_nan_stop_the_request(tmp_path: Path) -> None:
     outrider = Outrider.load(broken_bundle(tmp_path, token=300))
     assert ids_of(outrider, [1, 2], max_new_tokens=1)
     before = ids_of(outrider, [1, 2, 3], max_new_tokens=1)
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="contain NaN or infinity"):
         ids_of(outrider, [1, 2, 3, 4, 300], max_new_tokens=3)
     assert ids_of(outrider, [1, 2, 3], max_new_tokens=1) == before  # the NaN in the cache is gone
 
 
-def test_a_token_beyond_the_drafts_padding_costs_only_acceptance(tmp_path: Path) -> None:
+def test_a_token_that_the_draft_lacks_costs_only_acceptance(tmp_path: Path) -> None:
     """Heads of different padded sizes: the target has rows that the draft's embedding lacks, and prefers one of them."""
     target = llama(vocab_size=384, tie_word_embeddings=False)
     target.lm_head.weight.data[380] = 100 * target.lm_head.weight.data[7]
@@ -125,12 +126,12 @@ def test_a_token_beyond_the_drafts_padding_costs_only_acceptance(tmp_path: Path)
     assert ids_of(outrider, "the quick brown", max_new_tokens=40, k=4) == plain
 
 
-def test_rates_have_the_denominators_that_they_say() -> None:
+def test_rates_have_their_documented_denominators() -> None:
     stats = Stats()
-    stats.count(drafted=4, accepted=4, rejected=0, own=1)
-    stats.count(drafted=4, accepted=1, rejected=1, own=1)
-    stats.count(drafted=2, accepted=0, rejected=1, own=1)
-    stats.count(drafted=0, accepted=0, rejected=0, own=1)  # a plain round at the end
+    stats.count("model", drafted=4, accepted=4, rejected=0, own=1)
+    stats.count("model", drafted=4, accepted=1, rejected=1, own=1)
+    stats.count("model", drafted=2, accepted=0, rejected=1, own=1)
+    stats.count(NONE, drafted=0, accepted=0, rejected=0, own=1)  # a plain round at the end
     assert stats.mean_acceptance_length == 1 + 5 / 3
     assert stats.acceptance_rate == 5 / 10
     assert stats.per_position_rates == [2 / 3, 1 / 3, 1 / 2, 1 / 2]
@@ -139,8 +140,8 @@ def test_rates_have_the_denominators_that_they_say() -> None:
 
 def test_totals_are_the_sums_of_the_counters() -> None:
     one, other = Stats(prompt_tokens=3, seconds=1.5), Stats(prompt_tokens=4, seconds=0.5)
-    one.count(drafted=1, accepted=1, rejected=0, own=1)
-    other.count(drafted=3, accepted=2, rejected=1, own=1)
+    one.count("model", drafted=1, accepted=1, rejected=0, own=1)
+    other.count("ngram", drafted=3, accepted=2, rejected=1, own=1)
     one.add(other)
     assert (one.prompt_tokens, one.seconds, one.rounds, one.emitted) == (7, 2.0, 2, 5)
     assert (one.drafted_at, one.accepted_at) == ([2, 1, 1], [2, 1, 0])

@@ -1,4 +1,4 @@
-"""Rounds on a device that does nothing before somebody waits: the same tokens as at once, one wait each, and recorded."""
+"""Rounds on a device that runs nothing until the host waits: they emit the same tokens, wait once each, and are recorded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.audit.controls import WatchedRounds
+from outrider.audit.controls import Watch
 from outrider.bundle.manifest import Generation
 from outrider.errors import EngineError, OutriderWarning
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.runtime.launches import Shape, Turn
+from outrider.runtime.launches import Lane, Shape
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.rounds import Rounds
 from outrider.tests.deferred import Deferred, DeferredEngine, deferred
 from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
 
@@ -32,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random pair of odd widths, so that no row of logits begins at an aligned address; no token ends the text."""
+    """A random pair with odd vocabulary sizes, so that rows of logits are not aligned; no token ends the text."""
     folder = tmp_path_factory.mktemp("odd")
     write_checkpoint(folder / "target", llama(seed=0, vocab_size=329))
     write_checkpoint(folder / "draft", llama(seed=1, vocab_size=333, num_hidden_layers=1))
@@ -43,7 +44,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def at_once(bundle: Path) -> Outrider:
+def synchronous(bundle: Path) -> Outrider:
     return Outrider.load(bundle)
 
 
@@ -56,37 +57,36 @@ def answer(outrider: Outrider, prompt: Any, k: int, tokens: int = 70, **params: 
 
 @pytest.mark.parametrize("max_candidates", [None, 256])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_tokens_are_those_of_a_device_that_runs_at_once(
-    bundle: Path, at_once: Outrider, settings: str, max_candidates: int | None
+def test_tokens_are_those_of_a_synchronous_device(
+    bundle: Path, synchronous: Outrider, settings: str, max_candidates: int | None
 ) -> None:
-    """With a TopK that ends at 256 too: what is flatter is decided on the host."""
+    """Also with a TopK limited to 256 candidates: flatter distributions are decided on the host."""
     queued = deferred(bundle, max_candidates)
     for prompt in ("the quick brown fox", [5]):
         for k in (0, 1, 4, 8):
-            assert answer(queued, prompt, k, **SETTINGS[settings]) == answer(at_once, prompt, k, **SETTINGS[settings])
+            assert answer(queued, prompt, k, **SETTINGS[settings]) == answer(synchronous, prompt, k, **SETTINGS[settings])
 
 
 def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
-    queued = deferred(bundle, max_candidates=256)
-    watched = WatchedRounds(queued.loop.rounds)
-    monkeypatch.setattr(queued.loop, "rounds", watched)
+    watch = Watch()
+    queued = deferred(bundle, max_candidates=256).observed(watch)
     decided: list[int] = []
-    decide = WatchedRounds._decide
+    decide = Rounds._decide_on_host
 
-    def noted(self: WatchedRounds, row: int, shape: Shape, lane: int, turn: Turn) -> None:
+    def noted(self: Rounds, row: int, shape: Shape, index: int, lane: Lane) -> None:
         decided.append(row)
-        decide(self, row, shape, lane, turn)
+        decide(self, row, shape, index, lane)
 
-    monkeypatch.setattr(WatchedRounds, "_decide", noted)
+    monkeypatch.setattr(Rounds, "_decide_on_host", noted)
     for prompt in ("the quick", [5]):
         answer(queued, prompt, 4, **SETTINGS["flat"])
-    assert watched.disagreed == 0
+    assert watch.disagreed == 0
     assert {-1, 0, 1, 2, 3} <= set(decided)  # the verifier, and the drafter in every row
 
 
 def device_of(outrider: Outrider) -> Deferred:
-    device = outrider.loop.rounds.device
+    device = outrider.rounds.device
     assert isinstance(device, Deferred)
     return device
 
@@ -108,61 +108,63 @@ def test_each_k_and_window_is_recorded_once(bundle: Path) -> None:
     device = device_of(queued)
     for k in (1, 4):
         answer(queued, "the quick", k, tokens=100)
-    shapes = set(queued.loop.rounds._recorded)
+    shapes = set(queued.rounds._recorded)
     assert device.recorded == len(shapes)
     assert {shape.drafted for shape in shapes if shape.rows == 5} >= {4}
     assert {shape.window for shape in shapes} == {64, 128}
 
 
-def test_what_cannot_be_recorded_runs_as_launches_with_one_warning_that_says_why(bundle: Path, at_once: Outrider) -> None:
+def test_rounds_that_cannot_be_recorded_run_as_launches_with_one_warning_each(bundle: Path, synchronous: Outrider) -> None:
     queued = deferred(bundle)
     device_of(queued).refusal = "operation not permitted when stream is capturing"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert answer(queued, "the quick", 4, tokens=30) == answer(at_once, "the quick", 4, tokens=30)
+        assert answer(queued, "the quick", 4, tokens=30) == answer(synchronous, "the quick", 4, tokens=30)
     messages = [str(each.message) for each in caught if issubclass(each.category, OutriderWarning)]
     assert messages
-    assert len(messages) == len(queued.loop.rounds._recorded)
+    assert len(messages) == len(queued.rounds._recorded)
     assert "runs as plain launches: operation not permitted when stream is capturing" in messages[0]
 
 
-def test_a_replay_that_decides_otherwise_is_not_used(bundle: Path, at_once: Outrider) -> None:
+def test_a_replay_with_other_results_is_not_used(bundle: Path, synchronous: Outrider) -> None:
     queued = deferred(bundle)
-    rounds = queued.loop.rounds
+    rounds = queued.rounds
 
     def spoil() -> None:
-        rounds.launches.out.host["tokens"][0] = 77
+        rounds.launches.outputs.host["tokens"][0] = 77
 
     device_of(queued).spoil = spoil
     with pytest.warns(OutriderWarning, match="its replay decided otherwise"):
-        assert answer(queued, "the quick", 4, tokens=30) == answer(at_once, "the quick", 4, tokens=30)
+        assert answer(queued, "the quick", 4, tokens=30) == answer(synchronous, "the quick", 4, tokens=30)
 
 
-def test_engines_that_may_not_be_recorded_are_not(bundle: Path, at_once: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_must_not_be_recorded_are_not(
+    bundle: Path, synchronous: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DeferredEngine, "recordable", False)
     queued = deferred(bundle)
-    assert answer(queued, "the quick", 4) == answer(at_once, "the quick", 4)
+    assert answer(queued, "the quick", 4) == answer(synchronous, "the quick", 4)
     assert device_of(queued).recorded == 0
 
 
-def test_few_rounds_stay_recorded(bundle: Path, at_once: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_recorded_rounds_is_limited(bundle: Path, synchronous: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.runtime.rounds.MAX_RECORDED", 2)
     queued = deferred(bundle)
-    assert answer(queued, "the quick", 4) == answer(at_once, "the quick", 4)
-    assert len(queued.loop.rounds._recorded) == 2
+    assert answer(queued, "the quick", 4) == answer(synchronous, "the quick", 4)
+    assert len(queued.rounds._recorded) == 2
 
 
-def test_not_a_number_stops_the_request(tmp_path: Path) -> None:
+def test_logits_with_nan_stop_the_request(tmp_path: Path) -> None:
     queued = deferred(broken_bundle(tmp_path, token=77))
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="contain NaN or infinity"):
         list(queued.generate([5, 77, 9], SamplingParams(max_new_tokens=4), k=4))
     assert all(np.isfinite(values).all() for session in queued.sessions.values() for values in session.cache().values())
     assert answer(queued, [5, 9], 4, tokens=9) == answer(Outrider.load(tmp_path / "bundle"), [5, 9], 4, tokens=9)
 
 
-def test_rounds_of_the_last_slots(bundle: Path, at_once: Outrider, tmp_path: Path) -> None:
+def test_rounds_up_to_the_last_cache_position(bundle: Path, synchronous: Outrider, tmp_path: Path) -> None:
     queued = deferred(Path(shutil.copytree(bundle, tmp_path / "copy")))
     for k in (1, 8):
         full = answer(queued, "the quick", k, tokens=500)
-        assert full == answer(at_once, "the quick", k, tokens=500)
+        assert full == answer(synchronous, "the quick", k, tokens=500)
         assert len(full) == queued.build.capacity + 1 - len(queued.text.encode("the quick", chat=False))

@@ -14,12 +14,12 @@ import scipy.stats
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.audit.controls import ReferenceRounds, WatchedRounds
+from outrider.audit.controls import ReferenceWatch, Watch
 from outrider.bundle.manifest import Generation
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import Fault, named_settings, warp
-from outrider.runtime.request import Request
+from outrider.runtime.sampling import SamplingState
 from outrider.tests.support import PAIR, prefill, reseal, run
 
 Doubles = npt.NDArray[np.float64]
@@ -81,8 +81,8 @@ def test_repetition_penalty_is_that_of_transformers(shipped: Outrider, model: Ll
     assert theirs[0, inputs.input_ids.shape[1] :].tolist() == ours
 
 
-def test_penalties_subtract_what_the_apis_say(shipped: Outrider, model: LlamaForCausalLM) -> None:
-    """Plain decoding, written down once more: logits - frequency * count - presence * (count > 0), of the answer alone."""
+def test_penalties_follow_the_documented_formula(shipped: Outrider, model: LlamaForCausalLM) -> None:
+    """Plain decoding, written out once more: logits - frequency * count - presence * (count > 0), of the answer alone."""
     tokens = shipped.text.encode(PROMPT, chat=False)
     answer: list[int] = []
     for _ in range(40):
@@ -104,7 +104,9 @@ def test_a_bias_bans_or_forces_a_token(shipped: Outrider, k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 @pytest.mark.parametrize("temperature", [0, 0.9])
-def test_stop_tokens_end_the_text_and_are_banned_before_the_least_length(shipped: Outrider, k: int, temperature: float) -> None:
+def test_stop_tokens_end_the_text_and_are_banned_before_the_minimum_length(
+    shipped: Outrider, k: int, temperature: float
+) -> None:
     free = ids(shipped, k=k, temperature=temperature, seed=5)
     end = free[12]
     stopped = events(shipped, k=k, temperature=temperature, seed=5, stop_token_ids=[end])
@@ -124,24 +126,24 @@ def test_truncation_that_reaches_beyond_the_first_candidates_is_exact(
     tiny: Outrider, k: int, truncation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The random pair's distributions are flat: top_p keeps nearly all of 320 tokens, and 256 candidates are too few."""
-    watched = WatchedRounds(tiny.loop.rounds)
-    monkeypatch.setattr(tiny.loop, "rounds", watched)
+    watch = Watch()
+    watched = tiny.observed(watch)
     monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
     for seed in range(20):
-        ids(tiny, "the quick", k, temperature=3.0, seed=seed, max_new_tokens=9, **truncation)
-    assert watched.checked > 100
-    assert watched.disagreed == 0
+        ids(watched, "the quick", k, temperature=3.0, seed=seed, max_new_tokens=9, **truncation)
+    assert watch.checked > 100
+    assert watch.disagreed == 0
 
 
 def test_greedy_needs_no_candidates(shipped: Outrider) -> None:
     """The most likely token is never cut, so top_p and top_k cost nothing there."""
-    request = shipped.request(SamplingParams(top_p=0.9, top_k=50, min_p=0.1), [1])
-    assert request.candidates == 1
+    request = shipped.request([1], SamplingParams(top_p=0.9, top_k=50, min_p=0.1))
+    assert request.sampling.candidates == 1
     assert ids(shipped, k=4, top_p=0.9, top_k=50, min_p=0.1) == ids(shipped)
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_stop_strings_are_not_looked_for_before_the_least_length(shipped: Outrider, k: int) -> None:
+def test_stop_strings_are_not_looked_for_before_the_minimum_length(shipped: Outrider, k: int) -> None:
     whole = "".join(event.text for event in events(shipped, k=k))
     stop = whole.split()[1]
     short = events(shipped, k=k, stop=stop)
@@ -151,7 +153,7 @@ def test_stop_strings_are_not_looked_for_before_the_least_length(shipped: Outrid
     assert late[-1].stats.emitted >= 20
 
 
-def test_the_end_of_text_is_banned_before_the_least_length(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_the_end_of_text_is_banned_before_the_minimum_length(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     free = ids(Outrider.load(bundle), "the lazy dog", max_new_tokens=12)
     reseal(bundle, generation=Generation(eos_token_ids=[free[3]], special_tokens={}))
@@ -210,21 +212,21 @@ def test_without_a_seed_answers_differ(shipped: Outrider) -> None:
 
 def test_the_random_numbers_of_a_seed_never_change() -> None:
     """They are part of the promise: another release must give the same answer."""
-    request = Request(SamplingParams(seed=1), [1], [], 10)
-    first = [[int(number * 2**24) for number in place] for place in request.uniforms(0, 2)]
+    sampling = SamplingState(SamplingParams(seed=1), [1], [], 10)
+    first = [[int(number * 2**24) for number in place] for place in sampling.uniforms(0, 2)]
     assert first == RECORDED
-    assert np.array_equal(request.uniforms(63, 70)[:1], Request(SamplingParams(seed=1), [1], [], 10).uniforms(63, 1))
-    assert not np.array_equal(Request(SamplingParams(seed=-1), [1], [], 10).uniforms(0, 2), request.uniforms(0, 2))
-    same = Request(SamplingParams(seed=np.int64(1)), [1], [], 10)  # type: ignore[arg-type]
-    assert np.array_equal(same.uniforms(0, 2), request.uniforms(0, 2))
+    assert np.array_equal(sampling.uniforms(63, 70)[:1], SamplingState(SamplingParams(seed=1), [1], [], 10).uniforms(63, 1))
+    assert not np.array_equal(SamplingState(SamplingParams(seed=-1), [1], [], 10).uniforms(0, 2), sampling.uniforms(0, 2))
+    same = SamplingState(SamplingParams(seed=np.int64(1)), [1], [], 10)  # type: ignore[arg-type]
+    assert np.array_equal(same.uniforms(0, 2), sampling.uniforms(0, 2))
 
 
 RECORDED = [[5093026, 14238970, 2619506, 521879, 15103998], [873533, 12500498, 4131658, 6849496, 2834617]]
 
 
 # ------------------------------------------------------------------------------------------------ distribution
-# Against the exact distribution of the first three tokens, computed from the target's logits alone. Of a right loop a p-value
-# is below FALSE_ALARM with that probability, and the seeds are fixed.
+# Against the exact distribution of the first three tokens, computed from the target's logits alone. If the loop is right,
+# a p-value is below FALSE_ALARM with that probability; the seeds are fixed.
 FALSE_ALARM = 1e-6
 DRAWS = 2500
 CHOSEN: dict[str, Any] = {"temperature": 0.12, "top_k": 40}  # the tiny pair is random: without this it would be nearly uniform
@@ -243,7 +245,7 @@ def exact(endless: Outrider) -> tuple[list[int], Doubles, Doubles, Doubles]:
     """A prompt, and the exact distributions of the first three tokens after it, over all that may come before them."""
     prompt = endless.text.encode("the quick", chat=False)
     session = endless.sessions["target"]
-    settings = named_settings(Request(SamplingParams(**CHOSEN), prompt, [], endless.vocab_rows).settings[0])
+    settings = named_settings(SamplingState(SamplingParams(**CHOSEN), prompt, [], endless.vocab_rows).settings[0])
 
     def after(token: int, at: int) -> Doubles:
         logits = session.run(np.array([[token]]), np.array([at]))
@@ -287,12 +289,7 @@ def test_the_loop_emits_the_targets_distribution(endless: Outrider, exact: Any, 
 
 
 @pytest.mark.parametrize("fault", Fault)
-def test_the_same_test_finds_each_wrong_sampler(
-    endless: Outrider, exact: Any, fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_test_finds_each_wrong_sampler(endless: Outrider, exact: Any, fault: Fault) -> None:
     prompt, *distributions = exact
-    rounds = ReferenceRounds(endless.loop.rounds)
-    rounds.fault = fault
-    monkeypatch.setattr(endless.loop, "rounds", rounds)
-    tokens = drawn(endless, prompt, 4, "rejection")
+    tokens = drawn(endless.observed(ReferenceWatch(fault)), prompt, 4, "rejection")
     assert min(p_value(tokens[:, at], p) for at, p in enumerate(distributions)) < FALSE_ALARM / 1000

@@ -1,10 +1,9 @@
-"""Many requests at once: each gets what it would get alone, whoever comes and goes beside it."""
+"""Many requests at once: each gets what it would get alone, whatever runs beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.audit.controls import RestlessCompany, WatchedRounds
+from outrider.audit.controls import RandomPolicy, Watch
 from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError, UsageError
+from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.drafters.base import NONE
 from outrider.runtime.generation import Event, Outrider
+from outrider.runtime.launches import Lane
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import Choice, Company, Member
-from outrider.runtime.rounds import Rounds
-from outrider.runtime.scheduler import Job, QueueFullError, Scheduler
+from outrider.runtime.policy import Offer, SequenceView
+from outrider.runtime.request import Request
+from outrider.runtime.rounds import RoundResult, Rounds
+from outrider.runtime.scheduler import QueueFullError, Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.support import broken_export, build, reseal
 
@@ -46,7 +49,7 @@ PARAMS = [
 def bundle(
     request: pytest.FixtureRequest, shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The shipped pair; at int4 a row has the same bits in any company, at fp32 nearly. No token ends the text."""
+    """The shipped pair. At int4 a row has the same bits in any batch, at fp32 nearly so. No token ends the text."""
     folder = tmp_path_factory.mktemp(request.param)
     made = build(shipped_exports(request.param), folder / "bundle", k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
     reseal(made, generation=msgspec.structs.replace(read_manifest(made).generation, eos_token_ids=[]))
@@ -60,7 +63,7 @@ def batched(bundle: Path) -> Outrider:
 
 @pytest.fixture(scope="module")
 def alone(bundle: Path) -> dict[tuple[int, int], list[int]]:
-    """Of each prompt and parameters, the longest text, by plain decoding."""
+    """The longest text of each prompt and parameters, by plain decoding."""
     single = Outrider.load(bundle)
     return {
         (prompt, params): [
@@ -89,10 +92,10 @@ ARRIVALS = st.lists(
 )
 
 
-def play(scheduler: Scheduler, arrivals: list[Arrival]) -> list[tuple[Arrival, Job, list[Event]]]:
-    """Requests come and go as the schedule says, until all are done."""
+def play(scheduler: Scheduler, arrivals: list[Arrival]) -> list[tuple[Arrival, Request, list[Event]]]:
+    """Run requests that come and go as the schedule says, until all are done."""
     encode = scheduler.outrider.text.encode
-    came: list[tuple[Arrival, Job, list[Event]]] = []
+    came: list[tuple[Arrival, Request, list[Event]]] = []
     left = sorted(arrivals, key=lambda each: each[0])
     step = 0
     while left or scheduler.busy:
@@ -100,13 +103,13 @@ def play(scheduler: Scheduler, arrivals: list[Arrival]) -> list[tuple[Arrival, J
             arrival = left.pop(0)
             params = replace(PARAMS[arrival[2]], max_new_tokens=arrival[3])
             came.append((arrival, scheduler.submit(encode(PROMPTS[arrival[1]], chat=False), params), []))
-        for arrival, job, _ in came:
+        for arrival, request, _ in came:
             if arrival[4] is not None and step == arrival[0] + arrival[4]:
-                scheduler.cancel(job)
-        for job, event in scheduler.step():
+                scheduler.cancel(request)
+        for request, event in scheduler.step():
             assert isinstance(event, Event)
-            assert not job.cancelled
-            next(events for _, each, events in came if each is job).append(event)
+            assert not request.cancelled
+            next(events for _, each, events in came if each is request).append(event)
         step += 1
         assert step < 1000
     assert scheduler.load.running == scheduler.load.waiting == 0
@@ -114,14 +117,14 @@ def play(scheduler: Scheduler, arrivals: list[Arrival]) -> list[tuple[Arrival, J
     return came
 
 
-def check(came: list[tuple[Arrival, Job, list[Event]]], alone: dict[tuple[int, int], list[int]]) -> None:
-    for (_, prompt, params, wanted, _), job, events in came:
+def check(came: list[tuple[Arrival, Request, list[Event]]], alone: dict[tuple[int, int], list[int]]) -> None:
+    for (_, prompt, params, limit, _), request, events in came:
         got = [token for event in events for token in event.token_ids]
         assert got == alone[prompt, params][: len(got)]
-        if not job.cancelled:
-            assert len(got) == wanted
+        if not request.cancelled:
+            assert len(got) == limit
             assert events[-1].finish_reason == "length"
-        stats = job.answer.stats
+        stats = request.stats
         assert stats.drafted == stats.accepted + stats.rejected + stats.unexamined
         assert stats.emitted == stats.accepted + stats.own == len(got)
 
@@ -132,7 +135,8 @@ def test_each_gets_what_it_would_get_alone(
     batched: Outrider, alone: dict[tuple[int, int], list[int]], arrivals: list[Arrival], chance: int | None
 ) -> None:
     """Arrivals, cancellations, prompts, parameters, and with `chance` every drafter and k, at random."""
-    scheduler = Scheduler(batched, company=Company if chance is None else partial(RestlessCompany, seed=chance))
+    policy = None if chance is None else RandomPolicy(batched.adaptive_policy(), chance)
+    scheduler = Scheduler(batched, policy=policy)
     check(play(scheduler, arrivals), alone)
 
 
@@ -140,20 +144,20 @@ def test_a_conversation_is_not_read_again(batched: Outrider) -> None:
     """The slot whose cache holds a prompt's beginning gets it, also after others, and the answer is that of an empty one."""
 
     def ask(scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> tuple[list[int], int]:
-        job = scheduler.submit(prompt, params)
+        request = scheduler.submit(prompt, params)
         got = [token for _ in range(100) if scheduler.busy for _, event in scheduler.step() for token in event.token_ids]  # type: ignore[union-attr]
-        return got, job.answer.stats.cached_tokens
+        return got, request.stats.cached_tokens
 
     scheduler = Scheduler(batched)
     first = batched.text.encode(PROMPTS[0], chat=False)
-    said, held = ask(scheduler, first, replace(PARAMS[0], max_new_tokens=40))
+    answer, held = ask(scheduler, first, replace(PARAMS[0], max_new_tokens=40))
     assert held == 0
     for other in PROMPTS[1:4]:
         ask(scheduler, batched.text.encode(other, chat=False), replace(PARAMS[1], max_new_tokens=5))
-    longer = [*first, *said, *batched.text.encode(" And a cake.", chat=False)]
+    longer = [*first, *answer, *batched.text.encode(" And a cake.", chat=False)]
     for params in PARAMS[:3]:
         again, held = ask(scheduler, longer, replace(params, max_new_tokens=30))
-        assert held >= len(first) + len(said) - 1
+        assert held >= len(first) + len(answer) - 1
         fresh = Scheduler(batched)
         assert ask(fresh, longer, replace(params, max_new_tokens=30)) == (again, 0)
         scheduler = fresh
@@ -168,8 +172,8 @@ def test_with_every_drafter_and_k(
 ) -> None:
     came = play(Scheduler(batched, k=k, drafter=drafter), FULL)
     check(came, alone)
-    drafted = sum(job.answer.stats.drafted for _, job, _ in came)
-    by_ngrams = sum(job.answer.stats.ngram_rounds for _, job, _ in came)
+    drafted = sum(request.stats.drafted for _, request, _ in came)
+    by_ngrams = sum(request.stats.rounds_by_drafter.get("ngram", 0) for _, request, _ in came)
     assert (drafted > 0) == (k != 0)
     assert (by_ngrams > 0) == (drafter == "ngram")
 
@@ -179,15 +183,14 @@ def test_the_reference_decides_as_the_graphs_do(
 ) -> None:
     """Each lane of a mixed round against the reference in float64."""
     monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
-    watched = WatchedRounds(batched.loop.rounds)
-    monkeypatch.setattr(batched.loop, "rounds", watched)
-    check(play(Scheduler(batched, k=2), FULL), alone)
-    assert watched.checked > 300
-    assert watched.disagreed == 0
+    watch = Watch()
+    check(play(Scheduler(batched.observed(watch), k=2), FULL), alone)
+    assert watch.checked > 300
+    assert watch.disagreed == 0
 
 
 def test_on_a_device_that_runs_ahead(bundle: Path, alone: dict[tuple[int, int], list[int]]) -> None:
-    """As a GPU does: recorded rounds, memory of its own, nothing done before somebody waits."""
+    """As a GPU does: recorded rounds, memory of its own, nothing runs until the host waits."""
     for max_candidates in (None, 256):
         queued = deferred(bundle, max_candidates, slots=SLOTS)
         check(play(Scheduler(queued, k=2), FULL), alone)
@@ -201,9 +204,9 @@ def test_the_rounds_of_several_are_one_pass(batched: Outrider) -> None:
     runs = []
     run = Rounds.run
 
-    def noted(self: Rounds, turns: list[object], *rest: object, **named: object) -> object:
-        runs.append(len(turns))
-        return run(self, turns, *rest, **named)  # type: ignore[arg-type]
+    def noted(self: Rounds, lanes: list[Lane], *rest: Any, **named: Any) -> object:
+        runs.append(len(lanes))
+        return run(self, lanes, *rest, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rounds, "run", noted)
@@ -213,8 +216,8 @@ def test_the_rounds_of_several_are_one_pass(batched: Outrider) -> None:
     assert len(runs) < 60
 
 
-def test_a_long_prompt_holds_no_one_up(batched: Outrider) -> None:
-    """While it is read, a chunk a step, the others go on and a short one that came later begins."""
+def test_a_long_prompt_does_not_hold_up_others(batched: Outrider) -> None:
+    """While it is read, one chunk per step, the others go on, and a short one that came later begins."""
     scheduler = Scheduler(batched)
     encode = batched.text.encode
     first = scheduler.submit(encode(PROMPTS[0], chat=False), SamplingParams(max_new_tokens=40))
@@ -224,14 +227,14 @@ def test_a_long_prompt_holds_no_one_up(batched: Outrider) -> None:
     short = scheduler.submit(encode("Once", chat=False), SamplingParams(max_new_tokens=5))
     order = []
     while scheduler.busy:
-        found = scheduler.step()
-        assert first in [job for job, _ in found] or first.text is None
-        order += [job for job, _ in found if job is not first]
+        emitted = [request for request, _ in scheduler.step()]
+        assert first in emitted or first.slot is None
+        order += [request for request in emitted if request is not first]
     assert order.index(short) < order.index(long)
 
 
-def test_a_draft_that_has_to_read_holds_no_one_up(batched: Outrider) -> None:
-    """A chunk for each text of a step's round, also where one alone is past its prompt while others read theirs."""
+def test_a_draft_that_catches_up_does_not_hold_up_others(batched: Outrider) -> None:
+    """At most one chunk for each sequence of a round, also where one alone has read its prompt and others are reading theirs."""
     draft = batched.sessions["draft"]
     ids = batched.text.encode(PROMPTS[3], chat=False)
     scheduler = Scheduler(batched, k=4, drafter="model")
@@ -256,85 +259,84 @@ def test_a_draft_that_has_to_read_holds_no_one_up(batched: Outrider) -> None:
     assert sum(read) >= 3 * 40 // 16
 
 
-def test_texts_move_together_when_slots_become_free(batched: Outrider, alone: dict[tuple[int, int], list[int]]) -> None:
+def test_sequences_move_together_when_slots_become_free(batched: Outrider, alone: dict[tuple[int, int], list[int]]) -> None:
     scheduler = Scheduler(batched)
-    jobs = [
+    requests = [
         scheduler.submit(batched.text.encode(PROMPTS[at], chat=False), SamplingParams(max_new_tokens=50)) for at in range(4)
     ]
-    got: dict[int, list[int]] = {id(job): [] for job in jobs}
+    got: dict[int, list[int]] = {id(request): [] for request in requests}
     while scheduler.busy:
-        for job, event in scheduler.step():
+        for request, event in scheduler.step():
             assert isinstance(event, Event)
-            got[id(job)] += event.token_ids
-        if len(got[id(jobs[3])]) > 5:
-            for job in jobs[1:3]:
-                if job.text is not None:
-                    scheduler.cancel(job)
-        slots = sorted(job.text.slot for job in jobs if job.text is not None)
-        if jobs[1].cancelled and scheduler.load.batch == 2:
+            got[id(request)] += event.token_ids
+        if len(got[id(requests[3])]) > 5:
+            for request in requests[1:3]:
+                if request.slot is not None:
+                    scheduler.cancel(request)
+        slots = sorted(request.slot.index for request in requests if request.slot is not None)
+        if requests[1].cancelled and scheduler.load.batch == 2:
             assert slots in ([0, 1], [0], [1], [])
     for at in (0, 3):
-        assert got[id(jobs[at])] == alone[at, 0]
+        assert got[id(requests[at])] == alone[at, 0]
 
 
 def test_up_to_the_last_slot_of_the_cache(batched: Outrider, bundle: Path) -> None:
-    """Long prompts beside short ones and one of a single token: no one writes past the end, and no one's cache is touched."""
+    """Long prompts beside short ones and one of a single token: nothing is written past the end or into another's cache."""
     single = Outrider.load(bundle)
     ids = batched.text.encode(PROMPTS[3], chat=False)
     prompts = [(ids * 4)[:length] for length in (CAPACITY, CAPACITY - 1, CAPACITY - 6, 12, 1)]
     params = [SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, temperature=0.9, seed=3)]
-    want = [[t for e in single.generate(prompt, each, k=0) for t in e.token_ids] for prompt in prompts for each in params]
+    expected = [[t for e in single.generate(prompt, each, k=0) for t in e.token_ids] for prompt in prompts for each in params]
     for k in (4, "auto"):
         scheduler = Scheduler(batched, k=k)
-        jobs = [scheduler.submit(prompt, each) for prompt in prompts for each in params]
-        events: dict[int, list[Event]] = {id(job): [] for job in jobs}
+        requests = [scheduler.submit(prompt, each) for prompt in prompts for each in params]
+        events: dict[int, list[Event]] = {id(request): [] for request in requests}
         while scheduler.busy:
-            for job, event in scheduler.step():
+            for request, event in scheduler.step():
                 assert isinstance(event, Event)
-                events[id(job)].append(event)
-        assert [[t for e in events[id(job)] for t in e.token_ids] for job in jobs] == want
-        ends = [events[id(job)][-1].finish_reason for job in jobs]
+                events[id(request)].append(event)
+        assert [[t for e in events[id(request)] for t in e.token_ids] for request in requests] == expected
+        ends = [events[id(request)][-1].finish_reason for request in requests]
         assert ends == ["capacity"] * 6 + ["length"] * 4
 
 
-def test_the_rule_of_rejection_in_company(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What requests without a seed get is checked decision by decision against the reference, beside others with one."""
+def test_the_rejection_rule_in_a_batch(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision, for requests with and without a seed, is checked against the reference."""
     monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
-    watched = WatchedRounds(batched.loop.rounds)
-    monkeypatch.setattr(batched.loop, "rounds", watched)
-    scheduler = Scheduler(batched, k=4)
+    watch = Watch()
+    scheduler = Scheduler(batched.observed(watch), k=4)
     for at in range(8):
         seed = at if at % 2 else None
         params = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.95 if at % 3 else 1.0, seed=seed)
         scheduler.submit(batched.text.encode(PROMPTS[at % 5], chat=False), params)
     while scheduler.busy:
         scheduler.step()
-    assert watched.checked > 300
-    assert watched.disagreed <= 1  # where fp32 and float64 draw neighbouring tokens
+    assert watch.checked > 300
+    assert watch.disagreed <= 1  # where fp32 and float64 draw neighbouring tokens
 
 
-def test_who_waits_is_bounded_and_served_in_order(batched: Outrider) -> None:
+def test_the_queue_is_limited_and_served_in_order(batched: Outrider) -> None:
     scheduler = Scheduler(batched, max_waiting=2)
     prompt = batched.text.encode("Once", chat=False)
-    jobs = [scheduler.submit(prompt, SamplingParams(max_new_tokens=3)) for _ in range(SLOTS + 2)]
+    requests = [scheduler.submit(prompt, SamplingParams(max_new_tokens=3)) for _ in range(SLOTS + 2)]
     with pytest.raises(QueueFullError, match="6 requests are waiting"):
         scheduler.submit(prompt, SamplingParams())
-    with pytest.raises(UsageError, match="more than ever may wait and run"):
+    with pytest.raises(UsageError, match="more than can ever run and wait"):
         scheduler.submit_all([(prompt, SamplingParams())] * (SLOTS + 3))
     scheduler.step()
     assert (scheduler.load.running, scheduler.load.waiting) == (SLOTS, 2)
     with pytest.raises(QueueFullError):
         scheduler.submit_all([(prompt, SamplingParams())] * 2)  # all or none
     assert scheduler.load.waiting == 2
-    scheduler.cancel(jobs[0])
+    scheduler.cancel(requests[0])
     assert (scheduler.load.running, scheduler.load.waiting) == (SLOTS - 1, 2)
     ended = []
     while scheduler.busy:
-        ended += [job for job, event in scheduler.step() if isinstance(event, Event) and event.finish_reason]
-    assert ended == jobs[1:]
+        ended += [request for request, event in scheduler.step() if isinstance(event, Event) and event.finish_reason]
+    assert ended == requests[1:]
 
 
-def test_what_depends_on_company_is_refused(batched: Outrider) -> None:
+def test_answers_that_would_depend_on_the_batch_are_refused(batched: Outrider) -> None:
     scheduler = Scheduler(batched)
     with pytest.raises(UsageError, match="depends on how many tokens are drafted"):
         scheduler.submit([5], SamplingParams(temperature=1.0, seed=1, rule="rejection"))
@@ -344,21 +346,21 @@ def test_what_depends_on_company_is_refused(batched: Outrider) -> None:
         Scheduler(batched, k=3)
 
 
-def test_a_bundle_for_one_serves_one_at_a_time(tiny: Outrider) -> None:
+def test_a_bundle_with_one_slot_serves_one_request_at_a_time(tiny: Outrider) -> None:
     scheduler = Scheduler(tiny)
     want = [token for event in tiny.generate([5, 6], SamplingParams(max_new_tokens=20)) for token in event.token_ids]
-    jobs = [scheduler.submit([5, 6], SamplingParams(max_new_tokens=20)) for _ in range(3)]
-    got: dict[int, list[int]] = {id(job): [] for job in jobs}
+    requests = [scheduler.submit([5, 6], SamplingParams(max_new_tokens=20)) for _ in range(3)]
+    got: dict[int, list[int]] = {id(request): [] for request in requests}
     while scheduler.busy:
-        for job, event in scheduler.step():
+        for request, event in scheduler.step():
             assert isinstance(event, Event)
-            got[id(job)] += event.token_ids
+            got[id(request)] += event.token_ids
     assert list(got.values()) == [want] * 3
-    with pytest.raises(UsageError, match="built for 1 sequences at once, not 2"):
+    with pytest.raises(UsageError, match="built for a batch of 1, not 2"):
         Outrider.load(tiny.engines.folder, slots=2)
 
 
-def test_one_whose_logits_are_no_numbers_fails_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_request_with_nan_logits_fails_and_the_others_go_on(tmp_path: Path) -> None:
     bundle = build(broken_export(tmp_path, token=77), tmp_path / "bundle", batch=3)
     batched = Outrider.load(bundle, slots=None)
     params = SamplingParams(max_new_tokens=20)
@@ -369,53 +371,55 @@ def test_one_whose_logits_are_no_numbers_fails_and_the_others_go_on(tmp_path: Pa
         got: dict[int, list[int]] = {id(good): [], id(other): []}
         failed = []
         while scheduler.busy:
-            for job, event in scheduler.step():
+            for request, event in scheduler.step():
                 if isinstance(event, Event):
-                    got[id(job)] += event.token_ids
+                    got[id(request)] += event.token_ids
                 else:
-                    failed.append((job, event))
+                    failed.append((request, event))
         assert list(got.values()) == [want, want]
-        ((job, error),) = failed
-        assert job is bad
+        ((request, error),) = failed
+        assert request is bad
         assert isinstance(error, EngineError)
-        assert "not finite" in str(error)
+        assert "contain NaN or infinity" in str(error)
 
 
-def test_what_it_learned_of_the_times_of_company_is_forgotten(batched: Outrider) -> None:
-    """A round's first time has the making of its buffers in it, and what was slow once may not be for ever."""
-    company = Scheduler(batched)._company
-    members = [Member(20, 0, 0, 50, batched.policy.acceptance(), True) for _ in range(3)]
-    plain, drafting = Choice("none", 0), Choice("model", 2)
-    usual = company._time(drafting, members)
-    company.observe(drafting, members, 100 * usual)
-    assert company._time(drafting, members) == usual
-    company.observe(drafting, members, 2 * usual)
-    assert company._time(drafting, members) == pytest.approx(2 * usual, rel=0.1)
+def test_measured_times_of_batched_rounds_are_forgotten(batched: Outrider) -> None:
+    """The first round of a kind includes binding its buffers, and what was slow once may not stay slow."""
+    policy = batched.adaptive_policy()
+    sequences = [SequenceView(20, 10, 50, True, {"model": Offer(0, None)}, policy.begin()) for _ in range(3)]
+    drafting = Choice("model", 2)
+    drafted, plain = RoundResult("model", [5, 6], [5, 7], None), RoundResult(NONE, [], [5], None)
+    usual, predicted = policy.time(drafting, sequences), policy.time(PLAIN, sequences)
+    policy.observe(drafting, sequences, [drafted] * 3, 100 * usual, [])
+    assert policy.time(drafting, sequences) == usual
+    policy.observe(drafting, sequences, [drafted] * 3, 2 * usual, [])
+    assert policy.time(drafting, sequences) == pytest.approx(2 * usual, rel=0.1)
     for _ in range(6000):
-        company.observe(plain, members, company._predicted(plain, members))
-    assert company._time(drafting, members) == pytest.approx(usual, rel=0.03)
+        policy.observe(PLAIN, sequences, [plain] * 3, predicted, [])
+    assert policy.time(drafting, sequences) == pytest.approx(usual, rel=0.03)
 
 
-def test_a_round_that_fails_is_run_again_for_each_alone(
+def test_a_failed_round_is_run_again_for_each_request_alone(
     batched: Outrider, monkeypatch: pytest.MonkeyPatch, alone: dict[tuple[int, int], list[int]]
 ) -> None:
-    """So that what one request brings about is no other's failure."""
+    """So that one request's failure does not fail the others."""
     run = Rounds.run
     scheduler = Scheduler(batched, k=2)
-    jobs = [scheduler.submit(batched.text.encode(PROMPTS[at], chat=False), SamplingParams(max_new_tokens=50)) for at in (0, 1)]
+    params = SamplingParams(max_new_tokens=50)
+    requests = [scheduler.submit(batched.text.encode(PROMPTS[at], chat=False), params) for at in (0, 1)]
     spoilt = len(batched.text.encode(PROMPTS[1], chat=False)) + 20
 
-    def failing(self: Rounds, turns: list[object], *rest: object, **named: object) -> object:
-        if any(len(turn.tokens) > spoilt and turn.tokens[:5] == jobs[1].answer.prompt[:5] for turn in turns):  # type: ignore[attr-defined]
+    def failing(self: Rounds, lanes: list[Lane], *rest: Any, **named: Any) -> object:
+        if any(len(lane.tokens) > spoilt and lane.tokens[:5] == requests[1].prompt[:5] for lane in lanes):
             raise EngineError("it broke", "hint it")
-        return run(self, turns, *rest, **named)  # type: ignore[arg-type]
+        return run(self, lanes, *rest, **named)
 
     monkeypatch.setattr(Rounds, "run", failing)
     got: list[int] = []
     failed = []
     while scheduler.busy:
-        for job, event in scheduler.step():
-            if job is jobs[0]:
+        for request, event in scheduler.step():
+            if request is requests[0]:
                 assert isinstance(event, Event)
                 got += event.token_ids
             elif not isinstance(event, Event):

@@ -1,4 +1,4 @@
-"""A bundle that has a target alone: drafts come from the text."""
+"""A bundle with only a target: drafts come from the text."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def alone(bundle: Path) -> Outrider:
     return Outrider.load(bundle)
 
 
-def tokens(outrider: Outrider, **asked: Any) -> list[int]:
-    given = {name: asked.pop(name) for name in ("k", "drafter") if name in asked}
-    params = SamplingParams(**{"max_new_tokens": 60, **asked})
-    return [token for event in outrider.generate(PROMPT, params, **given) for token in event.token_ids]
+def tokens(outrider: Outrider, **options: Any) -> list[int]:
+    drafting = {name: options.pop(name) for name in ("k", "drafter") if name in options}
+    params = SamplingParams(**{"max_new_tokens": 60, **options})
+    return [token for event in outrider.generate(PROMPT, params, **drafting) for token in event.token_ids]
 
 
-def test_there_is_nothing_of_a_draft_in_it(bundle: Path) -> None:
+def test_the_bundle_has_no_part_of_a_draft(bundle: Path) -> None:
     manifest = read_manifest(bundle)
     assert manifest.roles == ("target",)
     assert not any("draft" in name for name in manifest.files)
@@ -50,23 +50,23 @@ def test_there_is_nothing_of_a_draft_in_it(bundle: Path) -> None:
 SAMPLED = {"temperature": 0.8, "seed": 5}
 
 
-@pytest.mark.parametrize("way", [{}, {"k": 4}, {"k": 8, "drafter": "ngram"}, {"drafter": "auto"}], ids=str)
+@pytest.mark.parametrize("mode", [{}, {"k": 4}, {"k": 8, "drafter": "ngram"}, {"drafter": "auto"}], ids=str)
 @pytest.mark.parametrize("params", [{}, SAMPLED, SAMPLED | {"rule": "rejection"}], ids=str)
-def test_its_text_is_plain_decodings_and_the_pairs(
-    alone: Outrider, shipped: Outrider, way: dict[str, Any], params: dict[str, Any]
+def test_its_text_is_that_of_plain_decoding_and_of_the_pair(
+    alone: Outrider, shipped: Outrider, mode: dict[str, Any], params: dict[str, Any]
 ) -> None:
     plain = tokens(alone, k=0, **params)
-    assert tokens(alone, **way, **params) == plain
+    assert tokens(alone, **mode, **params) == plain
     assert tokens(shipped, k=0, **params) == plain
 
 
 def test_drafted_tokens_come_from_the_text(alone: Outrider) -> None:
     stats = list(alone.generate(PROMPT, SamplingParams(max_new_tokens=60), k=4))[-1].stats
-    assert stats.ngram_rounds == stats.drafting_rounds > 0
+    assert stats.rounds_by_drafter["ngram"] == stats.drafting_rounds > 0
     assert stats.accepted > 0
 
 
-def test_the_draft_model_that_is_not_there_is_refused(alone: Outrider, bundle: Path, tmp_path: Path) -> None:
+def test_a_missing_draft_model_is_refused(alone: Outrider, bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no draft model"):
         alone.generate(PROMPT, drafter="model")
     for command in (("generate", bundle, "--prompt", "x", "--drafter", "model"), ("plan", bundle, "--rate", "0.5")):
@@ -78,25 +78,25 @@ def test_the_draft_model_that_is_not_there_is_refused(alone: Outrider, bundle: P
         export_pair(str(PAIR / "target"), None, tmp_path / "x", precision="fp32", draft_vocab=99, draft_vocab_text=text)
 
 
-def test_every_k_of_its_ngrams_is_measured(bundle: Path, tmp_path: Path) -> None:
+def test_every_k_of_the_ngram_drafter_is_measured(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps({"workload": "support", "prompt": PROMPT}))
     few = ["--workload", tmp_path / "one.jsonl", "--rounds", "1", "--max-new-tokens", "16", "--report", tmp_path / "report"]
     done = run("bench", bundle, *map(str, few))
     assert done.returncode == 0, done.stderr
-    found = read(tmp_path / "report" / "bench.json")
-    assert [mode.label for mode in found.modes[1:-1]] == [f"n-gram, k = {k}" for k in (1, 4, 8)]
-    assert found.draft is None
+    results = read(tmp_path / "report" / "bench.json")
+    assert [mode.label for mode in results.modes[1:-1]] == [f"n-gram, k = {k}" for k in (1, 4, 8)]
+    assert results.draft is None
     assert (tmp_path / "report" / "index.html").read_text().count("<svg") == 5
 
 
 def test_it_passes_the_audit(bundle: Path) -> None:
     done = run("verify", bundle, "--draws", "100", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["passed"]
-    assert [(each["sampled"]["k"], each["fault"]) for each in found["controls"]] == [
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert [(each["sampled"]["k"], each["fault"]) for each in report["controls"]] == [
         ("ngram", None),
         ("ngram", "always accept"),
     ]
-    assert found["company"]["compared"] == 15 * 3  # plain, by n-grams, and what chooses itself
-    assert found["counters"]["accepted"] > 0
+    assert report["batched"]["compared"] == 15 * 3  # plain, by n-grams, and at random
+    assert report["counters"]["accepted"] > 0
