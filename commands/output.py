@@ -76,7 +76,7 @@ def bundle_table(manifest: Manifest) -> Any:
     table.add_row("rows of logits", *(f"{model.vocab_rows:,}" for model in models))
     table.add_row("max positions", *(f"{model.max_positions:,}" if model.max_positions else "any" for model in models))
     table.add_row("layers", *(str(len(model.layers)) for model in models))
-    table.add_row("difference of logits from checkpoint", *(f"{model.parity.max_abs_diff:.1e}" for model in models))
+    table.add_row("max logit difference", *(f"{model.parity.max_abs_diff:.1e}" for model in models))
     table.add_section()
     table.add_row("schema, contract", f"{manifest.schema_version}, {manifest.contract_version}")
     table.add_row("outrider", manifest.outrider_version)
@@ -119,4 +119,4 @@ def _add_costs(table: Any, roles: Sequence[str], build: Build) -> None:
         if window in (build.windows[0], build.windows[-1]):
             sequences = f" of {batch} sequences" if batch > 1 else ""
             cells = (f"{c[key].median:.2f} ({c[key].fastest:.2f}-{c[key].slowest:.2f})" for c in costs)
-            table.add_row(f"{rows} rows{sequences}, window {window}, ms", *cells)
+            table.add_row(f"{rows} row{'s' if rows > 1 else ''}{sequences}, window {window}, ms", *cells)

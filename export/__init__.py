@@ -1,6 +1,6 @@
-"""Checkpoints become ONNX step models."""
+"""Export checkpoints as ONNX step models."""
 
 import os
 
-# Read once, when tqdm is imported: the readers' own progress bars would break ours and the plain log.
+# tqdm reads this once, when it is imported. Progress bars of other libraries would garble ours, and the log.
 os.environ.setdefault("TQDM_DISABLE", "1")

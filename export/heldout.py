@@ -1,4 +1,4 @@
-"""Text on which perplexity is measured: written for this file, so that no checkpoint was trained on it."""
+"""The text for measuring perplexity. It was written for this file, so no checkpoint was trained on it."""
 
 from __future__ import annotations
 

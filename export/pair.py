@@ -1,4 +1,4 @@
-"""`outrider export`: a checkpoint pair becomes an ONNX pair, checked and sealed."""
+"""Export a pair of checkpoints as a sealed folder of ONNX graphs, each checked against its checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -26,14 +27,15 @@ from outrider.bundle.manifest import (
     Generation,
     Manifest,
     Model,
+    Parity,
     model_file,
     sampler_file,
 )
 from outrider.engines.contract import CONTRACT_VERSION
-from outrider.engines.session import Floats
 from outrider.errors import UnsupportedModelError, UsageError
 from outrider.export.parity import (
     Exported,
+    Floats,
     check_perplexity,
     compare,
     heldout_tokens,
@@ -41,7 +43,8 @@ from outrider.export.parity import (
     reference,
     sample_tokens,
 )
-from outrider.export.quantize import Rounding, pack, quantize_model
+from outrider.export.quantize import pack, quantize_model
+from outrider.export.rounding import Rounding
 from outrider.export.sampler import sampler
 from outrider.export.short_head import frequent_tokens, shorten
 from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
@@ -65,20 +68,30 @@ def export_pair(
 ) -> Manifest:
     """Export both models of a pair, or a target alone, into the folder `output`, and return its manifest.
 
-    One model is in memory at a time. The folder is written whole or not at all. `head_precision`, `method` and
-    `calibration`, a text, are for int4 and int8 (`Rounding`). The draft proposes only the `draft_vocab` tokens that
-    `draft_vocab_text` has most.
+    One model is in memory at a time. The folder is written completely or not at all.
+
+    Args:
+        target: a Hugging Face folder, a hub id, or a GGUF file.
+        draft: the same, or None.
+        output: the folder to write.
+        precision: fp32, fp16, bf16, int8 or int4.
+        head_precision: precision of the output head, for int8 and int4.
+        method: how to round weights, rtn or auto-round, for int8 and int4.
+        calibration: a text file, for auto-round.
+        draft_vocab: the number of tokens that the draft may propose: the most frequent ones of `draft_vocab_text`.
+        draft_vocab_text: a text file.
+        progress: is told about the stages.
 
     Raises:
-        UsageError: options that do not go with the precision, with the models, or with each other.
+        UsageError: options contradict each other, or do not fit the precision or the models.
         SourceError, UnsupportedModelError, VocabularyMismatchError, ParityError: the pair cannot be exported.
         FolderError: the output cannot be written.
     """
-    rounding = Rounding.asked(precision, head_precision, method, calibration)
+    rounding = Rounding.from_options(precision, head_precision, method, calibration)
     if (draft_vocab is None) != (draft_vocab_text is None):
-        raise UsageError("--draft-vocab and --draft-vocab-text go together", "give the number and a text to count tokens in")
+        raise UsageError("--draft-vocab and --draft-vocab-text go together", "use both or neither")
     if draft is None and draft_vocab is not None:
-        raise UsageError("--draft-vocab is for a draft, and there is none", "give --draft, too, or leave it out")
+        raise UsageError("--draft-vocab is for a draft, and there is none", "add --draft, or leave --draft-vocab out")
     sources = {role: Source.parse(name) for role, name in (("target", target), ("draft", draft)) if name is not None}
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():
@@ -86,115 +99,142 @@ def export_pair(
         progress.stage("reading the vocabularies")
         tokenizers = {role: load_tokenizer(source) for role, source in sources.items()}
         vocabulary = tokenizers["target"].vocabulary()
-        count = max(check_same_vocabulary(vocabulary, each.vocabulary()) for each in tokenizers.values())
-        models: dict[str, Model] = {}
-        generation = None
-        for role, source in sources.items():
-            path, tokens = folder / model_file(role), max(vocabulary) + 1
+        vocab_tokens = max(check_same_vocabulary(vocabulary, each.vocabulary()) for each in tokenizers.values())
+        tokens = max(vocabulary) + 1
+        job = _Job(sources["target"], "target", tokenizers["target"], tokens, folder, precision, rounding, None, progress)
+        entry, generation = _export_model(job)
+        models = {"target": entry}
+        if "draft" in sources:
             short = None
-            if role == "draft" and draft_vocab is not None and draft_vocab_text is not None:
-                assert generation is not None
+            if draft_vocab is not None and draft_vocab_text is not None:
                 ends = generation.eos_token_ids
-                short = frequent_tokens(tokenizers[role].json, draft_vocab_text, draft_vocab, tokens, ends)
-            rounded = rounding.of_draft(head_precision) if rounding is not None and role == "draft" else rounding
-            models[role], defaults = _export_model(
-                source, path, precision, rounded, tokens, tokenizers[role], role, short, progress
+                short = frequent_tokens(tokenizers["draft"].json, draft_vocab_text, draft_vocab, tokens, ends)
+            draft_rounding = rounding.for_draft(head_precision) if rounding is not None else None
+            job = _Job(
+                sources["draft"], "draft", tokenizers["draft"], tokens, folder, precision, draft_rounding, short, progress
             )
-            generation = generation or defaults
+            models["draft"], _ = _export_model(job)
         _write_text(folder, tokenizers["target"])
-        assert generation is not None
-        manifest = Manifest(
-            schema_version=SCHEMA_VERSION,
-            contract_version=CONTRACT_VERSION,
-            outrider_version=outrider.__version__,
-            vocab_tokens=count,
-            models=models,
-            generation=generation,
-            files={},
-        )
-        for name in manifest.samplers:
-            path = folder / sampler_file(name)
-            path.parent.mkdir(exist_ok=True)
-            ir.save(sampler(name, *manifest.widths), path)
-        manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
-        (folder / MANIFEST).write_bytes(manifest.encode())
+        return _seal(folder, vocab_tokens, models, generation, progress)
+
+
+def _seal(folder: Path, vocab_tokens: int, models: dict[str, Model], generation: Generation, progress: Progress) -> Manifest:
+    """Write the samplers and the manifest."""
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        contract_version=CONTRACT_VERSION,
+        outrider_version=outrider.__version__,
+        vocab_tokens=vocab_tokens,
+        models=models,
+        generation=generation,
+        files={},
+    )
+    for name in manifest.samplers:
+        path = folder / sampler_file(name)
+        path.parent.mkdir(exist_ok=True)
+        ir.save(sampler(name, *manifest.widths), path)
+    manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
+    (folder / MANIFEST).write_bytes(manifest.encode())
     return manifest
 
 
-def _export_model(
-    source: Source,
-    path: Path,
-    precision: str,
-    rounding: Rounding | None,
-    tokens: int,
-    tokenizer: TokenizerFiles,
-    role: str,
-    short: torch.Tensor | None,
-    progress: Progress,
-) -> tuple[Model, Generation]:
-    """Load, trace, save and check one model, with a head of the tokens `short` alone where they are given. Everything it held
-    is free again when it returns."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One model to export."""
+
+    source: Source
+    role: str
+    tokenizer: TokenizerFiles
+    tokens: int  # one more than the largest token id
+    folder: Path
+    precision: str
+    rounding: Rounding | None  # None if weights are not quantized
+    short: torch.Tensor | None  # int64 [N], the only tokens that the head keeps; None if it keeps all
+    progress: Progress
+
+
+def _export_model(job: _Job) -> tuple[Model, Generation]:
+    """Load, trace, save and check one model. All memory that it takes is free again afterwards."""
+    role, rounding, progress = job.role, job.rounding, job.progress
     progress.stage(f"loading the {role}")
-    model = load_model(source, precision)
-    head = model.get_output_embeddings()
-    if head is None:
-        raise UnsupportedModelError(f"{source.name} ({type(model).__name__}) has no head that gives logits")
-    rows = head.weight.shape[0]
-    if tokens > rows:
-        raise UnsupportedModelError(f"{source.name} has {tokens:,} tokens but only {rows:,} rows of logits")
-    defaults = generation_defaults(model, tokenizer)
+    model = load_model(job.source, job.precision)
+    rows = _head_rows(model, job)
+    defaults = generation_defaults(model, job.tokenizer)
     architecture = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     known = torch.ones(rows, dtype=torch.bool)
-    if short is not None:
-        shorten(model, short)
-        known = torch.isin(torch.arange(rows), short)
-    quantization = None
-    pieces: list[torch.Tensor] = []
-    reference_perplexity = 0.0
+    if job.short is not None:
+        shorten(model, job.short)
+        known = torch.isin(torch.arange(rows), job.short)
+    quantization, pieces, reference_perplexity = None, list[torch.Tensor](), 0.0
     if rounding is not None:
-        pieces = heldout_tokens(tokenizer, positions)
+        pieces = heldout_tokens(job.tokenizer, positions)
         progress.stage(f"reading held-out text with the {role}")
         reference_perplexity = perplexity(_eager(model, pieces), pieces, known)
         progress.stage(f"quantizing the {role}")
-        quantization = quantize_model(model, rounding, tokenizer, positions)
-    sample = sample_tokens(tokens)
+        quantization = quantize_model(model, rounding, job.tokenizer, positions)
+    sample = sample_tokens(job.tokens)
     progress.stage(f"running the {role}")
-    want, layers = reference(model, sample)
-    progress.stage(f"tracing the {role}")
-    path.parent.mkdir()
-    program = trace(model, layers, spare_row=rounding is not None)
-    if rounding is not None:
-        pack(program, model)
-    program.save(path, external_data=True)
-    del model, program
+    expected, layers = reference(model, sample)
+    path = job.folder / model_file(role)
+    _trace(model, layers, path, job)
+    del model
     gc.collect()
-    progress.stage(f"checking the {role}'s graph against the checkpoint")
-    exported = Exported(path, layers, precision)
-    got = exported.logits(sample)
-    parity = compare(want[:, known.numpy()], got[:, known.numpy()], precision)
-    assert np.isneginf(got[:, ~known.numpy()]).all()  # no arithmetic gives these
+    parity = _check_logits(path, layers, expected, sample, known, job)
     if rounding is not None:
         progress.stage(f"reading held-out text with the {role}'s graph")
-        del exported
-        served = Exported(path, layers, precision, as_served=True)
-        found = perplexity((served.logits(piece, [piece.shape[1]]) for piece in pieces), pieces, known)
-        del served
-        parity = check_perplexity(parity, found, reference_perplexity, rounding)
+        served = Exported(path, layers, job.precision, as_served=True)
+        logits = (served.logits(piece, [piece.shape[1]]) for piece in pieces)
+        parity = check_perplexity(parity, perplexity(logits, pieces, known), reference_perplexity, rounding)
     entry = Model(
-        source=source.name,
+        source=job.source.name,
         architecture=architecture,
         parameters=parameters,
-        precision=precision,
+        precision=job.precision,
         vocab_rows=rows,
         max_positions=positions,
         layers=layers,
         parity=parity,
         quantization=quantization,
-        head_tokens=None if short is None else len(short),
+        head_tokens=None if job.short is None else len(job.short),
     )
     return entry, defaults
+
+
+def _head_rows(model: PreTrainedModel, job: _Job) -> int:
+    """Return the number of logits per token."""
+    name = job.source.name
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(f"{name} ({type(model).__name__}) has no output head")
+    rows = int(head.weight.shape[0])
+    if job.tokens > rows:
+        raise UnsupportedModelError(f"{name} has {job.tokens:,} tokens but only {rows:,} rows of logits")
+    return rows
+
+
+def _trace(model: PreTrainedModel, layers: list[tuple[int, int, int]], path: Path, job: _Job) -> None:
+    job.progress.stage(f"tracing the {job.role}")
+    path.parent.mkdir()
+    program = trace(model, layers, spare_row=job.rounding is not None)
+    if job.rounding is not None:
+        pack(program, model)
+    program.save(path, external_data=True)
+
+
+def _check_logits(
+    path: Path,
+    layers: list[tuple[int, int, int]],
+    expected: Floats,
+    sample: torch.Tensor,
+    known: torch.Tensor,
+    job: _Job,
+) -> Parity:
+    job.progress.stage(f"checking the {job.role}'s graph against the checkpoint")
+    actual = Exported(path, layers, job.precision).logits(sample)
+    assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
+    return compare(expected[:, known.numpy()], actual[:, known.numpy()], job.precision)
 
 
 def _eager(model: PreTrainedModel, pieces: list[torch.Tensor]) -> Iterator[Floats]:
@@ -209,7 +249,7 @@ def _write_text(folder: Path, tokenizer: TokenizerFiles) -> None:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """What torch and transformers say of their own workings while tracing helps no user of ours."""
+    """Silence what torch and transformers report about their own internals."""
     bars = transformers.utils.logging.is_progress_bar_enabled()
     verbosity = transformers.utils.logging.get_verbosity()
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]

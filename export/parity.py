@@ -1,4 +1,4 @@
-"""Does the exported graph give the checkpoint's own logits? Asked after every export."""
+"""Check after every export that the graph reproduces the checkpoint's logits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
@@ -18,45 +19,50 @@ from transformers.cache_utils import DynamicLayer
 from outrider.backends.onnxruntime.engine import CPU, first_line, session_options
 from outrider.bundle.manifest import Parity
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
-from outrider.engines.session import Floats
 from outrider.errors import ParityError, UnsupportedModelError
 from outrider.export.heldout import TEXT
-from outrider.export.quantize import Rounding
+from outrider.export.rounding import Rounding
 from outrider.export.source import TokenizerFiles
 
-CHUNKS = (7, 1, 5, 2, 9)  # rows of each run: prefill, decode and verify shapes, none a multiple of another
+Floats = npt.NDArray[np.float32]
+CHUNKS = (7, 1, 5, 2, 9)  # rows per run: shapes of prefill, decoding and verification
 CAPACITY = 32
-PIECE = 256  # tokens of held-out text that a model sees at once
+PIECE = 256  # tokens of held-out text per pass
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
-# Relative to the largest logit in magnitude, but no less than 1. fp32 differs by summation order only. In fp16 and bf16
-# the checkpoint itself rounds after each operation (11 and 8 significant bits), where the graph on ONNX Runtime rounds
-# its weights only; errors of a few roundings per layer add up.
-# A quantized graph computes in fp32, and so does the quantized checkpoint that it is compared with.
+# Relative to the largest absolute logit, or to 1 if that is greater. In fp32 only the order of sums differs. In fp16 and bf16
+# the checkpoint rounds after each operation (to 11 and 8 significant bits), but the graph on ONNX Runtime rounds only its
+# weights; errors of a few roundings per layer add up. A quantized graph computes in fp32, as does the quantized checkpoint.
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int4": 1e-4, "int8": 1e-4}
-# How many times the fp32 perplexity a quantized model may have. Eight bits cost next to nothing, and four a few to twenty
-# percent in models that are any good; half as much again is what the next smaller model of a family has.
-COLLAPSE = {"int4": 1.5, "int8": 1.1}
+# The maximum perplexity of a quantized model, as a multiple of that in fp32. Eight bits cost almost nothing, and four bits
+# cost a few to twenty percent in good models; 1.5 is about the ratio between two model sizes of a family.
+MAX_PERPLEXITY_RATIO = {"int4": 1.5, "int8": 1.1}
 
 
 def sample_tokens(vocab_tokens: int) -> torch.Tensor:
-    """int64 [1, S] tokens spread over the vocabulary, the same each time."""
+    """Return int64 [1, S] tokens from all over the vocabulary, the same each time."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocab_tokens, (1, sum(CHUNKS)), generator=generator)
 
 
 def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[Floats, list[tuple[int, int, int]]]:
-    """The checkpoint's own logits, float32 [S, V], from one pass of its eager attention; and each layer's cache shape,
-    (key/value heads, key width, value width).
+    """Return the checkpoint's logits and the shapes of its cache, from one pass with eager attention.
+
+    Args:
+        model: the checkpoint.
+        tokens: int64 [1, S].
+
+    Returns:
+        Logits, float32 [S, V], and (key/value heads, key width, value width) of each layer.
 
     Raises:
-        UnsupportedModelError: its state is not one key/value cache a layer.
+        UnsupportedModelError: the model's state is not one key/value cache per layer.
     """
     with torch.no_grad():
         output = model(tokens, use_cache=True)
     cache = getattr(output, "past_key_values", None)
     if cache is None:
-        raise UnsupportedModelError(f"{type(model).__name__} keeps no key/value cache")
+        raise UnsupportedModelError(f"{type(model).__name__} has no key/value cache")
     if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
         raise UnsupportedModelError(f"{type(model).__name__} keeps recurrent or hybrid state in its cache")
     layers = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
@@ -64,28 +70,30 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[Floats, lis
 
 
 class Exported:
-    """A graph as ONNX Runtime runs it."""
+    """A graph run by ONNX Runtime."""
 
     def __init__(self, path: Path, layers: list[tuple[int, int, int]], precision: str, as_served: bool = False):
-        """Load the graph. By default ONNX Runtime rounds activations, too, before it multiplies them by quantized weights;
-        here it does only `as_served`.
+        """Load the graph.
+
+        In serving, ONNX Runtime also rounds activations before it multiplies them by quantized weights. Here it does so only
+        with `as_served`.
 
         Raises:
-            ParityError: ONNX Runtime refuses it.
+            ParityError: ONNX Runtime cannot load the graph.
         """
         options = session_options()
-        options.log_severity_level = 3  # the cache is copied here on purpose, which it warns of
+        options.log_severity_level = 3  # errors only: it warns that the cache is copied, which is intended here
         if not as_served:
-            options.add_session_config_entry("session.disable_prepacking", "1")  # packing keeps a second copy of the weights
+            options.add_session_config_entry("session.disable_prepacking", "1")  # which keeps a second copy of the weights
             options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         graph = path
         if precision == "bf16":
             graph = _in_fp32(path)
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding would, too
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding keeps a copy, too
         try:
             self._session = onnxruntime.InferenceSession(str(graph), options, providers=[CPU])
-        except Exception as error:  # its exceptions share no base but Exception
-            raise _unchecked(error) from error
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            raise _does_not_run(error) from error
         finally:
             if graph != path:
                 graph.unlink()
@@ -93,7 +101,7 @@ class Exported:
         self._dtype = np.float16 if precision == "fp16" else np.float32
 
     def logits(self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS) -> Floats:
-        """Float32 [S, V] of int64 [1, S] tokens, from runs of so many rows each.
+        """Return logits, float32 [S, V], of int64 [1, S] tokens, from one run per chunk of rows.
 
         Raises:
             ParityError: a run failed.
@@ -110,7 +118,7 @@ class Exported:
             try:
                 output, *present = self._session.run(None, inputs | past)
             except Exception as error:
-                raise _unchecked(error) from error
+                raise _does_not_run(error) from error
             past = {c.past: array for c, array in zip(self._caches, present, strict=True)}
             logits.append(output[0])
             start += rows
@@ -118,7 +126,7 @@ class Exported:
 
 
 def heldout_tokens(tokenizer: TokenizerFiles, positions: int | None) -> list[torch.Tensor]:
-    """The held-out text as int64 [1, S] pieces, each as long as one pass may be, and begun as the tokenizer begins a text."""
+    """Return the held-out text as int64 [1, S] pieces of the maximum length, each starting with the tokenizer's first token."""
     encoder = Tokenizer.from_str(tokenizer.json)
     first = encoder.encode("").ids[:1]
     tokens = encoder.encode(TEXT, add_special_tokens=False).ids
@@ -128,27 +136,33 @@ def heldout_tokens(tokenizer: TokenizerFiles, positions: int | None) -> list[tor
 
 
 def perplexity(logits: Iterable[Floats], pieces: list[torch.Tensor], known: torch.Tensor) -> float:
-    """exp of the mean of -log p of each token but a piece's first; `logits` are float32 [S, V] of each int64 [1, S], and tokens
-    that are not `known`, bool [V], are left out."""
+    """Return the perplexity: exp of the mean of -log p over all tokens but the first of each piece.
+
+    Args:
+        logits: float32 [S, V] of each piece.
+        pieces: int64 [1, S].
+        known: bool [V], the tokens to count.
+    """
     losses = []
     for piece, floats in zip(pieces, logits, strict=True):
         rows = torch.from_numpy(floats)[:-1]
-        sought = piece[0, 1:]
-        losses.append(torch.nn.functional.cross_entropy(rows, sought, reduction="none")[known[sought]])
+        targets = piece[0, 1:]
+        losses.append(torch.nn.functional.cross_entropy(rows, targets, reduction="none")[known[targets]])
     mean = float(torch.cat(losses).double().mean())
-    return math.exp(min(mean, 700.0))  # NaN stays NaN; a wrong model is no reason for an overflow
+    return math.exp(min(mean, 700.0))  # avoids overflow; NaN stays NaN
 
 
-def _unchecked(error: Exception) -> ParityError:
+def _does_not_run(error: Exception) -> ParityError:
     return ParityError(
-        f"the exported graph does not run on ONNX Runtime: {first_line(error)}", "try another --precision, or report the model"
+        f"the exported graph does not run on ONNX Runtime: {first_line(error)}",
+        "try another --precision, or report a bug with the name of the model",
     )
 
 
 def _in_fp32(path: Path) -> Path:
-    """A copy of a bf16 graph beside it that computes in fp32 from the same bf16 weights, left in their own file.
+    """Write a copy of a bf16 graph that computes in fp32, next to it; it shares the file of bf16 weights.
 
-    ONNX Runtime's CPU provider has no bf16 kernels but `Cast`.
+    ONNX Runtime's CPU provider has no bf16 kernels except `Cast`.
     """
     model = ir.load(path)
     first = model.graph[0]
@@ -174,39 +188,40 @@ def _in_fp32(path: Path) -> Path:
     return copy
 
 
-def compare(want: Floats, got: Floats, precision: str) -> Parity:
-    """The figures for the manifest; rows are [S, V].
+def compare(expected: Floats, actual: Floats, precision: str) -> Parity:
+    """Compare logits, float32 [S, V], and return the figures for the manifest.
 
     Raises:
-        ParityError: a logit is further off than the tolerance, or is no number. (So where a row's best token differs,
-            the checkpoint's own logits of the two are within twice the tolerance.)
+        ParityError: a logit differs by more than the tolerance, or is NaN. (So if the most likely token of a row differs, the
+            checkpoint's own logits of the two tokens are within twice the tolerance.)
     """
-    tolerance = TOLERANCE[precision] * max(1.0, float(np.abs(want).max()))
-    difference = float(np.abs(want - got).max())
-    if not difference <= tolerance:  # a NaN fails too
+    tolerance = TOLERANCE[precision] * max(1.0, float(np.abs(expected).max()))
+    difference = float(np.abs(expected - actual).max())
+    if not difference <= tolerance:  # also true for NaN
         raise ParityError(
-            f"the exported graph is not the checkpoint: logits differ by up to {difference:.3g}, allowed are {tolerance:.3g}",
-            "check the checkpoint for NaN and overflow (try --precision fp32); else please report the architecture",
+            f"the exported graph does not match the checkpoint: logits differ by up to {difference:.3g}, and the tolerance is"
+            f" {tolerance:.3g}",
+            "check the checkpoint for NaN and overflow (try --precision fp32), or report a bug with the name of the model",
         )
     return Parity(
-        rows=len(want),
+        rows=len(expected),
         max_abs_diff=difference,
         tolerance=tolerance,
-        argmax_agreement=float((want.argmax(-1) == got.argmax(-1)).mean()),
+        argmax_agreement=float((expected.argmax(-1) == actual.argmax(-1)).mean()),
     )
 
 
-def check_perplexity(parity: Parity, found: float, reference: float, rounding: Rounding) -> Parity:
-    """`parity` with the two figures.
+def check_perplexity(parity: Parity, quantized: float, reference: float, rounding: Rounding) -> Parity:
+    """Compare the perplexity of a quantized model with that in fp32, and return `parity` with both.
 
     Raises:
-        ParityError: the quantized model is no longer the checkpoint.
+        ParityError: quantization has raised the perplexity too far.
     """
-    allowed = reference * COLLAPSE["int4" if "int4" in (rounding.precision, rounding.head_precision) else "int8"]
-    if not found <= allowed:  # a NaN fails too
+    limit = reference * MAX_PERPLEXITY_RATIO["int4" if "int4" in (rounding.precision, rounding.head_precision) else "int8"]
+    if not quantized <= limit:  # also true for NaN
         raise ParityError(
-            f"the weights do not bear {rounding.precision}: perplexity {found:.4g} on held-out text, where fp32 has"
-            f" {reference:.4g} and {allowed:.4g} is allowed",
-            "export with --head-precision fp32, --method auto-round, or --precision int8; else with fp32, fp16 or bf16",
+            f"quantization to {rounding.precision} loses too much: perplexity on held-out text is {quantized:.4g}, compared"
+            f" with {reference:.4g} in fp32, and the limit is {limit:.4g}",
+            "export with --head-precision fp32, --method auto-round, or --precision int8; or else with fp32, fp16 or bf16",
         )
-    return msgspec.structs.replace(parity, perplexity=found, reference_perplexity=reference)
+    return msgspec.structs.replace(parity, perplexity=quantized, reference_perplexity=reference)

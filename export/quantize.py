@@ -1,97 +1,36 @@
 """Weights of int4 or int8: rounded in blocks before tracing, and stored as standard ONNX `DequantizeLinear` nodes.
 
-The quantized model is an eager model like any other, so the parity check compares the graph with exactly what was rounded.
+A quantized model is an eager model like any other, so the parity check compares the graph with exactly the rounded weights.
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 from torch.onnx.ops import symbolic
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from outrider.bundle.manifest import Quantization
-from outrider.errors import UnsupportedModelError, UsageError
+from outrider.export.auto_round import tune
+from outrider.export.rounding import BITS, Rounding
+from outrider.export.short_head import output_head
 from outrider.export.source import TokenizerFiles
 from outrider.export.step_model import OPSET
 
-BITS = {"int4": 4, "int8": 8}
-BLOCKS = (128, 64, 32)  # inputs that share a scale. A layer whose inputs are not two or more such blocks stays in fp32
-# The largest blocks, by bits, with which ONNX Runtime's kernels on the CPU give a row the same bits in any company. Larger ones
-# lose more, but take less time.
-STEADY = {4: 32, 8: 64}
-FAINT = 0.05  # of a block's greatest weight: what the least of them still counts for
-# Where the greatest weight of a block may land, as multiples of the greatest integer: beyond 1 it is cut off, for the good
-# of the others. Eight bits have nothing to gain by that.
-REACHES = {4: (0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3), 8: (1.0,)}
-METHODS = ("rtn", "auto-round")
-CALIBRATION, PIECES, BATCH = 512, 128, 8  # tokens of a piece of calibration text, most pieces, pieces of a step
-ITERATIONS = 50  # AutoRound's own "light" recipe; its default of 200 gains little more
-PIECE = 2**24  # weights that are rounded at a time, for the sake of memory
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """How weights are to be rounded."""
-
-    precision: str  # int4 or int8
-    # Of the product that gives the logits: int4, int8 or fp32. No layer comes after it to even its errors out: eight bits
-    # there lose nothing that perplexity shows, and four lose nearly a fifth of what all other layers together do.
-    head_precision: str = "int8"
-    method: str = "rtn"  # of METHODS, for the blocks' layers
-    text: str = ""  # for calibration
-    steady: bool = True  # blocks up to STEADY; else up to the largest
-
-    @classmethod
-    def asked(cls, precision: str, head_precision: str | None, method: str | None, calibration: Path | None) -> Rounding | None:
-        """What options ask for; None where weights are not quantized.
-
-        Raises:
-            UsageError: they do not go with each other, or the text cannot be read.
-        """
-        options = {"--head-precision": head_precision, "--method": method, "--calibration": calibration}
-        if precision not in BITS:
-            if given := [name for name, value in options.items() if value is not None]:
-                raise UsageError(f"{given[0]} does not go with --precision {precision}", "give --precision int4 or int8, too")
-            return None
-        if (method == "auto-round") != (calibration is not None):
-            raise UsageError("--method auto-round and --calibration go together", "give both or neither")
-        if method == "auto-round" and precision != "int4":
-            raise UsageError("--method auto-round is for --precision int4", "leave it out: eight bits need no tuning")
-        try:
-            text = calibration.read_text(encoding="utf-8") if calibration is not None else ""
-        except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read {calibration}: {error}", "give --calibration a text file in UTF-8") from error
-        return cls(precision, head_precision or "int8", method or "rtn", text)
-
-    def of_draft(self, head_precision: str | None) -> Rounding:
-        """As this, but for the draft, whose errors cost acceptance and nothing else: what is fastest, but for the head's
-        precision where one was asked for."""
-        return replace(self, steady=False, head_precision=head_precision or self.precision)
-
-    def block(self, bits: int) -> int:
-        """How many inputs share a scale at most."""
-        return STEADY[bits] if self.steady else BLOCKS[0]
-
-    def block_of(self, inputs: int, bits: int) -> int | None:
-        """How many inputs share a scale in a layer of so many; None where it cannot be rounded. They are never all of them:
-        TensorRT-RTX's compiler fails on a layer of one block."""
-        most = self.block(bits)
-        return next((block for block in BLOCKS if block <= most and inputs % block == 0 and block < inputs), None)
+MIN_IMPORTANCE = 0.05  # of a weight, where a block's greatest weight has 1
+# Scales to try, by bits: what a block's greatest weight is rounded to, as a multiple of the greatest integer. Beyond 1 it is
+# clipped, which helps the other weights. Eight bits gain nothing by that.
+SCALE_FACTORS = {4: (0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3), 8: (1.0,)}
+WEIGHTS_AT_ONCE = 2**24  # limits the memory that rounding takes
 
 
 class BlockLinear(nn.Module):
-    """A linear layer of which each block of inputs has one scale for each output: y = x W + bias.
+    """A linear layer y = x W + bias, in which each block of inputs has one scale per output.
 
-    Buffers: `quantized`, int8 [K, N] of `bits` bits; `scale`, float32 [K / block, N]; `bias`, float32 [N] or None.
+    Buffers: `quantized`, int8 [K, N], which uses `bits` bits; `scale`, float32 [K / block, N]; `bias`, float32 [N] or None.
     """
 
     quantized: torch.Tensor
@@ -106,9 +45,9 @@ class BlockLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Float32 [..., K] -> [..., N]."""
+        """Return float32 [..., N] of float32 [..., K]."""
         if torch.compiler.is_exporting():
-            # Weights as [K, N], axis 0: the only layout that ONNX Runtime fuses with the product, into MatMulNBits.
+            # [K, N] with axis 0 is the only layout that ONNX Runtime fuses with the product, into MatMulNBits.
             weight = symbolic(
                 "DequantizeLinear",
                 (self.quantized, self.scale),
@@ -124,32 +63,33 @@ class BlockLinear(nn.Module):
 
 
 def quantize(weight: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round float32 [N, K] to the nearest, into int8 [K, N] and float32 scales [K / block, N], all of them positive.
+    """Round weights, float32 [N, K], to int8 [K, N] and float32 scales [K / block, N], all of them positive.
 
-    For each block several scales are tried. What is made least is the squared error, that of a weight w counted as its size a
-    (|w| as a share of the block's greatest one, and `FAINT`): sum(a (w - scale q)^2). Given the integers q of a scale tried,
-    scale = sum(a w q) / sum(a q q) is best, and leaves sum(a w w) - sum(a w q)^2 / sum(a q q). llama.cpp does about the same
-    (`make_qx_quants` in ggml-quants.c), with negative scales, too, which TensorRT does not take.
+    For each block, several scales are tried and refitted. The error to minimize is squared, and weighted by the importance a of
+    a weight w, which is |w| as a share of the block's greatest weight, plus `MIN_IMPORTANCE`: sum(a (w - scale q)^2). Given the
+    integers q of a tried scale, the best scale is sum(a w q) / sum(a q q), and the remaining error is
+    sum(a w w) - sum(a w q)^2 / sum(a q q). llama.cpp does about the same (`make_qx_quants` in ggml-quants.c), but allows
+    negative scales, which TensorRT does not take.
 
-    That large weights count for more is of experience, not of theory: on a model of 0.5B it halves what blocks of 128 lose.
+    The importance is empirical: on a model of 0.5B it halves the loss of blocks of 128.
     """
     outputs, inputs = weight.shape
-    most = 2 ** (bits - 1)
+    limit = 2 ** (bits - 1)
     quantized = torch.empty(inputs, outputs, dtype=torch.int8)
     scale = torch.empty(inputs // block, outputs)
-    step = max(1, PIECE // inputs)
+    step = max(1, WEIGHTS_AT_ONCE // inputs)
     for first in range(0, outputs, step):
         piece = weight[first : first + step].float().reshape(-1, inputs // block, block)
         greatest = piece.abs().amax(-1, keepdim=True)
         greatest = torch.where(greatest > 0, greatest, 1.0)
         piece = piece / greatest
-        size = piece.abs() + FAINT
-        weighted = size * piece
+        importance = piece.abs() + MIN_IMPORTANCE
+        weighted = importance * piece
         best = torch.full(piece.shape[:2], -1.0)
         chosen, scales = torch.zeros_like(piece), torch.ones_like(best)
-        for reach in REACHES[bits]:
-            integers = (piece * ((most - 1) * reach)).round_().clamp_(-most, most - 1)
-            fit, power = (weighted * integers).sum(-1), (size * integers.square()).sum(-1)
+        for factor in SCALE_FACTORS[bits]:
+            integers = (piece * ((limit - 1) * factor)).round_().clamp_(-limit, limit - 1)
+            fit, power = (weighted * integers).sum(-1), (importance * integers.square()).sum(-1)
             gain = torch.where(power > 0, fit * fit / power, 0.0)
             better = gain > best
             best = torch.where(better, gain, best)
@@ -162,137 +102,78 @@ def quantize(weight: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor,
 
 
 def _integers(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantize`, of weights [N, K] that are multiples of scales [N, K / block] already."""
+    """Return the result of `quantize` for weights [N, K] that are already multiples of scales [N, K / block]."""
     integers = (weight.reshape(*scale.shape, -1) / scale[..., None]).round()
     return integers.reshape(len(weight), -1).T.to(torch.int8).contiguous(), scale.T.float().contiguous()
 
 
 def dequantize(quantized: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What `DequantizeLinear` computes: int8 [K, N] and float32 [K / block, N] -> float32 [K, N]."""
+    """Compute `DequantizeLinear`: int8 [K, N] and float32 [K / block, N] -> float32 [K, N]."""
     blocks, outputs = scale.shape
     return (quantized.reshape(blocks, -1, outputs) * scale[:, None]).reshape(-1, outputs)
-
-
-def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None) -> None:
-    """Round the linear layers of a model's blocks to int4 by AutoRound (SignRound, arXiv:2309.05516), from a text.
-
-    Their weights stay floating, each an integer times the layer's new attribute `scale`, float32 [N, K / block].
-
-    Raises:
-        UsageError: the text is too short, or the package is not there.
-        UnsupportedModelError: AutoRound fails.
-    """
-    encoder = Tokenizer.from_str(tokenizer.json)
-    length = min(CALIBRATION, positions or CALIBRATION)
-    tokens = encoder.encode(rounding.text, add_special_tokens=False).ids
-    starts = range(0, len(tokens) - length + 1, length)[:PIECES]
-    pieces = [torch.tensor([tokens[start : start + length]]) for start in starts]
-    if len(pieces) < BATCH:
-        raise UsageError(
-            f"the calibration text has {len(tokens):,} tokens, and at least {BATCH * length:,} are needed",
-            f"give a longer one; up to {PIECES * length:,} are used",
-        )
-    try:
-        from auto_round import AutoRound
-    except ImportError as error:
-        raise UsageError(f"what --method auto-round needs is missing: {error}", "pip install 'outrider[quantize]'") from error
-    logging.getLogger("autoround").setLevel(logging.WARNING)
-    head = _head(model)  # which it leaves alone unless it is named
-    blocks = {
-        name: None if isinstance(module, Conv1D) else rounding.block_of(module.in_features, 4)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    }
-    try:
-        AutoRound(
-            model,
-            tokenizer=PreTrainedTokenizerFast(tokenizer_object=encoder),
-            bits=4,
-            group_size=rounding.block(4),
-            sym=True,
-            data_type="int_sym_gptq",  # its other symmetric type has negative scales
-            scale_dtype="fp32",
-            amp=False,  # bf16
-            iters=ITERATIONS,
-            dataset=[{"input_ids": piece, "attention_mask": torch.ones_like(piece)} for piece in pieces],
-            nsamples=len(pieces),
-            seqlen=length,
-            batch_size=BATCH,
-            layer_config={
-                name: {"bits": 16, "data_type": "float"} if block is None else {"bits": 4, "group_size": block}
-                for name, block in blocks.items()
-                if block != rounding.block(4)
-            },
-            device_map="cpu",
-            enable_torch_compile=False,
-        ).quantize()
-    except Exception as error:  # it names no base for what it raises
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UnsupportedModelError(
-            f"AutoRound cannot round {type(model).__name__}: {reason[:300]}", "export with --method rtn"
-        ) from error
-    model.requires_grad_(False)
 
 
 def quantize_model(
     model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None
 ) -> Quantization:
-    """Put a `BlockLinear` in place of every linear layer (`nn.Linear`, and GPT-2's `Conv1D`), and say what stays.
+    """Replace every linear layer (`nn.Linear`, and GPT-2's `Conv1D`) by a `BlockLinear`, and return what was done.
 
-    Embeddings are looked up and not multiplied, so they cost no time; rounded to fp16, a table takes half the memory, and
-    a table of bf16 loses nothing of note. A head tied to its embedding gets weights of its own.
+    Embeddings are looked up and not multiplied, so quantizing them would save no time. They are rounded to fp16, which halves
+    their memory and loses nothing of note in a table of bf16. A head that is tied to its embedding gets weights of its own.
 
     Raises:
-        UsageError, UnsupportedModelError: as `tune`.
+        UsageError, UnsupportedModelError: as for `tune`.
     """
     if rounding.method == "auto-round":
         tune(model, rounding, tokenizer, positions)
-    head = _head(model)
-    made: dict[nn.Module, BlockLinear] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, nn.Linear | Conv1D):
-            continue
-        bits = BITS.get(rounding.head_precision if module is head else rounding.precision)
-        weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
-        block = None if bits is None else rounding.block_of(weight.shape[1], bits)
-        if bits is None or block is None:
-            continue
-        if module not in made:
-            tuned = getattr(module, "scale", None)
-            rounded = quantize(weight, bits, block) if tuned is None else _integers(weight, tuned)
-            made[module] = BlockLinear(*rounded, module.bias, bits)
-        model.set_submodule(name, made[module])
-    for module in [module for module in model.modules() if isinstance(module, nn.Embedding)]:
-        half = module.weight.half()
-        if half.isfinite().all():  # else it stays as it is, and in fp32
-            module.weight = nn.Parameter(half.float(), requires_grad=False)  # a new one: a tied head keeps its own
+    layers = _replace_linears(model, rounding)
+    _round_embeddings(model)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = {name: each for name, each in model.named_parameters() if each.dim() > 1 and each not in tables}
     return Quantization(
         method=rounding.method,
         head_precision=rounding.head_precision,
-        block=rounding.block(BITS[rounding.precision]),
-        weights=sum(layer.quantized.numel() for layer in made.values()),
+        block=rounding.max_block(BITS[rounding.precision]),
+        weights=sum(layer.quantized.numel() for layer in layers),
         kept={name: matrix.numel() for name, matrix in matrices.items()},
     )
 
 
-def _head(model: PreTrainedModel) -> nn.Module | None:
-    """The product that gives the logits."""
-    head = model.get_output_embeddings()
-    rows: nn.Module | None = getattr(head, "rows", head)  # of a `ShortHead`
-    return rows
+def _replace_linears(model: PreTrainedModel, rounding: Rounding) -> list[BlockLinear]:
+    head = output_head(model)
+    layers: dict[nn.Module, BlockLinear] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        bits = BITS.get(rounding.head_precision if module is head else rounding.precision)
+        weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
+        block = None if bits is None else rounding.block_for(weight.shape[1], bits)
+        if bits is None or block is None:
+            continue
+        if module not in layers:
+            tuned_scale = getattr(module, "scale", None)
+            rounded = quantize(weight, bits, block) if tuned_scale is None else _integers(weight, tuned_scale)
+            layers[module] = BlockLinear(*rounded, module.bias, bits)
+        model.set_submodule(name, layers[module])
+    return list(layers.values())
+
+
+def _round_embeddings(model: PreTrainedModel) -> None:
+    for module in [module for module in model.modules() if isinstance(module, nn.Embedding)]:
+        half = module.weight.half()
+        if half.isfinite().all():  # otherwise the table stays in fp32
+            module.weight = nn.Parameter(half.float(), requires_grad=False)  # a new parameter: a tied head keeps its own
 
 
 def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel) -> None:
-    """Store the int4 weights of a traced model as such, two to a byte, and its embeddings in fp16.
+    """Store the int4 weights of a traced model two to a byte, and its embeddings in fp16.
 
-    torch has no int4, so the trace holds int8. Its initializers go by the names of the model's own tensors.
+    torch has no int4, so the trace has int8. Its initializers have the names of the model's own tensors.
     """
     graph = program.model.graph
     for name, module in model.named_modules(remove_duplicate=False):
         value = graph.initializers.get(f"model.{name}.{'quantized' if isinstance(module, BlockLinear) else 'weight'}")
-        if value is None or value.const_value is None:  # a part that the trace did not come by
+        if value is None or value.const_value is None:  # not used in the trace
             continue
         if isinstance(module, BlockLinear) and module.bits == 4:
             pairs = value.const_value.numpy().reshape(-1, 2).view(np.uint8) & 15
@@ -307,7 +188,7 @@ def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel) -> None:
 
 
 def _cast_up(graph: ir.Graph, gather: ir.Node) -> None:
-    """Give fp32 to whatever reads the rows of a table in fp16."""
+    """Cast the rows that are read from a table of fp16 to fp32."""
     rows = gather.outputs[0]
     cast = ir.node("Cast", [rows], {"to": int(ir.DataType.FLOAT)})
     (cast.outputs[0].dtype, cast.outputs[0].shape) = (ir.DataType.FLOAT, rows.shape)

@@ -1,21 +1,20 @@
-"""Samplers as ONNX graphs: what turns logits into tokens, beside the model, on any backend.
+"""Samplers as ONNX graphs, which turn logits into tokens next to the model on any backend.
 
-The arithmetic (the tensors are in `engines.contract`), for every row x of logits:
+For every row x of logits (the tensors are in `engines.contract`):
 
-1. *edits*: bias, bans and penalties, as vLLM applies them and in its order. A row sees its own drafted prefix.
-2. *warping*: e = exp((x - max x) / temperature). Kept are the tokens with e >= min_p, then the top_k greatest of these,
-   then the fewest of these whose share reaches top_p. Tokens equal to the last kept one are kept too. So p = w / sum w,
-   where w is e for kept tokens and 0 for the others.
-3. *drawing*: inverse CDF in two levels, first a block of 256 tokens and then a token of it, each by a uniform number of
-   its own. So fp32 is exact enough for any vocabulary, and a token of weight 0 is never drawn.
-4. *accepting*, by rule:
-   rejection: a token d drawn from q is accepted if u q(d) < p(d); else the row's own token is drawn from max(0, p - q),
-   and after the last drafted token from p (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1).
-   exact-match: the row's own token is drawn from p, and d is accepted if it is that token.
-   At temperature 0 both mean: accepted if it is the most likely token. The `greedy_` graphs do that and nothing else.
+1. *Edits*: bias, bans and penalties, as in vLLM and in its order. A row sees the draft tokens before it.
+2. *Warping*: e = exp((x - max x) / temperature). The tokens with e >= min_p are kept, of these the top_k greatest, and of these
+   the fewest whose share reaches top_p. Tokens equal to the last kept one are kept too. Then p = w / sum w, where w is e for
+   kept tokens and 0 for the others.
+3. *Drawing*: by the inverse CDF in two levels, first a block of 256 tokens and then a token of the block, each with a uniform
+   number of its own. This makes fp32 exact enough for any vocabulary, and a token of weight 0 is never drawn.
+4. *Accepting*, by one of two rules. Rejection: a token d drawn from q is accepted if u q(d) < p(d). Otherwise the target's own
+   token is drawn from max(0, p - q), and after the last draft token from p (Leviathan et al. 2023, algorithm 1; Chen et al.
+   2023, theorem 1). Exact match: the target's own token is drawn from p, and d is accepted if it is the same token. At
+   temperature 0, both rules accept d if it is the most likely token; the `greedy_` graphs do only that.
 
-Only operators that TensorRT takes: no NonZero, Multinomial, CumProd, scatter with a reduction, If or Loop. How many
-candidates TopK looks at is an input, because TensorRT takes no more than 3840.
+The graphs use only operators that TensorRT supports: no NonZero, Multinomial, CumProd, scatter with a reduction, If or Loop.
+The number of candidates for TopK is an input, because TensorRT's limit is 3840.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from outrider.engines.contract import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINIT
 OPSET = 21
 INT64 = ir.DataType.INT64
 FLOAT = ir.DataType.FLOAT
-LARGEST = 3e38  # nothing finite that a sum of weights can be is above it
+LARGEST = 3e38  # no finite sum of weights is above it
 Value = Any  # an `ir.Value`; GraphBuilder's nodes are typed as Any
 
 
 class Graph:
-    """A graph in the making. Methods name their shapes; `op` adds a node."""
+    """A graph under construction. Methods state the shapes; `op` adds a node."""
 
     def __init__(self, vocab_rows: int) -> None:
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="sampler")
@@ -46,15 +45,15 @@ class Graph:
         self.vocab_rows = vocab_rows
 
     def size(self, x: Value, axis: int) -> Value:
-        """The size [1] of one axis."""
+        """Return the size [1] of one axis."""
         return self.op.Shape(x, start=axis, end=axis + 1)
 
     def indices(self, size: Value) -> Value:
-        """0..size-1."""
+        """Return 0..size-1."""
         return self.op.Range(0, self.op.Squeeze(size), 1)
 
     def settings(self, settings: Value) -> dict[str, Value]:
-        """Each setting by name, [B, 1, 1]."""
+        """Return the settings by name, each [B, 1, 1]."""
         columns = self.op.Split(self.op.Unsqueeze(settings, [1]), [1] * len(SETTINGS), axis=2, _outputs=len(SETTINGS))
         return dict(zip(SETTINGS, columns, strict=True))
 
@@ -62,27 +61,27 @@ class Graph:
         return self.op.Cast(x, to=FLOAT)
 
     def count(self, x: Value, axis: int) -> Value:
-        """How many of the booleans along `axis` are true; the axis stays, as 1."""
+        """Count the true booleans along `axis`, which is kept with size 1."""
         return self.op.ReduceSum(self.op.Cast(x, to=INT64), [axis], keepdims=1)
 
-    def edited(self, logits: Value, drafted: Value, row: Value, given: dict[str, Value], settings: dict[str, Value]) -> Value:
-        """Logits [B, S, V] with bias, bans and penalties; a row sees as many of drafted [B, D] as its number in `row` [S]."""
+    def edit(self, logits: Value, drafted: Value, row: Value, inputs: dict[str, Value], settings: dict[str, Value]) -> Value:
+        """Return logits [B, S, V] with bias, bans and penalties; `row` [S] is how many of drafted [B, D] each row sees."""
         op = self.op
-        table_ids, table = given["edit_ids"], given["edits"]
-        # A drafted token's own edits: those of the table, where the table has the token.
+        table_ids, table = inputs["edit_ids"], inputs["edits"]
+        # The edits of the draft tokens themselves, if the table has them.
         entry = self.indices(self.size(table_ids, 1))
         listed = op.Equal(op.Unsqueeze(drafted, [2]), op.Unsqueeze(table_ids, [1]))  # [B, D, N]
-        found = op.ReduceMax(op.Where(listed, entry, op.Constant(value_int=-1)), [2], keepdims=1)  # [B, D, 1]
-        looked_up = op.GatherElements(table, op.Expand(op.Max(found, [0]), [1, 1, 4]), axis=1)
-        looked_up = op.Where(op.GreaterOrEqual(found, [0]), looked_up, 0.0)
+        index = op.ReduceMax(op.Where(listed, entry, op.Constant(value_int=-1)), [2], keepdims=1)  # [B, D, 1]
+        looked_up = op.GatherElements(table, op.Expand(op.Max(index, [0]), [1, 1, 4]), axis=1)
+        looked_up = op.Where(op.GreaterOrEqual(index, [0]), looked_up, 0.0)
         ids = op.Concat(table_ids, drafted, axis=1)  # [B, M], M = N + D
         values = op.Transpose(op.Concat(table, looked_up, axis=1), perm=[0, 2, 1])  # [B, 4, M]
         bias, count, seen, banned_rows = op.Split(values, [1, 1, 1, 1], axis=1, _outputs=4)  # [B, 1, M]
-        # How often the drafted prefix of each row has each of them.
+        # How often each of them occurs among the draft tokens before each row.
         place = op.Unsqueeze(row, [0, 2])  # [1, S, 1]
         before = self.floats(op.Less(self.indices(self.size(drafted, 1)), place))  # [1, S, D]
         same = self.floats(op.Equal(op.Unsqueeze(drafted, [2]), op.Unsqueeze(ids, [1])))  # [B, D, M]
-        more = op.MatMul(before, same)  # [B, S, M], as all that follow
+        more = op.MatMul(before, same)  # [B, S, M], like all that follow
         count = op.Add(count, more)
         seen = op.Greater(op.Add(seen, more), 0.0)
         at = op.Expand(op.Unsqueeze(ids, [1]), op.Shape(count))
@@ -94,8 +93,8 @@ class Graph:
         x = op.Sub(x, op.Mul(settings["presence_penalty"], self.floats(op.Greater(count, 0.0))))
         return op.ScatterElements(logits, at, x, axis=2)
 
-    def warped(self, x: Value, settings: dict[str, Value], candidates: Value) -> tuple[Value, Value, Value]:
-        """Weights [B, S, V], their sums [B, S], and the state [B, S] of each row."""
+    def warp(self, x: Value, settings: dict[str, Value], candidates: Value) -> tuple[Value, Value, Value]:
+        """Return weights [B, S, V], their sums [B, S], and the state [B, S] of each row."""
         op = self.op
         temperature, top_p = settings["temperature"], settings["top_p"]
         top_k = op.Cast(settings["top_k"], to=INT64)
@@ -107,7 +106,7 @@ class Graph:
         kth = op.Expand(op.Sub(op.Min(op.Max(top_k, [1]), size), [1]), rows)
         kth = op.Where(op.Greater(top_k, [0]), op.GatherElements(best, kth, axis=2), 0.0)
         floor = op.Max(kth, settings["min_p"])  # [B, S, 1]
-        # What is below goes, rather than what is above stays: so NaN stays in the weights, where the state below finds it.
+        # Drop what is below instead of keeping what is above, so that NaN stays in the weights, and the state shows it.
         total = op.ReduceSum(op.Where(op.Less(e, floor), 0.0, e), [2], keepdims=1)
         share = op.CumSum(op.Where(op.Less(best, floor), 0.0, best), op.Constant(value_int=2))
         short = self.count(op.Less(share, op.Mul(top_p, total)), 2)  # candidates whose share does not reach top_p yet
@@ -122,28 +121,32 @@ class Graph:
         state = op.Where(finite, op.Where(wide, [MORE_CANDIDATES], [DECIDED]), [NOT_FINITE])
         return weights, op.Squeeze(total, [2]), op.Squeeze(state, [2])
 
-    def likeliest(self, logits: Value) -> tuple[Value, Value]:
-        """The most likely tokens [B, S] of logits [B, S, V], and the state [B, S] of each row."""
+    def most_likely(self, logits: Value) -> tuple[Value, Value]:
+        """Return the most likely tokens [B, S] of logits [B, S, V], and the state [B, S] of each row."""
         finite = self.op.Less(self.op.ReduceSum(logits, [2], keepdims=0), LARGEST)  # false for NaN, too
         return self.op.ArgMax(logits, axis=2, keepdims=0), self.op.Where(finite, [DECIDED], [NOT_FINITE])
 
-    def accepted(self, right: Value, drafted_count: Value, row: Value) -> Value:
-        """How many drafted tokens [B, 1] come before the first, by `row` [S], that is not `right` [B, S]; at most the drafted
-        count [B], so below S."""
-        kept = self.op.And(right, self.op.Less(row, self.op.Unsqueeze(drafted_count, [1])))
+    def accept(self, correct: Value, drafted_count: Value, row: Value) -> Value:
+        """Return how many draft tokens [B, 1] come before the first that is not `correct` [B, S].
+
+        The result is at most the number of draft tokens [B], and so below S. `row` [S] is the index of each row.
+        """
+        kept = self.op.And(correct, self.op.Less(row, self.op.Unsqueeze(drafted_count, [1])))
         failures = self.op.CumSum(self.op.Cast(self.op.Not(kept), to=INT64), self.op.Constant(value_int=1))
         return self.count(self.op.Equal(failures, [0]), 1)
 
     def verdict(self, accepted: Value, drafted: Value, own: Value, state: Value, row: Value) -> list[Value]:
-        """accepted, tokens, status: the accepted of the drafted tokens [B, S], and the target's `own` after them: [B, S], of
-        which the one at that row counts, or [B, 1]."""
+        """Return accepted, tokens, status: the accepted ones of the draft tokens [B, S], then the target's `own` token.
+
+        `own` is [B, S], of which the token at that row counts, or [B, 1].
+        """
         op = self.op
         tokens = op.Where(op.Less(row, accepted), drafted, op.Where(op.Equal(row, accepted), own, [-1]))
         status = op.ReduceMax(op.Where(op.LessOrEqual(row, accepted), state, [DECIDED]), [1], keepdims=0)
         return [op.Squeeze(accepted, [1]), tokens, status]
 
-    def drawn(self, weights: Value, uniforms: Value) -> Value:
-        """Tokens [B, S] drawn from weights [B, S, V], each by two uniforms [B, S, 2]."""
+    def draw(self, weights: Value, uniforms: Value) -> Value:
+        """Draw tokens [B, S] from weights [B, S, V], each with two uniforms [B, S, 2]."""
         op = self.op
         padding = -self.vocab_rows % BLOCK
         if padding:
@@ -151,13 +154,13 @@ class Graph:
         blocks = op.Reshape(weights, [0, 0, -1, BLOCK])
         first, second = op.Split(uniforms, [1, 1], axis=2, _outputs=2)
         count = (self.vocab_rows + padding) // BLOCK
-        block = self.picked(op.ReduceSum(blocks, [3], keepdims=0), count, first)  # [B, S, 1]
+        block = self.pick(op.ReduceSum(blocks, [3], keepdims=0), count, first)  # [B, S, 1]
         at = op.Expand(op.Unsqueeze(block, [3]), [1, 1, 1, BLOCK])
-        inside = self.picked(op.Squeeze(op.GatherElements(blocks, at, axis=2), [2]), BLOCK, second)
+        inside = self.pick(op.Squeeze(op.GatherElements(blocks, at, axis=2), [2]), BLOCK, second)
         return op.Squeeze(op.Add(op.Mul(block, [BLOCK]), inside), [2])
 
-    def picked(self, weights: Value, count: int, uniforms: Value) -> Value:
-        """The index [B, S, 1] of the weight, of [B, S, count], into which the share `uniforms` [B, S, 1] of their sum
+    def pick(self, weights: Value, count: int, uniforms: Value) -> Value:
+        """Return the index [B, S, 1] of the weight, among [B, S, count], into which the share `uniforms` [B, S, 1] of their sum
         falls."""
         op = self.op
         index = list(range(count))
@@ -167,46 +170,46 @@ class Graph:
         past = op.And(positive, op.Greater(share, sought))
         first = op.ReduceMin(op.Where(past, index, [count]), [2], keepdims=1)
         last = op.ReduceMax(op.Where(positive, index, [0]), [2], keepdims=1)
-        return op.Min(first, last)  # where rounding left no share past what is sought, the last token of any weight
+        return op.Min(first, last)  # if rounding left no share past the one sought, the last token with a weight
 
 
-def drafter(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
-    """token, q, status: a token drawn from the draft's warped distribution, which is laid out as the target's."""
-    op, logits = graph.op, given["logits"]
-    settings = graph.settings(given["settings"])
-    if draft_rows > graph.vocab_rows:  # what the target's logits lack is never proposed
+def drafter(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
+    """Return token, q, status: a token drawn from the draft's warped distribution q, which is laid out like the target's."""
+    op, logits = graph.op, inputs["logits"]
+    settings = graph.settings(inputs["settings"])
+    if draft_rows > graph.vocab_rows:  # never propose tokens that the target does not have
         logits = op.Slice(logits, [0], [graph.vocab_rows], [2])
     elif draft_rows < graph.vocab_rows:
         logits = op.Pad(logits, [0, 0, 0, 0, 0, graph.vocab_rows - draft_rows], float("-inf"))
-    x = graph.edited(logits, given["drafted"], given["first_row"], given, settings)
-    weights, total, state = graph.warped(x, settings, given["candidates"])
+    x = graph.edit(logits, inputs["drafted"], inputs["first_row"], inputs, settings)
+    weights, total, state = graph.warp(x, settings, inputs["candidates"])
     sampled = op.Squeeze(op.Greater(settings["temperature"], 0.0), [2])
-    own = graph.drawn(weights, op.Unsqueeze(given["uniforms"], [1]))
+    own = graph.draw(weights, op.Unsqueeze(inputs["uniforms"], [1]))
     token = op.Where(sampled, own, op.ArgMax(x, axis=2, keepdims=0))
     return [token, op.Div(op.Squeeze(weights, [1]), total), op.Squeeze(state, [1])]
 
 
-def verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
-    """accepted, tokens, status: the accepted prefix of the drafted tokens and the target's own token after it."""
-    op, drafted, q = graph.op, given["drafted"], given["q"]
-    settings = graph.settings(given["settings"])
-    accepting, drawing = op.Split(given["uniforms"], [1, 2], axis=2, _outputs=2)
+def verifier(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
+    """Return accepted, tokens, status: the accepted prefix of the draft tokens, and the target's own token after it."""
+    op, drafted, q = graph.op, inputs["drafted"], inputs["q"]
+    settings = graph.settings(inputs["settings"])
+    accepting, drawing = op.Split(inputs["uniforms"], [1, 2], axis=2, _outputs=2)
     row = graph.indices(graph.size(drafted, 1))  # [S]
-    x = graph.edited(given["logits"], drafted, row, given, settings)
-    weights, total, state = graph.warped(x, settings, given["candidates"])
+    x = graph.edit(inputs["logits"], drafted, row, inputs, settings)
+    weights, total, state = graph.warp(x, settings, inputs["candidates"])
     greedy = op.Squeeze(op.LessOrEqual(settings["temperature"], 0.0), [2])  # [B, 1]
     exact = op.Or(greedy, op.Squeeze(op.Greater(settings["exact_match"], 0.0), [2]))
-    own = op.Where(greedy, op.ArgMax(x, axis=2, keepdims=0), graph.drawn(weights, drawing))  # [B, S]
+    own = op.Where(greedy, op.ArgMax(x, axis=2, keepdims=0), graph.draw(weights, drawing))  # [B, S]
 
-    # Which drafted tokens are accepted; u q < p, both sides times the sum of the weights.
+    # The draft tokens to accept: u q < p, with both sides multiplied by the sum of the weights.
     w_drafted = op.Squeeze(op.GatherElements(weights, op.Unsqueeze(drafted, [2]), axis=2), [2])
     q_drafted = op.GatherElements(q, op.Unsqueeze(op.Transpose(drafted, perm=[1, 0]), [2]), axis=2)  # [S, B, 1]
     q_drafted = op.Transpose(op.Squeeze(q_drafted, [2]), perm=[1, 0])
     likely = op.Less(op.Mul(op.Mul(op.Squeeze(accepting, [2]), q_drafted), total), w_drafted)
-    right = op.Or(op.And(exact, op.Equal(drafted, own)), op.And(op.Not(exact), likely))
-    accepted = graph.accepted(right, given["drafted_count"], row)
+    correct = op.Or(op.And(exact, op.Equal(drafted, own)), op.And(op.Not(exact), likely))
+    accepted = graph.accept(correct, inputs["drafted_count"], row)
 
-    # The target's own token, from what p has more than q at the row of the first rejected token.
+    # The target's own token, drawn from max(0, p - q) at the row of the first rejected token.
     rows, batch = graph.size(drafted, 1), graph.size(drafted, 0)
     sequence = op.Unsqueeze(graph.indices(batch), [1])
     flat = [-1, graph.vocab_rows]
@@ -215,40 +218,40 @@ def verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Val
     total_there = op.Unsqueeze(op.GatherElements(total, accepted, axis=1), [2])
     residual = op.Max(op.Sub(w_there, op.Mul(q_there, total_there)), 0.0)
     at = op.Expand(op.Unsqueeze(accepted, [2]), [1, 1, 2])
-    resampled = graph.drawn(residual, op.GatherElements(drawing, at, axis=1))  # [B, 1]
-    # Where p and q are equal, rounding may reject a token and leave no residual; then p itself is as right.
-    left = op.Greater(op.ReduceMax(residual, [2], keepdims=0), 0.0)
-    rejected = op.Less(accepted, op.Unsqueeze(given["drafted_count"], [1]))
-    use_residual = op.And(op.And(op.Not(exact), rejected), left)
+    resampled = graph.draw(residual, op.GatherElements(drawing, at, axis=1))  # [B, 1]
+    # If p and q are equal, rounding may reject a token and leave no residual; then drawing from p itself is as correct.
+    has_residual = op.Greater(op.ReduceMax(residual, [2], keepdims=0), 0.0)
+    rejected = op.Less(accepted, op.Unsqueeze(inputs["drafted_count"], [1]))
+    use_residual = op.And(op.And(op.Not(exact), rejected), has_residual)
     last = op.Where(use_residual, resampled, op.GatherElements(own, accepted, axis=1))
     return graph.verdict(accepted, drafted, last, state, row)
 
 
-def greedy_drafter(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
-    """token, status: the draft's most likely token of those that the target has."""
-    logits = given["logits"]
+def greedy_drafter(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
+    """Return token, status: the draft's most likely token among those that the target has."""
+    logits = inputs["logits"]
     if draft_rows > graph.vocab_rows:
         logits = graph.op.Slice(logits, [0], [graph.vocab_rows], [2])
-    token, state = graph.likeliest(logits)
+    token, state = graph.most_likely(logits)
     return [token, graph.op.Squeeze(state, [1])]
 
 
-def greedy_verifier(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
-    """accepted, tokens, status: the drafted tokens that are the most likely ones, and the most likely one after them."""
-    drafted = given["drafted"]
+def greedy_verifier(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
+    """Return accepted, tokens, status: the draft tokens that are the most likely ones, and the most likely one after them."""
+    drafted = inputs["drafted"]
     row = graph.indices(graph.size(drafted, 1))
-    own, state = graph.likeliest(given["logits"])
-    accepted = graph.accepted(graph.op.Equal(drafted, own), given["drafted_count"], row)
+    own, state = graph.most_likely(inputs["logits"])
+    accepted = graph.accept(graph.op.Equal(drafted, own), inputs["drafted_count"], row)
     return graph.verdict(accepted, drafted, own, state, row)
 
 
-def logprobs(graph: Graph, given: dict[str, Value], draft_rows: int) -> list[Value]:
-    """logprobs, top_ids, top_logprobs of the logits as they are."""
+def logprobs(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
+    """Return logprobs, top_ids, top_logprobs of the unmodified logits."""
     op = graph.op
-    normal = op.LogSoftmax(given["logits"], axis=2)
-    of_tokens = op.GatherElements(normal, op.Unsqueeze(op.Max(given["tokens"], [0]), [2]), axis=2)
-    top_logprobs, top_ids = op.TopK(normal, given["candidates"], axis=2, _outputs=2)
-    return [op.Squeeze(of_tokens, [2]), top_ids, top_logprobs]
+    normal = op.LogSoftmax(inputs["logits"], axis=2)
+    chosen = op.GatherElements(normal, op.Unsqueeze(op.Max(inputs["tokens"], [0]), [2]), axis=2)
+    top_logprobs, top_ids = op.TopK(normal, inputs["candidates"], axis=2, _outputs=2)
+    return [op.Squeeze(chosen, [2]), top_ids, top_logprobs]
 
 
 MAKERS: dict[str, Callable[[Graph, dict[str, Value], int], list[Value]]] = dict(
@@ -257,13 +260,13 @@ MAKERS: dict[str, Callable[[Graph, dict[str, Value], int], list[Value]]] = dict(
 
 
 def sampler(name: str, vocab_rows: int, draft_rows: int) -> ir.Model:
-    """The graph of one of `contract.SAMPLERS` for a target of `vocab_rows` and a draft of `draft_rows` logits."""
+    """Build one of `contract.SAMPLERS`, for a target with `vocab_rows` logits and a draft with `draft_rows`."""
     graph = Graph(vocab_rows)
     inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
-    given = {
+    values = {
         each.name: graph.builder.input(each.name, ir.DataType.from_numpy(np.dtype(each.dtype)), each.shape) for each in inputs
     }
-    for made, each in zip(MAKERS[name](graph, given, draft_rows), outputs, strict=True):
-        made.shape = ir.Shape(each.shape)
-        graph.builder.add_output(made, each.name)
+    for value, each in zip(MAKERS[name](graph, values, draft_rows), outputs, strict=True):
+        value.shape = ir.Shape(each.shape)
+        graph.builder.add_output(value, each.name)
     return ir.Model(graph.graph, ir_version=10)

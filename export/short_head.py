@@ -1,5 +1,7 @@
-"""`--draft-vocab`: a draft that proposes its most frequent tokens only, for the product that gives the logits is a large part
-of a small model. Nothing is lost but acceptance: the others have probability zero there, and the target may still choose them.
+"""A draft that proposes only the most frequent tokens (`--draft-vocab`).
+
+The output head is a large part of a small model, so a shorter one makes the draft faster. It costs acceptance and nothing else:
+the other tokens have probability zero in the draft, and the target can still choose them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from outrider.errors import UsageError
 
 
 class ShortHead(nn.Module):
-    """The rows of a head for some tokens, int64 [N]; the logits of the others are minus infinity."""
+    """The rows of a head for some tokens, int64 [N]. The logits of all other tokens are minus infinity."""
 
     place: torch.Tensor
 
@@ -26,50 +28,64 @@ class ShortHead(nn.Module):
         self.rows.weight = nn.Parameter(head.weight[tokens].clone(), requires_grad=False)
         if head.bias is not None:
             self.rows.bias = nn.Parameter(head.bias[tokens].clone(), requires_grad=False)
-        place = torch.full((head.out_features,), len(tokens))
+        place = torch.full((head.out_features,), len(tokens))  # of each token's logit; the last is minus infinity
         place[tokens] = torch.arange(len(tokens))
         self.register_buffer("place", place)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., V]."""
+        """Return logits [..., V] of hidden states [..., K]."""
         logits = self.rows(hidden)
         others = torch.full_like(logits[..., :1], -torch.inf)
         return torch.cat([logits, others], -1).index_select(-1, self.place)
 
 
+def output_head(model: PreTrainedModel) -> nn.Module | None:
+    """Return the layer that computes the logits, also if it is within a `ShortHead`."""
+    head = model.get_output_embeddings()
+    layer: nn.Module | None = getattr(head, "rows", head)
+    return layer
+
+
 def frequent_tokens(tokenizer: str, text: Path, count: int, tokens: int, always: list[int]) -> torch.Tensor:
-    """The `count` tokens, of ids below `tokens`, that a text has most, in order; `always` among them. Where it has fewer, the
-    lowest ids follow, which in vocabularies made by merging pairs are the commoner ones.
+    """Return the ids of the most frequent tokens of a text, int64 [count], in ascending order.
+
+    If the text has fewer distinct tokens, the lowest ids fill up the rest; in a BPE vocabulary these are the more common ones.
 
     Args:
         tokenizer: the contents of a tokenizer.json.
+        text: the path of a UTF-8 text.
+        count: how many ids to return.
+        tokens: the size of the vocabulary.
+        always: ids to include in any case.
 
     Raises:
-        UsageError: there is no such text, or so many are not fewer.
+        UsageError: the text cannot be read, or `count` does not fit the vocabulary.
     """
     if not len(set(always)) < count < tokens:
         raise UsageError(
             f"--draft-vocab {count} does not fit a vocabulary of {tokens:,}",
-            f"give a number between {len(set(always)) + 1} and {tokens - 1:,}",
+            f"use a number from {len(set(always)) + 1} to {tokens - 1:,}",
         )
     try:
         ids = Tokenizer.from_str(tokenizer).encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{text} cannot be read as a text: {error}", "give a UTF-8 text like what the pair will write"
+            f"cannot read {text} as text: {error}", "use a UTF-8 text similar to what the pair will write"
         ) from error
-    seen = np.bincount(ids, minlength=tokens)[:tokens].astype(np.int64)
-    seen[always] = np.iinfo(np.int64).max
-    return torch.from_numpy(np.sort(np.argsort(-seen, kind="stable")[:count]))
+    counts = np.bincount(ids, minlength=tokens)[:tokens].astype(np.int64)
+    counts[always] = np.iinfo(np.int64).max
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 
 def shorten(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    """Give a model a head of these tokens alone.
+    """Replace a model's head by one for these tokens only.
 
     Raises:
-        UsageError: its head is no linear layer.
+        UsageError: the head is not a linear layer.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise UsageError(f"--draft-vocab does not fit {type(model).__name__}: its head is no linear layer", "leave it out")
+        raise UsageError(
+            f"--draft-vocab does not work with {type(model).__name__}: its head is not a linear layer", "leave it out"
+        )
     model.set_output_embeddings(ShortHead(head, tokens))

@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face folder, a hub id, or a GGUF file, loaded as a model with its tokenizer."""
+"""Load a model and its tokenizer from a Hugging Face folder, a hub id, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from outrider.bundle.manifest import Generation
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 
-# What a checkpoint is loaded in; weights are quantized afterwards.
+# The dtype that a checkpoint is loaded in. Weights are quantized after loading.
 PRECISIONS = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -30,28 +30,28 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a checkpoint is, as `from_pretrained` takes it."""
+    """The location of a checkpoint, in the terms of `from_pretrained`."""
 
-    name: str  # what the manifest says: the hub id, or the last part of a path
+    name: str  # for the manifest: the hub id, or the last part of a path
     location: str
     options: dict[str, str]  # {"gguf_file": ...} for GGUF
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """A folder, a GGUF file or a hub id.
+        """Parse the path of a folder or GGUF file, or a hub id.
 
         Raises:
-            SourceError: it is none of them.
+            SourceError: it is none of these.
         """
         path = Path(text)
         try:
             kind = "folder" if path.is_dir() else "file" if path.is_file() else ""
-        except (OSError, ValueError):  # too long, or with a NUL
+        except (OSError, ValueError):  # the path is too long or contains NUL
             kind = ""
         if kind == "folder":
             if not (path / "config.json").is_file():
-                found = sorted(entry.name for entry in path.glob("*.gguf"))
-                hint = f"name the GGUF file itself: {path / found[0]}" if found else "name a Hugging Face checkpoint folder"
+                files = sorted(entry.name for entry in path.glob("*.gguf"))
+                hint = f"name the GGUF file itself: {path / files[0]}" if files else "name a Hugging Face checkpoint folder"
                 raise SourceError(f"{text} has no config.json", hint)
             return cls(path.resolve().name, str(path), {})
         if kind == "file":
@@ -64,42 +64,42 @@ class Source:
         return cls(text, text, {})
 
     def read(self, what: str, loader: Any, **options: Any) -> Any:
-        """`loader.from_pretrained` on this source, every failure as a `SourceError` that names it."""
+        """Call `loader.from_pretrained` on this source; every failure becomes a `SourceError` that names the source."""
         try:
             return loader.from_pretrained(self.location, **self.options, **options, trust_remote_code=False)
         except OutriderError:
             raise
         except MemoryError:
             raise
-        except Exception as error:  # transformers, safetensors, gguf and the hub client share no base
+        except Exception as error:  # the errors of transformers, safetensors, gguf and the hub client share no base class
             reason = " ".join(str(error).split()) or type(error).__name__
             raise SourceError(
                 f"cannot read the {what} of {self.name}: {reason[:300]}",
-                "check that the checkpoint is whole and of a model type that transformers knows"
+                "check that the checkpoint is complete, and that transformers supports its model type"
                 if Path(self.location).exists()
                 else "check the path, or the hub id and the connection to the hub",
             ) from error
 
 
 def read_config(source: Source) -> Any:
-    """The model's configuration, refused here where its state is not a key/value cache.
+    """Read the model's configuration, and refuse models whose state is not a key/value cache.
 
     Raises:
-        UnsupportedModelError: encoder-decoder, recurrent or hybrid state, or a rotary embedding that depends on the
-            length of the text. Tracing refuses the rest.
+        UnsupportedModelError: an encoder-decoder, recurrent or hybrid state, or a rotary embedding that depends on the length
+            of the text. Whatever else is unsupported fails in tracing.
     """
     config = source.read("configuration", AutoConfig)
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; outrider takes decoders only")
+        raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"{source.name} ({kind}) is no causal language model in transformers")
+        raise UnsupportedModelError(f"{source.name} ({kind}) is not a causal language model in transformers")
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    text = config.get_text_config()  # itself, but for models that also see or hear
+    text = config.get_text_config()  # the same object, except in multimodal models
     layer_types = set(getattr(text, "layer_types", None) or [])
     if model._is_stateful or any("attention" not in layer or "linear" in layer for layer in layer_types):
         raise UnsupportedModelError(
-            f"{source.name} ({kind}) keeps recurrent or hybrid state, which cannot be taken back when a draft is rejected"
+            f"{source.name} ({kind}) keeps recurrent or hybrid state, which cannot be rolled back when a draft is rejected"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
@@ -113,10 +113,10 @@ def read_config(source: Source) -> Any:
 
 
 def load_model(source: Source, precision: str) -> PreTrainedModel:
-    """The model on the CPU in its precision (in fp32 where its weights are yet to be quantized), weights complete.
+    """Load the model on the CPU, in fp32 if its weights are to be quantized and else in `precision`.
 
     Raises:
-        SourceError: it cannot be read, or weights are missing or of the wrong shape.
+        SourceError: the model cannot be read, or weights are missing or have the wrong shape.
     """
     model, report = source.read(
         "weights",
@@ -126,14 +126,14 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, by name
     )
-    lost = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
-    if lost:
+    missing = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
+    if missing:
         raise SourceError(
-            f"{source.name} lacks {len(lost)} of its weights, or they have another shape; the first is {lost[0]}",
-            "fetch the whole checkpoint again",
+            f"{len(missing)} weights of {source.name} are missing or have the wrong shape; the first is {missing[0]}",
+            "download the checkpoint again",
         )
     if hasattr(model, "set_experts_implementation") and getattr(model.config, "num_experts_per_tok", None):
-        model.set_experts_implementation("batched_mm")  # the default, grouped_mm, has no ONNX translation
+        model.set_experts_implementation("batched_mm")  # the default, grouped_mm, cannot be exported to ONNX
     model.requires_grad_(False)
     loaded: PreTrainedModel = model.eval()
     return loaded
@@ -141,15 +141,15 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a bundle needs of a tokenizer, as plain data."""
+    """The parts of a tokenizer that a bundle contains, as plain data."""
 
-    json: str  # tokenizer.json
+    json: str  # the contents of tokenizer.json
     chat_template: str | None
     special_tokens: dict[str, str]
     eos_token_id: int | None
 
     def vocabulary(self) -> dict[int, str]:
-        """Token by id, added tokens included."""
+        """Return the tokens by id, including added tokens."""
         data = json.loads(self.json)
         model = data["model"]["vocab"]
         tokens = model.items() if isinstance(model, dict) else ((entry[0], index) for index, entry in enumerate(model))
@@ -158,15 +158,15 @@ class TokenizerFiles:
 
 
 def load_tokenizer(source: Source) -> TokenizerFiles:
-    """The tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint.
 
     Raises:
-        SourceError: there is none, or it has no fast (Rust) form.
+        SourceError: there is none, or it has no fast (Rust) version.
     """
     tokenizer = source.read("tokenizer", AutoTokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise SourceError(f"{source.name} has only a slow tokenizer, with no tokenizer.json", "convert it with transformers")
+        raise SourceError(f"{source.name} has only a slow tokenizer, without a tokenizer.json", "convert it with transformers")
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
@@ -175,9 +175,9 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
 
 
 def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Generation:
-    """End-of-text ids from the generation configuration, else the model's, else the tokenizer's."""
+    """Return the end-of-text ids from the generation configuration, or else from the model's, or else from the tokenizer."""
     configs = (model.generation_config, model.config, model.config.get_text_config())
     declared = [getattr(config, "eos_token_id", None) for config in configs]
-    found = next((eos for eos in (*declared, tokenizer.eos_token_id) if eos is not None), None)
-    ids = [] if found is None else [found] if isinstance(found, int) else [int(token) for token in found]
+    eos = next((eos for eos in (*declared, tokenizer.eos_token_id) if eos is not None), None)
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
     return Generation(eos_token_ids=ids, special_tokens=tokenizer.special_tokens)

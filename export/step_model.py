@@ -1,7 +1,7 @@
-"""Any transformers decoder as a step model: one standard ONNX graph with the cache as plain inputs and outputs.
+"""Trace any transformers decoder as a step model: one standard ONNX graph with the cache as plain inputs and outputs.
 
-Two public hooks of transformers are enough, so no architecture is written anew: a registered attention function (with
-its mask function), and a `Cache` made of our own layers. What a model does around them is traced as it stands.
+Two public hooks of transformers are enough, so no architecture is reimplemented: a registered attention function with its mask
+function, and a `Cache` of our own layers. The rest of the model is traced as it is.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ ATTENTION = "outrider_step"
 
 @dataclass(slots=True)
 class _Trace:
-    """What our hooks need and transformers does not hand them."""
+    """What our hooks need beyond the arguments that transformers passes to them."""
 
     rows: torch.Tensor  # int64 [B, S], the absolute index of each row
-    keys: torch.Tensor  # int64 [L], of each key
+    keys: torch.Tensor  # int64 [L], the absolute index of each key
     spare_row: bool = False  # attention computes its last row twice
-    attended: int = 0  # calls of step_attention
+    attention_calls: int = 0  # of step_attention
 
 
 _current: ContextVar[_Trace] = ContextVar("_current")
 
 
 def step_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:
-    """Bool [B, 1, S, L]: the model's own mask rule (causal, sliding, chunked), asked at absolute positions."""
+    """Return the mask, bool [B, 1, S, L]: the model's own rule (causal, sliding, chunked) at absolute positions."""
     trace = _current.get()
     batch = torch.arange(trace.rows.shape[0])[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
@@ -66,11 +66,11 @@ def step_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One ONNX `Attention` node: query [B, H, S, D], key and value [B, Hkv, L, D] -> [B, S, H, D]."""
+    """Emit one ONNX `Attention` node: query [B, H, S, D], key and value [B, Hkv, L, D] -> [B, S, H, D]."""
     if attention_mask is None or attention_mask.dtype != torch.bool:
-        raise UnsupportedModelError(f"{type(module).__name__} asks for attention without a causal mask")
+        raise UnsupportedModelError(f"{type(module).__name__} uses attention without a causal mask")
     trace = _current.get()
-    trace.attended += 1
+    trace.attention_calls += 1
     for name in ("s_aux", "position_bias"):
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses `{name}`, which ONNX Attention cannot express")
@@ -93,9 +93,9 @@ def step_attention(
 def _softcapped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
 ) -> torch.Tensor:
-    """Attention with `softcap * tanh(scores / softcap)`, in plain ops: TensorRT's `Attention` has no soft-capping.
+    """Compute attention with `softcap * tanh(scores / softcap)` in plain ops: TensorRT's `Attention` has no soft-capping.
 
-    Query heads are grouped by their key/value head, so nothing is repeated in memory.
+    Query heads are grouped by their key/value head, so that keys and values are not repeated in memory.
     """
     batch, heads, rows, width = query.shape
     groups = heads // key.shape[1]
@@ -114,7 +114,7 @@ AttentionMaskInterface.register(ATTENTION, step_mask)
 
 
 class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """The cache of one layer: written with `TensorScatter`, read through a window of `key_positions`' length."""
+    """The cache of one layer. It is written by `TensorScatter`, and read through a window as long as `key_positions`."""
 
     is_sliding = False
 
@@ -131,23 +131,23 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         if self.updated:
             raise UnsupportedModelError("two attention layers write to one cache layer")
         self.updated = True
-        self.keys = self._written(self.keys, key_states)
-        self.values = self._written(self.values, value_states)
+        self.keys = self._write(self.keys, key_states)
+        self.values = self._write(self.values, value_states)
         return self._window(self.keys), self._window(self.values)
 
-    def _written(self, past: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    def _write(self, past: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         inputs = (past, update.contiguous(), self.positions)
         return symbolic("TensorScatter", inputs, {"axis": -2}, dtype=past.dtype, shape=past.shape, version=OPSET)
 
     def _window(self, present: torch.Tensor) -> torch.Tensor:
-        # A torch slice would make torch.export prove that the window fits the capacity; the node needs no proof.
+        # For a torch slice, torch.export would have to prove that the window fits the capacity.
         end = symbolic("Shape", (self.key_positions,), dtype=torch.int64, shape=(1,), version=OPSET)
         inputs = (present, torch.tensor([0]), end, torch.tensor([2]))
         shape = (*present.shape[:2], self.key_positions.shape[0], present.shape[3])
         return symbolic("Slice", inputs, dtype=present.dtype, shape=shape, version=OPSET)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the tensors are the graph's inputs."""
+        """Do nothing: the tensors are inputs of the graph."""
 
     def get_seq_length(self) -> int:
         return 0
@@ -160,7 +160,7 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
 
 class StepModel(nn.Module):
-    """The module that is traced: the tensors of `engines.contract` in, `logits` and the present caches out."""
+    """The module that is traced, from the inputs in `engines.contract` to `logits` and the present caches."""
 
     def __init__(self, model: PreTrainedModel, spare_row: bool):
         super().__init__()
@@ -178,23 +178,31 @@ class StepModel(nn.Module):
             output = self.model(input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True)
         finally:
             _current.reset(token)
-        if trace.attended != len(layers) or not all(layer.updated for layer in layers):
-            raise UnsupportedModelError("it has attention code of its own, outside transformers' attention interface")
+        if trace.attention_calls != len(layers) or not all(layer.updated for layer in layers):
+            raise UnsupportedModelError("the model has attention code of its own, outside transformers' attention interface")
         return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
 def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]], spare_row: bool = False) -> torch.onnx.ONNXProgram:
-    """An ONNX program of `model` with dynamic batch, rows, window and capacity.
+    """Trace `model` as an ONNX program with dynamic batch, rows, window and capacity. Weights are referenced, not copied.
 
-    `layers` holds (key/value heads, key width, value width) for each layer. The weights are referenced, not copied.
-    With `spare_row`, no attention is computed of a single row. ONNX Runtime's CPU provider gives one row other last bits
-    than several, and before it multiplies by quantized weights it rounds activations to int8, so that one step of rounding
-    would be what was a last bit; its product itself gives every row the same bits, however many there are.
+    Args:
+        model: the model to trace.
+        layers: (key/value heads, key width, value width) of each layer.
+        spare_row: compute the last row of attention twice, so that attention never has a single row. On ONNX Runtime's CPU
+            provider, attention of a single row differs in the last bits from that of several. With quantized weights, products
+            round their inputs to int8, which turns such a difference into a whole rounding step. The products themselves give
+            a row the same bits whatever the number of rows.
 
     Raises:
         UnsupportedModelError: the model does something that the graph cannot express.
     """
-    batch, rows, window, capacity = 2, 3, 8, 16  # no two alike and none 0 or 1, or torch.export takes them for constants
+    batch, rows, window, capacity = (
+        2,
+        3,
+        8,
+        16,
+    )  # all different and none of them 0 or 1, which torch.export would take for constants
     caches = cache_tensors(layers)
     past = tuple(torch.zeros(batch, c.heads, capacity, c.width, dtype=model.dtype) for c in caches)
     inputs = (
@@ -224,13 +232,13 @@ def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]], spare_row:
         )
     except MemoryError:
         raise
-    except Exception as error:  # torch.export and the ONNX translation raise whatever they meet
+    except Exception as error:  # torch.export and the ONNX translation raise errors of any type
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise UnsupportedModelError(f"{type(model).__name__} cannot be expressed as one ONNX graph: {reason[:300]}") from error
-    assert program is not None  # with dynamo=True it always returns one
+    assert program is not None  # always so with dynamo=True
     for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces, with the paths of this machine
+        node.metadata_props.clear()  # stack traces, which contain paths of this machine
     return program

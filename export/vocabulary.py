@@ -1,4 +1,4 @@
-"""Draft and target must mean the same by every token id."""
+"""Check that a token id means the same token in draft and target."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from outrider.errors import VocabularyMismatchError
 
 
 def check_same_vocabulary(target: dict[int, str], draft: dict[int, str]) -> int:
-    """Compare two vocabularies (token by id), id by id, and return how many tokens they have.
+    """Compare two vocabularies (tokens by id), and return the number of tokens.
 
-    Padding rows of the models' heads are no tokens, so different padded sizes pass.
+    Heads may be padded to different sizes, because padding rows are not tokens.
 
     Raises:
-        VocabularyMismatchError: names the first id whose tokens differ.
+        VocabularyMismatchError: the tokens of an id differ; the message names the first such id.
     """
     for index in sorted(target.keys() | draft.keys()):
         if target.get(index) != draft.get(index):
             raise VocabularyMismatchError(
-                f"draft and target have different tokenizers: token {index} is {_shown(target, index)} in the target and"
-                f" {_shown(draft, index)} in the draft",
-                "choose a draft of the target's own family",
+                f"draft and target have different tokenizers: token {index} is {_quoted(target, index)} in the target and"
+                f" {_quoted(draft, index)} in the draft",
+                "choose a draft from the same model family as the target",
             )
     return len(target)
 
 
-def _shown(vocabulary: dict[int, str], index: int) -> str:
+def _quoted(vocabulary: dict[int, str], index: int) -> str:
     return repr(vocabulary[index]) if index in vocabulary else "absent"

@@ -103,8 +103,7 @@ def check_large(report: Report, out: Path, rate: float | None, backends: list[st
 
 
 def _time_large(report: Report, backend: str, bundle: Path, rate: float | None) -> str:
-    loaded = Outrider.load(bundle)
-    loaded.loop.rounds = ForcedAcceptance(loaded.loop.rounds, ACCEPTANCE)
+    loaded = Outrider.load(bundle).observed(ForcedAcceptance(ACCEPTANCE))
     name = f"{backend}, 7B and 0.5B, random weights, acceptance forced to {ACCEPTANCE}"
     return time_bundle(report, name, loaded, "the quick brown fox", rate)
 

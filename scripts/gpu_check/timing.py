@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from outrider import Outrider, SamplingParams
-from outrider.errors import EngineError
-from outrider.runtime.rounds import Rounds, Verdict
+from outrider.runtime.launches import Lane, Launches, Shape
+from outrider.runtime.rounds import RoundResult
 from outrider.scripts.gpu_check.report import Report
 
 TOKENS = 256
@@ -50,12 +50,12 @@ def time_bundle(report: Report, name: str, loaded: Outrider, prompt: str, rate: 
 
     A backend that records rounds is timed both recorded and as plain launches. `rate` is the GPU's copy bandwidth in GB/s.
     """
-    recordings = (True, False) if loaded.loop.rounds.record else (False,)
+    recordings = (True, False) if loaded.rounds.record else (False,)
     variants = [(k, record) for k in (0, *loaded.build.k) for record in recordings]
     results: dict[tuple[int, bool], list[Figures]] = {variant: [] for variant in variants}
     for _ in range(REPEATS + 1):  # the first is a warm-up
         for k, record in variants:
-            loaded.loop.rounds.record = record
+            loaded.rounds.record = record
             results[k, record].append(time_text(loaded, prompt, k))
     plain = statistics.median(speed for _, speed, _ in results[variants[0]][1:])
     for (k, record), runs in results.items():
@@ -102,22 +102,17 @@ def time_transformers(report: Report, pair: Path, prompt: str) -> str:
     return f"plain {plain:.0f} tokens/s"
 
 
-class ForcedAcceptance(Rounds):
-    """Rounds that accept draft tokens at random, to time a pair that would never agree.
+class ForcedAcceptance:
+    """An observer of rounds that accepts draft tokens at random, to time a pair that would never agree.
 
     Only for this script: what it emits is the text of no model.
     """
 
-    def __init__(self, rounds: Rounds, rate: float):
-        """Take the place of `rounds`, and accept each draft token with probability `rate`."""
-        launches = rounds.launches
-        super().__init__(launches.device, launches.sessions, launches.samplers, launches.most)
+    def __init__(self, rate: float):
+        """Accept each draft token with probability `rate`."""
         self._rate, self._random = rate, np.random.default_rng(0)
 
-    def run(self, *arguments: Any, **options: Any) -> list[Verdict | EngineError | None]:
-        return [self._forced(each) if isinstance(each, Verdict) else each for each in super().run(*arguments, **options)]
-
-    def _forced(self, verdict: Verdict) -> Verdict:
-        rejected = np.flatnonzero(self._random.random(len(verdict.drafted)) >= self._rate)
-        accepted = int(rejected[0]) if len(rejected) else len(verdict.drafted)
-        return verdict._replace(tokens=[*verdict.drafted[:accepted], verdict.tokens[-1]])
+    def __call__(self, launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
+        rejected = np.flatnonzero(self._random.random(len(result.drafted)) >= self._rate)
+        accepted = int(rejected[0]) if len(rejected) else len(result.drafted)
+        return replace(result, tokens=[*result.drafted[:accepted], result.tokens[-1]])

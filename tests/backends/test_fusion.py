@@ -21,7 +21,8 @@ from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build
 from outrider.errors import OutriderWarning
 from outrider.export.parity import CHUNKS, Exported, reference
-from outrider.export.quantize import Rounding, pack, quantize_model
+from outrider.export.quantize import pack, quantize_model
+from outrider.export.rounding import Rounding
 from outrider.export.source import Source, load_tokenizer
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider

@@ -24,7 +24,8 @@ from outrider.bundle.folder import check_files, read_manifest
 from outrider.errors import ParityError, UsageError
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported, reference, sample_tokens
-from outrider.export.quantize import FAINT, REACHES, Rounding, dequantize, pack, quantize, quantize_model
+from outrider.export.quantize import MIN_IMPORTANCE, SCALE_FACTORS, dequantize, pack, quantize, quantize_model
+from outrider.export.rounding import Rounding
 from outrider.export.source import Source, load_model, load_tokenizer
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
@@ -42,10 +43,10 @@ def written_out(weight: Array, bits: int, block: int) -> Array:
     for output, row in enumerate(weight.astype(np.float64)):
         for first in range(0, len(row), block):
             w = row[first : first + block]
-            size = abs(w) / max(abs(w).max(), 1e-30) + FAINT
+            size = abs(w) / max(abs(w).max(), 1e-30) + MIN_IMPORTANCE
             candidates = []
-            for reach in REACHES[bits]:
-                q = np.clip(np.round(w / max(abs(w).max(), 1e-30) * ((most - 1) * reach)), -most, most - 1)
+            for factor in SCALE_FACTORS[bits]:
+                q = np.clip(np.round(w / max(abs(w).max(), 1e-30) * ((most - 1) * factor)), -most, most - 1)
                 scale = (size * w @ q) / (size * q @ q) if q.any() else 1.0
                 candidates.append(((size * (w - q * scale) ** 2).sum(), tuple(q * scale)))
             rounded[first : first + block, output] = min(candidates)[1]
@@ -228,7 +229,7 @@ def test_a_collapse_is_refused_with_the_figures(tmp_path: Path) -> None:
                 reader.weight.data[:, ::32] *= 1000
     spoilt = Path(shutil.copytree(PAIR / "draft", tmp_path / "spoilt"))
     model.save_pretrained(spoilt)
-    refused = r"do not bear int4: perplexity \d.* on held-out text, where fp32 has 91\.34 and 137 is allowed"
+    refused = r"to int4 loses too much: perplexity on held-out text is \d.*, compared with 91\.34 in fp32, and the limit is 137"
     with pytest.raises(ParityError, match=refused) as caught:  # the model itself is whole
         export_pair(str(spoilt), str(spoilt), tmp_path / "out", precision="int4")
     assert "--precision int8" in caught.value.hint
