@@ -19,8 +19,8 @@ from tokenizers.decoders import DecodeStream
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from outrider.errors import FolderError, UsageError
 
-# How many of the prompt's last tokens the decoder sees. No character is longer, and the cost of decoding an incomplete one grows
-# with the square of its length.
+# How many of the prompt's last tokens the decoder sees. No character is longer, and the cost of decoding an incomplete run of
+# bytes grows with the square of its length.
 PROMPT_CONTEXT = 64
 
 Piece = tuple[str, bool]
