@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outrider.commands.options import device, number_or_auto
+from outrider.commands.options import device, drafter, number_or_auto
 from outrider.errors import FolderError, UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ KEYS = "OUTRIDER_API_KEYS"
 
 
 def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tuple[int, int]:
-    """Parse a number of replicas; a click callback."""
+    """Parse a number of replicas (click callback)."""
     parts = text.split(":")
     if not all(part.isdecimal() for part in parts) or len(parts) > 2 or not 1 <= int(parts[0]) <= int(parts[-1]):
         raise click.BadParameter(f"{text!r} is neither a number such as 2 nor a range such as 1:4")
@@ -44,7 +44,7 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
 @click.option(
     "--k", default="auto", show_default=True, callback=number_or_auto, help="Draft tokens per round; see outrider generate."
 )
-@click.option("--drafter", type=click.Choice(["model", "ngram", "auto"]), help="Where draft tokens come from.")
+@drafter
 @click.option(
     "--max-waiting", type=click.IntRange(min=0), default=64, show_default=True, help="Maximum number of waiting requests."
 )

@@ -56,7 +56,8 @@ class ResponseAssembler(ABC, Generic[Body]):
             )
         outrider = engine.outrider
         self.text, self.capacity = outrider.text, outrider.build.capacity
-        self.body, self._http, self._engine, self._settings = body, http, engine, settings
+        self.body, self._http, self._path = body, http, http.url.path
+        self._engine, self._settings = engine, settings
         self._header = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._prompts: list[list[int]] = []
         self._requests: list[Request] = []
@@ -122,7 +123,7 @@ class ResponseAssembler(ABC, Generic[Body]):
                 index, result = await self._results.get()
                 if isinstance(result, OutriderError):
                     self._finished[index] = "error"
-                    raise api_error(result, self._http.url.path)
+                    raise api_error(result, self._path)
                 if self._first_token is None:
                     self._first_token = time.perf_counter()
                 if result.finish_reason is not None:
@@ -199,7 +200,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         now = time.perf_counter()
         fields: dict[str, Any] = {
             "request": self._header["id"],
-            "path": self._http.url.path,
+            "path": self._path,
             "prompt_tokens": sum(map(len, self._prompts)),
             "completion_tokens": sum(request.stats.emitted for request in self._requests),
             "seconds": round(now - self._started, 4),

@@ -26,8 +26,9 @@ SettingsDep = Annotated[Settings, Depends(_settings)]
 
 async def _model_name(engine: EngineDep, settings: SettingsDep) -> str:
     """Return the name of the model in the API; raises `NotReadyError` while the bundle is loading."""
-    target = engine.outrider.manifest.models["target"]
-    return settings.model or target.source.rstrip("/").rsplit("/", 1)[-1]
+    outrider = engine.outrider
+    models = outrider.manifest.models
+    return settings.model or models["target"].source.rstrip("/").rsplit("/", 1)[-1]
 
 
 ModelName = Annotated[str, Depends(_model_name)]

@@ -53,7 +53,7 @@ class Guard:
     def _counting(self, send: Send) -> Send:
         async def counting(message: Message) -> None:
             if self._metrics is not None and message["type"] == "http.response.start" and message["status"] >= 400:
-                self._metrics.http_errors.labels(str(message["status"])).inc()
+                self._metrics.http_error(message["status"])
             await send(message)
 
         return counting

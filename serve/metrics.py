@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from outrider.runtime.request import Request
 from outrider.runtime.scheduler import Load
@@ -47,6 +47,14 @@ class Metrics:
         self.per_token = histogram("time_per_output_token_seconds", "Mean seconds between later tokens", SECONDS_PER_TOKEN)
         self.queued = histogram("request_queue_time_seconds", "Seconds from submission to a slot")
         self.whole = histogram("e2e_request_latency_seconds", "Seconds from submission to the last token")
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' format."""
+        return generate_latest(self.registry)
+
+    def http_error(self, status: int) -> None:
+        """Count an HTTP request that was answered with an error."""
+        self.http_errors.labels(str(status)).inc()
 
     def stepped(self, load: Load) -> None:
         """Record the load after a step."""

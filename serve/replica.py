@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import AsyncIterator
 
-from prometheus_client import generate_latest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Scope
@@ -55,12 +54,13 @@ class Replica:
     async def check_health(self) -> None:
         """Report to the registry. Ray calls this periodically, routes requests after the first call, and replaces the replica
         where it raises."""
-        await asyncio.to_thread(self._engine.loaded.wait)
+        engine = self._engine
+        await asyncio.to_thread(engine.loaded.wait)
         try:
-            self._engine.check()
+            engine.check()
         except OutriderError as error:
             raise RuntimeError(str(error)) from error
-        self._registry.report.remote(self._name, generate_latest(self._engine.metrics.registry).decode())
+        self._registry.report.remote(self._name, engine.metrics.text().decode())
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """Yield the ASGI messages of the response to a request. Ray cancels this when the client has disconnected."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from outrider.serve.dependencies import EngineDep, ModelName
 from outrider.serve.page import page
@@ -16,7 +16,8 @@ router = APIRouter()
 async def models(engine: EngineDep, name: ModelName) -> Response:
     """List the one model."""
     outrider = engine.outrider
-    draft = outrider.manifest.models.get("draft")
+    manifest = outrider.manifest
+    draft = manifest.models.get("draft")
     model = {
         "id": name,
         "object": "model",
@@ -32,13 +33,14 @@ async def models(engine: EngineDep, name: ModelName) -> Response:
 async def health(engine: EngineDep) -> Response:
     """Report whether the bundle is loaded and its engines work."""
     engine.check()
-    return JSONResponse({"status": "ok", "running": engine.scheduler.load.running})
+    load = engine.scheduler.load
+    return JSONResponse({"status": "ok", "running": load.running})
 
 
 @router.get("/metrics", response_model=None)
 async def metrics(engine: EngineDep) -> Response:
     """Return the metrics in Prometheus' format."""
-    return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", response_model=None, include_in_schema=False)

@@ -31,9 +31,9 @@ from outrider.tests.support import broken_export, build
 POISON = 77
 
 
-def complete(server: Server, **asked: Any) -> tuple[int, dict[str, Any]]:
-    status, _, said = fetch(f"{server.url}/v1/completions", json.dumps({"temperature": 0} | asked).encode())
-    return status, json.loads(said)
+def complete(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
+    status, _, answer = fetch(f"{server.url}/v1/completions", json.dumps({"temperature": 0} | fields).encode())
+    return status, json.loads(answer)
 
 
 def test_a_prompt_with_nan_logits_fails_alone(tmp_path: Path) -> None:
@@ -43,13 +43,13 @@ def test_a_prompt_with_nan_logits_fails_alone(tmp_path: Path) -> None:
         status, want = complete(server, **good)
         assert status == 200
         for _ in range(3 * MAX_FAILED_STEPS):  # no other request is there, so every step fails
-            status, said = complete(server, prompt=[5, POISON, 7], max_tokens=5)
-            assert (status, "not finite numbers" in said["error"]["message"]) == (500, True)
+            status, answer = complete(server, prompt=[5, POISON, 7], max_tokens=5)
+            assert (status, "NaN or infinity" in answer["error"]["message"]) == (500, True)
         assert server.health()[0] == 200
-        asked = [good, {"prompt": [5, POISON, 7], "max_tokens": 5}] * 8
-        for (status, said), each in zip(pool.map(lambda each: complete(server, **each), asked), asked, strict=True):
+        bodies = [good, {"prompt": [5, POISON, 7], "max_tokens": 5}] * 8
+        for (status, answer), each in zip(pool.map(lambda each: complete(server, **each), bodies), bodies, strict=True):
             assert status == (200 if each is good else 500)
-            assert each is not good or said["choices"][0]["text"] == want["choices"][0]["text"]
+            assert each is not good or answer["choices"][0]["text"] == want["choices"][0]["text"]
         assert server.health()[0] == 200
 
 
@@ -122,8 +122,8 @@ def test_a_slow_reader_does_not_delay_others(shipped_export: Path, tmp_path: Pat
         )
         slow.sendall(f"{head}\r\n\r\n".encode() + body)
         for _ in range(8):
-            status, said = complete(server, **long)
-            assert (status, said["choices"][0]["text"]) == (200, want["choices"][0]["text"])
+            status, answer = complete(server, **long)
+            assert (status, answer["choices"][0]["text"]) == (200, want["choices"][0]["text"])
         received = b""
         while chunk := slow.recv(65536):
             received += chunk
