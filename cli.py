@@ -16,9 +16,10 @@ from outrider.commands import bench, build_engine, calibrate, export, generate, 
 from outrider.errors import OutriderError, OutriderWarning, UsageError
 
 # The extra to install if a package is missing, for packages that `export,cpu` does not bring.
-EXTRAS = {"fastapi": "serve", "prometheus_client": "serve", "starlette": "serve", "uvicorn": "serve", "ray": "serve,ray"}
-# Request parameters of the HTTP API that go by another name on the command line.
-ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "messages": "prompt"}
+EXTRAS = {
+    **dict.fromkeys(("fastapi", "prometheus_client", "pythonjsonlogger", "starlette", "uvicorn"), "serve"),
+    "ray": "serve,ray",
+}
 
 
 class Commands(click.Group):
@@ -28,7 +29,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except OutriderError as error:
-            flag = _flag(self.commands.get(ctx.invoked_subcommand or ""), getattr(error, "param", None))
+            flag = _flag(self.commands.get(ctx.invoked_subcommand or ""), error.param)
             hint = f"{error.hint} ({flag})" if flag and flag not in error.hint else error.hint
             _fail(ctx, str(error), hint, error.exit_code)
         except click.UsageError as error:
@@ -52,9 +53,8 @@ class Commands(click.Group):
 
 def _flag(command: click.Command | None, param: str | None) -> str | None:
     """Return a command's flag for a request parameter, such as --max-new-tokens for max_new_tokens; None if it has none."""
-    name = ALIASES.get(param or "", param)
     options = command.params if command is not None else []
-    return next((each.opts[-1] for each in options if isinstance(each, click.Option) and each.name == name), None)
+    return next((each.opts[-1] for each in options if isinstance(each, click.Option) and each.name == param), None)
 
 
 def _fail(ctx: click.Context, message: str, hint: str, code: int = 1) -> NoReturn:

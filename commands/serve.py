@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outrider.commands.options import device, number_or_auto
+from outrider.commands.options import device, drafter, number_or_auto
 from outrider.errors import FolderError, UsageError
 
 if TYPE_CHECKING:
@@ -20,46 +20,54 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 KEYS = "OUTRIDER_API_KEYS"
 
 
-def at_least_and_most(_: click.Context, __: click.Parameter, text: str) -> tuple[int, int]:
-    """A callback for a number of replicas."""
+def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tuple[int, int]:
+    """Parse a number of replicas (click callback)."""
     parts = text.split(":")
     if not all(part.isdecimal() for part in parts) or len(parts) > 2 or not 1 <= int(parts[0]) <= int(parts[-1]):
-        raise click.BadParameter(f"{text!r} is no number such as 2, and no least and most such as 1:4")
+        raise click.BadParameter(f"{text!r} is neither a number such as 2 nor a range such as 1:4")
     return int(parts[0]), int(parts[-1])
 
 
 @click.command("serve")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 is everywhere.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 is any that is free.")
-@click.option("--model-name", default="", help="The name that requests give.  [default: the target's]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on; 0 picks a free one."
+)
+@click.option("--model-name", default="", help="Name of the model in the API.  [default: the target's]")
 @click.option(
     "--api-key-file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help=f"Keys, one a line; requests must send one. Also from ${KEYS}, separated by commas.",
+    help=f"Require one of these API keys, one per line. ${KEYS} may have more, separated by commas.",
 )
 @click.option(
-    "--k", default="auto", show_default=True, callback=number_or_auto, help="Draft tokens a round; see outrider generate."
+    "--k", default="auto", show_default=True, callback=number_or_auto, help="Draft tokens per round; see outrider generate."
 )
-@click.option("--drafter", type=click.Choice(["model", "ngram", "auto"]), help="Where drafted tokens come from.")
-@click.option("--max-waiting", type=click.IntRange(min=0), default=64, show_default=True, help="Requests that may wait.")
-@click.option("--max-choices", type=click.IntRange(min=1), default=16, show_default=True, help="Answers to one request.")
+@drafter
 @click.option(
-    "--max-prompt", type=click.IntRange(min=1), help="The longest prompt, in tokens.  [default: the bundle's capacity]"
-)
-@click.option("--max-body", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="Bytes of a request.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for an answer.")
-@click.option(
-    "--drain", type=click.IntRange(min=0), default=30, show_default=True, help="Seconds that answers have after SIGTERM."
-)
-@click.option("--log-prompts", is_flag=True, help="Put prompts into the log; by default no text of a request is.")
-@click.option("--ray", is_flag=True, help="Run replicas in the Ray cluster of $RAY_ADDRESS, or in one for this command.")
-@click.option(
-    "--replicas", default="1", show_default=True, callback=at_least_and_most, help="With --ray: how many, or MIN:MAX by load."
+    "--max-waiting", type=click.IntRange(min=0), default=64, show_default=True, help="Maximum number of waiting requests."
 )
 @click.option(
-    "--cpus", type=click.IntRange(min=1), help="With --ray: cores of a replica.  [default: as many as fit; 1 with a GPU]"
+    "--max-choices", type=click.IntRange(min=1), default=16, show_default=True, help="Maximum number of choices per request."
+)
+@click.option("--max-prompt", type=click.IntRange(min=1), help="Maximum tokens of a prompt.  [default: the bundle's capacity]")
+@click.option("--max-body", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="Maximum bytes of a request.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Maximum seconds per answer.")
+@click.option(
+    "--drain", type=click.IntRange(min=0), default=30, show_default=True, help="Seconds for answers to finish after SIGTERM."
+)
+@click.option("--log-prompts", is_flag=True, help="Log prompts; by default no text of a request is logged.")
+@click.option("--ray", is_flag=True, help="Run replicas in the Ray cluster at $RAY_ADDRESS, or in a local one.")
+@click.option(
+    "--replicas",
+    default="1",
+    show_default=True,
+    callback=minimum_and_maximum,
+    help="With --ray: how many, or MIN:MAX to follow the load.",
+)
+@click.option(
+    "--cpus", type=click.IntRange(min=1), help="With --ray: cores per replica.  [default: as many as fit; 1 with a GPU]"
 )
 @device
 def command(
@@ -82,21 +90,21 @@ def command(
     cpus: int | None,
     device: str | None,
 ) -> None:
-    """Answer HTTP requests as OpenAI's API does, many at once.
+    """Serve a bundle over HTTP with OpenAI's API.
 
-    As many requests share a round as the bundle was built for (build-engine --batch).
+    Requests are batched, as many as the bundle was built for (build-engine --batch).
     """
     from outrider.bundle.folder import read_manifest
     from outrider.serve.log import log_as_json
     from outrider.serve.settings import Settings
 
     build = read_manifest(bundle).build
-    if build is None:  # what is wrong at once is said at once
+    if build is None:  # fail now, not when the bundle is loaded
         raise FolderError(f"{bundle} is an export, not a bundle", f"build it first: outrider build-engine {bundle} -o BUNDLE")
     if not ray and (replicas != (1, 1) or cpus is not None):
-        raise UsageError("--replicas and --cpus are for --ray", "add --ray, or leave them out")
+        raise UsageError("--replicas and --cpus need --ray", "add --ray, or leave them out")
     if ray and port == 0:
-        raise UsageError("all machines of a cluster listen on one port", "name one with --port")
+        raise UsageError("all machines of a cluster listen on the same port", "choose one with --port")
     keys = _keys(api_key_file)
     settings = Settings(
         bundle=bundle.resolve(),
@@ -118,7 +126,8 @@ def command(
         from outrider.serve import cluster
 
         on_gpu = build.backend != "onnxruntime" or (device or build.device) == "cuda"
-        cluster.run(settings, replicas, build.batch, cpus or (1 if on_gpu else None), int(on_gpu), host, port, drain)
+        cpus = cpus or (1 if on_gpu else None)
+        cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
     else:
         _run(settings, host, port, drain)
 
@@ -128,14 +137,16 @@ def _run(settings: Settings, host: str, port: int, drain: int) -> None:
     import uvicorn
 
     from outrider.serve.app import create_app
+    from outrider.serve.engine import EngineThread
 
-    app, worker, _ = create_app(settings)
+    engine = EngineThread.from_settings(settings)
+    app = create_app(settings, engine)
 
     class Draining(uvicorn.Server):
-        """Tells those whose answers have not ended in time to try again, where uvicorn would cut them off."""
+        """Ends answers that do not finish in time with an error that asks for a retry; uvicorn would cut them off."""
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            asyncio.get_running_loop().call_later(drain, worker.end)
+            asyncio.get_running_loop().call_later(drain, engine.end)
             await super().shutdown(sockets)
 
     config = uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=drain + 5)
@@ -143,15 +154,15 @@ def _run(settings: Settings, host: str, port: int, drain: int) -> None:
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:
-    """Those of the file and those of the environment."""
+    """Return the API keys of the file and of the environment."""
     keys = os.environ.get(KEYS, "").split(",")
     if KEYS in os.environ and not any(key.strip() for key in keys):
-        raise UsageError(f"${KEYS} is set and has no key in it", "give keys, or unset it to let everyone in")
+        raise UsageError(f"${KEYS} is set but contains no key", "add keys, or unset it to serve everyone")
     if path is not None:
         try:
             keys += path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {path}: {error}", "name a file with a key on each line") from error
+            raise UsageError(f"cannot read {path}: {error}", "give a file with one key per line") from error
         if not any(key.strip() for key in keys):
-            raise UsageError(f"{path} has no key", "write one on a line of its own")
+            raise UsageError(f"{path} contains no key", "write one key per line")
     return tuple(key.strip() for key in keys if key.strip())

@@ -109,8 +109,8 @@ def _check(name: str, value: object, fits: bool, wanted: str) -> None:
         raise _wrong(name, value, wanted)
 
 
-def _wrong(name: str, value: object, wanted: str) -> UsageError:
-    return UsageError(f"{name} is {value!r}; it must be {wanted}", f"give a {name} that is {wanted}")
+def _wrong(name: str, value: object, requirement: str) -> UsageError:
+    return UsageError(f"{name} is {value!r}; it must be {requirement}", f"give a {name} that is {requirement}", param=name)
 
 
 DEFAULTS = SamplingParams()

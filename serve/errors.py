@@ -1,8 +1,9 @@
-"""Answers that are errors, in OpenAI's form."""
+"""Error responses, in the form of OpenAI's API."""
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from fastapi import Request
@@ -12,44 +13,43 @@ from starlette.exceptions import HTTPException
 
 from outrider.errors import OutriderError, UsageError
 from outrider.runtime.scheduler import QueueFullError
+from outrider.serve.engine import NotReadyError, TimedOutError
 from outrider.serve.protocol import ChatRequest, CompletionRequest
-from outrider.serve.worker import NotReadyError, TimedOutError
 
 LOGGER = logging.getLogger("outrider.serve")
-# Our names of what a request asks for, and the API's.
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "the": "prompt", "every": "stop_token_ids"}
-CHAT_NAMES = {"max_new_tokens": "max_completion_tokens", "logprobs": "top_logprobs", "the": "messages"}
+CHAT_PATH = "/v1/chat/completions"
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """A response that is an error."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        """Describe the error; `param` is the request's field at fault."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
+        """Return OpenAI's error object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        message = str(self).encode("utf-8", "replace").decode()  # what a client sent may be no text
+        message = str(self).encode("utf-8", "replace").decode()  # it may quote a client's invalid text
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
+        """Return the response, and log it."""
         headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         LOGGER.info("refused", extra={"status": self.status, "reason": self.code or self.param})
         return JSONResponse(self.body(), self.status, headers)
 
 
-def api_error(error: OutriderError, chat: bool = False) -> ApiError:
-    """What one of ours is over HTTP."""
+def api_error(error: OutriderError, path: str) -> ApiError:
+    """Return the HTTP form of an error of the library, for a request to `path`."""
     if isinstance(error, UsageError):
-        fields = ChatRequest.model_fields if chat else CompletionRequest.model_fields
-        names = NAMES | (CHAT_NAMES if chat else {})
-        name = str(error).split(" ", 1)[0]
-        param, message = names.get(name, name), f"{error}; {error.hint}"
-        for ours, theirs in names.items():
-            message = message.replace(ours, theirs) if "_" in ours else message
-        return ApiError(400, message, param if param in fields else None)
+        fields = (ChatRequest if path == CHAT_PATH else CompletionRequest).fields_by_param()
+        message = f"{error}; {error.hint}"
+        for param, field in fields.items():  # a message may name several parameters
+            message = re.sub(rf"\b{param}\b", field, message) if "_" in param else message
+        return ApiError(400, message, fields.get(error.param or ""))
     for kind, status, code in (
         (QueueFullError, 429, "queue_full"),
         (NotReadyError, 503, "not_ready"),
@@ -60,21 +60,36 @@ def api_error(error: OutriderError, chat: bool = False) -> ApiError:
     return ApiError(500, str(error), code="engine_error")
 
 
-async def http_error(_: Request, error: Exception) -> Response:
-    """What the framework itself refuses, in our form."""
+async def on_api_error(_: Request, error: Exception) -> Response:
+    """Handle an `ApiError`."""
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def on_library_error(request: Request, error: Exception) -> Response:
+    """Handle an error of the library."""
+    assert isinstance(error, OutriderError)
+    return api_error(error, request.url.path).response()
+
+
+async def on_http_error(_: Request, error: Exception) -> Response:
+    """Handle an error of the framework, such as an unknown path."""
     assert isinstance(error, HTTPException)
-    answer = ApiError(error.status_code, str(error.detail)).response()
-    answer.headers.update(error.headers or {})
-    return answer
+    response = ApiError(error.status_code, str(error.detail)).response()
+    response.headers.update(error.headers or {})
+    return response
 
 
-def invalid(error: RequestValidationError) -> ApiError:
-    """What is wrong with a body, by the name of the parameter."""
+async def on_invalid_body(_: Request, error: Exception) -> Response:
+    """Handle a body that is not a valid request, naming the first field at fault."""
+    assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = [str(each) for each in first["loc"] if each != "body"]
+    location = [str(each) for each in first["loc"] if each != "body"]
+    name = ".".join(location) or None
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON")
-    name = ".".join(place) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"this server has no parameter {name}", name, "unsupported_parameter")
-    return ApiError(400, f"{name or 'the body'}: {first['msg']}", place[0] if place else None)
+        refusal = ApiError(400, "the body is not JSON")
+    elif first["type"] == "extra_forbidden":
+        refusal = ApiError(400, f"this server has no parameter {name}", name, "unsupported_parameter")
+    else:
+        refusal = ApiError(400, f"{name or 'the body'}: {first['msg']}", location[0] if location else None)
+    return refusal.response()

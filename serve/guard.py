@@ -1,4 +1,8 @@
-"""What a request must pass before anything reads it."""
+"""Checks on a request before anything reads it: host name, API key, size.
+
+Starlette's TrustedHostMiddleware would answer a wrong host in plain text, where clients of this API need an error object that
+says what to do.
+"""
 
 from __future__ import annotations
 
@@ -12,67 +16,74 @@ from outrider.serve.errors import ApiError
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 
-OPEN_PATHS = ("/", "/health")  # that need no key
+PUBLIC_PATHS = ("/", "/health")  # need no key
 
 
 class Guard:
-    """Keys, names and the size of bodies, before anything reads them; and how many requests get an error."""
+    """ASGI middleware that refuses requests by host name, API key and size, and counts error responses."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics | None = None):
+        """Guard `app`; without `metrics`, nothing is counted."""
         self._app, self._settings, self._metrics = app, settings, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # there are none here
+        """Answer a request that is refused, and pass on any other."""
+        if scope["type"] == "websocket":  # this server has none
             await send({"type": "websocket.close"})
-            return
-        if scope["type"] != "http":
+        elif scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+        elif (refusal := self._refusal(scope)) is not None:
+            await refusal.response()(scope, receive, self._counting(send))
+        else:
+            await self._app(scope, self._limited(receive), self._counting(send))
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        refused: ApiError | None = None
-        if self._settings.hosts and _host(headers.get(b"host", b"")) not in self._settings.hosts:
-            # A page of the web may let its name mean this machine; a browser here then sends its requests to this server.
-            refused = ApiError(
-                403, f"ask for this server as {self._settings.hosts[0]}, or give it keys", code="host_not_allowed"
-            )
-        if scope["path"] not in OPEN_PATHS and self._settings.keys and not self._known(headers.get(b"authorization", b"")):
-            refused = ApiError(401, "this needs a key: send the header Authorization: Bearer KEY", code="invalid_api_key")
+        hosts, keys = self._settings.hosts, self._settings.keys
+        if keys and scope["path"] not in PUBLIC_PATHS and not self._has_key(headers.get(b"authorization", b"")):
+            return ApiError(401, "an API key is required: send the header Authorization: Bearer KEY", code="invalid_api_key")
+        if hosts and _host_name(headers.get(b"host", b"")) not in hosts:
+            # DNS rebinding: a web page can make its own host name resolve to this machine, and so send requests here.
+            return ApiError(403, f"use {hosts[0]} as the host name, or protect the server by API keys", code="host_not_allowed")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._settings.max_bytes:
-            refused = refused or self._too_large()
+            return self._too_large()
+        return None
 
-        async def noted(message: Message) -> None:
+    def _counting(self, send: Send) -> Send:
+        async def counting(message: Message) -> None:
             if self._metrics is not None and message["type"] == "http.response.start" and message["status"] >= 400:
-                self._metrics.refused.labels(str(message["status"])).inc()
+                self._metrics.http_error(message["status"])
             await send(message)
 
-        if refused is not None:
-            await refused.response()(scope, receive, noted)
-            return
-        seen = 0
+        return counting
 
-        async def counted() -> Message:
-            nonlocal seen
+    def _limited(self, receive: Receive) -> Receive:
+        """Bound a body that did not declare its length."""
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._settings.max_bytes:  # as FastAPI lets pass from where it reads a body
+            received += len(message.get("body", b""))
+            if received > self._settings.max_bytes:  # FastAPI lets this exception pass where it reads a body
                 raise HTTPException(413, str(self._too_large()))
             return message
 
-        await self._app(scope, counted, noted)
+        return limited
 
-    def _known(self, header: bytes) -> bool:
-        scheme, _, given = header.partition(b" ")
-        # Each is compared, and each in constant time, so that how long it takes says nothing.
-        matches = [hmac.compare_digest(given.strip(), key.encode()) for key in self._settings.keys]
+    def _has_key(self, header: bytes) -> bool:
+        scheme, _, token = header.partition(b" ")
+        # Every key is compared, each in constant time, so that the duration reveals nothing.
+        matches = [hmac.compare_digest(token.strip(), key.encode()) for key in self._settings.keys]
         return scheme.lower() == b"bearer" and any(matches)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._settings.max_bytes:,} bytes", code="body_too_large")
 
 
-def _host(header: bytes) -> str | None:
-    """Of a Host header, without the port."""
+def _host_name(header: bytes) -> str | None:
+    """Return the host name of a Host header, without the port."""
     try:
         return urlsplit(f"//{header.decode('latin-1')}").hostname
     except ValueError:

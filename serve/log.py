@@ -1,32 +1,34 @@
-"""The log of a server: a line of JSON for each record."""
+"""The server's log: one line of JSON per record, on standard error."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 
+from pythonjsonlogger.core import RESERVED_ATTRS, LogData
+from pythonjsonlogger.json import JsonFormatter
 
-class JsonLines(logging.Formatter):
-    """A line of JSON for each record: its message, and what it was given besides."""
 
-    usual = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+class JsonLines(JsonFormatter):
+    """Formats a record as its time in UTC, level, logger, message, and whatever `extra` it has."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        said = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        said |= {name: value for name, value in vars(record).items() if name not in self.usual}
-        if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, default=str)
+    converter = staticmethod(time.gmtime)
+
+    def __init__(self) -> None:
+        super().__init__(
+            ["asctime", "levelname", "name", "message"],
+            datefmt="%Y-%m-%dT%H:%M:%SZ",
+            rename_fields={"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"},
+            reserved_attrs=[*RESERVED_ATTRS, "color_message"],  # uvicorn's message with terminal colours
+        )
+
+    def process_log_record(self, log_data: LogData) -> LogData:
+        """Write levels in lower case."""
+        return log_data | {"level": log_data["level"].lower()}
 
 
 def log_as_json() -> None:
-    """Let all of this process's log go to standard error, as lines of JSON."""
+    """Send all records of this process to standard error as lines of JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""The chat page, and what it may do in a browser."""
+"""The chat page, and its content security policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 
 @functools.cache
 def page() -> HTMLResponse:
-    """The page; it may run its own script, and talk to its own server."""
+    """Return the page; it may run its own script and call its own server, and nothing else."""
     text = files("outrider.serve").joinpath("page.html").read_text(encoding="utf-8")
     script, style = (text.split(f"<{tag}>")[1].split(f"</{tag}>")[0] for tag in ("script", "style"))
     allowed = [
@@ -30,5 +30,5 @@ def page() -> HTMLResponse:
 
 
 def _digest(text: str) -> str:
-    """What a content security policy knows a piece of the page by."""
+    """Return the hash by which a content security policy allows a part of the page."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,24 +1,25 @@
-"""The OpenAI API's requests and answers, as far as they are honoured here; what is not is refused by name."""
+"""The requests and responses of OpenAI's API, as far as this server supports them; anything else is refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from outrider.errors import UsageError
-from outrider.runtime.generation import Event
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.request import Logprobs
+from outrider.runtime.request import Event
+from outrider.runtime.sampling import Logprobs
 from outrider.runtime.stats import Stats
 from outrider.runtime.text import Text
 
-CHOICE_SEEDS = 0x9E3779B97F4A7C15  # between the seeds of a request's choices: 2^64 over the golden ratio, so they are far apart
+# The difference between the seeds of a request's choices: 2^64 divided by the golden ratio, which spreads them out.
+SEED_STEP = 0x9E3779B97F4A7C15
 
 
 class Strict(BaseModel):
-    """A request's part: nothing is guessed, and nothing ignored but a null."""
+    """Part of a request: types are not converted, and unknown fields are errors; a null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -31,12 +32,19 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
+    """Options of a stream."""
+
     include_usage: bool = False
 
 
 class Common(Strict):
-    """What both endpoints take. Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids (as in vLLM),
-    and return_origin, which adds to each chunk its pieces of text and whether they were drafted."""
+    """The fields that both endpoints have.
+
+    Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens and stop_token_ids (as in vLLM), and return_origin, which
+    adds to each choice its pieces of text and whether they were drafted.
+    """
+
+    renamed: ClassVar[dict[str, str]] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
     model: str | None = None
     temperature: float = 1.0
@@ -55,7 +63,7 @@ class Common(Strict):
     min_tokens: int = 0
     stop_token_ids: list[int] = Field(default=[], max_length=256)
     return_origin: bool = False
-    # What changes no answer, and may be said.
+    # Accepted, without effect on the answer.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] = {}
@@ -68,8 +76,17 @@ class Common(Strict):
             raise ValueError("stream_options needs stream: true")
         return self
 
-    def params(self, most: int, logprobs: int | None) -> SamplingParams:
-        """Raises `UsageError` where a value is out of range."""
+    @classmethod
+    def fields_by_param(cls) -> dict[str, str]:
+        """Return the field that sets each parameter of the library."""
+        return {name: name for name in cls.model_fields} | cls.renamed
+
+    def params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Return the library's form of the parameters, with the first choice's seed.
+
+        Raises:
+            UsageError: a value is out of range.
+        """
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -80,7 +97,7 @@ class Common(Strict):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             seed=self.seed,
-            max_new_tokens=most,
+            max_new_tokens=max_tokens,
             min_new_tokens=self.min_tokens,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -88,11 +105,13 @@ class Common(Strict):
         )
 
     def seeds(self) -> list[int | None]:
-        """Of each choice: the first has the request's own."""
-        return [None if self.seed is None else (self.seed + at * CHOICE_SEEDS) % 2**64 for at in range(self.n)]
+        """Return the seed of each choice; the first has the request's own."""
+        return [None if self.seed is None else (self.seed + index * SEED_STEP) % 2**64 for index in range(self.n)]
 
 
 class CompletionRequest(Common):
+    """The body of `POST /v1/completions`."""
+
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int = 16
     logprobs: int | None = None
@@ -100,35 +119,68 @@ class CompletionRequest(Common):
     best_of: int | None = None
 
     def prompts(self, text: Text) -> list[list[int]]:
-        """The token ids of each prompt."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [text.encode(given, chat=False)]
-        if all(isinstance(each, int) for each in given):
-            return [[each for each in given if isinstance(each, int)]]
-        return [text.encode(each, chat=False) if isinstance(each, str) else each for each in given if not isinstance(each, int)]
+        """Return the token ids of each prompt.
+
+        Raises:
+            UsageError: a prompt is empty or is not text.
+        """
+        if isinstance(self.prompt, str):
+            return [text.encode(self.prompt, chat=False)]
+        if all(isinstance(each, int) for each in self.prompt):
+            return [[each for each in self.prompt if isinstance(each, int)]]
+        return [
+            text.encode(each, chat=False) if isinstance(each, str) else each
+            for each in self.prompt
+            if not isinstance(each, int)
+        ]
+
+    def check_best_of(self) -> None:
+        """Check that no answers would have to be ranked.
+
+        Raises:
+            UsageError: `best_of` is neither absent nor `n`.
+        """
+        if self.best_of not in (None, self.n):
+            raise UsageError(f"best_of is {self.best_of}; it must equal n", "give n alone", param="best_of")
 
 
 class ContentPart(Strict):
+    """A part of a message's content."""
+
     type: Literal["text"]
     text: str
 
 
 class Message(Strict):
+    """A message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart]
     name: str | None = None
 
     @property
     def text(self) -> str:
+        """The content as one text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ResponseFormat(Strict):
+    """The only response format: text."""
+
     type: Literal["text"]
 
 
 class ChatRequest(Common):
+    """The body of `POST /v1/chat/completions`."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        "max_new_tokens": "max_completion_tokens",
+        "min_new_tokens": "min_tokens",
+        "logprobs": "top_logprobs",
+        "prompt": "messages",
+        "chat": "messages",
+    }
+
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -137,16 +189,25 @@ class ChatRequest(Common):
     response_format: ResponseFormat | None = None
 
     def prompt(self, text: Text) -> list[int]:
-        """The token ids of the messages in the chat template."""
+        """Return the token ids of the messages in the chat template.
+
+        Raises:
+            UsageError: there is no chat template, or it rejects the messages.
+        """
         roles = {"developer": "system"}
         return text.encode_chat([{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages])
 
 
 def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, Any]:
-    """Of a request's answers; each prompt counts once, and so do its cached tokens, as the first of its answers had them."""
+    """Return the token counts of a request.
+
+    Args:
+        stats: of each choice, prompt by prompt.
+        prompts: tokens of each prompt. A prompt counts once, and so do its cached tokens, as its first choice found them.
+    """
     prompt, completion = sum(prompts), sum(each.emitted for each in stats)
-    each_has = max(len(stats) // max(len(prompts), 1), 1)
-    cached = sum(each.cached_tokens for each in stats[::each_has])
+    choices_per_prompt = max(len(stats) // max(len(prompts), 1), 1)
+    cached = sum(each.cached_tokens for each in stats[::choices_per_prompt])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -155,8 +216,8 @@ def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def metrics(stats: Sequence[Stats]) -> dict[str, Any] | None:
-    """What speculation did for one answer, in the shape that vLLM gives and AIPerf reads; for several there is none."""
+def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any] | None:
+    """Return the counters of speculative decoding for a single choice, in vLLM's form, which AIPerf reads; None for several."""
     if len(stats) != 1:
         return None
     (one,) = stats
@@ -174,44 +235,46 @@ def metrics(stats: Sequence[Stats]) -> dict[str, Any] | None:
 
 
 class CompletionLogprobs:
-    """The logprobs of a completion, token by token."""
+    """The logprobs of a completion's choice, event by event."""
 
     def __init__(self, text: Text):
+        """Begin at the start of the answer."""
         self._text = text
         self._offset = 0
 
-    def of(self, event: Event) -> dict[str, Any]:
-        """Of an event's tokens."""
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, each in zip(event.token_ids, event.logprobs or (), strict=True):
-            said = self._text.token(token)
-            found["tokens"].append(said)
-            found["token_logprobs"].append(each.logprob)
-            found["top_logprobs"].append({self._text.token(other): value for other, value in each.top})
-            found["text_offset"].append(self._offset)
-            self._offset += len(said)
-        return found
+    def append(self, events: Sequence[Event]) -> dict[str, list[Any]]:
+        """Return the logprobs of the next events' tokens."""
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, logprobs in (pair for event in events for pair in _with_logprobs(event)):
+            text = self._text.token(token)
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(logprobs.logprob)
+            columns["top_logprobs"].append({self._text.token(other): value for other, value in logprobs.top})
+            columns["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return columns
 
 
-def chat_logprobs(text: Text, event: Event) -> dict[str, Any]:
-    """The logprobs of a chat's event."""
+def chat_logprobs(text: Text, events: Sequence[Event]) -> dict[str, Any]:
+    """Return the logprobs of a chat's events."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        said = text.token(token)
-        return {"token": said, "logprob": value, "bytes": None if "\ufffd" in said else list(said.encode())}
+        shown = text.token(token)
+        return {"token": shown, "logprob": value, "bytes": None if "\ufffd" in shown else list(shown.encode())}
 
-    def whole(token: int, each: Logprobs) -> dict[str, Any]:
-        return entry(token, each.logprob) | {"top_logprobs": [entry(*pair) for pair in each.top]}
+    return {
+        "content": [
+            entry(token, logprobs.logprob) | {"top_logprobs": [entry(*pair) for pair in logprobs.top]}
+            for event in events
+            for token, logprobs in _with_logprobs(event)
+        ]
+    }
 
-    return {"content": [whole(token, each) for token, each in zip(event.token_ids, event.logprobs or (), strict=True)]}
+
+def _with_logprobs(event: Event) -> list[tuple[int, Logprobs]]:
+    return list(zip(event.token_ids, event.logprobs or (), strict=True))
 
 
 def finish_reason(reason: str | None) -> str | None:
-    """In OpenAI's words, which has none for a cache that is full."""
+    """Return OpenAI's name for a finish reason; it has none for a full cache."""
     return "length" if reason == "capacity" else reason
-
-
-def check_best_of(request: CompletionRequest) -> None:
-    """Raise `UsageError` where answers would have to be ranked."""
-    if request.best_of not in (None, request.n):
-        raise UsageError(f"best_of is {request.best_of}; it must be n", "give n alone")

@@ -1,4 +1,4 @@
-"""What a server runs, and what it allows."""
+"""What a server runs, and the limits it sets."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a server runs, and what it allows."""
+    """The options of `outrider serve` that do not depend on how it is run."""
 
     bundle: Path
-    device: str | None = None  # "cpu" or "cuda"; None is what the bundle was built on
-    k: int | str = "auto"  # draft tokens a round
+    device: str | None = None  # "cpu" or "cuda"; None is the device that the bundle was built on
+    k: int | str = "auto"  # draft tokens per round
     drafter: str | None = None
-    max_waiting: int = 64  # requests without a slot
-    timeout: float = 600.0  # seconds, of an answer
-    model: str = ""  # the name it answers to; "" is that of the target's checkpoint
-    keys: tuple[str, ...] = field(default=(), repr=False)  # any of which must be given; none is that none need be
-    hosts: tuple[str, ...] = ()  # names by which it may be asked; none is that any will do
+    max_waiting: int = 64  # requests that wait for a slot
+    timeout: float = 600.0  # seconds per answer
+    model: str = ""  # the name in the API; "" is the name of the target's checkpoint
+    keys: tuple[str, ...] = field(default=(), repr=False)  # accepted API keys; empty if none is needed
+    hosts: tuple[str, ...] = ()  # accepted host names; empty if any is
     max_bytes: int = 1 << 20  # of a request's body
-    max_choices: int = 16  # of a request: prompts times n
-    max_prompt: int | None = None  # tokens; None is what the bundle holds
+    max_choices: int = 16  # per request: prompts times n
+    max_prompt: int | None = None  # tokens; None is the bundle's capacity
     log_prompts: bool = False

@@ -18,7 +18,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.tests.support import COMMAND, PAIR, broken_bundle, llama, run, tokenizer, write_checkpoint
 
 
-def refused(done: subprocess.CompletedProcess[str], code: int, message: str) -> None:
+def refused(done: subprocess.CompletedProcess[str], code: int, message: str, hint: str = "") -> None:
     """One line that says what happened, one that says how to hint it, and no more."""
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -27,6 +27,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int, message: str) -> 
     assert error[0].startswith("error: ")
     assert message in error[0]
     assert error[1].startswith("hint:  ")
+    assert error[1].endswith(hint)
     assert done.stdout == ""
 
 
@@ -234,6 +235,13 @@ def test_wrong_requests(tiny_bundle: Path, arguments: list[Any], message: str) -
     done = subprocess.run([*COMMAND, "generate", str(tiny_bundle), *arguments], capture_output=True)
     text = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
     refused(text, 2, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"), [(["--prompt", ""], "--prompt"), (["--prompt", "x", "--stop-token-id", "320"], "--stop-token-id")]
+)
+def test_a_hint_names_the_option(tiny_bundle: Path, arguments: list[str], option: str) -> None:
+    refused(run("generate", tiny_bundle, *arguments), 2, "", f"({option})")
 
 
 @pytest.mark.parametrize(("text", "message"), [(b"", "prompt is empty"), (b"caf\xe9", "not UTF-8")])

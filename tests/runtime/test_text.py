@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -118,8 +120,24 @@ def test_the_chat_template_is_applied(tiny_bundle: Path, tiny: Outrider, tmp_pat
     ],
 )
 def test_a_chat_template_that_fails_is_one_error(tiny_bundle: Path, tiny: Outrider, tmp_path: Path, template: str) -> None:
-    with pytest.raises(UsageError, match="chat template refuses"):
+    with pytest.raises(UsageError, match="chat template rejects"):
         templated(tiny_bundle, tiny, template, tmp_path).render([{"role": "user", "content": "hi"}])
+
+
+def test_the_chat_template_is_compiled_once(
+    tiny_bundle: Path, tiny: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    compile_template = jinja2.Environment.compile
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        compiled.append(arguments)
+        return compile_template(*arguments, **options)
+
+    monkeypatch.setattr(jinja2.Environment, "compile", counting)
+    text = templated(tiny_bundle, tiny, "{% for m in messages %}[{{ m.content }}]{% endfor %}", tmp_path)
+    assert [text.render([{"role": "user", "content": content}]) for content in "abc"] == ["[a]", "[b]", "[c]"]
+    assert len(compiled) == 1
 
 
 def test_what_transformers_gives_a_template_is_there(tiny_bundle: Path, tiny: Outrider, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real server process over a real bundle, for the tests."""
+"""A real server process over a real bundle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 
 def chat_bundle(export: Path, output: Path, **options: Any) -> Path:
-    """The shipped pair with a chat template, for four at once."""
+    """Build the shipped pair with a chat template, for batches of four."""
     bundle = build(export, output, **({"k": [1, 2, 4], "capacity": 511, "batch": 4} | options))
     (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
     reseal(bundle)
@@ -34,18 +34,18 @@ def chat_bundle(export: Path, output: Path, **options: Any) -> Path:
 
 
 def fetch(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Message, bytes]:
-    """Status, headers and body of an answer, an error or not."""
+    """Return the status, headers and body of a response."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.headers, answer.read()
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.headers, response.read()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers, error.read()
 
 
 class Server:
-    """`outrider serve` as a process of its own, on any free port."""
+    """`outrider serve` in a process of its own, on a free port."""
 
     def __init__(self, bundle: Path, *options: str, env: dict[str, str] | None = None):
         command = [*COMMAND, "serve", str(bundle), "--port", "0", *options]
@@ -57,32 +57,32 @@ class Server:
         self.url = ""
         for line in self.process.stderr:
             self.log.append(line)
-            said = json.loads(line)["message"]
-            if "running on" in said:
-                self.url = said.split("running on ")[1].split()[0]
+            message = json.loads(line)["message"]
+            if "running on" in message:
+                self.url = message.split("running on ")[1].split()[0]
                 break
         assert self.url, self.log
-        # What nobody reads would fill the pipe, and the server would wait for ever.
+        # The pipe must be read: the server would block when it is full.
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True)
         self._reader.start()
 
     def ready(self) -> None:
         """Wait until the bundle is loaded."""
         for _ in range(600):
-            status, said = self.health()
+            status, health = self.health()
             if status == 200:
                 return
-            assert status == 503, said
+            assert status == 503, health
             time.sleep(0.1)
-        raise AssertionError("it was never ready")
+        raise AssertionError("the server did not become ready")
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """What it says of itself."""
-        status, _, said = fetch(f"{self.url}/health")
-        return status, json.loads(said)
+        """Return the status and body of /health."""
+        status, _, body = fetch(f"{self.url}/health")
+        return status, json.loads(body)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """End it, and keep what it logged."""
+        """End the server, and read the rest of its log."""
         self.process.send_signal(how)
         code = self.process.wait(timeout=60)
         self._reader.join(timeout=10)
@@ -93,7 +93,7 @@ class Server:
 
 @contextmanager
 def serving(bundle: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server that is ready."""
+    """Run a server, and wait until it is ready."""
     server = Server(bundle, *options, env=env)
     try:
         server.ready()

@@ -1,4 +1,4 @@
-"""The server as the official client sees it: a real process, a real bundle, over HTTP."""
+"""The HTTP API as the official client sees it: a real server process over a real bundle."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def text_of(outrider: Outrider, prompt: str, **params: Any) -> str:
 
 
 def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
-    status, _, said = fetch(server.url + path, body, **headers)
-    return status, json.loads(said)
+    status, _, answer = fetch(server.url + path, body, **headers)
+    return status, json.loads(answer)
 
 
 def counters(server: Server) -> dict[str, float]:
@@ -65,7 +65,7 @@ def counters(server: Server) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
 
-def test_a_completion_is_plain_decodings_text(client: openai.OpenAI, alone: Outrider) -> None:
+def test_a_completion_is_the_text_of_plain_decoding(client: openai.OpenAI, alone: Outrider) -> None:
     done = client.completions.create(model="target", prompt=PROMPT, temperature=0, max_tokens=60)
     assert done.choices[0].text == text_of(alone, PROMPT, max_new_tokens=60)
     assert done.choices[0].finish_reason in ("length", "stop")
@@ -79,7 +79,7 @@ def test_a_stream_is_the_same_text_in_bursts(client: openai.OpenAI, alone: Outri
     chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == text_of(alone, PROMPT, max_new_tokens=60)
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-2]] == [None] * (len(chunks) - 2)
-    assert len(chunks) < 55  # several tokens at a time
+    assert len(chunks) < 55  # a chunk has several tokens
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     found = chunks[-1].metrics["speculative_decoding"]
@@ -111,7 +111,7 @@ def test_a_seed_fixes_the_answer_and_choices_differ(client: openai.OpenAI, alone
     assert texts == [choice.text for choice in second.choices]
     assert len(set(texts)) == 3
     assert texts[0] == text_of(alone, PROMPT, seed=11, temperature=1.0, max_new_tokens=30)
-    assert first.metrics is None  # of several answers there is no one acceptance
+    assert first.metrics is None  # several choices have no single acceptance rate
     streamed = dict.fromkeys(range(3), "")
     for chunk in client.completions.create(**asked, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
@@ -181,16 +181,41 @@ def test_several_prompts_and_token_ids(client: openai.OpenAI, alone: Outrider) -
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "x", "min_tokens": 600, "max_tokens": 600}, "min_tokens"),
         ({}, "prompt"),
     ],
     ids=lambda each: json.dumps(each)[:40],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(server: Server, body: dict[str, Any], param: str | None) -> None:
-    status, said = post(server, "/v1/completions", json.dumps(body).encode())
-    assert status == 400, said
-    assert said["error"]["type"] == "invalid_request_error"
-    assert said["error"]["param"] == param, said
-    assert said["error"]["message"]
+def test_an_unsupported_or_invalid_field_is_refused_by_name(server: Server, body: dict[str, Any], param: str | None) -> None:
+    status, answer = post(server, "/v1/completions", json.dumps(body).encode())
+    assert status == 400, answer
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["param"] == param, answer
+    assert answer["error"]["message"]
+    assert "--" not in answer["error"]["message"]  # advice for the command line
+    assert "_new_tokens" not in answer["error"]["message"]  # the library's name of a parameter
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"min_tokens": 600, "max_completion_tokens": 600}, "min_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"temperature": -1}, "temperature"),
+    ],
+    ids=lambda each: json.dumps(each)[:40],
+)
+def test_a_chat_error_names_the_field(server: Server, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    status, answer = post(server, "/v1/chat/completions", json.dumps(body).encode())
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert "--" not in answer["error"]["message"]
+    assert "_new_tokens" not in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -211,25 +236,25 @@ def test_what_cannot_be_honoured_is_refused_by_name(server: Server, body: dict[s
     ],
     ids=range(12),
 )
-def test_what_is_no_request_is_refused(server: Server, body: bytes) -> None:
+def test_an_invalid_body_is_refused(server: Server, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
-        status, said = post(server, path, body)
+        status, answer = post(server, path, body)
         assert 400 <= status < 500
-        assert said["error"]["message"]
+        assert answer["error"]["message"]
 
 
-def test_a_model_of_another_name_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'"):
+def test_another_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt' does not exist"):
         client.completions.create(model="gpt", prompt="x")
     assert [model.id for model in client.models.list()] == ["target"]
 
 
-def test_messages_that_the_template_refuses(client: openai.OpenAI) -> None:
+def test_messages_that_the_template_rejects(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="never say that"):
         client.chat.completions.create(model="target", messages=[{"role": "user", "content": "refuse"}])
 
 
-def test_many_clients_get_what_each_would_get_alone(client: openai.OpenAI, alone: Outrider, server: Server) -> None:
+def test_concurrent_clients_get_what_each_would_get_alone(client: openai.OpenAI, alone: Outrider, server: Server) -> None:
     prompts = [f"Customer: I would like {number} tickets for the " for number in range(12)]
     want = [text_of(alone, prompt, max_new_tokens=40) for prompt in prompts]
 
@@ -245,16 +270,18 @@ def test_many_clients_get_what_each_would_get_alone(client: openai.OpenAI, alone
     assert found["outrider_time_to_first_token_seconds_count"] >= 12
 
 
-def test_the_dashboard_and_the_documents_name_metrics_that_are_there(server: Server) -> None:
-    there = {re.sub(r"{.*", "", name) for name in counters(server)}
+def test_the_dashboard_and_the_documents_name_existing_metrics(server: Server) -> None:
+    existing = {re.sub(r"{.*", "", name) for name in counters(server)}
     shown = set(re.findall(r"outrider_\w+", (ROOT / "deploy" / "grafana.json").read_text()))
-    assert shown <= there
-    said = set(re.findall(r"outrider_\w+", (ROOT / "docs" / "serve.md").read_text()))
-    assert said <= there | {name.removesuffix("_bucket") for name in there}
+    assert shown <= existing
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md") if path.name != "manifest.md")
+    documented = set(re.findall(r"`(outrider_\w+)", pages))
+    assert documented
+    assert documented <= existing | {name.removesuffix("_bucket") for name in existing}
 
 
-def test_a_client_that_goes_away_ends_its_answer(server: Server) -> None:
-    """In the middle of a stream, and while it waits for the whole of an answer."""
+def test_a_disconnect_cancels_the_answer(server: Server) -> None:
+    """In the middle of a stream, and while a client waits for a whole answer."""
     for stream in ("true", "false"):
         before = counters(server).get('outrider_requests_total{finish_reason="cancelled"}', 0)
         host, port = server.url.removeprefix("http://").split(":")
@@ -276,7 +303,7 @@ def test_a_client_that_goes_away_ends_its_answer(server: Server) -> None:
                 break
             time.sleep(0.05)
         else:
-            raise AssertionError("it was never cancelled")
+            raise AssertionError("the answer was not cancelled")
         assert counters(server)["outrider_num_requests_running"] == 0
 
 
@@ -287,8 +314,8 @@ def test_keys(bundle: Path, tmp_path: Path) -> None:
         for key in ("first", "second", "third"):
             assert post(server, "/v1/completions", body, Authorization=f"Bearer {key}")[0] == 200
         for wrong in ({}, {"Authorization": "Bearer fourth"}, {"Authorization": "first"}, {"Authorization": "Bearer "}):
-            status, said = post(server, "/v1/completions", body, **wrong)
-            assert (status, said["error"]["code"]) == (401, "invalid_api_key")
+            status, answer = post(server, "/v1/completions", body, **wrong)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{server.url}/metrics")
         with urllib.request.urlopen(f"{server.url}/health") as answer:
@@ -296,14 +323,14 @@ def test_keys(bundle: Path, tmp_path: Path) -> None:
     assert not any(key in line for line in server.log for key in ('first"', 'second"', "third", "fourth"))
 
 
-def test_a_page_that_takes_another_name_for_this_machine_is_refused(server: Server, bundle: Path) -> None:
+def test_another_host_name_is_refused(server: Server, bundle: Path) -> None:
     before = counters(server).get('outrider_http_errors_total{status="403"}', 0)
     for name in ("evil.example", "evil.example:80", "[", ""):
-        status, said = post(server, "/v1/completions", b"{}", Host=name)
-        assert (status, said["error"]["code"]) == (403, "host_not_allowed")
+        status, answer = post(server, "/v1/completions", b"{}", Host=name)
+        assert (status, answer["error"]["code"]) == (403, "host_not_allowed")
     for name in ("localhost:1", "[::1]:9", "LOCALHOST"):
-        status, said = post(server, "/v1/completions", b"{", Host=name)
-        assert (status, said["error"]["message"]) == (400, "the body is not JSON")
+        status, answer = post(server, "/v1/completions", b"{", Host=name)
+        assert (status, answer["error"]["message"]) == (400, "the body is not JSON")
     assert counters(server)['outrider_http_errors_total{status="403"}'] == before + 4
     with serving(bundle, env={"OUTRIDER_API_KEYS": "secret"}) as keyed:
         assert post(keyed, "/v1/completions", b"{", Host="some.example", Authorization="Bearer secret")[0] == 400
@@ -312,32 +339,32 @@ def test_a_page_that_takes_another_name_for_this_machine_is_refused(server: Serv
 def test_limits(bundle: Path) -> None:
     options = ["--max-body", "2000", "--max-prompt", "20", "--max-waiting", "1", "--timeout", "1", "--model-name", "mine"]
     with serving(bundle, *options) as server:
-        status, said = post(server, "/v1/completions", json.dumps({"prompt": "x" * 3000}).encode())
-        assert (status, said["error"]["code"]) == (413, "body_too_large")
-        chunked = iter([b'{"prompt": "', b"x" * 3000, b'"}'])  # whose length is not said before
-        status, said = post(server, "/v1/completions", chunked)  # type: ignore[arg-type]
-        assert status == 413, said
-        status, said = post(server, "/v1/completions", json.dumps({"prompt": "one two three " * 20}).encode())
-        assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
+        status, answer = post(server, "/v1/completions", json.dumps({"prompt": "x" * 3000}).encode())
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+        chunked = iter([b'{"prompt": "', b"x" * 3000, b'"}'])  # without a Content-Length
+        status, answer = post(server, "/v1/completions", chunked)  # type: ignore[arg-type]
+        assert status == 413, answer
+        status, answer = post(server, "/v1/completions", json.dumps({"prompt": "one two three " * 20}).encode())
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         long = json.dumps({"model": "mine", "prompt": "Once", "max_tokens": 480, "min_tokens": 480, "n": 2}).encode()
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda _: post(server, "/v1/completions", long), range(8)))
         assert {status for status, _ in found} <= {200, 429, 504}
         assert 429 in {status for status, _ in found}
         assert 504 in {status for status, _ in found}
-        for _ in range(50):  # also after the last one was cut off
+        for _ in range(50):  # also after the last one timed out
             if counters(server)["outrider_num_requests_running"] == 0:
                 break
             time.sleep(0.1)
         after = counters(server)
         assert after["outrider_num_requests_running"] == after["outrider_num_requests_waiting"] == 0
         assert after["outrider_kv_cache_usage"] == 0
-        status, said = post(server, "/v1/completions", b'{"prompt": "x", "n": 7}')
+        status, answer = post(server, "/v1/completions", b'{"prompt": "x", "n": 7}')
         assert status == 400
-        assert "more than ever may wait and run" in said["error"]["message"]
+        assert "at once" in answer["error"]["message"]
 
 
-def test_it_is_ready_only_when_it_is(bundle: Path, tmp_path: Path) -> None:
+def test_health_is_503_while_a_bundle_cannot_be_run(bundle: Path, tmp_path: Path) -> None:
     done = run("serve", bundle / "nothing")
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
@@ -350,17 +377,17 @@ def test_it_is_ready_only_when_it_is(bundle: Path, tmp_path: Path) -> None:
         for _ in range(100):
             status, answer = server.health()
             assert status == 503
-            said = answer["error"]["message"]
-            if "cannot be run" in said:
+            message = answer["error"]["message"]
+            if "cannot be run" in message:
                 break
             time.sleep(0.1)
-        assert "model.onnx.data" in said
+        assert "model.onnx.data" in message
     finally:
         server.stop()
 
 
-def test_a_bundle_replaced_under_a_running_server_changes_nothing(bundle: Path, tmp_path: Path, alone: Outrider) -> None:
-    """It is replaced as `build-engine` does it, by renaming; what runs keeps the files that it opened."""
+def test_replacing_a_bundle_does_not_change_a_running_server(bundle: Path, tmp_path: Path, alone: Outrider) -> None:
+    """`build-engine` replaces a bundle by renaming, and a running server keeps the files that it opened."""
     copy = tmp_path / "bundle"
     subprocess.run(["cp", "-r", bundle, copy], check=True)
     with serving(copy) as server:
@@ -372,9 +399,7 @@ def test_a_bundle_replaced_under_a_running_server_changes_nothing(bundle: Path, 
     assert read_manifest(copy)
 
 
-def test_a_bundle_changed_under_a_running_server_ends_in_errors_and_not_in_wrong_tokens(
-    bundle: Path, tmp_path: Path, alone: Outrider
-) -> None:
+def test_changing_a_bundle_in_place_ends_in_errors_not_in_wrong_tokens(bundle: Path, tmp_path: Path, alone: Outrider) -> None:
     copy = tmp_path / "bundle"
     subprocess.run(["cp", "-r", bundle, copy], check=True)
     with serving(copy) as server:
@@ -387,30 +412,30 @@ def test_a_bundle_changed_under_a_running_server_ends_in_errors_and_not_in_wrong
                 file.seek(weights.stat().st_size // 2)
                 file.write(bytes(4096))
             lines += stream.read().splitlines()
-        *said, last = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.strip()]
+        *chunks, last = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.strip()]
         assert "was changed under the running server" in last["error"]["message"]
-        text = "".join(each["choices"][0]["text"] for each in said)
+        text = "".join(each["choices"][0]["text"] for each in chunks)
         assert text_of(alone, PROMPT, max_new_tokens=480, min_new_tokens=480).startswith(text)
         assert server.health()[0] == 503
         assert post(server, "/v1/completions", body)[0] == 503
 
 
-def test_sigterm_lets_answers_end(bundle: Path, alone: Outrider) -> None:
+def test_sigterm_lets_answers_finish(bundle: Path, alone: Outrider) -> None:
     server = Server(bundle)
     server.ready()
     body = json.dumps({"prompt": PROMPT, "temperature": 0, "max_tokens": 300, "min_tokens": 300}).encode()
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(post, server, "/v1/completions", body) for _ in range(4)]
+        running = [pool.submit(post, server, "/v1/completions", body) for _ in range(4)]
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
-        found = [answer.result() for answer in answers]
+        answers = [each.result() for each in running]
     want = text_of(alone, PROMPT, max_new_tokens=300, min_new_tokens=300)
-    assert [status for status, _ in found] == [200] * 4
-    assert {said["choices"][0]["text"] for _, said in found} == {want}
+    assert [status for status, _ in answers] == [200] * 4
+    assert {answer["choices"][0]["text"] for _, answer in answers} == {want}
     server.stop()
 
 
-def test_sigterm_tells_who_takes_too_long_to_try_again(bundle: Path) -> None:
+def test_after_the_drain_time_clients_are_asked_to_retry(bundle: Path) -> None:
     server = Server(bundle, "--drain", "0")
     server.ready()
     body = {"prompt": PROMPT, "max_tokens": 480, "min_tokens": 480}
@@ -422,8 +447,8 @@ def test_sigterm_tells_who_takes_too_long_to_try_again(bundle: Path) -> None:
             assert stream.readline()
             server.process.send_signal(signal.SIGTERM)
             rest = stream.read().decode()
-        status, said = whole.result()
-    assert (status, said["error"]["code"]) == (503, "not_ready")
+        status, answer = whole.result()
+    assert (status, answer["error"]["code"]) == (503, "not_ready")
     assert json.loads(rest.strip().rsplit("data: ", 1)[1])["error"]["code"] == "not_ready"
     server.stop()
 
@@ -436,4 +461,4 @@ def test_wrong_use_is_one_line_and_exit_code_2(bundle: Path) -> None:
         assert "Traceback" not in done.stderr
     done = run("serve", bundle, env={**os.environ, "OUTRIDER_API_KEYS": " ,"})
     assert done.returncode == 2
-    assert "has no key in it" in done.stderr
+    assert "contains no key" in done.stderr

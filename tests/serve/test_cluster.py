@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes: two replicas answer as one server, and one of them dies."""
+"""Replicas in a real Ray cluster of two nodes, which answer as one server; also when one dies or is replaced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 class Deployed:
-    """What `outrider serve --ray` has put into a cluster."""
+    """An application that `outrider serve --ray` has deployed to a cluster."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
@@ -53,18 +53,18 @@ class Deployed:
         assert done.returncode == 0, done.stderr
 
     def replicas(self) -> set[str]:
-        """Names of those that say what they have done."""
-        *_, said = fetch(f"{self.url}/metrics")
-        return set(re.findall(r'replica="(.+?)"', said.decode()))
+        """Return the names of the replicas in the metrics."""
+        *_, metrics = fetch(f"{self.url}/metrics")
+        return set(re.findall(r'replica="(.+?)"', metrics.decode()))
 
     def wait_for_replicas(self, number: int | None, without: frozenset[str] = frozenset()) -> set[str]:
-        """Until so many (or, for None, some) say that they are well, and none of those without which."""
+        """Wait until this number of replicas (None: any) are healthy, and none of `without` is."""
         for _ in range(240):
-            found = self.replicas()
-            if (len(found) == number if number else found) and not found & without:
-                return found
+            replicas = self.replicas()
+            if (len(replicas) == number if number else replicas) and not replicas & without:
+                return replicas
             time.sleep(0.5)
-        raise AssertionError(f"there are {found}, not {number}")
+        raise AssertionError(f"the replicas are {replicas}, not {number}")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def texts(bundle: Path) -> dict[str, str]:
-    """What each prompt gets alone."""
+    """The answer to each prompt alone."""
     with Outrider.load(bundle) as outrider:
         params = SamplingParams(max_new_tokens=TOKENS, temperature=0)
         return {prompt: "".join(event.text for event in outrider.generate(prompt, params, k=0)) for prompt in PROMPTS}
@@ -87,23 +87,23 @@ def deployed(bundle: Path) -> Iterator[Deployed]:
     try:
         cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
         cluster.wait_for_nodes()
-        found = Deployed(cluster)
-        found.deploy(bundle, "--replicas", "2")
-        found.wait_for_replicas(2)
-        yield found
+        deployed = Deployed(cluster)
+        deployed.deploy(bundle, "--replicas", "2")
+        deployed.wait_for_replicas(2)
+        yield deployed
     finally:
         cluster.shutdown()
 
 
 def ask(deployed: Deployed, prompt: str, stream: bool) -> tuple[str, bool]:
-    """The text, and whether it is whole: otherwise the error was one that says to try again."""
-    asked: dict[str, Any] = {"model": "target", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+    """Return the text, and whether it is complete; if not, the error asked for a retry."""
+    body: dict[str, Any] = {"model": "target", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     text = ""
     with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key="-", max_retries=0, timeout=60) as client:
         try:
             if not stream:
-                return client.completions.create(**asked).choices[0].text, True
-            for chunk in client.completions.create(**asked, stream=True):
+                return client.completions.create(**body).choices[0].text, True
+            for chunk in client.completions.create(**body, stream=True):
                 text += chunk.choices[0].text
                 if chunk.choices[0].finish_reason is not None:
                     return text, True
@@ -111,7 +111,7 @@ def ask(deployed: Deployed, prompt: str, stream: bool) -> tuple[str, bool]:
         except openai.APIStatusError as error:
             if error.status_code not in (429, 503) or error.response.headers["retry-after"] != "1":
                 raise
-        except openai.APIError as error:  # in a stream that had begun
+        except openai.APIError as error:  # in a stream that has begun
             if "try again" not in str(error):
                 raise
     return text, False
@@ -119,9 +119,9 @@ def ask(deployed: Deployed, prompt: str, stream: bool) -> tuple[str, bool]:
 
 @contextmanager
 def clients(deployed: Deployed, texts: dict[str, str]) -> Iterator[list[bool]]:
-    """Six clients that ask until this ends; for each answer that has come, whether it was whole. None is another than alone."""
+    """Run six clients that check their answers, and yield a growing list with whether each answer was complete."""
     ended = threading.Event()
-    found: list[bool] = []
+    complete: list[bool] = []
 
     def client(number: int) -> None:
         for at in itertools.count(number):
@@ -130,43 +130,43 @@ def clients(deployed: Deployed, texts: dict[str, str]) -> Iterator[list[bool]]:
             prompt = PROMPTS[at % len(PROMPTS)]
             text, whole = ask(deployed, prompt, stream=number % 2 == 0)
             assert text == texts[prompt] if whole else texts[prompt].startswith(text), (prompt, text)
-            found.append(whole)
+            complete.append(whole)
 
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(client, number) for number in range(6)]
         try:
-            yield found
+            yield complete
         finally:
             ended.set()
         for each in running:
             each.result(timeout=120)
 
 
-def wait_for(more: int, found: list[bool]) -> None:
-    """Until so many more answers have come."""
-    until = len(found) + more
+def wait_for(more: int, complete: list[bool]) -> None:
+    """Wait for this many more answers."""
+    until = len(complete) + more
     for _ in range(1200):
-        if len(found) >= until:
+        if len(complete) >= until:
             return
         time.sleep(0.1)
-    raise AssertionError(f"{len(found)} of {until} answers came")
+    raise AssertionError(f"{len(complete)} of {until} answers came")
 
 
-def test_it_answers_as_one_server(deployed: Deployed, texts: dict[str, str]) -> None:
+def test_replicas_answer_as_one_server(deployed: Deployed, texts: dict[str, str]) -> None:
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda prompt: ask(deployed, prompt, stream=len(prompt) % 2 == 0), PROMPTS))
-    assert found == [(texts[prompt], True) for prompt in PROMPTS]
+        complete = list(pool.map(lambda prompt: ask(deployed, prompt, stream=len(prompt) % 2 == 0), PROMPTS))
+    assert complete == [(texts[prompt], True) for prompt in PROMPTS]
     status, headers, _ = fetch(f"{deployed.url}/")
     assert (status, "Content-Security-Policy" in headers) == (200, True)
-    status, _, said = fetch(f"{deployed.url}/health")
-    assert (status, json.loads(said)["status"]) == (200, "ok")
-    status, _, said = fetch(f"{deployed.url}/v1/completions", b'{"prompt": "a", "echo": true}')
-    assert (status, json.loads(said)["error"]["param"]) == (400, "echo")
-    status, _, said = fetch(f"{deployed.url}/v1/completions", b" " * (2 << 20))
-    assert (status, json.loads(said)["error"]["code"]) == (413, "body_too_large")
+    status, _, answer = fetch(f"{deployed.url}/health")
+    assert (status, json.loads(answer)["status"]) == (200, "ok")
+    status, _, answer = fetch(f"{deployed.url}/v1/completions", b'{"prompt": "a", "echo": true}')
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "echo")
+    status, _, answer = fetch(f"{deployed.url}/v1/completions", b" " * (2 << 20))
+    assert (status, json.loads(answer)["error"]["code"]) == (413, "body_too_large")
 
 
-def test_a_conversation_stays_where_it_is(deployed: Deployed) -> None:
+def test_a_session_stays_on_its_replica(deployed: Deployed) -> None:
     def replica(session: str) -> str:
         body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 2}).encode()
         return fetch(f"{deployed.url}/v1/completions", body, **{"X-Session-ID": session})[1]["x-replica"]
@@ -176,10 +176,10 @@ def test_a_conversation_stays_where_it_is(deployed: Deployed) -> None:
     assert len(set.union(*seen.values())) == 2, seen
 
 
-def test_a_client_that_goes_away_ends_its_answer(deployed: Deployed) -> None:
+def test_a_disconnect_cancels_the_answer(deployed: Deployed) -> None:
     def cancelled() -> float:
-        said = fetch(f"{deployed.url}/metrics")[2].decode()
-        return sum(float(each) for each in re.findall(r'requests_total{finish_reason="cancelled".*?} (.+)', said))
+        metrics = fetch(f"{deployed.url}/metrics")[2].decode()
+        return sum(float(each) for each in re.findall(r'requests_total{finish_reason="cancelled".*?} (.+)', metrics))
 
     before = cancelled()
     with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key="-") as client:
@@ -190,41 +190,39 @@ def test_a_client_that_goes_away_ends_its_answer(deployed: Deployed) -> None:
         if cancelled() == before + 1:
             return
         time.sleep(0.5)
-    raise AssertionError("it went on")
+    raise AssertionError("the answer was not cancelled")
 
 
 def test_a_replica_dies_under_load(deployed: Deployed, texts: dict[str, str]) -> None:
     before = deployed.wait_for_replicas(2)
-    with clients(deployed, texts) as found:
-        wait_for(8, found)
+    with clients(deployed, texts) as complete:
+        wait_for(8, complete)
         name = "ray::ServeReplica:outrider:replica"
         processes = psutil.process_iter(["cmdline"])
         next(each for each in processes if " ".join(each.info["cmdline"] or ()).startswith(name)).kill()
-        wait_for(40, found)
-    assert sum(found) >= 40
-    for _ in range(60):  # the one that is lost is forgotten after a while
+        wait_for(40, complete)
+    assert sum(complete) >= 40
+    for _ in range(60):  # the lost replica is forgotten after a while
         if len(before & deployed.wait_for_replicas(2)) == 1:
             return
         time.sleep(0.5)
-    raise AssertionError("no other replica came")
+    raise AssertionError("the replica was not replaced")
 
 
-def test_another_bundle_comes_while_requests_do(
-    deployed: Deployed, bundle: Path, texts: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_bundle_is_replaced_under_load(deployed: Deployed, bundle: Path, texts: dict[str, str], tmp_path: Path) -> None:
     shutil.copytree(bundle, tmp_path / "next")
     before = deployed.wait_for_replicas(2)
-    with clients(deployed, texts) as found:
-        wait_for(8, found)
+    with clients(deployed, texts) as complete:
+        wait_for(8, complete)
         deployed.deploy(tmp_path / "next", "--replicas", "1:2", "--max-prompt", "100")
-        wait_for(8, found)
-    assert all(found)
-    status, _, said = fetch(f"{deployed.url}/v1/completions", json.dumps({"prompt": [5] * 101, "max_tokens": 1}).encode())
-    assert (status, "takes 100" in json.loads(said)["error"]["message"]) == (400, True)
+        wait_for(8, complete)
+    assert all(complete)
+    status, _, answer = fetch(f"{deployed.url}/v1/completions", json.dumps({"prompt": [5] * 101, "max_tokens": 1}).encode())
+    assert (status, "limit is 100" in json.loads(answer)["error"]["message"]) == (400, True)
     deployed.wait_for_replicas(None, frozenset(before))
 
 
-def test_there_are_as_many_replicas_as_there_is_load(deployed: Deployed, bundle: Path, texts: dict[str, str]) -> None:
+def test_the_number_of_replicas_follows_the_load(deployed: Deployed, bundle: Path, texts: dict[str, str]) -> None:
     deployed.deploy(bundle, "--replicas", "1")
     deployed.wait_for_replicas(1)
     deployed.deploy(bundle, "--replicas", "1:2")
@@ -233,7 +231,7 @@ def test_there_are_as_many_replicas_as_there_is_load(deployed: Deployed, bundle:
         deployed.wait_for_replicas(2)
 
 
-def test_where_there_is_no_cluster_it_begins_one_and_ends_it(bundle: Path) -> None:
+def test_without_a_cluster_it_starts_and_stops_one(bundle: Path) -> None:
     port = free_port()
     command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(port), "--cpus", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -244,7 +242,7 @@ def test_where_there_is_no_cluster_it_begins_one_and_ends_it(bundle: Path) -> No
         assert server.wait(timeout=60) == 0, server.stderr.read()
 
 
-def test_a_bundle_that_cannot_be_loaded_is_one_line(deployed: Deployed, bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_that_cannot_be_loaded_is_a_one_line_error(deployed: Deployed, bundle: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(bundle, tmp_path / "broken"))
     with open(broken / "tokenizer.json", "a") as file:
         file.write(" ")

@@ -1,4 +1,4 @@
-"""What goes wrong with one request, or with the engines, in a running server: who is told, and that the others go on."""
+"""Failures of a request or of the engines in a running server: the right client gets the error, and the others go on."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ import pytest
 
 from outrider.engines.session import Session
 from outrider.errors import EngineError, OutriderError
-from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.loop import Loop
+from outrider.runtime.decoder import Decoder
+from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event
 from outrider.runtime.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
+from outrider.serve.engine import EngineThread, NotReadyError
 from outrider.serve.metrics import Metrics
-from outrider.serve.worker import LOST, NotReadyError, Worker
+from outrider.serve.watchdog import MAX_FAILED_STEPS
 from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
 from outrider.tests.support import broken_export, build
 
 POISON = 77
 
 
-def complete(server: Server, **asked: Any) -> tuple[int, dict[str, Any]]:
-    status, _, said = fetch(f"{server.url}/v1/completions", json.dumps({"temperature": 0} | asked).encode())
-    return status, json.loads(said)
+def complete(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
+    status, _, answer = fetch(f"{server.url}/v1/completions", json.dumps({"temperature": 0} | fields).encode())
+    return status, json.loads(answer)
 
 
-def test_prompts_whose_logits_are_no_numbers_end_themselves_alone(tmp_path: Path) -> None:
+def test_a_prompt_with_nan_logits_fails_alone(tmp_path: Path) -> None:
     bundle = build(broken_export(tmp_path, POISON), tmp_path / "bundle", k=[1, 2], capacity=127, batch=2)
     good = {"prompt": [5, 6, 7], "max_tokens": 40, "min_tokens": 40}
     with serving(bundle) as server, ThreadPoolExecutor(8) as pool:
         status, want = complete(server, **good)
         assert status == 200
-        for _ in range(3 * LOST):  # nobody else is there, so no step brings anything
-            status, said = complete(server, prompt=[5, POISON, 7], max_tokens=5)
-            assert (status, "not finite numbers" in said["error"]["message"]) == (500, True)
+        for _ in range(3 * MAX_FAILED_STEPS):  # no other request is there, so every step fails
+            status, answer = complete(server, prompt=[5, POISON, 7], max_tokens=5)
+            assert (status, "NaN or infinity" in answer["error"]["message"]) == (500, True)
         assert server.health()[0] == 200
-        asked = [good, {"prompt": [5, POISON, 7], "max_tokens": 5}] * 8
-        for (status, said), each in zip(pool.map(lambda each: complete(server, **each), asked), asked, strict=True):
+        bodies = [good, {"prompt": [5, POISON, 7], "max_tokens": 5}] * 8
+        for (status, answer), each in zip(pool.map(lambda each: complete(server, **each), bodies), bodies, strict=True):
             assert status == (200 if each is good else 500)
-            assert each is not good or said["choices"][0]["text"] == want["choices"][0]["text"]
+            assert each is not good or answer["choices"][0]["text"] == want["choices"][0]["text"]
         assert server.health()[0] == 200
 
 
@@ -55,57 +57,58 @@ def test_prompts_whose_logits_are_no_numbers_end_themselves_alone(tmp_path: Path
     ("part", "name", "error"),
     [
         (Rounds, "run", EngineError("the device is gone", "restart the server")),
-        (Session, "write", EngineError("the device is gone", "restart the server")),  # prompts alone cannot be read
-        (Loop, "read", RuntimeError("the device is gone")),  # a defect, and not what a backend says
+        (Session, "write", EngineError("the device is gone", "restart the server")),  # only prompts fail
+        (Decoder, "prefill", RuntimeError("the device is gone")),  # a bug, not a backend's error
     ],
-    ids=["rounds", "prompts", "a defect"],
+    ids=["rounds", "prompts", "a bug"],
 )
-def test_engines_that_run_no_text_any_more_are_said_to_be_broken(
+def test_broken_engines_are_reported(
     tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: type, name: str, error: Exception
 ) -> None:
     bundle = build(tiny_export, tmp_path / "bundle", k=[1], capacity=127, batch=2)
     failing = threading.Event()
     run = getattr(part, name)
 
-    def perhaps(self: Any, *rest: Any, **named: Any) -> Any:
+    def run_or_fail(self: Any, *rest: Any, **named: Any) -> Any:
         if failing.is_set():
             raise error
         return run(self, *rest, **named)
 
-    monkeypatch.setattr(part, name, perhaps)
-    worker = Worker(bundle, lambda: Scheduler(Outrider.load(bundle, slots=None)), Metrics(), timeout=60)
-    worker.start()
-    assert worker.loaded.wait(60)
+    monkeypatch.setattr(part, name, run_or_fail)
+    engine = EngineThread(bundle, lambda: Scheduler(Outrider.load(bundle, slots=None)), Metrics(), timeout=60)
+    engine.start()
+    assert engine.loaded.wait(60)
 
     first = count(5)
 
     async def ask() -> Event | OutriderError:
-        came: asyncio.Queue[Event | OutriderError] = asyncio.Queue()
-        await worker.submit([([next(first), 6, 7], SamplingParams(max_new_tokens=3, min_new_tokens=3), came.put_nowait)])
-        while isinstance(result := await asyncio.wait_for(came.get(), 60), Event) and result.finish_reason is None:
+        results: asyncio.Queue[Event | OutriderError] = asyncio.Queue()
+        request = [next(first), 6, 7], SamplingParams(max_new_tokens=3, min_new_tokens=3)
+        await engine.submit([request], lambda _, result: results.put_nowait(result))
+        while isinstance(result := await asyncio.wait_for(results.get(), 60), Event) and result.finish_reason is None:
             pass
         return result
 
     assert isinstance(asyncio.run(ask()), Event)
     failing.set()
-    for _ in range(LOST - 1):
+    for _ in range(MAX_FAILED_STEPS - 1):
         assert isinstance(asyncio.run(ask()), EngineError)
-    failing.clear()  # as after a fault that passes
+    failing.clear()  # as after a temporary fault
     assert isinstance(asyncio.run(ask()), Event)
     failing.set()
-    for _ in range(LOST):
+    for _ in range(MAX_FAILED_STEPS):
         assert isinstance(asyncio.run(ask()), EngineError)
     for _ in range(100):
-        if worker.failure is not None:
+        if engine.failure is not None:
             break
         time.sleep(0.05)
     with pytest.raises(NotReadyError, match=r"the bundle cannot be run: .*the device is gone"):
-        worker.check()
-    worker.stop()
+        engine.check()
+    engine.stop()
 
 
-def test_who_reads_slowly_holds_up_no_one(shipped_export: Path, tmp_path: Path) -> None:
-    """An answer larger than what sockets hold, by a client that reads when all others are done."""
+def test_a_slow_reader_does_not_delay_others(shipped_export: Path, tmp_path: Path) -> None:
+    """One client reads an answer larger than the sockets' buffers only after all others are done."""
     bundle = chat_bundle(shipped_export, tmp_path / "bundle")
     long = {"prompt": "Once", "max_tokens": 480, "min_tokens": 480, "temperature": 0}
     with serving(bundle) as server, socket.socket() as slow:
@@ -119,19 +122,19 @@ def test_who_reads_slowly_holds_up_no_one(shipped_export: Path, tmp_path: Path) 
         )
         slow.sendall(f"{head}\r\n\r\n".encode() + body)
         for _ in range(8):
-            status, said = complete(server, **long)
-            assert (status, said["choices"][0]["text"]) == (200, want["choices"][0]["text"])
+            status, answer = complete(server, **long)
+            assert (status, answer["choices"][0]["text"]) == (200, want["choices"][0]["text"])
         received = b""
         while chunk := slow.recv(65536):
             received += chunk
         chunks = [json.loads(line[6:]) for line in received.splitlines() if line.startswith(b"data: {")]
-        assert len(received) > 2**22  # which is more than a server's socket takes by itself
+        assert len(received) > 2**22  # more than a server's socket buffers
         texts = ["".join(c["text"] for each in chunks for c in each["choices"] if c["index"] == at) for at in range(16)]
         assert texts == [want["choices"][0]["text"]] * 16
 
 
 @pytest.mark.parametrize("options", [[], ["--log-prompts"]])
-def test_prompts_are_in_the_log_only_where_asked(shipped_export: Path, tmp_path: Path, options: list[str]) -> None:
+def test_prompts_are_logged_only_on_request(shipped_export: Path, tmp_path: Path, options: list[str]) -> None:
     bundle = chat_bundle(shipped_export, tmp_path / "bundle")
     with serving(bundle, *options) as server:
         assert complete(server, prompt="a most private matter", max_tokens=3)[0] == 200

@@ -40,36 +40,36 @@ def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
         yield driver
 
 
-def wait_for(browser: webdriver.Chrome, css: str, said: str) -> str:
-    """The text of the last element of that kind, once it says so."""
+def wait_for(browser: webdriver.Chrome, css: str, expected: str) -> str:
+    """Wait until the last element of a kind contains a text, and return its text."""
 
-    def found(_: webdriver.Chrome) -> str | bool:
+    def text(_: webdriver.Chrome) -> str | bool:
         elements = browser.find_elements(By.CSS_SELECTOR, css)
-        return elements[-1].text if elements and said in elements[-1].text else False
+        return elements[-1].text if elements and expected in elements[-1].text else False
 
-    return str(WebDriverWait(browser, SECONDS).until(found))
+    return str(WebDriverWait(browser, SECONDS).until(text))
 
 
-def test_a_chat_shows_what_was_drafted(bundle: Path, browser: webdriver.Chrome) -> None:
+def test_a_chat_shows_which_tokens_were_drafted(bundle: Path, browser: webdriver.Chrome) -> None:
     with serving(bundle) as server:
         browser.get(server.url)
-        assert "target with the draft draft" in wait_for(browser, "#model", "target")
+        assert "target, draft draft" in wait_for(browser, "#model", "target")
         browser.find_element(By.ID, "tokens").send_keys(Keys.CONTROL, "a")
         browser.find_element(By.ID, "tokens").send_keys("40")
         browser.find_element(By.ID, "prompt").send_keys("A table for two, please.", Keys.ENTER)
         note = wait_for(browser, ".note", "mean acceptance length")
         assert note.startswith("40 tokens in")
         pieces = browser.find_elements(By.CSS_SELECTOR, ".answer span")
-        said = "".join(str(piece.get_property("textContent")) for piece in pieces)
-        asked = SamplingParams(max_new_tokens=40)
-        want = Outrider.load(bundle).generate("Customer: A table for two, please.\nAgent:", asked, k=0)
-        assert said == "".join(event.text for event in want)
+        shown = "".join(str(piece.get_property("textContent")) for piece in pieces)
+        params = SamplingParams(max_new_tokens=40)
+        want = Outrider.load(bundle).generate("Customer: A table for two, please.\nAgent:", params, k=0)
+        assert shown == "".join(event.text for event in want)
         kinds = {piece.get_attribute("class") for piece in pieces}
         assert kinds == {"draft", "own"}
         colours = {piece.value_of_css_property("color") for piece in pieces}
         assert len(colours) == 2
 
-        # A second turn sends the whole talk; what is said is text, whatever it looks like.
+        # A second turn sends the whole conversation; messages are shown as text, whatever they contain.
         browser.find_element(By.ID, "prompt").send_keys("<b>Bold</b>", Keys.ENTER)
         WebDriverWait(browser, SECONDS).until(lambda _: len(browser.find_elements(By.CSS_SELECTOR, ".note")) == 2)
         wait_for(browser, ".note", "mean acceptance length")
@@ -79,12 +79,12 @@ def test_a_chat_shows_what_was_drafted(bundle: Path, browser: webdriver.Chrome) 
         assert [each for each in logged if each["level"] == "SEVERE"] == []
 
 
-def test_it_asks_for_a_key_where_one_is_needed(bundle: Path, browser: webdriver.Chrome) -> None:
+def test_it_asks_for_a_key_when_one_is_required(bundle: Path, browser: webdriver.Chrome) -> None:
     with serving(bundle, env={"OUTRIDER_API_KEYS": "secret"}) as server:
         browser.get(server.url)
-        wait_for(browser, "#model", "give a key below")
+        wait_for(browser, "#model", "enter an API key below")
         browser.find_element(By.ID, "prompt").send_keys("Hi", Keys.ENTER)
-        assert "this needs a key" in wait_for(browser, ".error", "key")
+        assert "an API key is required" in wait_for(browser, ".error", "key")
         browser.find_element(By.ID, "key").send_keys("secret")
         wait_for(browser, "#model", "target")
         browser.find_element(By.ID, "prompt").send_keys("Hi", Keys.ENTER)

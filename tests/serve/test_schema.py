@@ -1,4 +1,4 @@
-"""Whatever a client sends, the server answers, and never with a failure of its own."""
+"""No request makes the server fail."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from outrider.tests.serve.server import Server, chat_bundle, serving
 
 @pytest.fixture(scope="module")
 def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    # Short answers: what is asked of them is that they come.
+    # A small capacity keeps the answers short.
     with serving(chat_bundle(shipped_export, tmp_path_factory.mktemp("schema") / "bundle", capacity=63)) as server:
         yield server
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_no_request_makes_it_fail(server: Server, mode: GenerationMode) -> None:
-    """Requests made from the document that the server gives of itself: such as it allows, and such as it does not."""
+def test_no_request_makes_the_server_fail(server: Server, mode: GenerationMode) -> None:
+    """Valid and invalid requests, generated from the server's OpenAPI document."""
     tried = 0
     for each in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations():
         assert isinstance(each, Ok)
@@ -39,7 +39,7 @@ def test_no_request_makes_it_fail(server: Server, mode: GenerationMode) -> None:
             tried += 1
             case.call_and_validate(checks=[not_a_server_error], timeout=60)
 
-        with contextlib.suppress(Unsatisfiable):  # nothing about a request without parameters can be wrong
+        with contextlib.suppress(Unsatisfiable):  # a request without parameters cannot be invalid
             check()
     assert tried > 30
     assert server.health() == (200, {"status": "ok", "running": 0})

@@ -1,0 +1,217 @@
+"""The response to one HTTP request, assembled from the events of its choices.
+
+Streams use FastAPI's own support of server-sent events. sse-starlette would end every stream as soon as SIGTERM comes, where
+this server lets answers finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from fastapi.sse import EventSourceResponse, format_sse_event
+
+from outrider.errors import OutriderError
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event, Request
+from outrider.serve import protocol
+from outrider.serve.engine import EngineThread, Result
+from outrider.serve.errors import ApiError, api_error
+from outrider.serve.settings import Settings
+
+LOGGER = logging.getLogger("outrider.serve")
+Body = TypeVar("Body", bound=protocol.Common)
+
+
+class ResponseAssembler(ABC, Generic[Body]):
+    """Submits the choices of one HTTP request, one for each prompt and n, and assembles their events into its response."""
+
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+    prompt_field: ClassVar[str]
+
+    def __init__(self, http: HttpRequest, body: Body, engine: EngineThread, settings: Settings, model: str):
+        """Prepare a response.
+
+        Args:
+            model: the name of the model in the API.
+
+        Raises:
+            ApiError: the request is for another model.
+            NotReadyError: the bundle is not loaded.
+        """
+        if body.model not in (None, model):
+            raise ApiError(
+                404, f"the model {body.model!r} does not exist; this server has {model!r}", "model", "model_not_found"
+            )
+        outrider = engine.outrider
+        self.text, self.capacity = outrider.text, outrider.build.capacity
+        self.body, self._http, self._path = body, http, http.url.path
+        self._engine, self._settings = engine, settings
+        self._header = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._prompts: list[list[int]] = []
+        self._requests: list[Request] = []
+        self._results: asyncio.Queue[tuple[int, Result]] = asyncio.Queue()
+        self._finished: dict[int, str] = {}  # finish reasons by choice
+        self._started = time.perf_counter()
+        self._first_token: float | None = None
+
+    @abstractmethod
+    def params(self, prompt: list[int]) -> SamplingParams:
+        """Return the parameters for a prompt; raises `UsageError` if one is out of range."""
+
+    @abstractmethod
+    def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
+        """Return a choice of a whole response."""
+
+    @abstractmethod
+    def chunk(self, index: int, event: Event) -> dict[str, Any]:
+        """Return a choice of a stream's chunk."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return choices that a stream begins with."""
+        return []
+
+    async def respond(self, prompts: list[list[int]]) -> Response:
+        """Submit the prompts, all or none, and return the response, whole or as a stream.
+
+        Raises:
+            ApiError: a limit of the server is exceeded, or a choice of a whole response failed.
+            UsageError, QueueFullError, NotReadyError: see `EngineThread.submit`.
+        """
+        self._check_limits(prompts)
+        self._prompts = prompts
+        requests = [
+            (prompt, replace(params, seed=seed))
+            for prompt in prompts
+            for params in [self.params(prompt)]
+            for seed in self.body.seeds()
+        ]
+        self._requests = await self._engine.submit(requests, lambda *result: self._results.put_nowait(result))
+        if self.body.stream:
+            return EventSourceResponse(self._stream(), headers={"Cache-Control": "no-cache"})
+        choices = [self.choice(index, events) for index, events in enumerate(await self._collect())]
+        return JSONResponse(self._envelope(self.object_name, choices=choices, **self._totals()))
+
+    def _check_limits(self, prompts: list[list[int]]) -> None:
+        if len(prompts) * self.body.n > (limit := self._settings.max_choices):
+            raise ApiError(400, f"{len(prompts)} prompts times n = {self.body.n} exceeds the limit of {limit} choices", "n")
+        limit = self._settings.max_prompt or self.capacity
+        for prompt in prompts:
+            if len(prompt) > limit:
+                message = f"the prompt has {len(prompt):,} tokens; this server's limit is {limit:,}"
+                raise ApiError(400, message, self.prompt_field, "context_length_exceeded")
+
+    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Yield the events of all choices as they come, each with its choice's index.
+
+        Raises:
+            ApiError: a choice failed; the others are cancelled.
+        """
+        try:
+            while len(self._finished) < len(self._requests):
+                index, result = await self._results.get()
+                if isinstance(result, OutriderError):
+                    self._finished[index] = "error"
+                    raise api_error(result, self._path)
+                if self._first_token is None:
+                    self._first_token = time.perf_counter()
+                if result.finish_reason is not None:
+                    self._finished[index] = result.finish_reason
+                yield index, result
+        finally:
+            self._cancel()
+            self._log()
+
+    def _cancel(self) -> None:
+        """Cancel the choices that have not finished."""
+        unfinished = {index: request for index, request in enumerate(self._requests) if index not in self._finished}
+        if unfinished:
+            self._engine.cancel(list(unfinished.values()))
+            self._finished |= dict.fromkeys(unfinished, "cancelled")
+
+    async def _collect(self) -> list[list[Event]]:
+        """Return all events of each choice; a client that disconnects cancels them."""
+        events: list[list[Event]] = [[] for _ in self._requests]
+
+        async def collect() -> None:
+            async for index, event in self._events():
+                events[index].append(event)
+
+        async def disconnect() -> None:
+            while (await self._http.receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.create_task(collect()), asyncio.create_task(disconnect())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise ApiError(499, "the client has disconnected")
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return events
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        """Yield the stream's chunks; an error is the last one."""
+        options = self.body.stream_options
+        usage = {"usage": None} if options is not None and options.include_usage else {}
+        try:
+            for choice in self.opening():
+                yield sse(self._envelope(self.chunk_name, choices=[choice], **usage))
+            async for index, event in self._events():
+                if event.pieces or event.finish_reason is not None or event.logprobs:
+                    yield sse(self._envelope(self.chunk_name, choices=[self.chunk(index, event)], **usage))
+            if usage:
+                yield sse(self._envelope(self.chunk_name, choices=[], **self._totals()))
+            yield format_sse_event(data_str="[DONE]")
+        except ApiError as error:
+            yield sse(error.body())
+        finally:
+            self._cancel()
+
+    def _envelope(self, name: str, **fields: Any) -> dict[str, Any]:
+        return {**self._header, "object": name, **fields}
+
+    def _totals(self) -> dict[str, Any]:
+        stats = [request.stats for request in self._requests]
+        prompts = [len(prompt) for prompt in self._prompts]
+        return {"usage": protocol.usage(stats, prompts), "metrics": protocol.speculation_metrics(stats)}
+
+    def origin(self, events: Sequence[Event]) -> dict[str, Any]:
+        """Return the pieces of text with whether each was drafted, where the request asks for them."""
+        if not self.body.return_origin:
+            return {}
+        return {"origin": [[text, from_draft] for event in events for text, from_draft in event.pieces]}
+
+    def _log(self) -> None:
+        now = time.perf_counter()
+        fields: dict[str, Any] = {
+            "request": self._header["id"],
+            "path": self._path,
+            "prompt_tokens": sum(map(len, self._prompts)),
+            "completion_tokens": sum(request.stats.emitted for request in self._requests),
+            "seconds": round(now - self._started, 4),
+            "first_token_seconds": None if self._first_token is None else round(self._first_token - self._started, 4),
+            "finish_reasons": sorted(set(self._finished.values())),
+        }
+        if self._settings.log_prompts:
+            fields["prompts"] = self.body.model_dump(include={"prompt", "messages"})
+        LOGGER.info("answered", extra=fields)
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """Return a server-sent event with a JSON body."""
+    return format_sse_event(data_str=json.dumps(body, separators=(",", ":")))

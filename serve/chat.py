@@ -1,0 +1,70 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event
+from outrider.serve.assembler import ResponseAssembler
+from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
+from outrider.serve.errors import CHAT_PATH, ApiError
+from outrider.serve.protocol import ChatRequest, chat_logprobs, finish_reason
+
+router = APIRouter()
+
+
+class ChatAssembler(ResponseAssembler[ChatRequest]):
+    """Assembles the assistant's next message."""
+
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    prompt_field = "messages"
+
+    def params(self, prompt: list[int]) -> SamplingParams:
+        """Return the request's parameters; without a maximum length, the answer may fill the cache."""
+        chat = self.body
+        max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
+        if max_tokens is None:
+            max_tokens = max(self.capacity - len(prompt) + 1, 1)
+        return chat.params(max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return a chunk with the role for each choice."""
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [{"index": index, **first} for index in range(self.body.n)]
+
+    def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
+        """Return a choice with the whole message."""
+        content = "".join(event.text for event in events)
+        return self._choice(index, events, message={"role": "assistant", "content": content, "refusal": None})
+
+    def chunk(self, index: int, event: Event) -> dict[str, Any]:
+        """Return a choice with the text of one event."""
+        return self._choice(index, [event], delta={"content": event.text})
+
+    def _choice(self, index: int, events: Sequence[Event], **content: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": index,
+            **content,
+            "finish_reason": finish_reason(events[-1].finish_reason),
+            "logprobs": chat_logprobs(self.text, events) if self.body.logprobs else None,
+            **self.origin(events),
+        }
+
+
+@router.post(CHAT_PATH, response_model=None)
+async def chat_completions(
+    body: ChatRequest, http: Request, engine: EngineDep, settings: SettingsDep, model: ModelName
+) -> Response:
+    """Answer the messages of a chat."""
+    assembler = ChatAssembler(http, body, engine, settings, model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    return await assembler.respond([await asyncio.to_thread(body.prompt, assembler.text)])

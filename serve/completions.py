@@ -1,0 +1,62 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event
+from outrider.serve.assembler import ResponseAssembler
+from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
+from outrider.serve.protocol import CompletionLogprobs, CompletionRequest, finish_reason
+
+router = APIRouter()
+
+
+class CompletionAssembler(ResponseAssembler[CompletionRequest]):
+    """Assembles text completions."""
+
+    id_prefix = "cmpl"
+    object_name = chunk_name = "text_completion"
+    prompt_field = "prompt"
+
+    @functools.cached_property
+    def _logprobs(self) -> list[CompletionLogprobs]:
+        return [CompletionLogprobs(self.text) for _ in self._requests]
+
+    def params(self, prompt: list[int]) -> SamplingParams:
+        """Return the request's parameters, the same for each prompt."""
+        return self.body.params(self.body.max_tokens, self.body.logprobs)
+
+    def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
+        """Return a choice with the text of the events."""
+        logprobs = None
+        if self.body.logprobs is not None:
+            logprobs = self._logprobs[index].append(events)
+        return {
+            "index": index,
+            "text": "".join(event.text for event in events),
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(events[-1].finish_reason),
+            **self.origin(events),
+        }
+
+    def chunk(self, index: int, event: Event) -> dict[str, Any]:
+        """Return a choice with the text of one event."""
+        return self.choice(index, [event])
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(
+    body: CompletionRequest, http: Request, engine: EngineDep, settings: SettingsDep, model: ModelName
+) -> Response:
+    """Continue one or several prompts."""
+    assembler = CompletionAssembler(http, body, engine, settings, model)
+    body.check_best_of()
+    return await assembler.respond(await asyncio.to_thread(body.prompts, assembler.text))

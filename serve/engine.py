@@ -1,0 +1,301 @@
+"""The thread that runs the engines, and how the server's event loop submits requests to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from outrider.bundle.folder import FolderWatch
+from outrider.errors import EngineError, OutriderError
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event, Request
+from outrider.runtime.scheduler import Scheduler
+from outrider.serve.metrics import Metrics
+from outrider.serve.settings import Settings
+from outrider.serve.watchdog import Watchdog, bug, warm_up
+
+LOGGER = logging.getLogger("outrider.serve")
+
+Result = Event | OutriderError
+
+
+class NotReadyError(OutriderError):
+    """The bundle is still loading or could not be loaded, the engines are broken, or the server is shutting down."""
+
+
+class TimedOutError(OutriderError):
+    """The answer took longer than the server's timeout."""
+
+
+class EngineThread:
+    """Loads a bundle in a thread, and steps its scheduler while there are requests."""
+
+    def __init__(self, bundle: Path, load: Callable[[], Scheduler], metrics: Metrics, timeout: float):
+        """Prepare the thread without starting it.
+
+        Args:
+            bundle: the folder to watch for changes.
+            load: loads the bundle; called in the thread.
+            metrics: updated as requests begin and end.
+            timeout: seconds from the submission of a request to its last token.
+        """
+        self.metrics = metrics
+        self.failure: OutriderError | None = None  # why the engines cannot be used any more
+        self.loaded = threading.Event()  # set when the bundle is ready or has failed to load
+        self._bundle, self._load, self._timeout = bundle, load, timeout
+        self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the thread to make
+        self._scheduler: Scheduler | None = None
+        self._watchdog: Watchdog  # made with the scheduler
+        self._active: dict[Request, float | None] = {}  # requests that have a sink, and when their first token came
+        self._ending = False
+        self._step_started: float | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Return a thread that serves the bundle of these settings."""
+
+        def load() -> Scheduler:
+            outrider = Outrider.load(settings.bundle, device=settings.device, slots=None)
+            return Scheduler(outrider, max_waiting=settings.max_waiting, k=settings.k, drafter=settings.drafter)
+
+        return cls(settings.bundle, load, Metrics(), settings.timeout)
+
+    def start(self) -> None:
+        """Start the thread, which loads the bundle first."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Fail all unfinished requests and wait for the thread, unless it is still loading: that ends with the process."""
+        self.end()
+        if self._scheduler is not None:
+            self._thread.join(timeout=30)
+
+    def end(self) -> None:
+        """Fail all unfinished requests with an error that asks the client to retry, and refuse new ones."""
+        self._ending = True
+        self._inbox.put(lambda: None)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler.
+
+        Raises:
+            NotReadyError: the bundle is still loading, or its engines are broken.
+        """
+        if self.failure is not None:
+            raise NotReadyError(f"the bundle cannot be run: {self.failure}", self.failure.hint)
+        if self._scheduler is None:
+            raise NotReadyError("the bundle is still loading", "try again later")
+        return self._scheduler
+
+    @property
+    def outrider(self) -> Outrider:
+        """The loaded bundle.
+
+        Raises:
+            NotReadyError: see `scheduler`.
+        """
+        return self.scheduler.outrider
+
+    def check(self) -> None:
+        """Check that the engines work.
+
+        Raises:
+            NotReadyError: see `scheduler`; or a step has been running for longer than the timeout.
+        """
+        assert self.scheduler is not None
+        started = self._step_started
+        if started is not None and time.perf_counter() - started > self._timeout:
+            raise NotReadyError("an engine step has hung", "restart the server")
+
+    async def submit(
+        self, requests: Sequence[tuple[list[int], SamplingParams]], deliver: Callable[[int, Result], None]
+    ) -> list[Request]:
+        """Queue all of the requests, or none.
+
+        Args:
+            requests: token ids and parameters of each.
+            deliver: called in the event loop with the index of a request and each of its results, of which the last is an
+                event with a finish reason or an error.
+
+        Raises:
+            UsageError: a request cannot be answered.
+            QueueFullError: too many requests are waiting.
+            NotReadyError: see `scheduler`; or the server is shutting down.
+        """
+        assert self.scheduler is not None
+        if self._ending:
+            raise _shutting_down()
+        loop = asyncio.get_running_loop()
+        accepted: asyncio.Future[list[Request]] = loop.create_future()
+        sinks = [partial(_call_soon, loop, deliver, index) for index in range(len(requests))]
+        self._inbox.put(partial(self._submit, requests, sinks, partial(_call_soon, loop, _settle, accepted)))
+        try:
+            return await asyncio.shield(accepted)
+        except asyncio.CancelledError:  # the client has disconnected meanwhile
+            accepted.add_done_callback(self._abandon)
+            raise
+
+    def _abandon(self, accepted: asyncio.Future[list[Request]]) -> None:
+        if accepted.exception() is None:
+            self.cancel(accepted.result())
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Drop requests; their slots are free before the next round."""
+        self._inbox.put(partial(self._cancel, requests))
+
+    # --- in the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            watch = FolderWatch(self._bundle)
+            scheduler = self._load()
+            warm_up(scheduler)
+            self._scheduler, self._watchdog = scheduler, Watchdog(scheduler)
+            LOGGER.info("ready")
+        except OutriderError as error:
+            self.failure = error
+            LOGGER.error("the bundle could not be loaded", extra={"error": str(error), "hint": error.hint})
+            return
+        except Exception as error:  # a bug; /health reports it
+            self.failure = bug(error)
+            LOGGER.exception("the bundle could not be loaded")
+            return
+        finally:
+            self.loaded.set()
+        while not self._ending:
+            try:
+                self._turn(scheduler, watch)
+            except Exception as error:  # a bug must not end the server: fail the requests that have a slot, and go on
+                LOGGER.exception("a step failed")
+                self._recover(scheduler, bug(error))
+        self._fail_all(_shutting_down())
+        self._scheduler, self.failure = None, _shutting_down()
+        self._take_calls(wait=False)  # refuses what was submitted meanwhile
+        watch.close()
+
+    def _turn(self, scheduler: Scheduler, watch: FolderWatch) -> None:
+        """Make the calls in the inbox, then run one step."""
+        self._step_started = None
+        self._take_calls(wait=not scheduler.busy and not self._ending)
+        if scheduler.busy and not self._ending:
+            self._step_started = time.perf_counter()
+            self._step(scheduler, watch)
+        self.metrics.stepped(scheduler.load)
+
+    def _take_calls(self, wait: bool) -> None:
+        with suppress(queue.Empty):
+            self._inbox.get(block=wait)()
+            while True:
+                self._inbox.get_nowait()()
+
+    def _step(self, scheduler: Scheduler, watch: FolderWatch) -> None:
+        results = scheduler.step()
+        if (changed := watch.changed()) is not None:  # weights may be mapped from that file, so these results may be wrong
+            self._break(EngineError(f"{changed} was changed under the running server", "restart it on an intact bundle"))
+            return
+        for request, result in results:
+            self._deliver(request, result)
+        self._time_out(scheduler)
+        if (error := self._watchdog.stepped(results)) is not None:
+            self._break(error)
+
+    def _recover(self, scheduler: Scheduler, error: OutriderError) -> None:
+        """Fail the requests that have a slot, after a step that raised an exception."""
+        running = [request for request in self._active if request.running]
+        fatal = self._watchdog.crashed(error, bool(running))
+        for request in running:
+            self._deliver(request, fatal or error)
+        self.metrics.stepped(scheduler.load)
+        if fatal is not None:
+            self._break(fatal)
+
+    def _break(self, error: OutriderError) -> None:
+        """Give the engines up: /health reports the error from now on, so that an orchestrator restarts the server."""
+        self.failure = error
+        LOGGER.error("the engines cannot be used any more", extra={"error": str(error)})
+        self._fail_all(error)
+
+    def _submit(
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        sinks: Sequence[Callable[[Result], None]],
+        settle: Callable[[list[Request] | OutriderError], None],
+    ) -> None:
+        try:
+            accepted = self.scheduler.submit_all(requests)
+        except OutriderError as error:
+            settle(error)
+        except Exception as error:  # a bug must end this request, not the thread
+            LOGGER.exception("a request could not be queued")
+            settle(bug(error))
+        else:
+            for request, sink in zip(accepted, sinks, strict=True):
+                request.sink = sink
+                self._active[request] = None
+            settle(accepted)
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request in self._active and self._scheduler is not None:
+                del self._active[request]
+                self._scheduler.cancel(request)
+                self.metrics.ended(request, "cancelled", time.perf_counter())
+
+    def _deliver(self, request: Request, result: Result) -> None:
+        """Give a result to whoever submitted the request."""
+        if request not in self._active or request.sink is None:  # the probe has none
+            return
+        now = time.perf_counter()
+        if isinstance(result, OutriderError):
+            del self._active[request]
+            self.metrics.ended(request, "error", now)
+        else:
+            if self._active[request] is None:
+                self._active[request] = now
+                self.metrics.began(request, now)
+            if result.finish_reason is not None:
+                self.metrics.ended(request, result.finish_reason, now, self._active.pop(request))
+        request.sink(result)
+
+    def _time_out(self, scheduler: Scheduler) -> None:
+        deadline = time.perf_counter() - self._timeout
+        for request in [each for each in self._active if each.submitted < deadline]:
+            scheduler.cancel(request)
+            message = f"the answer took longer than {self._timeout:g} seconds"
+            self._deliver(request, TimedOutError(message, "ask for fewer tokens"))
+
+    def _fail_all(self, error: OutriderError) -> None:
+        for request in list(self._active):
+            if self._scheduler is not None:
+                self._scheduler.cancel(request)
+            self._deliver(request, error)
+
+
+def _settle(accepted: asyncio.Future[list[Request]], result: list[Request] | OutriderError) -> None:
+    if isinstance(result, OutriderError):
+        accepted.set_exception(result)
+    else:
+        accepted.set_result(result)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in an event loop, from the thread."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:  # the loop is closed, and nobody waits for the result
+        LOGGER.debug("a result came after the server had shut down")
+
+
+def _shutting_down() -> NotReadyError:
+    return NotReadyError("the server is shutting down", "try again")
