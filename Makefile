@@ -1,11 +1,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q -c $(or $(CONSTRAINTS),constraints.txt)
 PAIR := examples/tiny-pair
 DEMO := build/demo
 PROMPT := Customer: Hi, I would like to book a table for two in San Jose.
 
-.PHONY: demo test check clean
+.PHONY: demo test test-all check docs newest clean
 
 demo: $(VENV)/.installed
 	rm -rf $(DEMO)
@@ -16,8 +17,17 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	scripts/test
 
+test-all: $(VENV)/.installed-dev
+	scripts/test -m ""
+
 check: $(VENV)/.installed-dev
 	scripts/check
+
+docs: $(VENV)/.installed-docs
+	VENV=$(VENV) scripts/docs
+
+newest:
+	scripts/newest
 
 clean:
 	rm -rf build dist *.egg-info $(VENV)
@@ -25,10 +35,14 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e '.[export,cpu]'
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
+	$(PIP) -e '.[export,cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e '.[export,cpu,bench,serve,ray,dev,rtx,quantize]'
-	touch $@ $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/bin/python
+	$(PIP) -e '.[export,cpu,bench,serve,ray,dev,docs,rtx,quantize]'
+	touch $@ $(VENV)/.installed $(VENV)/.installed-docs
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt $(VENV)/bin/python
+	$(PIP) -e '.[docs]'
+	touch $@

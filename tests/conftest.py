@@ -1,10 +1,12 @@
-"""Exports and bundles that several tests read: made once per run, never written to."""
+"""Exports and bundles that several tests read: made once for all processes of a run, and never written to."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import filelock
 import pytest
@@ -18,9 +20,11 @@ from outrider.tests.support import PAIR, build, llama, write_checkpoint
 
 torch.set_num_threads(2)
 
+Once = Callable[[str, Callable[[Path], object]], Path]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test of a GPU says what it would show, where there is none."""
+    """Skip the tests that need a GPU where there is none, saying what they would show."""
     marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if marked and (reason := _no_gpu()):
         for item, marker in marked:
@@ -38,55 +42,81 @@ def _no_gpu() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tiny random Llamas of one vocabulary: `target` and `draft`."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoint(folder / "target", llama(seed=0))
-    write_checkpoint(folder / "draft", llama(seed=1, num_hidden_layers=1))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_export(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The export of the tiny random pair."""
-    output = tmp_path_factory.mktemp("tiny") / "onnx"
-    export_pair(str(checkpoints / "target"), str(checkpoints / "draft"), output, precision="fp32")
-    return output
-
-
-@pytest.fixture(scope="session")
-def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of the tiny random pair."""
-    return build(tiny_export, tmp_path_factory.mktemp("tiny") / "bundle")
-
-
-@pytest.fixture(scope="session")
-def shipped_exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The export of the shipped pair in a precision: made once for all processes of the run, since tracing takes longest."""
-    folder = tmp_path_factory.getbasetemp()
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Make a folder once for all processes of the run: `once(name, make)` calls `make(path)` in the first that asks."""
+    root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
+        root = root.parent
 
-    def made(precision: str) -> Path:
-        output = folder / f"shipped-{precision}"
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        output = root / name
         with filelock.FileLock(f"{output}.lock"):
             if not output.exists():
-                export_pair(str(PAIR / "target"), str(PAIR / "draft"), output, precision=precision)
+                partial = root / f"{name}.making"  # a test that fails half-way leaves nothing that looks whole
+                shutil.rmtree(partial, ignore_errors=True)
+                make(partial)
+                partial.rename(output)
         return output
 
     return made
 
 
 @pytest.fixture(scope="session")
+def checkpoints(once: Once) -> Path:
+    """Return the folder of two tiny random Llamas with one vocabulary: `target` and `draft`."""
+
+    def make(folder: Path) -> None:
+        write_checkpoint(folder / "target", llama(seed=0))
+        write_checkpoint(folder / "draft", llama(seed=1, num_hidden_layers=1))
+
+    return once("checkpoints", make)
+
+
+@pytest.fixture(scope="session")
+def tiny_export(checkpoints: Path, once: Once) -> Path:
+    """Return the export of the tiny random pair."""
+    target, draft = str(checkpoints / "target"), str(checkpoints / "draft")
+    return once("tiny-onnx", lambda output: export_pair(target, draft, output, precision="fp32"))
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_export: Path, once: Once) -> Path:
+    """Return the bundle of the tiny random pair."""
+    return once("tiny-bundle", lambda output: build(tiny_export, output))
+
+
+@pytest.fixture(scope="session")
+def shipped_exports(once: Once) -> Callable[[str], Path]:
+    """Return a function from a precision to the shipped pair's export in it."""
+
+    def made(precision: str) -> Path:
+        target, draft = str(PAIR / "target"), str(PAIR / "draft")
+        return once(f"shipped-{precision}", lambda output: export_pair(target, draft, output, precision=precision))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def shipped_bundles(shipped_exports: Callable[[str], Path], once: Once) -> Callable[..., Path]:
+    """Return a function from a precision, and what `build` takes, to a bundle of the shipped pair."""
+
+    def made(precision: str = "fp32", **options: Any) -> Path:
+        named = "".join(f"-{key}={value}".replace(" ", "") for key, value in sorted(options.items()))
+        return once(f"shipped-bundle-{precision}{named}", lambda output: build(shipped_exports(precision), output, **options))
+
+    return made
+
+
+@pytest.fixture(scope="session")
 def shipped_export(shipped_exports: Callable[[str], Path]) -> Path:
-    """The export of the shipped pair."""
+    """Return the export of the shipped pair."""
     return shipped_exports("fp32")
 
 
 @pytest.fixture(scope="session")
-def shipped_bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped pair, with the capacity that it was trained for."""
-    return build(shipped_export, tmp_path_factory.mktemp("shipped") / "bundle", capacity=512)
+def shipped_bundle(shipped_bundles: Callable[..., Path]) -> Path:
+    """Return the bundle of the shipped pair, with the capacity that it was trained for."""
+    return shipped_bundles(capacity=512)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The house: who may import whom, what ships, and what the runtime works without."""
+"""The repository layout: which folder may import which, what the wheel contains, and what the runtime works without."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from outrider.tests.support import ROOT
 
-BASE = {"errors", "progress"}  # files of the root that any folder may import
+MODULES = {"__init__.py", "cli.py", "errors.py", "progress.py"}  # of the root; any folder may import the last two
 MAY_IMPORT = {
     "bundle": {"engines"},
     "engines": {"bundle"},
@@ -33,14 +34,14 @@ HEAVY = {"torch", "transformers", "tensorrt", "tensorrt_rtx", "onnxruntime", "on
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports, at any depth."""
-    found: set[str] = set()
+    """Return every module that a file imports, at any depth."""
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return modules
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -49,25 +50,31 @@ def test_imports_go_one_way(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
         for module in imports(path):
             parts = module.split(".")
-            if parts[0] == "outrider" and len(parts) > 1 and parts[1] in (*FOLDERS, "tests"):
+            if parts[0] == "outrider" and len(parts) > 1 and parts[1] in (*FOLDERS, "tests", "scripts", "cli"):
                 assert parts[1] in allowed, f"{path} imports {module}"
             assert parts[0] not in FOLDERS, f"{path} imports {module} past the package"
 
 
-def test_only_export_knows_torch() -> None:
+def test_only_export_imports_torch() -> None:
     for folder in sorted({*FOLDERS} - {"export"}):
         for path in (ROOT / folder).rglob("*.py"):
             assert not {module.split(".")[0] for module in imports(path)} & {"torch", "transformers"}, path
 
 
 def test_every_folder_of_the_package_is_in_the_tests_above() -> None:
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "scripts"}
     assert folders == set(FOLDERS)
+
+
+def test_every_folder_of_the_package_is_shipped() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    inits = [path.relative_to(ROOT).parent for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")]
+    assert set(listed) == {"outrider", *(".".join(["outrider", *path.parts]) for path in inits)}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from what a source distribution holds: the way it would be published."""
+    """Return the wheel, built from the source distribution, as it would be published."""
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, text=True)
@@ -80,13 +87,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_no_stray_one(wheel: Path) -> None:
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"outrider/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-    expected |= {"outrider/__init__.py", "outrider/py.typed"}
+    expected |= {f"outrider/{name}" for name in MODULES} | {"outrider/py.typed"}
     expected |= {"outrider/bench/report.html", "outrider/calibration/workloads.jsonl", "outrider/serve/page.html"}
     assert shipped == expected
 
 
 def test_the_root_has_no_stray_module() -> None:
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py"}
+    assert {path.name for path in ROOT.glob("*.py")} == MODULES
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(statement: str) -> None:
 
 @pytest.fixture(scope="module")
 def runtime_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python with `outrider[cpu]` from the wheel and nothing else: what an edge machine has."""
+    """Return a Python with only `outrider[cpu]` from the wheel, as on an edge machine."""
     folder = tmp_path_factory.mktemp("edge")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"

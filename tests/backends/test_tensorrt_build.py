@@ -22,20 +22,21 @@ from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import ENGINES, engine_file
 from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, UsageError
-from outrider.export.pair import export_pair
 from outrider.progress import Progress
-from outrider.tests.support import COMMAND, PAIR, build, reseal, run
+from outrider.tests.support import COMMAND, build, reseal, run
 
 trt: Any = pytest.importorskip("tensorrt_rtx", reason="would show that the engines build: pip install 'outrider[rtx]'")
 KNOWN = "7.5, 8.0, 8.6, 8.9, 12.0"
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_the_shipped_pair_builds_with_every_profile(precision: str, shipped_export: Path, tmp_path: Path) -> None:
-    export = shipped_export
-    if precision != "fp32":
-        export = tmp_path / "onnx"
-        export_pair(str(PAIR / "target"), str(PAIR / "draft"), export, precision=precision)
+# Every architecture builds in one of the precisions each (tests/export/test_architectures.py); the pair in all takes minutes.
+@pytest.mark.parametrize(
+    "precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("fp32", marks=pytest.mark.slow)]
+)
+def test_the_shipped_pair_builds_with_every_profile(
+    precision: str, shipped_exports: Callable[[str], Path], tmp_path: Path
+) -> None:
+    export = shipped_exports(precision)
     bundle = build(export, tmp_path / "bundle", backend="tensorrt-rtx", capacity=512)
     manifest = read_manifest(bundle)
     check_files(bundle, manifest)
