@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from outrider.runtime.adaptive import AdaptivePolicy
+from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.launches import Lane, Launches, Shape
-from outrider.runtime.policy import AdaptivePolicy, SequenceView
+from outrider.runtime.launches import Launches
+from outrider.runtime.policy import SequenceView
 from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING, Logprobs, SamplingState

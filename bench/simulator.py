@@ -14,13 +14,14 @@ from outrider.engines.device import Cpu
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime import drafters
+from outrider.runtime.adaptive import AdaptivePolicy
+from outrider.runtime.buffers import Lane
 from outrider.runtime.costs import Costs
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Resources
 from outrider.runtime.drafters.ngram import matching
-from outrider.runtime.launches import Lane
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import AdaptivePolicy, FixedPolicy, Policy
+from outrider.runtime.policy import FixedPolicy, Policy
 from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult, Stop
 from outrider.runtime.sampling import SamplingState

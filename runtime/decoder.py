@@ -16,9 +16,9 @@ import numpy as np
 
 from outrider.engines.session import Session
 from outrider.errors import EngineError
+from outrider.runtime.buffers import Lane
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter
-from outrider.runtime.launches import Lane
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult, Stop

@@ -14,13 +14,14 @@ from outrider.engines.session import Engines
 from outrider.errors import OutriderError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
+from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.choice import AUTO
 from outrider.runtime.costs import Costs
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import NONE, DeviceDrafter, Resources
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import DEFAULTS, SamplingParams
-from outrider.runtime.policy import AdaptivePolicy, FixedPolicy, Policy
+from outrider.runtime.policy import FixedPolicy, Policy
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds import Observer, Rounds
 from outrider.runtime.sampling import SamplingState

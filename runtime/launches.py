@@ -1,100 +1,42 @@
-"""The buffers of a round, each at a fixed address, and the launches that read and write them."""
+"""The launches of a round, over buffers at fixed addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from cachetools import LRUCache
 
-from outrider.engines.contract import CANDIDATES, DECIDED, EDITS, SETTINGS
+from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer
 from outrider.engines.session import Session
+from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
 from outrider.runtime.drafters.base import NONE, DeviceDrafter
 from outrider.runtime.sampling import ACCEPTING, DRAWING, Logprobs, SamplingState
 
-VERIFIER = -1
 MAX_CACHED = 512  # launches, and lists of them; each holds bindings of an engine
-Array = npt.NDArray[Any]
-Floats = npt.NDArray[np.float32]
 
 # For a slot that takes no part in a round: greedy, and one edit that changes nothing.
 NO_EDITS = np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1, len(EDITS)), dtype=np.float32)
 NO_SETTINGS = np.array([1.0 if name in ("top_p", "repetition_penalty") else 0.0 for name in SETTINGS], dtype=np.float32)
 
 
-class Lane(NamedTuple):
-    """One sequence's place in the batch of a round."""
-
-    tokens: list[int]  # the confirmed ones
-    sampling: SamplingState | None  # None where the slot takes no part and only lies between others that do
-    k: int  # tokens to draft
-    proposed: list[int]  # these, where a drafter proposed them on the host
-    position: int  # the cache entry that the target's first row writes
-
-
-class Shape(NamedTuple):
-    """What two rounds have in common if they consist of the same launches."""
-
-    first: int  # slot of the first lane
-    batch: int  # lanes, in consecutive slots
-    drafter: str
-    context: int  # confirmed tokens that the drafter's first step reads
-    drafted: int  # tokens to draft
-    rows: int  # of the target's pass
-    window: int
-    greedy: bool  # use the samplers that need no settings, random numbers or candidates
-    edits: int  # entries of the table of edits
-    candidates: int  # that top_k and top_p choose from
-    top: int | None  # most likely tokens to report the logprobs of; None reports none
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A launch of a round; a sampler's has a status."""
-
-    launch: Launch
-    status: Array | None = None  # int64 [B], on the host
-    row: int = VERIFIER  # of the drafted token
-
-
-class Launches:
-    """The buffers and launches of rounds of up to as many sequences as the sessions have slots.
-
-    In a round of N lanes the tensors [N, ...] lie at the beginning of each buffer, without gaps.
-    """
+class Launches(RoundBuffers):
+    """The buffers of rounds, and the launches that read and write them."""
 
     def __init__(
         self, device: Device, target: Session, samplers: Mapping[str, Engine], drafters: Sequence[DeviceDrafter], max_k: int
     ):
-        """Lay out the buffers for rounds of up to `max_k` drafted tokens."""
-        self.device = device
-        self.target = target
+        """Prepare rounds of up to `max_k` drafted tokens."""
+        super().__init__(device, target, drafters, max_k)
         self.samplers = samplers
-        self.vocab_rows = target.vocab_rows
-        self.max_k = max_k
-        self.batch = target.batch
         self._drafters = {drafter.name: drafter for drafter in drafters}
-        batch, rows = self.batch, max_k + 1
-        one, many = ((batch,), "int64"), ((batch * rows,), "int64")
-        layout = {"input_ids": many, "proposed": many, "positions": one, "drafted_count": one}
-        layout |= {"verifying": ((batch * rows * 3,), "float32")}
-        for drafter in drafters:
-            layout |= drafter.layout(batch, max_k)
-        self.inputs = Arena(device, layout)
-        statuses = {f"status {row}": one for row in range(max_k)}
-        self.outputs = Arena(device, {"accepted": one, "tokens": many, "drafted": many, "status": one, **statuses})
-        self._target_logits = device.zeros((batch * rows, self.vocab_rows), "float32", "the logits of a round")
-        self._q = device.zeros((rows * batch, self.vocab_rows), "float32", "the draft's probabilities")
         limits = [engine.max_candidates for engine in samplers.values() if engine.max_candidates]
         self.max_candidates = min([self.vocab_rows, *limits])
         self._tables: dict[int, Arena] = {}  # by their number of edits
         self._sent: list[tuple[object, bool]] = []  # the tables that the device has, and by which rule they accept
         self._logprobs: dict[int, Arena] = {}
-        self._columns: dict[tuple[str, int, int], tuple[Buffer, list[Launch]]] = {}
         self._launches: LRUCache[tuple[Any, ...], Launch] = LRUCache(MAX_CACHED)
         self._steps: LRUCache[Shape, list[Step]] = LRUCache(MAX_CACHED)
         for drafter in drafters:
@@ -325,45 +267,7 @@ class Launches:
 
         return launch
 
-    # Buffers that drafters write
-
-    def drafted_matrix(self, shape: Shape) -> Buffer:
-        """Return the drafted tokens [B, max_k + 1], the token of step i in column i."""
-        return self.outputs.device["drafted"].part(0, shape.batch, self.max_k + 1)
-
-    def token(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
-        """Return where a drafter's sampler writes its tokens [B, 1], and the launches that copy them to the others."""
-        return self._column("token", self.drafted_matrix(shape), row, shape.batch, 1)
-
-    def q_row(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
-        """Return where a drafter writes the distributions [B, V] of a row's tokens, and the launches that copy them on."""
-        first = row * shape.batch * self.vocab_rows
-        q = self._q.part(first, shape.batch, self.vocab_rows)
-        if q.address % self.device.alignment == 0:
-            return q, []
-        whole = self._q.part(0, 1, self._q.nbytes // self._q.itemsize)
-        flat, copies = self._column("q", whole, first, 1, shape.batch * self.vocab_rows)
-        return flat.part(0, shape.batch, self.vocab_rows), copies
-
-    def q_view(self, row: int) -> Floats:
-        """Return the distribution [V] of a row's token, in a round of one sequence, where the memory is the host's."""
-        view: Floats = self._q.view()[row]
-        return view
-
-    def _column(self, name: str, whole: Buffer, first: int, rows: int, columns: int) -> tuple[Buffer, list[Launch]]:
-        """A tensor that an engine may write, and the launch that copies it into columns of the matrix `whole`."""
-        if (name, first, rows) not in self._columns:
-            own = self.device.zeros((rows, columns), whole.dtype, "the buffers of a round")
-            self._columns[name, first, rows] = own, [self.device.copy_columns(whole, first, own, 0, columns)]
-        return self._columns[name, first, rows]
-
     # What the last round computed
-
-    def emitted(self, shape: Shape, lane: int) -> list[int]:
-        """Return the accepted tokens of a lane and the target's own."""
-        begin = lane * shape.rows
-        tokens: list[int] = self.outputs.host["tokens"][begin : begin + int(self.outputs.host["accepted"][lane]) + 1].tolist()
-        return tokens
 
     def logprobs(self, shape: Shape, lane: int, count: int, top: int) -> list[Logprobs]:
         """Return the logprobs of a lane's first `count` tokens, with those of the `top` most likely ones."""
@@ -381,34 +285,6 @@ class Launches:
         proposed = self.inputs.device["proposed"].part(0, shape.batch, shape.rows)
         tokens: list[int] = self.device.read(self.drafted_matrix(shape) if on_device else proposed)[lane].tolist()
         return tokens
-
-    def q(self, count: int, shape: Shape, lane: int) -> Floats:
-        """Return the distributions [count, V] that a lane's drafted tokens were drawn from, as the drafter claims."""
-        q: Floats = self.device.read(self._q.part(0, count, shape.batch, self.vocab_rows))[:, lane]
-        return q
-
-    def target_logits(self, shape: Shape, lane: int) -> Floats:
-        """Return the target's logits [S, V] of a lane."""
-        first = lane * shape.rows * self.vocab_rows
-        return self.device.read(self._target_logits.part(first, shape.rows, self.vocab_rows))
-
-    # What the host decides in a sampler's place
-
-    def put_drafted(self, row: int, shape: Shape, lane: int, token: int, q: Floats | None = None) -> None:
-        """Write a lane's drafted token, and the distribution [V] that it was drawn from."""
-        if q is not None:
-            first = (row * shape.batch + lane) * self.vocab_rows
-            self.device.write(self._q.part(first, 1, self.vocab_rows), q)
-        self.device.write(self.outputs.device["drafted"].part(lane * (self.max_k + 1) + row, 1, 1), np.array(token))
-        self.device.write(self.token(row, shape)[0].part(lane, 1, 1), np.array(token))
-        self.device.write(self.outputs.device[f"status {row}"].part(lane, 1), np.array(DECIDED))
-
-    def put_verdict(self, shape: Shape, lane: int, tokens: list[int]) -> None:
-        """Write a lane's accepted tokens and the target's own."""
-        padded = np.array([tokens + [-1] * (shape.rows - len(tokens))])
-        self.device.write(self.outputs.device["tokens"].part(lane * shape.rows, 1, shape.rows), padded)
-        self.device.write(self.outputs.device["accepted"].part(lane, 1), np.array(len(tokens) - 1))
-        self.device.write(self.outputs.device["status"].part(lane, 1), np.array(DECIDED))
 
     def shorten(self, shape: Shape, drafted: int, rows: int) -> Shape:
         """Return the round of one sequence under way with fewer drafted tokens, where the device's memory is the host's."""

@@ -23,8 +23,9 @@ from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.engines.device import Device, Launch
 from outrider.errors import EngineError, OutriderWarning
 from outrider.runtime import reference
+from outrider.runtime.buffers import VERIFIER, Lane, Shape, Step
 from outrider.runtime.drafters.base import NONE
-from outrider.runtime.launches import VERIFIER, Lane, Launches, Shape, Step
+from outrider.runtime.launches import Launches
 from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING, Logprobs
 
 MAX_RECORDED = 64  # rounds kept recorded; each holds some memory of the device

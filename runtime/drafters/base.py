@@ -22,8 +22,9 @@ from outrider.engines.session import Session
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
+    from outrider.runtime.buffers import Lane, Shape, Step
     from outrider.runtime.costs import Costs
-    from outrider.runtime.launches import Lane, Launches, Shape, Step
+    from outrider.runtime.launches import Launches
 
 NONE = "none"  # stands for a drafter where a round drafts nothing
 

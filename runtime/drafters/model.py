@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engines.device import Buffer, Launch, Layout
+from outrider.runtime.buffers import Lane, Shape, Step
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
 from outrider.runtime.sampling import DRAFTING, DRAWING
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
     from outrider.runtime.costs import Costs
-    from outrider.runtime.launches import Lane, Launches, Shape, Step
+    from outrider.runtime.launches import Launches
 
 Floats = npt.NDArray[np.float32]
 CONTEXT = 2  # confirmed tokens that a round's first step reads; see `ModelDrafter.catch_up`
@@ -178,8 +179,6 @@ class ModelDrafter(DeviceDrafter):
                 self._positions[step][index] = after + step - 1 if step else start
 
     def steps(self, shape: Shape) -> list[Step]:
-        from outrider.runtime.launches import Step
-
         steps = []
         for row in range(shape.drafted):
             steps.append(Step(self._step(row, shape)))

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from outrider import Outrider, SamplingParams
-from outrider.runtime.launches import Lane, Launches, Shape
+from outrider.runtime.buffers import Lane, Shape
+from outrider.runtime.launches import Launches
 from outrider.runtime.rounds import RoundResult
 from outrider.scripts.gpu_check.report import Report
 

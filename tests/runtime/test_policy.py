@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from outrider.bench.simulator import Trace, oracle, replay
 from outrider.bundle.manifest import Cost
 from outrider.runtime.acceptance import Acceptance
+from outrider.runtime.adaptive import AdaptivePolicy, Batch
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.drafters.base import NONE, Proposal
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import AdaptivePolicy, Batch, FixedPolicy, Offer, Policy, SequenceView
+from outrider.runtime.policy import FixedPolicy, Offer, Policy, SequenceView
 from outrider.runtime.rounds import RoundResult
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."

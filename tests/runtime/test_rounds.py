@@ -14,8 +14,8 @@ from outrider.audit.controls import Watch
 from outrider.bundle.manifest import Generation
 from outrider.errors import EngineError, OutriderWarning
 from outrider.export.pair import export_pair
+from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.generation import Outrider
-from outrider.runtime.launches import Lane, Shape
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.rounds import Rounds
 from outrider.tests.deferred import Deferred, DeferredEngine, deferred

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from outrider.audit.controls import RandomPolicy, Watch
 from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError, UsageError
+from outrider.runtime.buffers import Lane
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.launches import Lane
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import Offer, SequenceView
 from outrider.runtime.request import Request
@@ -234,7 +234,7 @@ def test_a_long_prompt_does_not_hold_up_others(batched: Outrider) -> None:
 
 
 def test_a_draft_that_catches_up_does_not_hold_up_others(batched: Outrider) -> None:
-    """At most one chunk for each sequence of a round, also where one alone has read its prompt and others are reading theirs."""
+    """At most one chunk for each sequence of a round, also if only one has read its prompt and others are still reading."""
     draft = batched.sessions["draft"]
     ids = batched.text.encode(PROMPTS[3], chat=False)
     scheduler = Scheduler(batched, k=4, drafter="model")

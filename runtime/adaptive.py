@@ -1,0 +1,260 @@
+"""The policy that chooses by what rounds cost and how much is accepted.
+
+A round of k drafted tokens emits 1 + a + ... + a^k tokens, where a is the probability that a drafted token is accepted if all
+before it were. The policy takes the choice with the least time per token, plain decoding included.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from outrider.runtime import drafters
+from outrider.runtime.acceptance import Acceptance, Confidence
+from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.drafters.base import DeviceDrafter
+from outrider.runtime.drafters.ngram import matching
+from outrider.runtime.pace import Pace
+from outrider.runtime.policy import Policy, SequenceView
+from outrider.runtime.rounds import RoundResult
+
+MEASURED_TOKENS = 20.0  # the weight of the acceptance in the bundle's manifest: one odd request must not overrule it
+REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's own acceptance; the weight is that of earlier requests
+HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
+STICKY = 0.97  # another k must promise to take no more than this share of the time per token
+PROBING = 0.02  # share of the time of plain decoding that may be spent on trying a drafter again
+USEFUL = 0.25  # acceptance below which even less may be spent
+HORIZON = 128  # tokens, if so many are still wanted, over which catching up must pay off
+
+
+class Batch(NamedTuple):
+    """The sequences of a round, and what its time depends on."""
+
+    sequences: Sequence[SequenceView]
+    count: int
+    end: int  # the longest text
+    remaining: int  # the most tokens that one of them may still emit
+    greedy: bool
+    new: bool  # whether one has emitted nothing yet
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceView]) -> Batch:
+        """Return the batch of these sequences."""
+        if len(sequences) == 1:
+            only = sequences[0]
+            return cls(sequences, 1, only.length, only.remaining, only.greedy, only.emitted == 0)
+        return cls(
+            sequences,
+            len(sequences),
+            max([sequence.length for sequence in sequences]),
+            max([sequence.remaining for sequence in sequences]),
+            all(sequence.greedy for sequence in sequences),
+            any(sequence.emitted == 0 for sequence in sequences),
+        )
+
+
+class AdaptivePolicy(Policy):
+    """Chooses by what rounds cost here, and by what was accepted of late in these requests and in earlier ones."""
+
+    def __init__(self, costs: Callable[[int], Costs], names: Sequence[str], early_stopping: bool):
+        """Choose among the drafters with these names.
+
+        Args:
+            costs: returns the costs of rounds of so many sequences.
+            early_stopping: whether rounds of one sequence can stop drafting early.
+        """
+        self.costs = functools.cache(costs)
+        self.names = list(names)
+        self.early_stopping = early_stopping
+        kinds = {name: drafters.get(name) for name in names}
+        self._on_device = [name for name, kind in kinds.items() if issubclass(kind, DeviceDrafter)]
+        self._on_host = [name for name in names if name not in self._on_device]
+        self._history = {name: Acceptance(kind.prior, HISTORY_MEMORY, HISTORY_WEIGHT) for name, kind in kinds.items()}
+        for name, rate in self.costs(1).acceptance.items():
+            if name in self._history:
+                self._history[name].recall(rate, MEASURED_TOKENS)
+        self._by_evidence: dict[tuple[str, Hashable], Acceptance] = {}
+        self._confidence = {name: Confidence() for name in self._on_device}
+        self.pace = Pace()
+        self._plain_time = 0.0  # milliseconds of plain decoding since a drafter was last tried
+        self._previous: Choice | None = None  # without probes and proposals from the host
+        self._per_token = 0.0  # its milliseconds for a token
+        self._probe_again = False  # whether the last round was a probe that paid off
+
+    def begin(self) -> dict[str, Acceptance]:
+        return {name: Acceptance(self._history[name], REQUEST_MEMORY, REQUEST_WEIGHT) for name in self._on_device}
+
+    def choose(self, sequences: Sequence[SequenceView]) -> Choice:
+        batch = Batch.of(sequences)
+        if batch.new:
+            self._previous, self._probe_again = None, False  # a new request does not continue with another one's choice
+        if self.pace.overdue:
+            return PLAIN
+        sizes = self.sizes(batch.remaining)
+        best, self._per_token = self._steady(batch, sizes)
+        self._previous = best
+        proposed = self._proposed(batch, sizes, best)
+        if proposed != PLAIN:
+            return proposed
+        if best == PLAIN:
+            return self._probe(batch, sizes)
+        if self.early_stopping and batch.count == 1:
+            return Choice(best.drafter, sizes[-1])  # `keep_drafting` decides where it ends
+        return best
+
+    def sizes(self, remaining: int) -> list[int]:
+        """Return the built k that are of use while so many tokens may be emitted; the last one may be larger than needed."""
+        built = self.costs(1).k
+        return built[: sum(k < remaining - 1 for k in built) + 1] if remaining > 1 else []
+
+    def _steady(self, batch: Batch, sizes: list[int]) -> tuple[Choice, float]:
+        """Compare plain decoding and the drafters on the device, which can draft in every round.
+
+        Returns:
+            the best choice, and its milliseconds for a token.
+        """
+        best, least = PLAIN, self._time(PLAIN, batch) / batch.count
+        times = {PLAIN: least}
+        horizon = batch.count * max(min(HORIZON, batch.remaining), 1)
+        for name in self._on_device:
+            drafting = [sequence for sequence in batch.sequences if name in sequence.offers]
+            if not drafting:
+                continue
+            late = self._catch_up(name, batch) / horizon
+            rates = [(sequence.acceptance[name].rate, sequence.remaining - 1) for sequence in drafting]
+            for k in sizes:
+                tokens = float(batch.count - len(drafting))
+                for rate, limit in rates:
+                    tokens += expected_tokens(rate, k if k < limit else limit)
+                choice = Choice(name, k)
+                times[choice] = time = self._time(choice, batch) / tokens + late
+                if time < least:
+                    best, least = choice, time
+        previous = self._previous
+        if previous is not None and previous in times and least > STICKY * times[previous]:
+            return previous, times[previous]
+        return best, least
+
+    def _proposed(self, batch: Batch, sizes: list[int], best: Choice) -> Choice:
+        """Return the choice among proposals from the host that saves the most time in this one round, compared with emitting
+        as many tokens by the best steady choice; `PLAIN` if none saves any."""
+        found, most = PLAIN, 0.0
+        for name in self._on_host:
+            rates = []  # of each proposal, with the tokens that can be emitted of it
+            for sequence in batch.sequences:
+                offer = sequence.offers.get(name)
+                if offer is not None and offer.proposal is not None:
+                    limit = min(len(offer.proposal.tokens), sequence.remaining - 1)
+                    rates.append((self.by_evidence(name, offer.proposal.evidence).rate, limit))
+            if not rates:
+                continue
+            upkeep = 0.0  # the drafter of the rounds to come has to read what this one emits
+            if best.k:
+                kind = drafters.get(best.drafter)
+                upkeep = batch.count * kind.upkeep(self.costs(batch.count), batch.end) * self.pace.shared
+            for k in sizes:
+                tokens = float(batch.count - len(rates))
+                for rate, limit in rates:
+                    tokens += expected_tokens(rate, k if k < limit else limit)
+                saved = tokens * self._per_token - self._time(Choice(name, k), batch) - upkeep
+                if saved > most:
+                    found, most = Choice(name, k), saved
+        return found
+
+    def _probe(self, batch: Batch, sizes: list[int]) -> Choice:
+        """Return plain decoding, or now and then a round that tries the most promising drafter again."""
+        names = [name for name in self._on_device if any(name in sequence.offers for sequence in batch.sequences)]
+        if not names or not sizes:
+            return PLAIN
+        name = names[0] if len(names) == 1 else max(names, key=lambda name: self._history[name].optimistic)
+        plain, probe = self._time(PLAIN, batch), Choice(name, sizes[0])
+        self._plain_time += plain
+        price = max(self._time(probe, batch) - plain, 0.0) + self._catch_up(name, batch)
+        budget = PROBING * min(self._history[name].optimistic / USEFUL, 1.0)
+        if price > budget * self._plain_time and not self._probe_again:
+            return PLAIN
+        self._plain_time = 0.0
+        return probe
+
+    def time(self, choice: Choice, sequences: Sequence[SequenceView]) -> float:
+        """Return the milliseconds that a round is expected to take."""
+        return self._time(choice, Batch.of(sequences))
+
+    def _time(self, choice: Choice, batch: Batch) -> float:
+        return self._predicted(choice, choice.k, batch) * self.pace.ratio(choice, batch.count)
+
+    def _catch_up(self, name: str, batch: Batch) -> float:
+        """The time that a drafter takes to catch up. It is not timed by itself, so the pace of plain decoding goes for it."""
+        tokens = 0
+        for sequence in batch.sequences:
+            if name in sequence.offers:
+                tokens += sequence.offers[name].pending
+        return self.costs(1).catch_up(name, tokens, batch.end) * self.pace.shared if tokens else 0.0
+
+    def _predicted(self, choice: Choice, drafted: int, batch: Batch) -> float:
+        """The time of a round by the costs alone."""
+        return self.costs(batch.count).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy)
+
+    def by_evidence(self, name: str, evidence: Hashable) -> Acceptance:
+        """Return the acceptance of a drafter's proposals with such evidence."""
+        if (name, evidence) not in self._by_evidence:
+            self._by_evidence[name, evidence] = Acceptance(self._history[name], HISTORY_MEMORY, HISTORY_WEIGHT)
+        return self._by_evidence[name, evidence]
+
+    def keep_drafting(self, confidences: list[float], choice: Choice, sequence: SequenceView) -> bool:
+        """Return whether the tokens that further drafting is expected to add are worth more, at the time that a token takes
+        otherwise, than it costs."""
+        rate = sequence.acceptance[choice.drafter].rate
+        chance, confidence = rate, self._confidence[choice.drafter]
+        for each in confidences:
+            chance *= confidence.rate(each, rate)
+        costs, name, end, greedy = self.costs(1), choice.drafter, sequence.length, sequence.greedy
+        ratio, gain, drafted = self.pace.ratio(choice), 0.0, len(confidences)
+        size = costs.size(drafted)
+        now = costs.round(name, drafted, size, end + size, greedy)
+        limit = min(choice.k, sequence.remaining - 1)
+        for count in range(drafted + 1, limit + 1):  # one more token, or two, ...: the cost of a pass grows in steps
+            gain += chance * self._per_token
+            size = costs.size(count)
+            if gain > (costs.round(name, count, size, end + size, greedy) - now) * ratio:
+                return True
+            chance *= rate
+        return False
+
+    def observe(
+        self,
+        choice: Choice,
+        sequences: Sequence[SequenceView],
+        results: Sequence[RoundResult | None],
+        milliseconds: float,
+        confidences: list[float],
+    ) -> None:
+        done = [result for result in results if result is not None]
+        drafted = max((len(result.drafted) for result in done), default=0)
+        if choice.drafter in self._confidence and len(sequences) == 1 and done:
+            self._confidence[choice.drafter].observe(confidences, done[0].accepted)
+        all_accepted = all(result.accepted == len(result.drafted) for result in done)
+        emitted = sum(len(result.tokens) for result in done)
+        paid = all_accepted and milliseconds < emitted * self._per_token
+        self._probe_again = choice.drafter in self._confidence and self._previous == PLAIN and paid
+        for sequence, result in zip(sequences, results, strict=True):
+            if result is not None:
+                self._observe_sequence(choice, sequence, result)
+        size = drafted if len(sequences) == 1 else choice.k
+        self.pace.observe(milliseconds / self._predicted(choice, size, Batch.of(sequences)), choice, len(sequences))
+
+    def _observe_sequence(self, choice: Choice, sequence: SequenceView, result: RoundResult) -> None:
+        for name, acceptance in sequence.acceptance.items():
+            if name == result.drafter:
+                acceptance.observe(len(result.drafted), result.accepted)
+                self._history[name].observe(len(result.drafted), result.accepted)
+            else:
+                acceptance.fade()
+        for name, offer in sequence.offers.items():  # proposals tell something whether they were drafted or not
+            if offer.proposal is not None:
+                shown = min(len(offer.proposal.tokens), len(result.tokens))
+                right = matching(offer.proposal.tokens, result.tokens)
+                self.by_evidence(name, offer.proposal.evidence).observe(shown, right)
+                self._history[name].observe(shown, right)

@@ -1,0 +1,150 @@
+"""The buffers of a round, each at a fixed address, and what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engines.contract import DECIDED
+from outrider.engines.device import Arena, Buffer, Device, Launch
+from outrider.engines.session import Session
+from outrider.runtime.drafters.base import DeviceDrafter
+from outrider.runtime.sampling import SamplingState
+
+VERIFIER = -1
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+
+
+class Lane(NamedTuple):
+    """One sequence's place in the batch of a round."""
+
+    tokens: list[int]  # the confirmed ones
+    sampling: SamplingState | None  # None where the slot takes no part and only lies between others that do
+    k: int  # tokens to draft
+    proposed: list[int]  # these, where a drafter proposed them on the host
+    position: int  # the cache entry that the target's first row writes
+
+
+class Shape(NamedTuple):
+    """What two rounds have in common if they consist of the same launches."""
+
+    first: int  # slot of the first lane
+    batch: int  # lanes, in consecutive slots
+    drafter: str
+    context: int  # confirmed tokens that the drafter's first step reads
+    drafted: int  # tokens to draft
+    rows: int  # of the target's pass
+    window: int
+    greedy: bool  # use the samplers that need no settings, random numbers or candidates
+    edits: int  # entries of the table of edits
+    candidates: int  # that top_k and top_p choose from
+    top: int | None  # most likely tokens to report the logprobs of; None reports none
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launch of a round; a sampler's has a status."""
+
+    launch: Launch
+    status: Array | None = None  # int64 [B], on the host
+    row: int = VERIFIER  # of the drafted token
+
+
+class RoundBuffers:
+    """The buffers of rounds of up to as many sequences as the sessions have slots.
+
+    In a round of N lanes the tensors [N, ...] lie at the beginning of each buffer, without gaps.
+    """
+
+    def __init__(self, device: Device, target: Session, drafters: Sequence[DeviceDrafter], max_k: int):
+        """Lay out the buffers for rounds of up to `max_k` drafted tokens."""
+        self.device = device
+        self.target = target
+        self.vocab_rows = target.vocab_rows
+        self.max_k = max_k
+        self.batch = target.batch
+        batch, rows = self.batch, max_k + 1
+        one, many = ((batch,), "int64"), ((batch * rows,), "int64")
+        layout = {"input_ids": many, "proposed": many, "positions": one, "drafted_count": one}
+        layout |= {"verifying": ((batch * rows * 3,), "float32")}
+        for drafter in drafters:
+            layout |= drafter.layout(batch, max_k)
+        self.inputs = Arena(device, layout)
+        statuses = {f"status {row}": one for row in range(max_k)}
+        self.outputs = Arena(device, {"accepted": one, "tokens": many, "drafted": many, "status": one, **statuses})
+        self._target_logits = device.zeros((batch * rows, self.vocab_rows), "float32", "the logits of a round")
+        self._q = device.zeros((rows * batch, self.vocab_rows), "float32", "the draft's probabilities")
+        self._columns: dict[tuple[str, int, int], tuple[Buffer, list[Launch]]] = {}
+
+    # Buffers that drafters write
+
+    def drafted_matrix(self, shape: Shape) -> Buffer:
+        """Return the drafted tokens [B, max_k + 1], the token of step i in column i."""
+        return self.outputs.device["drafted"].part(0, shape.batch, self.max_k + 1)
+
+    def token(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
+        """Return where a drafter's sampler writes its tokens [B, 1], and the launches that copy them to the others."""
+        return self._column("token", self.drafted_matrix(shape), row, shape.batch, 1)
+
+    def q_row(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
+        """Return where a drafter writes the distributions [B, V] of a row's tokens, and the launches that copy them on."""
+        first = row * shape.batch * self.vocab_rows
+        q = self._q.part(first, shape.batch, self.vocab_rows)
+        if q.address % self.device.alignment == 0:
+            return q, []
+        whole = self._q.part(0, 1, self._q.nbytes // self._q.itemsize)
+        flat, copies = self._column("q", whole, first, 1, shape.batch * self.vocab_rows)
+        return flat.part(0, shape.batch, self.vocab_rows), copies
+
+    def q_view(self, row: int) -> Floats:
+        """Return the distribution [V] of a row's token, in a round of one sequence, where the memory is the host's."""
+        view: Floats = self._q.view()[row]
+        return view
+
+    def _column(self, name: str, whole: Buffer, first: int, rows: int, columns: int) -> tuple[Buffer, list[Launch]]:
+        """A tensor that an engine may write, and the launch that copies it into columns of the matrix `whole`."""
+        if (name, first, rows) not in self._columns:
+            own = self.device.zeros((rows, columns), whole.dtype, "the buffers of a round")
+            self._columns[name, first, rows] = own, [self.device.copy_columns(whole, first, own, 0, columns)]
+        return self._columns[name, first, rows]
+
+    # What the last round computed
+
+    def emitted(self, shape: Shape, lane: int) -> list[int]:
+        """Return the accepted tokens of a lane and the target's own."""
+        begin = lane * shape.rows
+        tokens: list[int] = self.outputs.host["tokens"][begin : begin + int(self.outputs.host["accepted"][lane]) + 1].tolist()
+        return tokens
+
+    def q(self, count: int, shape: Shape, lane: int) -> Floats:
+        """Return the distributions [count, V] that a lane's drafted tokens were drawn from, as the drafter claims."""
+        q: Floats = self.device.read(self._q.part(0, count, shape.batch, self.vocab_rows))[:, lane]
+        return q
+
+    def target_logits(self, shape: Shape, lane: int) -> Floats:
+        """Return the target's logits [S, V] of a lane."""
+        first = lane * shape.rows * self.vocab_rows
+        return self.device.read(self._target_logits.part(first, shape.rows, self.vocab_rows))
+
+    # What the host decides in a sampler's place
+
+    def put_drafted(self, row: int, shape: Shape, lane: int, token: int, q: Floats | None = None) -> None:
+        """Write a lane's drafted token, and the distribution [V] that it was drawn from."""
+        if q is not None:
+            first = (row * shape.batch + lane) * self.vocab_rows
+            self.device.write(self._q.part(first, 1, self.vocab_rows), q)
+        self.device.write(self.outputs.device["drafted"].part(lane * (self.max_k + 1) + row, 1, 1), np.array(token))
+        self.device.write(self.token(row, shape)[0].part(lane, 1, 1), np.array(token))
+        self.device.write(self.outputs.device[f"status {row}"].part(lane, 1), np.array(DECIDED))
+
+    def put_verdict(self, shape: Shape, lane: int, tokens: list[int]) -> None:
+        """Write a lane's accepted tokens and the target's own."""
+        padded = np.array([tokens + [-1] * (shape.rows - len(tokens))])
+        self.device.write(self.outputs.device["tokens"].part(lane * shape.rows, 1, shape.rows), padded)
+        self.device.write(self.outputs.device["accepted"].part(lane, 1), np.array(len(tokens) - 1))
+        self.device.write(self.outputs.device["status"].part(lane, 1), np.array(DECIDED))

@@ -1,0 +1,67 @@
+"""A drafter in one file: it proposes the last token k times, and everything else learns of it from the registry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from outrider.audit.audit import audit
+from outrider.bundle.manifest import Manifest
+from outrider.runtime import drafters
+from outrider.runtime.drafters.base import Drafter, Proposal
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+
+
+class Repeat(Drafter):
+    name = "repeat"
+    label = "repetition"
+
+    @classmethod
+    def available(cls, manifest: Manifest) -> bool:
+        return True
+
+    def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
+        return Proposal(tokens[-1:] * k, None)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    drafters.register(Repeat)
+    yield
+    drafters.unregister(Repeat.name)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("prompt", ["Once upon a time", "no no no no", "T"])
+def test_its_text_is_that_of_plain_decoding(shipped_bundle: Path, prompt: str, params: SamplingParams) -> None:
+    outrider = Outrider.load(shipped_bundle)
+    plain = [token for event in outrider.generate(prompt, params, k=0) for token in event.token_ids]
+    for mode in [*({"k": k, "drafter": "repeat"} for k in outrider.build.k), {"k": "auto", "drafter": "repeat"}, {}]:
+        events = list(outrider.generate(prompt, params, **mode))  # type: ignore[arg-type]
+        assert [token for event in events for token in event.token_ids] == plain
+        if isinstance(mode.get("k"), int):
+            assert events[-1].stats.rounds_by_drafter == {"repeat": events[-1].stats.drafting_rounds}
+
+
+def test_it_passes_the_audit_which_finds_a_wrong_sampler(shipped_bundle: Path) -> None:
+    report = audit(Outrider.load(shipped_bundle), draws=300)
+    assert report.greedy.passed
+    assert all(cell.passed for cell in report.sampled if cell.k == "repeat")
+    assert [(each.fault, each.passed) for each in report.controls if each.sampled.k == "repeat"] == [
+        (None, True),
+        ("always accept", True),
+    ]
+
+
+def test_commands_know_it(shipped_bundle: Path) -> None:
+    from outrider.cli import main
+
+    arguments = ["generate", str(shipped_bundle), "--prompt", "a a a", "--k", "4", "--drafter", "repeat", "--json"]
+    done = CliRunner().invoke(main, [*arguments, "--max-new-tokens", "20"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["rounds_by_drafter"]["repeat"] > 0
