@@ -92,6 +92,9 @@ class EngineThread:
         Raises:
             NotReadyError: the bundle is still loading, or its engines are broken.
         """
+        return self._require_scheduler()
+
+    def _require_scheduler(self) -> Scheduler:
         if self.failure is not None:
             raise NotReadyError(f"the bundle cannot be run: {self.failure}", self.failure.hint)
         if self._scheduler is None:
@@ -113,7 +116,7 @@ class EngineThread:
         Raises:
             NotReadyError: see `scheduler`; or a step has been running for longer than the timeout.
         """
-        assert self.scheduler is not None
+        self._require_scheduler()
         started = self._step_started
         if started is not None and time.perf_counter() - started > self._timeout:
             raise NotReadyError("an engine step has hung", "restart the server")
@@ -133,7 +136,7 @@ class EngineThread:
             QueueFullError: too many requests are waiting.
             NotReadyError: see `scheduler`; or the server is shutting down.
         """
-        assert self.scheduler is not None
+        self._require_scheduler()
         if self._ending:
             raise _shutting_down()
         loop = asyncio.get_running_loop()
