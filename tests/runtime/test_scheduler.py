@@ -234,7 +234,7 @@ def test_a_long_prompt_does_not_hold_up_others(batched: Outrider) -> None:
 
 
 def test_a_draft_that_catches_up_does_not_hold_up_others(batched: Outrider) -> None:
-    """At most one chunk for each sequence of a round, also where one alone has read its prompt and others are reading theirs."""
+    """At most one chunk for each sequence of a round, also where only one has read its prompt and others still read theirs."""
     draft = batched.sessions["draft"]
     ids = batched.text.encode(PROMPTS[3], chat=False)
     scheduler = Scheduler(batched, k=4, drafter="model")
