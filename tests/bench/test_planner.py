@@ -100,18 +100,16 @@ def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
     for each in of_traces(table, "model", traces)[1:]:
         policy, plain = FixedPolicy("model", each.k), FixedPolicy(NONE, 0)
         taken = sum(replay(trace, table, policy) for trace in traces)
-        ratios = [
-            replay(trace, table, FixedPolicy(NONE, 0)) / replay(trace, table, FixedPolicy("model", each.k)) for trace in traces
-        ]
+        ratios = [replay(trace, table, plain) / replay(trace, table, policy) for trace in traces]
         assert each.speedup == pytest.approx(np.exp(np.log(ratios).mean()))
         assert each.tokens_per_second == pytest.approx(1000 * sum(len(trace.tokens) for trace in traces) / taken)
         assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, each.k), rel=0.1)
         assert each.mean_acceptance_length == pytest.approx(tokens_per_round(traces, each.k))
         assert each.break_even is not None
-        at_that = [replay(trace, table, FixedPolicy(NONE, 0)) / (like(trace, each, table)) for trace in traces]
+        at_that = [replay(trace, table, plain) / (like(trace, each, table)) for trace in traces]
         assert np.log(at_that).mean() == pytest.approx(0, abs=1e-9)
         cheaper = [replay(trace, costs(draft=0.5), FixedPolicy("model", each.k)) for trace in traces]
-        gains = [replay(trace, table, FixedPolicy(NONE, 0)) / taken for trace, taken in zip(traces, cheaper, strict=True)]
+        gains = [replay(trace, table, plain) / taken for trace, taken in zip(traces, cheaper, strict=True)]
         assert each.cheaper_draft == pytest.approx(np.exp(np.log(gains).mean()))
 
 
