@@ -78,7 +78,7 @@ def test_engines_compute_what_onnx_runtime_does(bundles: dict[str, Path], export
 @pytest.mark.gpu("recorded rounds emit what plain launches do, also after others were recorded, and nothing is recorded twice")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings: dict[str, Any]) -> None:
-    rounds = loaded.loop.rounds
+    rounds = loaded.rounds
     if not rounds.record:
         pytest.skip("runs of ONNX Runtime are not recorded")
     rounds.record = False
@@ -94,7 +94,7 @@ def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings:
 
 
 @pytest.mark.gpu("requests that share rounds get what they get alone, each in its own slot")
-def test_company_changes_nothing(exports: dict[str, Path], backend: dict[str, Any], tmp_path: Path) -> None:
+def test_batching_changes_nothing(exports: dict[str, Path], backend: dict[str, Any], tmp_path: Path) -> None:
     """In fp32 and briefly, so that no near-tie falls the other way."""
     bundle = build(exports["fp32"], tmp_path / "bundle", capacity=256, k=list(K), batch=4, **backend)
     params = [SamplingParams(max_new_tokens=20, temperature=each, seed=7) for each in (0.0, 0.8)]

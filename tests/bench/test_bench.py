@@ -1,4 +1,4 @@
-"""`outrider bench` on the shipped pair: what it counts, what it writes, and what a browser makes of it."""
+"""`outrider bench` on the shipped pair: what it counts, what it writes, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from outrider.bench.results import SCHEMA, Mode, Percentiles, Results, changes, 
 from outrider.bench.simulator import Trace, regrets
 from outrider.calibration.workloads import SHIPPED, Prompt, load
 from outrider.errors import UsageError
+from outrider.runtime.choice import AUTO
+from outrider.runtime.drafters.base import NONE
 from outrider.runtime.generation import Outrider
-from outrider.runtime.policy import AUTO, MODEL, NGRAM, NONE
 from outrider.runtime.stats import Stats
 from outrider.tests.support import COMMAND, run
 
@@ -42,7 +43,7 @@ def results(shipped: Outrider) -> Results:
     return measure(shipped, PROMPTS, rounds=2, max_new_tokens=40, bundle="bundle", command="outrider bench bundle")
 
 
-def test_every_way_is_measured_on_every_workload(results: Results, shipped: Outrider) -> None:
+def test_every_mode_is_measured_on_every_workload(results: Results, shipped: Outrider) -> None:
     labels = [mode.label for mode in results.modes]
     assert labels[0] == "plain"
     assert labels[1:-2] == [f"draft model, k = {k}" for k in shipped.build.k]
@@ -105,23 +106,23 @@ def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Pat
 
 
 def cut(text: Trace, k: int) -> list[tuple[int, int]]:
-    """What each round that drafts drafted of a recorded text, and what was accepted."""
+    """Return the drafted and accepted tokens of each drafting round of a recorded text."""
     at, found = 0, []
     while at < len(text.tokens):
-        drafted = min(k, text.wanted(at) - 1)
+        drafted = min(k, text.remaining(at) - 1)
         accepted = text.accepted(at, drafted)
         found += [(drafted, accepted)] if drafted else []
         at += accepted + 1
     return found
 
 
-def test_what_is_predicted_is_what_the_texts_themselves_say(results: Results) -> None:
+def test_acceptance_of_the_rounds_is_that_of_the_recorded_texts(results: Results) -> None:
     """Acceptance is counted twice: by the rounds, and by reading the finished text once with the draft."""
     assert [len(each.tokens) < each.most for each in results.traces] == [False, False, False, True]
     for workload in results.workloads:
         texts = [each for each in results.traces if each.workload == workload]
         for k in (1, 2, 4, 8):
-            found = results.summary(workload, Mode(drafter=MODEL, k=k))
+            found = results.summary(workload, Mode(drafter="model", k=k))
             rounds = [each for text in texts for each in cut(text, k)]
             assert found.acceptance_histogram == [2 * sum(a == at for _, a in rounds) for at in range(k + 1)]
             counts = [(sum(a > at for _, a in rounds), sum(drafted > at for drafted, _ in rounds)) for at in range(k)]
@@ -139,12 +140,12 @@ def test_a_text_may_end_at_the_edge_of_a_window(shipped: Outrider) -> None:
 
 
 def test_ngrams_are_accepted_where_a_text_repeats_itself(results: Results) -> None:
-    found = results.summary("echo", Mode(drafter=NGRAM, k=4))
-    assert found.ngram_rounds == found.drafting_rounds > 0
+    found = results.summary("echo", Mode(drafter="ngram", k=4))
+    assert found.rounds_by_drafter["ngram"] == found.drafting_rounds > 0
     assert found.mean_acceptance_length > 1.3
 
 
-def test_a_trace_is_what_the_draft_says_at_each_place(shipped: Outrider) -> None:
+def test_a_trace_records_the_drafts_choice_at_each_place(shipped: Outrider) -> None:
     prompt = shipped.text.encode(PROMPTS[0].prompt, chat=False)
     found = trace(shipped, "support", prompt, [5, 6, 7])
     session = shipped.sessions["draft"]
@@ -180,7 +181,7 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> 
     drawn = tmp_path / "plan.svg"
     beside = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
     measured = json.loads(beside.stdout)["measured"]
-    assert measured["chat"]["8"] == written.summary("chat", Mode(drafter=MODEL, k=8)).median_speedup
+    assert measured["chat"]["8"] == written.summary("chat", Mode(drafter="model", k=8)).median_speedup
     assert measured["chat"]["0"] == 1
     assert drawn.read_text().startswith("<svg")
     path = tmp_path / "other.json"
@@ -230,7 +231,7 @@ def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path
     assert "| plain |" in markdown(results)
 
 
-def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Results, tmp_path: Path) -> None:
+def test_a_comparison_calls_better_what_no_earlier_round_reached(results: Results, tmp_path: Path) -> None:
     def scaled(factor: float) -> Results:
         faster = [
             msgspec.structs.replace(
@@ -257,7 +258,7 @@ def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Resu
     found = said["changes"]
     assert (said["only_before"], said["only_after"]) == ([], [])
     assert {each["verdict"] for each in found} == {"better"}
-    units = {(each["way"]["k"] == 0, each["unit"]) for each in found}
+    units = {(each["mode"]["k"] == 0, each["unit"]) for each in found}
     assert units == {(True, "tokens/s"), (True, "ms to the first token"), (False, "speed-up")}
     said = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
     assert "better" in said
@@ -265,7 +266,7 @@ def test_a_comparison_calls_better_what_no_round_of_before_reached(results: Resu
     assert "by chance alone, 0.1 of these 16" in " ".join(said.split())
 
 
-def test_a_slower_machine_makes_no_drafting_worse(results: Results) -> None:
+def test_a_slower_machine_does_not_make_drafting_worse(results: Results) -> None:
     """Everything at half the speed, plain decoding, too; and prompts are read as fast as before."""
 
     def repeated(factor: float) -> Results:
@@ -293,15 +294,15 @@ def test_reports_of_other_things_are_not_compared(results: Results) -> None:
             changes(results, msgspec.structs.replace(results, **changed))
 
 
-def test_a_report_whose_values_are_none_is_refused(results: Results, tmp_path: Path) -> None:
+def test_a_report_with_invalid_values_is_refused(results: Results, tmp_path: Path) -> None:
     path, written = tmp_path / "bench.json", json.loads(msgspec.json.encode(results))
     for part, name, value in (
         ("traces", "tokens", []),
         ("traces", "agrees", [True]),
         ("summaries", "speedup", []),
         ("summaries", "tokens_per_second", [0.0, 1.0]),
-        ("summaries", "way", {"drafter": "guess", "k": 1}),
-        ("summaries", "way", {"drafter": "model", "k": "some"}),
+        ("summaries", "mode", {"drafter": "guess", "k": 1}),
+        ("summaries", "mode", {"drafter": "model", "k": "some"}),
         (None, "schema", SCHEMA + 1),
         (None, "texts", []),
     ):
@@ -323,7 +324,7 @@ def test_a_name_may_look_like_markup(shipped_bundle: Path, tmp_path: Path) -> No
     assert all(line.startswith("| [/b] \\| :smile: | ") for line in tables)
 
 
-def test_a_report_replaces_no_page_that_is_none_and_leaves_no_folder(shipped_bundle: Path, tmp_path: Path) -> None:
+def test_a_report_overwrites_no_other_page_and_leaves_no_folder_behind(shipped_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "index.html").write_text("mine")
     (tmp_path / "file").write_text("")
@@ -336,7 +337,7 @@ def test_a_report_replaces_no_page_that_is_none_and_leaves_no_folder(shipped_bun
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outrider, shipped_bundle: Path) -> None:
+def test_wrong_arguments_are_refused_in_one_line(tmp_path: Path, shipped: Outrider, shipped_bundle: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"workload": "chat"}\n')
     silent = tmp_path / "silent.jsonl"
@@ -362,7 +363,7 @@ def test_what_is_asked_wrongly_is_said_in_one_line(tmp_path: Path, shipped: Outr
         modes(shipped, [3])
     with pytest.raises(UsageError, match="the bundle's capacity is"):
         measure(shipped, [Prompt("long", "I need a flight. " * 2000)])
-    with pytest.raises(UsageError, match="the drafter is auto where k is 4"):
+    with pytest.raises(UsageError, match="the drafter is auto but k is 4"):
         shipped.generate("Hello", k=4, drafter="auto")
 
 

@@ -167,7 +167,7 @@ def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: s
     bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=2)
     found = audit(Outrider.load(bundle, slots=None))
     assert found.passed, found.as_dict()
-    for texts in (found.greedy, found.company):
+    for texts in (found.greedy, found.batched):
         assert texts is not None
         assert texts.near_ties == []  # equal to the bit
 

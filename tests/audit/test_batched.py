@@ -1,4 +1,4 @@
-"""`outrider verify` of a bundle for several requests: texts in company are the texts alone, and where not, it shows."""
+"""`outrider verify` of a bundle with several slots: batched texts equal the texts of each request alone, or it shows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from outrider.commands.verify import command
 from outrider.engines.device import Buffer, Launch
 from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
-from outrider.runtime.launches import Idle, Turn
+from outrider.runtime.launches import Lane
 from outrider.runtime.reference import Fault
-from outrider.runtime.rounds import Rounds, Verdict
+from outrider.runtime.rounds import RoundResult, Rounds
+from outrider.runtime.sampling import SamplingState
 from outrider.tests.support import build
 
 SLOTS = 3
-Run = Callable[..., list[Verdict | EngineError | None]]
+Run = Callable[..., list[RoundResult | EngineError | None]]
 
 
 @pytest.fixture(scope="module")
 def bundle(shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(shipped_exports("int4"), tmp_path_factory.mktemp("company") / "bundle", k=[1, 4], capacity=255, batch=SLOTS)
+    return build(shipped_exports("int4"), tmp_path_factory.mktemp("batched") / "bundle", k=[1, 4], capacity=255, batch=SLOTS)
 
 
 @pytest.fixture
@@ -42,54 +43,54 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Turn, Verdict, int], None]) -> None:
-    """Show every verdict, and how many ran together, before anyone else sees it."""
+def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Lane, SamplingState, RoundResult, int], None]) -> None:
+    """Show every result, with the number of sequences in its round, before it is committed."""
     run: Run = Rounds.run
 
-    def watched(self: Rounds, turns: list[Turn | Idle], *rest: Any, **named: Any) -> list[Verdict | EngineError | None]:
-        found = run(self, turns, *rest, **named)
-        for turn, each in zip(turns, found, strict=True):
-            if isinstance(turn, Turn) and isinstance(each, Verdict):
-                see(turn, each, len(turns))
-        return found
+    def watched(self: Rounds, lanes: list[Lane], *rest: Any, **named: Any) -> list[RoundResult | EngineError | None]:
+        results = run(self, lanes, *rest, **named)
+        for lane, result in zip(lanes, results, strict=True):
+            if lane.sampling is not None and isinstance(result, RoundResult):
+                see(lane, lane.sampling, result, len(lanes))
+        return results
 
     monkeypatch.setattr(Rounds, "run", watched)
 
 
 def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together: set[tuple[int, bool, int]] = set()
-    watch(monkeypatch, lambda turn, _, count: together.add((count, turn.request.greedy, turn.k)))
+    watch(monkeypatch, lambda lane, sampling, _, count: together.add((count, sampling.greedy, lane.k)))
     done = CliRunner().invoke(command, [str(bundle), "--draws", "100"])
     assert done.exit_code in (0, 1)  # so few draws may not find what is wrong
-    said = done.output.splitlines()
+    lines = done.output.splitlines()
     for part in ("arithmetic", "greedy", "batched", "sampled", "support", "controls", "counters"):
-        assert any(line.startswith(f"{part} ") for line in said)
+        assert any(line.startswith(f"{part} ") for line in lines)
     for control in Fault:
-        assert any(f" {control.value} " in line and " detected" in line for line in said)  # or not detected
-    assert said[-1] == ("the bundle passes" if done.exit_code == 0 else "the bundle FAILS")
-    assert "batched    pass  20 texts of batched requests" in done.output  # 4 requests, plain and in 4 ways
+        assert any(f" {control.value} " in line and " detected" in line for line in lines)  # or not detected
+    assert lines[-1] == ("the bundle passes" if done.exit_code == 0 else "the bundle FAILS")
+    assert "batched    pass  20 texts of batched requests" in done.output  # 4 requests, plain and in 4 modes
     assert {(SLOTS, greedy, k) for greedy in (True, False) for k in (0, 1, 4)} <= together
 
 
-def test_a_bundle_for_one_has_no_such_part(bundle: Path) -> None:
+def test_a_bundle_with_one_slot_has_no_such_part(bundle: Path) -> None:
     found = audit(Outrider.load(bundle), draws=10)
-    assert found.company is None
-    assert "company" not in found.verdicts()
+    assert found.batched is None
+    assert "batched" not in found.verdicts()
 
 
-def test_a_token_that_is_another_only_in_company_fails(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    def swap(turn: Turn, verdict: Verdict, count: int) -> None:
-        if count > 1 and turn.request.emitted > 20:
-            verdict.tokens[-1] = 77
+def test_a_token_that_differs_only_in_batches_fails(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap(_: Lane, sampling: SamplingState, result: RoundResult, count: int) -> None:
+        if count > 1 and sampling.emitted > 20:
+            result.tokens[-1] = 77
 
     watch(monkeypatch, swap)
     found = audit(batched, draws=10)
     assert found.greedy.passed
-    assert found.company is not None
-    assert not found.company.passed
-    assert not found.company.near_ties
-    assert {each.found for each in found.company.differences} == {77}
-    assert {each.way for each in found.company.differences} >= {"plain", "model, k = 4", "auto, k = auto"}
+    assert found.batched is not None
+    assert not found.batched.passed
+    assert not found.batched.near_ties
+    assert {each.speculative for each in found.batched.differences} == {77}
+    assert {each.mode for each in found.batched.differences} >= {"plain", "model, k = 4", "auto, k = auto"}
     assert not found.passed
 
 
@@ -109,19 +110,19 @@ def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_b
             count, rows = input_ids.shape
             for lane, at in enumerate(positions.view().tolist()):
                 if count > 1 and 0 <= place - at < rows <= logits.shape[1]:
-                    found = logits.view()[lane, place - at]
-                    found[found.argmax()] = found.min()
+                    values = logits.view()[lane, place - at]
+                    values[values.argmax()] = values.min()
 
         return run
 
     monkeypatch.setattr(session, "bind", other_kernel)
     monkeypatch.setattr(session, "_passes", {})
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
-    found = audit(batched, draws=10).company
+    found = audit(batched, draws=10).batched
     assert found is not None
     assert found.differences == []
     assert {each.place for each in found.near_ties} == {10}
-    assert len(found.near_ties) == 5  # plain, each k of the model, n-grams, and by chance: the same tie
+    assert len(found.near_ties) == 5  # plain, each k of the model, n-grams, and at random: the same tie
     assert found.ties == found.allowed == 1
     assert found.passed
     found.near_ties.append(replace(found.near_ties[0], place=11))
