@@ -20,9 +20,9 @@ from outrider.bundle.manifest import sampler_file
 from outrider.engines.device import Buffer, Launch
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
+from outrider.runtime.buffers import Lane
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.generation import Outrider
-from outrider.runtime.launches import Lane
 from outrider.runtime.policy import FixedPolicy, Policy
 from outrider.runtime.reference import Fault
 from outrider.runtime.request import Request

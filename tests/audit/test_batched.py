@@ -16,8 +16,8 @@ from outrider.audit.prompts import PROMPTS
 from outrider.commands.verify import command
 from outrider.engines.device import Buffer, Launch
 from outrider.errors import EngineError
+from outrider.runtime.buffers import Lane
 from outrider.runtime.generation import Outrider
-from outrider.runtime.launches import Lane
 from outrider.runtime.reference import Fault
 from outrider.runtime.rounds import RoundResult, Rounds
 from outrider.runtime.sampling import SamplingState
