@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     """The sequences of a round, and what its time depends on."""
 
     sequences: Sequence[SequenceView]
-    count: int
+    size: int
     end: int  # the longest text
     remaining: int  # the most tokens that one of them may still emit
     greedy: bool
@@ -100,7 +100,7 @@ class AdaptivePolicy(Policy):
             return proposed
         if best == PLAIN:
             return self._probe(batch, sizes)
-        if self.early_stopping and batch.count == 1:
+        if self.early_stopping and batch.size == 1:
             return Choice(best.drafter, sizes[-1])  # `keep_drafting` decides where it ends
         return best
 
@@ -115,9 +115,9 @@ class AdaptivePolicy(Policy):
         Returns:
             the best choice, and its milliseconds for a token.
         """
-        best, least = PLAIN, self._time(PLAIN, batch) / batch.count
+        best, least = PLAIN, self._time(PLAIN, batch) / batch.size
         times = {PLAIN: least}
-        horizon = batch.count * max(min(HORIZON, batch.remaining), 1)
+        horizon = batch.size * max(min(HORIZON, batch.remaining), 1)
         for name in self._on_device:
             drafting = [sequence for sequence in batch.sequences if name in sequence.offers]
             if not drafting:
@@ -125,7 +125,7 @@ class AdaptivePolicy(Policy):
             late = self._catch_up(name, batch) / horizon
             rates = [(sequence.acceptance[name].rate, sequence.remaining - 1) for sequence in drafting]
             for k in sizes:
-                tokens = float(batch.count - len(drafting))
+                tokens = float(batch.size - len(drafting))
                 for rate, limit in rates:
                     tokens += expected_tokens(rate, k if k < limit else limit)
                 choice = Choice(name, k)
@@ -153,9 +153,9 @@ class AdaptivePolicy(Policy):
             upkeep = 0.0  # the drafter of the rounds to come has to read what this one emits
             if best.k:
                 kind = drafters.get(best.drafter)
-                upkeep = batch.count * kind.upkeep(self.costs(batch.count), batch.end) * self.pace.shared
+                upkeep = batch.size * kind.upkeep(self.costs(batch.size), batch.end) * self.pace.shared
             for k in sizes:
-                tokens = float(batch.count - len(rates))
+                tokens = float(batch.size - len(rates))
                 for rate, limit in rates:
                     tokens += expected_tokens(rate, k if k < limit else limit)
                 saved = tokens * self._per_token - self._time(Choice(name, k), batch) - upkeep
@@ -183,7 +183,7 @@ class AdaptivePolicy(Policy):
         return self._time(choice, Batch.of(sequences))
 
     def _time(self, choice: Choice, batch: Batch) -> float:
-        return self._predicted(choice, choice.k, batch) * self.pace.ratio(choice, batch.count)
+        return self._predicted(choice, choice.k, batch) * self.pace.ratio(choice, batch.size)
 
     def _catch_up(self, name: str, batch: Batch) -> float:
         """The time that a drafter takes to catch up. It is not timed by itself, so the pace of plain decoding goes for it."""
@@ -195,7 +195,7 @@ class AdaptivePolicy(Policy):
 
     def _predicted(self, choice: Choice, drafted: int, batch: Batch) -> float:
         """The time of a round by the costs alone."""
-        return self.costs(batch.count).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy)
+        return self.costs(batch.size).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy)
 
     def by_evidence(self, name: str, evidence: Hashable) -> Acceptance:
         """Return the acceptance of a drafter's proposals with such evidence."""

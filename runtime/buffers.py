@@ -70,8 +70,13 @@ class RoundBuffers:
         self.batch = target.batch
         batch, rows = self.batch, max_k + 1
         one, many = ((batch,), "int64"), ((batch * rows,), "int64")
-        layout = {"input_ids": many, "proposed": many, "positions": one, "drafted_count": one}
-        layout |= {"verifying": ((batch * rows * 3,), "float32")}
+        layout: dict[str, tuple[tuple[int, ...], str]] = {
+            "input_ids": many,
+            "proposed": many,
+            "positions": one,
+            "drafted_count": one,
+            "verifying": ((batch * rows * 3,), "float32"),
+        }
         for drafter in drafters:
             layout |= drafter.layout(batch, max_k)
         self.inputs = Arena(device, layout)
