@@ -42,7 +42,8 @@ def registered() -> Iterator[None]:
 def test_its_text_is_that_of_plain_decoding(shipped_bundle: Path, prompt: str, params: SamplingParams) -> None:
     outrider = Outrider.load(shipped_bundle)
     plain = [token for event in outrider.generate(prompt, params, k=0) for token in event.token_ids]
-    for k, drafter in [*((k, "repeat") for k in outrider.build.k), ("auto", "repeat"), ("auto", None)]:
+    modes: list[tuple[int | str, str | None]] = [*((k, "repeat") for k in outrider.build.k), ("auto", "repeat"), ("auto", None)]
+    for k, drafter in modes:
         events = list(outrider.generate(prompt, params, k=k, drafter=drafter))
         assert [token for event in events for token in event.token_ids] == plain
         if isinstance(k, int):
