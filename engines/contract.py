@@ -51,7 +51,10 @@ that top_k and top_p choose from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from outrider.engines.precisions import PRECISIONS
 
 CONTRACT_VERSION = 3
 
@@ -101,7 +104,7 @@ CANDIDATES = (256, 1024, 3840)
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input or output of a sampler; a dimension is a size or a name."""
+    """One input or output of an engine. A dimension is a size, or a name where it varies."""
 
     name: str
     dtype: str
@@ -110,7 +113,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One cache tensor of a step model, `past` in and `present` out over the same memory."""
+    """One cache tensor of a step model: the input `past` and the output `present` are the same memory."""
 
     past: str
     present: str
@@ -118,8 +121,8 @@ class CacheTensor:
     width: int
 
 
-def cache_tensors(layers: list[tuple[int, int, int]]) -> list[CacheTensor]:
-    """The cache tensors of a model, in the order of its inputs.
+def cache_tensors(layers: Sequence[tuple[int, int, int]]) -> list[CacheTensor]:
+    """Return the cache tensors of a model, in the order of its inputs.
 
     `layers` holds (key/value heads, key width, value width) for each layer.
     """
@@ -130,8 +133,31 @@ def cache_tensors(layers: list[tuple[int, int, int]]) -> list[CacheTensor]:
     return tensors
 
 
+def step_tensors(layers: Sequence[tuple[int, int, int]], vocab_rows: int, precision: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the inputs and outputs, in order, of a step model.
+
+    Args:
+        layers: (key/value heads, key width, value width) of each layer.
+        vocab_rows: width of the logits.
+        precision: key of `PRECISIONS`.
+    """
+    cache, dtype = cache_tensors(layers), PRECISIONS[precision].dtype
+    shapes = [(BATCH_DIM, tensor.heads, CAPACITY_DIM, tensor.width) for tensor in cache]
+    inputs = [
+        Tensor(INPUT_IDS, "int64", (BATCH_DIM, ROWS_DIM)),
+        Tensor(POSITIONS, "int64", (BATCH_DIM,)),
+        Tensor(KEY_POSITIONS, "int64", (WINDOW_DIM,)),
+        *(Tensor(tensor.past, dtype, shape) for tensor, shape in zip(cache, shapes, strict=True)),
+    ]
+    outputs = [
+        Tensor(LOGITS, "float32", (BATCH_DIM, ROWS_DIM, vocab_rows)),
+        *(Tensor(tensor.present, dtype, shape) for tensor, shape in zip(cache, shapes, strict=True)),
+    ]
+    return inputs, outputs
+
+
 def window_buckets(capacity: int) -> list[int]:
-    """The windows an engine is run with: doubling from 64, the last one the capacity itself."""
+    """Return the windows that an engine runs with: 64, 128, 256, ... below the capacity, then the capacity itself."""
     buckets = []
     window = SMALLEST_WINDOW
     while window < capacity:
@@ -141,7 +167,12 @@ def window_buckets(capacity: int) -> list[int]:
 
 
 def sampler_tensors(sampler: str, vocab_rows: int, draft_rows: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The inputs and outputs, in order, of one of `SAMPLERS`."""
+    """Return the inputs and outputs, in order, of one of `SAMPLERS`.
+
+    Args:
+        vocab_rows: width of the target's logits.
+        draft_rows: width of the draft's logits.
+    """
     drafted = Tensor("drafted", "int64", ("batch", "rows"))
     request = [
         Tensor("settings", "float32", ("batch", len(SETTINGS))),

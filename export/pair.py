@@ -31,6 +31,7 @@ from outrider.bundle.manifest import (
     model_file,
     sampler_file,
 )
+from outrider.engines.arrays import Floats
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.errors import UnsupportedModelError, UsageError
 from outrider.export.parity import (
