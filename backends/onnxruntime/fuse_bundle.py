@@ -68,7 +68,8 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
     optimize(fused, final)
     shutil.rmtree(fused.parent)
     progress.stage(f"comparing the fused {role} with the exported one")
-    _compare(*(OnnxRuntimeEngines(each, manifest, build, Cpu()) for each in (source, folder / "final")), role)
+    plain = OnnxRuntimeEngines(source, manifest, build, Cpu())
+    _compare(plain, OnnxRuntimeEngines(folder / "final", manifest, build, Cpu()), role)
     if left_out:
         _warn(f"{left_out[0]} of the {role} stays as exported, which is slower: {'; '.join(left_out[1:])}")
     for name in (final.name, final.name + ".data"):
