@@ -183,6 +183,13 @@ def test_what_was_not_built_for_this_gpu_is_refused(backend: dict[str, Any], exp
         Outrider.load(bundle)
 
 
+@pytest.mark.gpu("a bundle without a draft loads, and decodes the same text as the pair's target")
+def test_a_bundle_without_a_draft_loads(loaded: Outrider, backend: dict[str, Any], tmp_path: Path) -> None:
+    export_pair(str(PAIR / "target"), None, tmp_path / "onnx", precision="fp16")
+    with Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle", capacity=256, k=list(K), **backend)) as alone:
+        assert tokens(alone, 0, temperature=0.0) == tokens(loaded, 0, temperature=0.0)
+
+
 @pytest.mark.gpu("the runtime takes memory and streams from CUDA's own package, not from torch")
 def test_no_torch_at_run_time(bundles: dict[str, Path]) -> None:
     code = (

@@ -123,7 +123,7 @@ def check_validity(trt: Any, runtime: Any, path: Path, data: Any, hint: str) -> 
     flags = trt.EngineInvalidityDiagnostics.__members__
     reasons = [flag for flag, value in flags.items() if int(value) & int(diagnostics)]
     message = ", ".join(INVALID.get(flag, flag) for flag in reasons) or "the package gives no reason"
-    if not reasons or OF_THE_PLAN & set(reasons):
+    if OF_THE_PLAN & set(reasons):
         raise EngineError(f"{path} is not valid: {message}", hint)
     raise DeviceError(f"{path} does not run here: {message}", hint)
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from outrider.backends.open import open_engines
-from outrider.backends.tensorrt.engine import choose_profile
-from outrider.backends.tensorrt.engines import check_gpu, check_version
+from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.tensorrt.engine import choose_profile, silent_logger
+from outrider.backends.tensorrt.engines import check_gpu, check_validity, check_version, plan_paths
 from outrider.backends.tensorrt.package import RTX, TENSORRT
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build
-from outrider.errors import EngineError, UsageError
+from outrider.errors import DeviceError, EngineError, UsageError
+from outrider.export.pair import export_pair
 from outrider.tests.support import build, run
 
 pytest.importorskip("tensorrt_rtx", reason="would show what a TensorRT-RTX bundle is refused for: pip install 'outrider[rtx]'")
@@ -52,6 +55,55 @@ def test_it_was_not_measured_and_says_so(bundle: Path, made: Build) -> None:
     done = run("inspect", bundle)
     assert done.returncode == 0
     assert "tensorrt-rtx" in done.stdout
+
+
+def test_a_bundle_without_a_draft_has_every_plan_that_is_loaded(checkpoints: Path, tmp_path: Path) -> None:
+    """Neither the draft's plan nor the drafters' are in it, and none of them may be asked for."""
+    export_pair(str(checkpoints / "target"), None, tmp_path / "onnx", precision="fp32")
+    alone = build(tmp_path / "onnx", tmp_path / "bundle", backend="tensorrt-rtx", k=[1], options={"optimization_level": 0})
+    manifest, _ = open_bundle(alone)
+    plans = plan_paths(alone, manifest)
+    assert set(plans) == {"target", "verifier", "greedy_verifier", "logprobs"}
+    assert set(plans.values()) == set(alone.rglob("*.plan"))
+    done = run("generate", alone, "--prompt", "the")
+    assert "error: no NVIDIA GPU found" in done.stderr
+
+
+def test_a_plan_is_not_valid_where_no_gpu_is(bundle: Path, made: Build) -> None:
+    trt = RTX.load()
+    runtime = trt.Runtime(silent_logger(trt))
+    for path in plan_paths(bundle, read_manifest(bundle)).values():
+        with pytest.raises(DeviceError, match="does not run here"):
+            check_validity(trt, runtime, path, np.memmap(path, dtype=np.uint8, mode="r"), "build it again")
+
+
+class Diagnosed:
+    """A runtime with a diagnosis of its own: a machine on which TensorRT-RTX gives it is not at hand."""
+
+    def __init__(self, trt: Any, *flags: str):
+        members = trt.EngineInvalidityDiagnostics.__members__
+        self._answer = trt.EngineValidity.INVALID, sum(int(members[flag]) for flag in flags)
+
+    def get_engine_validity(self, data: object) -> tuple[Any, int]:
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        (("UNSUPPORTED_CC",), DeviceError, "does not run here: it is for GPUs of other compute capabilities"),
+        (("OLD_CUDA_DRIVER", "INSUFFICIENT_GPU_MEMORY"), DeviceError, "driver is too old, the GPU has too little free memory"),
+        (("MALFORMED_ENGINE",), EngineError, "is not valid: the plan is truncated or corrupt"),
+        (("UNSUPPORTED_CC", "VERSION_MISMATCH"), EngineError, "is not valid: it is of another release of the package"),
+    ],
+)
+def test_a_defect_of_a_plan_is_told_from_a_machine_that_cannot_run_it(
+    flags: tuple[str, ...], error: type[EngineError], message: str
+) -> None:
+    trt = RTX.load()
+    with pytest.raises(EngineError, match=message) as refused:
+        check_validity(trt, Diagnosed(trt, *flags), Path("model.plan"), b"", "build it again")
+    assert type(refused.value) is error
 
 
 def test_a_cpu_is_no_place_for_it(bundle: Path) -> None:

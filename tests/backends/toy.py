@@ -20,7 +20,7 @@ from outrider.progress import Progress
 Array = npt.NDArray[Any]
 
 
-class GatherElements(OpRun):  # type: ignore[misc]
+class GatherElements(OpRun):
     """onnx's own takes at most 64 rows."""
 
     op_domain = ""

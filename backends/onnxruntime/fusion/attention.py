@@ -12,11 +12,13 @@ from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS
 
 
 class SpareRow(RewriteRuleClassBase):
-    """The attention that an export of 4 or 8 bits computes twice for its last row is computed once again: `CachedAttention`
-    sees to it otherwise that no row is alone."""
+    """Attention whose last row is computed twice, as in exports of 4 or 8 bits, is computed once.
+
+    `CachedAttention` has another way to make sure that no row is computed alone.
+    """
 
     def __init__(self) -> None:
-        super().__init__("spare rows", remove_nodes=False)  # all layers share the longer mask
+        super().__init__("spare rows", remove_nodes=False)  # all layers share the extended mask
 
     def pattern(
         self, op: Op, query: Any, last: Any, keys: Any, values: Any, mask: Any, last_mask: Any, start: Any, end: Any, axes: Any
@@ -28,7 +30,7 @@ class SpareRow(RewriteRuleClassBase):
     def check(self, context: Any, query: Any, last: Any, mask: Any, last_mask: Any, **_: Any) -> MatchResult:  # type: ignore[override]
         for whole, part in ((query, last), (mask, last_mask)):
             if source(part, ("Slice",)) is not whole:
-                return refused("attention of rows and others")
+                return refused("attention over other rows than those of the query")
         return MatchResult()
 
     def rewrite(self, op: Op, query: Any, keys: Any, values: Any, mask: Any, attended: Any, **_: Any) -> Any:
@@ -36,16 +38,16 @@ class SpareRow(RewriteRuleClassBase):
 
 
 class CachedAttention(RewriteRuleClassBase):
-    """Writing the cache, looking at its window, and attending, as one `GroupQueryAttention` over the same cache.
+    """Writing the cache, slicing its window and attending, as one `GroupQueryAttention` over the same cache.
 
-    A `steady` one never sees a single row: it gets a second one of zeros, whose output is dropped. ONNX Runtime attends with
-    other arithmetic for one row than for several, so the last bits of a row would depend on whether it is decoded alone or
-    verified in company; with weights of 4 or 8 bits, where activations are rounded to 8, they become other tokens now and
-    then. All its other kernels there give each row the same bits in any company.
+    Where it is `steady`, it never runs on a single row: that row gets a second one of zeros, and the second output is dropped.
+    ONNX Runtime's arithmetic for one row differs from that for several, so the last bits of a row would depend on whether it
+    is decoded alone or verified with others. With weights of 4 or 8 bits, where activations are rounded to 8 bits, that
+    changes a token now and then. All other kernels give a row the same bits whatever the number of rows.
     """
 
     def __init__(self, steady: bool, graph: ir.Graph, batch: int, refusals: list[str]) -> None:
-        """For up to `batch` sequences; what is refused is put down in `refusals`."""
+        """Prepare for up to `batch` sequences; the reasons of refusals are appended to `refusals`."""
         super().__init__("attention")
         self._steady = steady
         self._graph = graph
@@ -81,11 +83,11 @@ class CachedAttention(RewriteRuleClassBase):
         self, context: Any, query: Any, key: Any, value: Any, mask: Any, attended: Any, **_: Any
     ) -> MatchResult:
         if any(each.shape is None or len(each.shape) != 4 for each in (query, key, value)):
-            return self._refused("its shapes are not known")
+            return self._refused("its shapes are unknown")
         if query.shape[3] != value.shape[3]:
-            return self._refused("its values are of another width than its keys")
+            return self._refused("its keys and values have different widths")
         if attended.producer().attributes.keys() - {"scale"}:
-            return self._refused("it has more attributes than a scale")
+            return self._refused("it has attributes besides a scale")
         self._window = sliding_window(mask)
         return self._refused("its mask is not causal") if self._window is None else MatchResult()
 
@@ -98,17 +100,11 @@ class CachedAttention(RewriteRuleClassBase):
     ) -> Any:
         heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
         scale = attended.producer().attributes["scale"].as_float()
-        inputs, caches = [], []
-        for each in (query, key):
-            node = each.producer()
-            if node is not None and node.op_type == "RotaryEmbedding" and node.domain == MICROSOFT:
-                caches.append(tuple(node.inputs[2:]))
-                each = node.inputs[0]
-            inputs.append(each)
-        # It rotates heads of widths that 16 divides; others come rotated.
-        rotary = len(caches) == 2 and caches[0] == caches[1] and width % 16 == 0
-        flat = self._packed([self._flat(op, each) for each in (*(inputs if rotary else (query, key)), value)])
-        real = rows = op.Shape(self._ids, start=1, end=2)  # of the tokens, so that all layers share what comes of it
+        query_input, key_input, rotary = self._unrotated(query, key)
+        flat = self._packed([self._flat(op, each) for each in (query_input, key_input, value)])
+        real = rows = op.Shape(
+            self._ids, start=1, end=2
+        )  # read off the tokens, so that all layers share what is computed from it
         if self._steady:
             rows = op.Max(real, op.Constant(value_ints=[2]))
 
@@ -118,11 +114,11 @@ class CachedAttention(RewriteRuleClassBase):
                 *caches_of_slot,
                 last,
                 total,
-                *(caches[0] if rotary else ()),
+                *rotary,
                 num_heads=heads,
                 kv_num_heads=kv_heads,
                 scale=scale,
-                do_rotary=int(rotary),
+                do_rotary=int(bool(rotary)),
                 local_window_size=self._window,
                 _domain=MICROSOFT,
                 _outputs=3,
@@ -143,28 +139,42 @@ class CachedAttention(RewriteRuleClassBase):
         (attended.shape, attended.dtype) = ir.Shape([query.shape[0], query.shape[2], heads * width]), query.dtype
         return op.Reshape(attended, op.Constant(value_ints=[0, 0, heads, width])), present_key, present_value
 
+    def _unrotated(self, query: Any, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Return query and key before their rotary embeddings, and the cosines and sines, where the node can rotate them."""
+        inputs, caches = [], []
+        for each in (query, key):
+            node = each.producer()
+            if node is not None and node.op_type == "RotaryEmbedding" and node.domain == MICROSOFT:
+                caches.append(tuple(node.inputs[2:]))
+                each = node.inputs[0]
+            inputs.append(each)
+        # It rotates heads whose width is a multiple of 16; others must be rotated before.
+        if len(caches) == 2 and caches[0] == caches[1] and query.shape[3] % 16 == 0:
+            return inputs[0], inputs[1], caches[0]
+        return query, key, ()
+
     def _by_slot(
         self, op: Op, attend: Any, flat: list[Any], past: tuple[Any, Any], positions: Any, real: Any, rows: Any
     ) -> tuple[Any, Any, Any]:
-        """Attention of each sequence by a node of its own, over a cache of its own: `GroupQueryAttention` verifies one at a
-        time. Everything else stays one run over all of them.
+        """Attend to each sequence by a node of its own, over a cache of its own; everything else runs over the whole batch.
 
-        The pass may be of fewer sequences than there are nodes. Those left over get as few rows of zeros as a node takes.
+        `GroupQueryAttention` verifies one sequence at a time. A pass may have fewer sequences than there are nodes; the
+        remaining nodes get as few rows of zeros as they accept.
         """
-        # One sequence of zeros behind the real ones, for the nodes that are left over.
+        # One sequence of zeros after the real ones, for the nodes without a sequence.
         flat = self._padded(op, flat, op.Constant(value_ints=[1]), op.Sub(rows, real))
         count, numbers = op.Shape(self._ids, start=0, end=1), op.Constant(value_ints=list(range(self._batch)))
-        fewest = op.Constant(value_ints=[2 if self._steady else 1])
-        taken = op.Where(op.Less(numbers, count), rows, fewest)
-        left_over = op.Sub(op.Constant(value_ints=[self._batch]), count)
-        begins = op.Pad(positions, op.Concat(op.Constant(value_ints=[0]), left_over, axis=0))
-        ends = op.Add(begins, taken)
+        minimum = op.Constant(value_ints=[2 if self._steady else 1])
+        lengths = op.Where(op.Less(numbers, count), rows, minimum)
+        spare = op.Sub(op.Constant(value_ints=[self._batch]), count)
+        begins = op.Pad(positions, op.Concat(op.Constant(value_ints=[0]), spare, axis=0))
+        ends = op.Add(begins, lengths)
         zero, one, axes = op.Constant(value_ints=[0]), op.Constant(value_ints=[1]), op.Constant(value_ints=[0, 1])
         attended, present = [], []
         for slot in range(self._batch):
             here, after = op.Constant(value_ints=[slot]), op.Constant(value_ints=[slot + 1])
             place = op.Min(here, count)
-            size, end = op.Slice(taken, here, after), op.Slice(ends, here, after)
+            size, end = op.Slice(lengths, here, after), op.Slice(ends, here, after)
             bounds = op.Concat(place, zero, axis=0), op.Concat(op.Add(place, one), size, axis=0)
             parts = [None if each is None else op.Slice(each, *bounds, axes) for each in flat]
             last = op.Cast(op.Sub(end, one), to=ir.DataType.INT32)
@@ -176,36 +186,36 @@ class CachedAttention(RewriteRuleClassBase):
                 value.name = f"{before.name.replace('past', 'present')}.{slot}"
                 (value.shape, value.dtype) = before.shape, before.dtype
                 self._graph.outputs.append(value)
-        joined = op.Slice(op.Concat(*attended, axis=1), zero, op.Mul(count, rows), one)
+        merged = op.Slice(op.Concat(*attended, axis=1), zero, op.Mul(count, rows), one)
         shape = op.Concat(count, rows, op.Constant(value_ints=[-1]), axis=0)
-        return op.Reshape(joined, shape), *present[0]
+        return op.Reshape(merged, shape), *present[0]
 
     def _caches(self, slot: int, past: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The cache of a slot: that of the first has the name of the whole one, the others are new inputs."""
+        """Return the cache of a slot: the first one keeps the name, the others are new inputs."""
         if slot == 0:
             return past
-        found = []
+        caches = []
         for first in past:
             value = ir.Value(name=f"{first.name}.{slot}", type=first.type, shape=first.shape)
             self._graph.inputs.append(value)
-            found.append(value)
-        return found[0], found[1]
+            caches.append(value)
+        return caches[0], caches[1]
 
     def _padded(self, op: Op, flat: list[Any], sequences: Any, rows: Any) -> list[Any]:
-        """So many sequences, and rows to each, of zeros behind the real ones."""
+        """Append as many sequences of zeros, and as many rows of zeros to each sequence."""
         zero = op.Constant(value_ints=[0])
         pads = op.Concat(op.Constant(value_ints=[0, 0, 0]), sequences, rows, zero, axis=0)
         return [None if each is None else op.Pad(each, pads) for each in flat]
 
     def _packed(self, flat: list[Any]) -> list[Any]:
-        """Query, key and value, as one tensor where they are the parts of one."""
+        """Return query, key and value, as one packed tensor where they are its parts."""
         split = flat[0].producer()
         if split is None or split.op_type != "Split" or list(split.outputs) != flat:
             return flat
         return [split.inputs[0], None, None]
 
     def _flat(self, op: Op, value: Any) -> Any:
-        """[B, H, S, D] as [B, S, H * D]; what was brought from there is taken from there."""
+        """Return [B, H, S, D] as [B, S, H * D]: the tensor that it was made from, where it comes from one."""
         node = value.producer()
         if node is not None and node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
             split = node.inputs[0].producer()
@@ -216,16 +226,16 @@ class CachedAttention(RewriteRuleClassBase):
 
 
 def sliding_window(mask: ir.Value) -> int | None:
-    """How many keys up to its own a row sees by a mask: -1 is all, None is that the mask is of another kind.
+    """Return how many keys, its own included, a mask lets a row see: -1 for all, None for a mask of another kind.
 
-    Causal is keys <= rows; a sliding window of n adds keys > rows - n.
+    A causal mask is keys <= rows; a sliding window of n adds keys > rows - n.
     """
     node = mask.producer()
     if node is None:
         return None
     if node.op_type == "And":
-        known = [(each, constant(each)) for each in node.inputs if each is not None]
-        windows = [sliding_window(each) for each, values in known if values is None or not values.all()]
+        parts = [(each, constant(each)) for each in node.inputs if each is not None]
+        windows = [sliding_window(each) for each, values in parts if values is None or not values.all()]
         return None if None in windows else max(windows)  # type: ignore[type-var]
     if node.op_type not in ("LessOrEqual", "Greater"):
         return None
@@ -234,8 +244,8 @@ def sliding_window(mask: ir.Value) -> int | None:
         return None
     if node.op_type == "LessOrEqual":
         return -1 if is_rows(rows) else None
-    less = rows.producer()
-    if less is None or less.op_type != "Sub":
+    first = rows.producer()
+    if first is None or first.op_type != "Sub":
         return None
-    start, by = source(less.inputs[0], ("Unsqueeze",)), constant(less.inputs[1])
-    return int(by.item()) if start is not None and is_rows(start) and by is not None and by.size == 1 else None
+    start, width = source(first.inputs[0], ("Unsqueeze",)), constant(first.inputs[1])
+    return int(width.item()) if start is not None and is_rows(start) and width is not None and width.size == 1 else None

@@ -22,30 +22,29 @@ from outrider.engines.contract import INPUT_IDS
 
 
 def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> tuple[dict[str, int], list[str]]:
-    """Write the graph at `path`, fused for caches of `capacity` positions and a spare one, as `output`, its weights beside it.
+    """Fuse the graph at `path`, for caches of `capacity` positions and a spare one, and write it and its weights to `output`.
 
-    For more than one sequence, `past_*` and `present_*` are of the first; those of sequence i of the pass are `past_*.i` and
-    `present_*.i`.
+    The fused graph has the inputs and outputs of the exported one. For more than one sequence, `past_*` and `present_*` belong
+    to the first; those of sequence i of a pass are `past_*.i` and `present_*.i`. `GroupQueryAttention` knows how much of the
+    cache is filled, so the window no longer matters.
 
-    A `steady` one gives a row the same bits in any company, where it was exported to do so; see `CachedAttention`.
+    Args:
+        steady: whether a row must have the same bits whatever the number of rows, in an export that supports it; see
+            `CachedAttention`.
 
     Returns:
-        how often each rewrite was made; and, where attention of a layer stays as exported, what was refused and why.
+        How often each rewrite was applied; and, where attention of a layer stays as exported, which layers and why.
     """
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     model = ir.load(path)
-    common.ClearMetadataAndDocStringPass()(model)  # which rewriting joins, twice as long with each layer
+    common.ClearMetadataAndDocStringPass()(model)  # rewriting concatenates them, which doubles them with each layer
     model.opset_imports[MICROSOFT] = 1
-    done = {
+    counts = {
         "norms": rms_normalization_ruleset.apply_to_model(model),
         "norms of sums": skip_rms_normalization_ruleset.apply_to_model(model),
     }
-    ids = next(each for each in model.graph.inputs if each.name == INPUT_IDS)
-    caches = [each.name for each in model.graph.inputs if (each.name or "").startswith("past_")]
-    for node in model.graph:  # the batch is read off the tokens: a slot's cache has one sequence, whatever the pass has
-        sizes, of = [node.attributes.get_int(name, 0) for name in ("start", "end")], node.inputs[0] if node.inputs else None
-        if node.op_type == "Shape" and sizes == [0, 1] and of is not None and (of.name or "").startswith("past_"):
-            node.replace_input_with(0, ids)
+    _read_batch_off_tokens(model.graph)
+    layers = sum((each.name or "").startswith("past_key_") for each in model.graph.inputs)
     refusals: list[str] = []
     spared = RewriteRuleSet([SpareRow.rule()]).apply_to_model(model) > 0  # type: ignore[no-untyped-call]
     rules: list[Any] = [
@@ -55,13 +54,23 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> t
         Unsplit.rule(),  # type: ignore[no-untyped-call]
         LastRows.rule(model.graph),  # type: ignore[no-untyped-call]
     ]
-    for rewrite in rules:  # in this order: attention takes joined products and rotary embeddings in
-        done[rewrite.name] = RewriteRuleSet([rewrite]).apply_to_model(model)
+    for rewrite in rules:  # in this order: attention absorbs merged products and rotary embeddings
+        counts[rewrite.name] = RewriteRuleSet([rewrite]).apply_to_model(model)
         common.RemoveUnusedNodesPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
     ir.save(model, output, external_data=output.name + ".data", size_threshold_bytes=1024)
-    layers = len(caches) // 2
-    missed = layers - done["attention"]
-    said = dict.fromkeys(refusals) or ["it is written out"]
-    why = [f"attention of {missed} of {layers} layers", *said] if missed else []
-    return {name: count for name, count in done.items() if count}, why
+    left_out: list[str] = []
+    if missed := layers - counts["attention"]:
+        reasons = dict.fromkeys(refusals) or ["it is written out"]
+        left_out = [f"attention of {missed} of {layers} layers", *reasons]
+    return {name: count for name, count in counts.items() if count}, left_out
+
+
+def _read_batch_off_tokens(graph: ir.Graph) -> None:
+    """Take the batch from the tokens instead of the cache: a slot's cache has one sequence, whatever the pass has."""
+    ids = next(each for each in graph.inputs if each.name == INPUT_IDS)
+    for node in graph:
+        span = [node.attributes.get_int(name, 0) for name in ("start", "end")]
+        value = node.inputs[0] if node.inputs else None
+        if node.op_type == "Shape" and span == [0, 1] and value is not None and (value.name or "").startswith("past_"):
+            node.replace_input_with(0, ids)

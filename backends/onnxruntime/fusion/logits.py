@@ -12,10 +12,12 @@ from outrider.engines.contract import LOGITS, LOGITS_ROWS
 
 
 class LastRows(RewriteRuleClassBase):
-    """The product that gives the logits, of the last rows alone, as many as the new input `logits_rows` says: a prompt's need
-    none."""
+    """The product that gives the logits, for the last rows only: as many as the new input `logits_rows` says.
 
-    # What stands between that product and the logits, and gives each row what it would get alone.
+    While a prompt is read, that is none.
+    """
+
+    # Operators between that product and the logits which treat each row by itself.
     ROW_BY_ROW = ("Add", "Cast", "Concat", "Div", "Gather", "Identity", "Mul", "Tanh")
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -27,16 +29,16 @@ class LastRows(RewriteRuleClassBase):
 
     def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
         if any(each.name == LOGITS_ROWS for each in self._graph.inputs):
-            return refused("done already")
+            return refused("it is rewritten already")
         value, rank = product, len(x.shape or ())
         while not value.is_graph_output():
             users = {use.node for use in value.uses()}
-            # A short head reads its product twice, the second time for a column of one value.
+            # A short head uses its product twice, the second time for a column of one value.
             kinds = {node.op_type for node in users} - {"Slice", "Shape", "Expand", "ConstantOfShape"}
             if len(kinds) != 1 or not kinds <= set(self.ROW_BY_ROW):
-                return refused("a product that is not the last")
+                return refused("it is not the last product")
             value = next(node for node in users if node.op_type in kinds).outputs[0]
-        return MatchResult() if value.name == LOGITS and rank == 3 else refused("a product of other than [B, S, K]")
+        return MatchResult() if value.name == LOGITS and rank == 3 else refused("its input is not [B, S, K]")
 
     def rewrite(self, op: Op, x: Any, weight: Any, **_: Any) -> Any:
         count = ir.Value(name=LOGITS_ROWS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))

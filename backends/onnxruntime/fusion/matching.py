@@ -15,7 +15,7 @@ Op = Any  # onnxscript's tape; its nodes are typed as Any
 
 
 def constant(value: ir.Value | None) -> npt.NDArray[Any] | None:
-    """What a value always is, where that is known."""
+    """Return a value that is known before the graph runs, or None."""
     if value is None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -23,25 +23,25 @@ def constant(value: ir.Value | None) -> npt.NDArray[Any] | None:
 
 
 def shape_of(value: ir.Value) -> tuple[int, ...]:
-    """The shape of what is always the same."""
+    """Return the shape of a constant."""
     assert value.shape is not None
     return tuple(int(size) for size in value.shape if not isinstance(size, ir.SymbolicDim))
 
 
 def source(value: ir.Value | None, through: tuple[str, ...]) -> ir.Value | None:
-    """Where a value comes from, seen through nodes of these kinds by their first inputs."""
+    """Follow a value back through nodes of the types `through`, by their first inputs, and return where it comes from."""
     while value is not None and (node := value.producer()) is not None and node.op_type in through:
         value = node.inputs[0]
     return value
 
 
 def refused(reason: str) -> MatchResult:
-    """A match that is not rewritten, and why."""
+    """Return the result of a match that must not be rewritten, with the reason."""
     return MatchResult().fail(reason)
 
 
 def is_rows(value: ir.Value) -> bool:
-    """Whether a value is `positions` + 0..S-1, [B, S]."""
+    """Return whether a value is `positions` + 0..S-1, [B, S]."""
     node = value.producer()
     if node is None or node.op_type != "Add":
         return False

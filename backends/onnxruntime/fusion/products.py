@@ -15,7 +15,7 @@ from outrider.backends.onnxruntime.fusion.matching import Op, constant, refused,
 
 @dataclass(frozen=True)
 class Product:
-    """A product with dequantized weights [K, N], and what is added to it."""
+    """A product with dequantized weights [K, N], and the bias that is added to it."""
 
     quantized: ir.Value
     scale: ir.Value
@@ -25,7 +25,7 @@ class Product:
 
     @classmethod
     def of(cls, node: ir.Node) -> Product | None:
-        """What a node is, where it is one."""
+        """Return the product that a node computes, if it is one."""
         weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
         if weight is None or weight.op_type != "DequantizeLinear" or len(weight.inputs) != 2:
             return None
@@ -42,13 +42,15 @@ class Product:
             bias = next((each for each in added if each is not None and each.shape == shape_of(quantized)[1:]), None)
             output = output if bias is None else add.outputs[0]
         if not output.uses():
-            return None  # joined already
+            return None  # merged already
         return cls(quantized, scale, block, bias, output)
 
 
 class Products(RewriteRuleClassBase):
-    """Products of one input with different quantized weights (those of query, key and value; those of gate and up) as one
-    product with all of them: its input is rounded once, and its threads start once."""
+    """Products of one input with different quantized weights (query, key and value; gate and up) as one product with all.
+
+    The input is then rounded once, and threads start once.
+    """
 
     def __init__(self) -> None:
         super().__init__("joined products")
@@ -60,10 +62,10 @@ class Products(RewriteRuleClassBase):
         first = Product.of(product.producer())
         if first is None:
             return refused("a product with weights of another layout")
-        found = [Product.of(use.node) for use in x.uses() if use.idx == 0]
-        same = [each for each in found if each is not None and self._kind(each) == self._kind(first)]
+        products = [Product.of(use.node) for use in x.uses() if use.idx == 0]
+        same = [each for each in products if each is not None and self._kind(each) == self._kind(first)]
         if len(same) < 2:
-            return refused("a product whose input no other one has")
+            return refused("a product that shares its input with no other")
         self._parts = same
         return MatchResult()
 
@@ -73,18 +75,18 @@ class Products(RewriteRuleClassBase):
     def rewrite(self, op: Op, product: Any, x: Any, **_: Any) -> Any:
         parts, name = self._parts, self._parts[0].quantized.name
         weight = op.DequantizeLinear(
-            op.initializer(_joined([part.quantized for part in parts]), name=f"{name}.joined"),
-            op.initializer(_joined([part.scale for part in parts]), name=f"{name}.joined.scale"),
+            op.initializer(_concatenated([part.quantized for part in parts]), name=f"{name}.merged"),
+            op.initializer(_concatenated([part.scale for part in parts]), name=f"{name}.merged.scale"),
             axis=0,
             block_size=parts[0].block,
         )
-        joined = op.MatMul(x, weight)
+        merged = op.MatMul(x, weight)
         sizes = [shape_of(part.quantized)[1] for part in parts]
         if any(part.bias is not None for part in parts):
             kind = next(part.bias.dtype for part in parts if part.bias is not None)
             biases = [np.zeros(n, kind) if part.bias is None else part.bias for part, n in zip(parts, sizes, strict=True)]
-            joined = op.Add(joined, op.initializer(ir.tensor(np.concatenate(biases)), name=f"{name}.joined.bias"))
-        split = op.Split(joined, op.Constant(value_ints=sizes), axis=-1, _outputs=len(parts))
+            merged = op.Add(merged, op.initializer(ir.tensor(np.concatenate(biases)), name=f"{name}.merged.bias"))
+        split = op.Split(merged, op.Constant(value_ints=sizes), axis=-1, _outputs=len(parts))
         replacement = split[0]
         for part, value in zip(parts, split, strict=True):
             (value.shape, value.dtype) = (part.output.shape, part.output.dtype)
@@ -95,8 +97,8 @@ class Products(RewriteRuleClassBase):
         return replacement
 
 
-def _joined(weights: list[ir.Value]) -> ir.LazyTensor:
-    """Constant matrices side by side; made when they are saved, and not kept."""
+def _concatenated(weights: list[ir.Value]) -> ir.LazyTensor:
+    """Return constant matrices side by side, which are concatenated while they are saved, and not held in memory."""
     tensors = [tensor for each in weights if (tensor := ir.convenience.get_const_tensor(each)) is not None]
     rows, columns = shape_of(weights[0])[0], sum(shape_of(each)[1] for each in weights)
 

@@ -10,19 +10,19 @@ from outrider.backends.onnxruntime.fusion.matching import Op, refused
 
 
 class Unsplit(RewriteRuleClassBase):
-    """Heads that are split and joined again."""
+    """Heads that are split and merged again."""
 
     def __init__(self) -> None:
         super().__init__("heads joined")
 
     def pattern(self, op: Op, x: Any, split: Any, whole: Any) -> Any:
-        return op.Reshape(op.Reshape(x, split), whole, _outputs=["joined"])
+        return op.Reshape(op.Reshape(x, split), whole, _outputs=["merged"])
 
-    def check(self, context: Any, x: Any, joined: Any, **_: Any) -> MatchResult:  # type: ignore[override]
-        shapes = [each.shape for each in (x, joined)]
+    def check(self, context: Any, x: Any, merged: Any, **_: Any) -> MatchResult:  # type: ignore[override]
+        shapes = [each.shape for each in (x, merged)]
         if any(shape is None or len(shape) != 3 or not isinstance(shape[2], int) for shape in shapes):
-            return refused("reshaped to what is not known")
-        return MatchResult() if shapes[0][2] == shapes[1][2] else refused("reshaped to another width")
+            return refused("a reshape to an unknown shape")
+        return MatchResult() if shapes[0][2] == shapes[1][2] else refused("a reshape to another width")
 
     def rewrite(self, op: Op, x: Any, **_: Any) -> Any:
         return op.Identity(x)
