@@ -21,6 +21,11 @@ def register(backend: Backend) -> None:
     _BACKENDS[backend.name] = backend
 
 
+def unregister(name: str) -> None:
+    """Remove a backend that was registered."""
+    del _BACKENDS[name]
+
+
 def get(name: str) -> Backend:
     """Return the backend of that name.
 

@@ -56,7 +56,7 @@ def registered() -> Iterator[None]:
         registry.register(backend)
     yield
     for backend in backends:
-        del registry._BACKENDS[backend.name]
+        registry.unregister(backend.name)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_the_command_line_offers_it_and_its_options(tiny_export: Path, tmp_path:
 
     shown = outrider("build-engine", "--help")
     assert "onnxruntime|tensorrt-rtx|tensorrt|toy" in shown.stdout.replace("\n", "")
-    assert "For toy:\n  --greeting" in shown.stdout
+    assert "Backend toy:\n  --greeting" in shown.stdout
     sizes = ("--k", "1", "--capacity", "64", "--max-prompt-chunk", "16")
     options = "-o", tmp_path / "bundle", "--backend", "toy", "--greeting", "an abacus"
     done = outrider("build-engine", tiny_export, *options, *sizes)

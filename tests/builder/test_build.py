@@ -125,7 +125,7 @@ def test_costs_are_of_every_batch_and_of_the_samplers(tiny_export: Path, tmp_pat
         window = 64 if name in ROLES else 0
         assert {(cost.batch, cost.rows, cost.window) for cost in costs} == {(b, r, window) for b in (1, 2, 3) for r in rows}
     assert set(made.costs) == {*ROLES, *SAMPLERS}
-    assert made.acceptance is None  # none of the shipped prompts fits into so small a cache
+    assert made.acceptance == {}  # none of the shipped prompts fits into so small a cache
 
 
 def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_an_acceptance_that_cannot_be_measured_again_is_kept(tiny_bundle: Path, 
     def fails(*_: object) -> float:
         raise UsageError("the chat template refuses it", "take another")
 
-    monkeypatch.setattr(build_module, "acceptance", fails)
+    monkeypatch.setattr(build_module, "measure_acceptance", fails)
     manifest = read_manifest(tiny_bundle)
     assert manifest.build is not None
-    known = msgspec.structs.replace(manifest.build, acceptance=0.7)
-    assert build_module._measured(tiny_bundle, manifest, known, SILENT).acceptance == 0.7
+    known = msgspec.structs.replace(manifest.build, acceptance={"model": 0.7})
+    assert build_module._measured(tiny_bundle, manifest, known, SILENT).acceptance == {"model": 0.7}
