@@ -36,7 +36,6 @@ from outrider.engines.contract import CONTRACT_VERSION
 from outrider.errors import UnsupportedModelError, UsageError
 from outrider.export.parity import (
     Exported,
-    Floats,
     check_perplexity,
     compare,
     heldout_tokens,
