@@ -231,15 +231,15 @@ def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Te
     return sampler_tensors(name, *manifest.widths)
 
 
-def check_tensors(path: Path, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+def check_tensors(path: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
     """Check that an engine's tensors, by name, are those that it must have.
 
     Raises:
         EngineError: one is missing, unexpected, or of another type or shape.
     """
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
             raise EngineError(
-                f"{path} is not the engine that the manifest describes: {name} is {found.get(name)}, not {expected.get(name)}",
+                f"{path} is not the engine that the manifest describes: {name} is {actual.get(name)}, not {expected.get(name)}",
                 "make the bundle again: outrider export, then outrider build-engine",
             )

@@ -21,7 +21,7 @@ from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-UNUSED_POSITIONS = 2  # the most rows that attention writes for a slot without a sequence
+UNUSED_POSITIONS = 2  # rows that attention writes, at most, for a slot without a sequence
 
 
 def thread_count() -> int:
@@ -96,19 +96,19 @@ class OnnxRuntimeEngine(Engine):
             EngineError: ONNX Runtime refuses the graph, or it has other tensors.
         """
         self._session, self._options = self._load(path, device)
-        found = {each.name: (each.type, _sizes(each.shape)) for each in self._inputs_and_outputs()}
+        actual = {each.name: (each.type, _sizes(each.shape)) for each in self._inputs_and_outputs()}
         expected = {each.name: (DTYPES[each.dtype].onnxruntime, _sizes(each.shape)) for each in tensors}
-        self.skips_logits = LOGITS in expected and LOGITS_ROWS in found
+        self.skips_logits = LOGITS in expected and LOGITS_ROWS in actual
         if self.skips_logits:
             expected[LOGITS_ROWS] = (DTYPES["int64"].onnxruntime, (1,))
         caches = [name for name in expected if name.startswith(("past_", "present_"))]
         # Fused attention for several sequences has tensors of its own for each; see `fusion.fuse`.
         self._slots: dict[str, list[str]] = {}
-        if any(f"{name}.1" in found for name in caches):
+        if any(f"{name}.1" in actual for name in caches):
             self._slots = {name: [name, *(f"{name}.{slot}" for slot in range(1, batch))] for name in caches}
             expected |= {each: expected[name] for name, slots in self._slots.items() for each in slots}
             self._unused: dict[str, Buffer] = {}  # stands in for the slots that a pass has no sequence for
-        check_tensors(path, found, expected)
+        check_tensors(path, actual, expected)
 
     def _load(self, path: Path, device: Device) -> tuple[Any, Any]:
         """Return a session, and the options of its runs."""

@@ -135,8 +135,8 @@ def check_plan(path: Path, plan: Any, tensors: Iterable[Tensor]) -> None:
         EngineError: it does not.
     """
     names = [plan.get_tensor_name(index) for index in range(plan.num_io_tensors)]
-    found = {name: plan.get_tensor_dtype(name).name for name in names}
-    check_tensors(path, found, {each.name: DTYPES[each.dtype].tensorrt for each in tensors})
+    actual = {name: plan.get_tensor_dtype(name).name for name in names}
+    check_tensors(path, actual, {each.name: DTYPES[each.dtype].tensorrt for each in tensors})
     for name in names:
         if name.startswith("present_") and hasattr(plan, "get_aliased_input_tensor"):
             past = name.replace("present_", "past_", 1)
