@@ -292,7 +292,7 @@ def twisted(node: onnx.NodeProto) -> None:
 @pytest.mark.parametrize(
     ("edit", "lacks", "reasons"),
     [
-        (capped, "attention", ["attention of 2 of 2 layers", "it has more attributes than a scale"]),
+        (capped, "attention", ["attention of 2 of 2 layers", "it has attributes besides a scale"]),
         (twisted, "rotary embeddings", []),
     ],
 )
