@@ -1,12 +1,13 @@
-"""Every error that Outrider raises on purpose.
+"""The exceptions that Outrider raises on purpose.
 
-OutriderError                  exit code 1: asked rightly, but it failed
-├── SourceError                a checkpoint that cannot be read
-├── UnsupportedModelError      a model that cannot be expressed as a step model
+OutriderError                  exit code 1: the request was valid, but it failed
+├── SourceError                a checkpoint cannot be read
+├── UnsupportedModelError      a model cannot be expressed as a step model
 ├── VocabularyMismatchError    draft and target do not share a vocabulary
-├── ParityError                an exported graph does not give the checkpoint's numbers
-├── FolderError                an export or bundle that is missing, damaged, newer, or cannot be written
-├── EngineError                an engine that does not run, or gives logits that are no numbers
+├── ParityError                an exported graph does not reproduce the checkpoint's logits
+├── FolderError                an export or bundle is missing, damaged, too new, or cannot be written
+├── EngineError                an engine does not load or run, or its logits contain NaN or infinity
+│   └── DeviceError            this machine has no GPU, or not one that the engine can run on
 └── UsageError                 exit code 2: the request itself is wrong
 """
 
@@ -14,25 +15,39 @@ from __future__ import annotations
 
 
 class OutriderError(Exception):
-    """An expected failure: one line that says what happened, and one that says how to hint it."""
+    """An expected failure: what happened, in one line, and how to fix it, in another."""
 
     exit_code = 1
 
     def __init__(self, message: str, hint: str, *, param: str | None = None):
+        """Describe the failure.
+
+        Args:
+            message: one line that says what happened.
+            hint: one line that says what to do about it.
+            param: the request parameter at fault, by its name in `SamplingParams` or `Outrider.generate`; None where no
+                single one is.
+        """
         super().__init__(message)
         self.hint = hint
-        self.param = param  # the request parameter at fault, by its name in `SamplingParams` or `Outrider.generate`
+        self.param = param
 
 
 class SourceError(OutriderError):
-    """A checkpoint that cannot be read."""
+    """A checkpoint cannot be read."""
 
 
 class UnsupportedModelError(OutriderError):
-    """A model that cannot be expressed as a step model."""
+    """A model cannot be expressed as a step model."""
 
-    def __init__(self, message: str, hint: str = "choose a model of another architecture; docs/models.md lists what works"):
-        super().__init__(message, hint)
+    def __init__(
+        self,
+        message: str,
+        hint: str = "choose a model of another architecture; docs/models.md lists what works",
+        *,
+        param: str | None = None,
+    ):
+        super().__init__(message, hint, param=param)
 
 
 class VocabularyMismatchError(OutriderError):
@@ -40,15 +55,19 @@ class VocabularyMismatchError(OutriderError):
 
 
 class ParityError(OutriderError):
-    """An exported graph does not give the checkpoint's numbers."""
+    """An exported graph does not reproduce the checkpoint's logits."""
 
 
 class FolderError(OutriderError):
-    """An export or bundle that is missing, damaged, of a newer schema, or cannot be written."""
+    """An export or bundle is missing, damaged, of a newer schema, or cannot be written."""
 
 
 class EngineError(OutriderError):
-    """An engine that does not run, or whose logits are not numbers."""
+    """An engine does not load or run, or its logits contain NaN or infinity."""
+
+
+class DeviceError(EngineError):
+    """This machine has no GPU or driver, or not one that the engine can run on; elsewhere the engine may work."""
 
 
 class UsageError(OutriderError):
@@ -58,4 +77,4 @@ class UsageError(OutriderError):
 
 
 class OutriderWarning(UserWarning):
-    """What works, but not as well as it could."""
+    """Something works, but not as well as it could."""

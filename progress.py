@@ -1,16 +1,16 @@
-"""How long work tells whoever waits for it how far it is."""
+"""How long-running work reports its progress."""
 
 from __future__ import annotations
 
 
 class Progress:
-    """Takes reports and shows nothing; the command line shows them."""
+    """Receives progress reports and ignores them. The command line overrides it to show a bar."""
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """A stage begins; `total` is how many bytes, or other parts, it takes, where that is known."""
+        """Begin a stage. `total` is its size in bytes or other units, where it is known."""
 
     def advance(self, size: int) -> None:
-        """That many bytes, or parts, more are done."""
+        """Report that `size` more units of the stage are done."""
 
 
 SILENT = Progress()

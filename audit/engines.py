@@ -1,4 +1,4 @@
-"""`outrider verify --engines`: what a bundle's engines compute, beside ONNX Runtime on the CPU, from the same inputs."""
+"""`outrider verify --engines`: a bundle's engines compared with ONNX Runtime on the CPU, from the same inputs."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from outrider.backends.open import open_engines
+from outrider.backends.base import Engines
+from outrider.backends.open import open_reference
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import model_file
 from outrider.engines.contract import CANDIDATES, DRAFTERS, SETTINGS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
-from outrider.engines.session import Engines, Session
+from outrider.engines.precisions import PRECISIONS
+from outrider.engines.session import Session
 from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
 
-# Of the largest logit: a few roundings of the type. By quantized weights ONNX Runtime multiplies activations in int8, whose
-# rounding alone moved the shipped pair's logits by 1e-2.
-TOLERANCE = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1.6e-1, "int4": 4e-2, "int8": 4e-2}
-CLOSE = 1e-3  # probabilities and logprobs, all computed in fp32
+SAMPLER_TOLERANCE = 1e-3  # of probabilities and logprobs, all computed in fp32
 SAME_CHOICES = 0.95  # choices that must be the same; rounding decides a few, at the edge of a nucleus or between two tokens
 CASES = 40  # random inputs for each shape of a sampler
 Arrays = dict[str, npt.NDArray[Any]]
@@ -37,22 +35,22 @@ class Compared:
     rows: int
     difference: float  # the largest, of logits, probabilities or logprobs
     tolerance: float
-    same_choices: float  # share: a row's most likely token, a drafted token, a verdict
+    same_choices: float  # share of equal choices: a row's most likely token, a drafted token, a verdict
 
     @property
     def passed(self) -> bool:
-        return self.difference <= self.tolerance and self.same_choices >= SAME_CHOICES  # NaN is not
+        return self.difference <= self.tolerance and self.same_choices >= SAME_CHOICES  # NaN fails
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields and the verdict, for JSON."""
         return asdict(self) | {"passed": self.passed}
 
 
 def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT) -> Iterator[Compared]:
-    """Every engine of a bundle, with every number of rows that it is built for, against the graphs of the folder `export`;
-    for one sequence, and up to 256 positions.
+    """Compare every engine of a bundle, with every number of rows that it is built for, with the graphs of `export`.
 
-    The export may be of another precision than the engines, as ONNX Runtime's CPU provider has no kernels for bf16.
+    One sequence is run, over at most 256 positions. The export may be of another precision than the engines, because ONNX
+    Runtime's CPU provider has no kernels for bf16.
 
     Raises:
         FolderError: the export is damaged, or of other models.
@@ -61,20 +59,21 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     manifest, build = read_manifest(export), engines.build
     for role in engines.manifest.roles:
         if model_file(role) not in manifest.files:
-            raise FolderError(f"{export} has no graphs to compare with", "name the folder that outrider export wrote")
+            raise FolderError(f"{export} has no graphs to compare with", "give the folder that outrider export wrote")
         ours, theirs = engines.manifest.models[role], manifest.models[role]
         if (ours.source, ours.layers, ours.vocab_rows) != (theirs.source, theirs.layers, theirs.vocab_rows):
-            raise FolderError(f"{export} is no export of the bundle's {role}", "name the folder that the bundle was built from")
+            raise FolderError(
+                f"{export} is not an export of the bundle's {role}", "give the export that the bundle was built from"
+            )
     check_files(export, manifest, progress)
-    build = msgspec.structs.replace(build, backend="onnxruntime", device="cpu")
-    reference = open_engines(export, manifest, build)
+    reference = open_reference(export, manifest, build)
     verified = [k + 1 for k in build.k]
     for role in engines.manifest.roles:
         progress.stage(f"comparing the {role}")
-        precision = engines.manifest.models[role].precision
+        tolerance = PRECISIONS[engines.manifest.models[role].precision].comparison
         sessions = engines.session(role, batch=1), reference.session(role, batch=1)
         for rows in sorted({1, 2, *verified, build.max_prompt_chunk}):
-            yield _step(role, rows, TOLERANCE[precision], *sessions)
+            yield _step(role, rows, tolerance, *sessions)
         del sessions  # one model in memory at a time
     for name in engines.manifest.samplers:
         progress.stage(f"comparing the {name}")
@@ -84,22 +83,22 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
 
 
 def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session) -> Compared:
-    """Passes of so many rows, one after another, over the whole capacity."""
+    """Run passes of `rows` rows, one after another, over the whole capacity."""
     random = np.random.default_rng(rows)
     difference, largest, same = 0.0, 1.0, []
     for at in range(0, min(ours.capacity - rows, 256) + 1, rows):
         ids = random.integers(0, ours.vocab_rows, (1, rows))
         want, got = (session.run(ids, np.array([at])).copy() for session in (theirs, ours))
-        apart = np.abs(want - got, out=np.zeros_like(want), where=want != got)  # a short head has minus infinity in both
-        difference = max(difference, float(np.nan_to_num(apart, nan=np.inf).max()))
+        distance = np.abs(want - got, out=np.zeros_like(want), where=want != got)  # a short head has minus infinity in both
+        difference = max(difference, float(np.nan_to_num(distance, nan=np.inf).max()))
         largest = max(largest, float(np.abs(want[np.isfinite(want)]).max()))
         gap = np.take_along_axis(want, got.argmax(-1)[..., None], -1)[..., 0] - want.max(-1)
-        same.append((np.abs(gap) <= 2 * tolerance * largest).mean())  # a near-tie is no other choice
+        same.append((np.abs(gap) <= 2 * tolerance * largest).mean())  # a near-tie counts as the same choice
     return Compared(role, rows, difference, tolerance * largest, float(np.mean(same)))
 
 
 def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: Engine, their_engine: Engine) -> Compared:
-    """Random rounds."""
+    """Run random rounds."""
     widths = ours.manifest.widths
     difference, same = 0.0, []
     for seed in range(CASES):
@@ -107,16 +106,16 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
         want = run_sampler(theirs.device, their_engine, name, inputs, widths)
         got = run_sampler(ours.device, our_engine, name, inputs, widths)
         choices = next(each for each in ("token", "tokens", "top_ids") if each in want)
-        alike = bool((want[choices] == got[choices]).all() and (want.get("status") == got.get("status")))
-        same.append(alike)
+        equal = bool((want[choices] == got[choices]).all() and (want.get("status") == got.get("status")))
+        same.append(equal)
         for each in {"q", "logprobs", "top_logprobs"} & want.keys():
-            if alike or each == "logprobs":
+            if equal or each == "logprobs":
                 difference = max(difference, float(np.nan_to_num(np.abs(want[each] - got[each]), nan=np.inf).max()))
-    return Compared(name, rows, difference, CLOSE, float(np.mean(same)))
+    return Compared(name, rows, difference, SAMPLER_TOLERANCE, float(np.mean(same)))
 
 
 def _inputs(name: str, rows: int, max_rows: int, widths: tuple[int, int], random: np.random.Generator) -> Arrays:
-    """A random round of one sequence, as the tensors of one sampler."""
+    """Return a random round of one sequence, as the tensors of one sampler."""
     vocab_rows = widths[0]
     width = widths[name in DRAFTERS]
     temperature = random.choice([0.0, 0.7, 1.0])
@@ -149,19 +148,19 @@ def _inputs(name: str, rows: int, max_rows: int, widths: tuple[int, int], random
 
 
 def run_sampler(device: Device, engine: Engine, name: str, inputs: Arrays, widths: tuple[int, int]) -> Arrays:
-    """One run of a sampler from and to host arrays, the outputs by name."""
-    wanted, given = sampler_tensors(name, *widths)
+    """Run a sampler once from host arrays, and return its outputs by name."""
+    tensors, outputs = sampler_tensors(name, *widths)
     sizes = {"batch": 1, "rows": inputs["logits"].shape[1], "top": int(inputs["candidates"][0])}
     buffers = {}
-    for each in wanted:
+    for each in tensors:
         values = np.ascontiguousarray(inputs[each.name], dtype=each.dtype)
         if each.name == "candidates":
             buffers[each.name] = host_buffer(values)
             continue
         buffers[each.name] = device.zeros(values.shape, each.dtype, "a comparison")
         device.write(buffers[each.name], values)
-    for each in given:
+    for each in outputs:
         shape = tuple(size if isinstance(size, int) else sizes[size] for size in each.shape)
         buffers[each.name] = device.zeros(shape, each.dtype, "a comparison")
     engine.bind(buffers)()
-    return {each.name: device.read(buffers[each.name]).copy() for each in given}
+    return {each.name: device.read(buffers[each.name]).copy() for each in outputs}

@@ -1,1 +1,1 @@
-"""What builds and runs engines: ONNX Runtime, TensorRT-RTX and TensorRT."""
+"""What builds and runs engines: `base` has the interface, `registry` the implementations."""

@@ -1,1 +1,1 @@
-"""ONNX step models become engines in a bundle."""
+"""Builds bundles: an exported pair becomes engines with fixed k, measured and sealed."""

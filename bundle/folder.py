@@ -1,4 +1,4 @@
-"""Sealed folders: written to a temporary name and renamed when whole, checked file by file when read."""
+"""Sealed folders: written under a temporary name, renamed when complete, and checked file by file when read."""
 
 from __future__ import annotations
 
@@ -22,62 +22,64 @@ UNFINISHED = f".{MANIFEST}.partial"  # beside a manifest that is being replaced
 
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `destination` when the block ends well and vanishes when it does not.
+    """Yield a folder to write into, which becomes `destination` when the block succeeds and is removed when it does not.
 
     A process killed in the middle leaves only `.NAME.partial` and `.NAME.lock` beside the destination; the next one
-    clears them away.
+    removes them.
 
     Raises:
         FolderError: the destination exists, cannot be written, or is being written; or the disk is full.
     """
-    whole = Path(os.path.abspath(destination))  # without `..`, which nothing can be renamed to
-    if os.path.lexists(whole):
+    final = Path(os.path.abspath(destination))  # without `..`, which nothing can be renamed to
+    if os.path.lexists(final):
         raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
-    parent, name = whole.parent, whole.name
+    parent, name = final.parent, final.name
     partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        made += [folder for folder in (parent, *parent.parents) if not folder.exists()]
-        partial.mkdir(parents=True, exist_ok=True)  # says first, and better than the lock, whether one may write here
+        created += [folder for folder in (parent, *parent.parents) if not folder.exists()]
+        partial.mkdir(
+            parents=True, exist_ok=True
+        )  # fails first, and with a better message than the lock, where writing is not allowed
         lock.acquire()
     except filelock.Timeout:
         raise FolderError(f"another process is writing {destination}", "wait for it, or choose another output") from None
     except OSError as error:
-        _remove_empty(made)
+        _remove_empty(created)
         raise write_error(destination, error) from error
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
         partial.mkdir()
         yield partial
-        if os.path.lexists(whole):  # rename would silently replace an empty folder
-            raise FolderError(f"{destination} appeared while it was being made", "choose another output")
-        os.rename(partial, whole)
+        if os.path.lexists(final):  # rename would silently replace an empty folder
+            raise FolderError(f"{destination} was created by something else meanwhile", "choose another output")
+        os.rename(partial, final)
     except OSError as error:
         raise write_error(destination, error) from error
     finally:
-        # The lock is held to the very end, or another writer's folder could be the one that is cleared away here.
+        # The lock is held to the very end, or this could remove another writer's folder.
         shutil.rmtree(partial, ignore_errors=True)
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
-        _remove_empty(made)
+        _remove_empty(created)
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove those of `folders`, innermost first, that hold nothing."""
+    """Remove the empty ones of `folders`, which are ordered from the innermost outwards."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 def write_error(destination: Path, error: OSError) -> FolderError:
-    """The `FolderError` for an operating system's refusal to write."""
+    """Return the `FolderError` for an operating system's refusal to write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return FolderError(f"no room to write {destination}: {error.strerror}", "free some disk space and run again")
     return FolderError(f"cannot write {destination}: {error.strerror or error}", "choose an output that can be written")
 
 
 def digest(path: Path, progress: Progress = SILENT) -> FileEntry:
-    """The size and SHA-256 of one file."""
+    """Return the size and SHA-256 of one file."""
     sha256 = hashlib.sha256()
     size = 0
     with open(path, "rb") as file:
@@ -89,14 +91,14 @@ def digest(path: Path, progress: Progress = SILENT) -> FileEntry:
 
 
 def digest_all(folder: Path, progress: Progress = SILENT) -> dict[str, FileEntry]:
-    """The entry of every file below `folder`, by its relative path with forward slashes."""
+    """Return the entry of every file below `folder`, by its relative path with forward slashes."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     progress.stage("sealing", sum(path.stat().st_size for path in paths))
     return {path.relative_to(folder).as_posix(): digest(path, progress) for path in paths}
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, in place of one that is there; readers see either, whole.
+    """Write a file atomically: readers see the old content or the new, never a part of it.
 
     Raises:
         FolderError: it cannot be written.
@@ -106,16 +108,16 @@ def write_whole(path: Path, content: bytes) -> None:
         unfinished.write_bytes(content)
         unfinished.replace(path)
     except OSError as error:
-        with suppress(OSError):  # what kept it from being written may keep it from being removed
+        with suppress(OSError):  # whatever prevented the writing may prevent this, too
             unfinished.unlink()
         raise write_error(path, error) from error
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of an export or a bundle, its file names checked but not the files.
+    """Return the manifest of an export or a bundle, with its file names checked but not the files.
 
     Raises:
-        FolderError: there is none, or it is damaged, of another version, or names a path that leaves the folder.
+        FolderError: the folder has none, or it is damaged, of another version, or names a path that leaves the folder.
     """
     try:
         if not (folder / MANIFEST).resolve(strict=True).is_relative_to(folder.resolve()):
@@ -123,8 +125,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = decode_manifest((folder / MANIFEST).read_bytes())
     except OSError as error:
         raise FolderError(
-            f"{folder} is no export and no bundle: {MANIFEST}: {error.strerror}",
-            "name a folder that outrider export or outrider build-engine wrote",
+            f"{folder} is neither an export nor a bundle: {MANIFEST}: {error.strerror}",
+            "give a folder that outrider export or outrider build-engine wrote",
         ) from error
     for name in manifest.files:
         parts = PurePosixPath(name).parts
@@ -134,45 +136,51 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class FolderWatch:
-    """A folder's files as they are now, open, so that it is seen when one is changed in place. Another file that takes its name
-    is another file: whoever has the first one open keeps it.
+    """Notices when a file of a folder is changed in place.
+
+    Every file is kept open. Replacing one by another file of the same name is harmless, and not reported: whoever opened the
+    first one keeps it.
     """
 
     def __init__(self, folder: Path):
-        """Raises: FolderError: there is no manifest, or a file is missing."""
+        """Open every file of the folder.
+
+        Raises:
+            FolderError: there is no manifest, or a file is missing.
+        """
         self._files: dict[str, tuple[int, tuple[int, int]]] = {}
         for name in read_manifest(folder).files:
             try:
-                opened = os.open(folder / name, os.O_RDONLY)
+                descriptor = os.open(folder / name, os.O_RDONLY)
             except OSError as error:
                 self.close()
                 raise FolderError(f"{folder / name}: {error.strerror}", "build the bundle again") from error
-            self._files[name] = opened, _state(opened)
+            self._files[name] = descriptor, _size_and_time(descriptor)
 
     def changed(self) -> str | None:
-        """The first file that was written to or cut since."""
-        return next((name for name, (opened, before) in self._files.items() if _state(opened) != before), None)
+        """Return the first file that has been written to or truncated since, if there is one."""
+        files = self._files.items()
+        return next((name for name, (descriptor, before) in files if _size_and_time(descriptor) != before), None)
 
     def close(self) -> None:
-        """Let go of them."""
-        for opened, _ in self._files.values():
-            os.close(opened)
+        """Close the files."""
+        for descriptor, _ in self._files.values():
+            os.close(descriptor)
         self._files.clear()
 
 
-def _state(opened: int) -> tuple[int, int]:
-    found = os.fstat(opened)
-    return found.st_size, found.st_mtime_ns
+def _size_and_time(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> None:
-    """Check that every file of the manifest is there, lies in the folder, and is the one that was sealed; and that there
-    is no other.
+    """Check that a folder has exactly the files of its manifest, each inside the folder and with its digest.
 
     Raises:
-        FolderError: the first file that is missing, is a link to outside, differs, or is not in the manifest.
+        FolderError: a file is missing, is a link to outside, differs, or is not in the manifest.
     """
-    again = "copy the folder again from where it was made, or make it anew"
+    again = "copy the folder again from where it was made, or make it again"
     root = folder.resolve()
     progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()))
     for name, entry in manifest.files.items():
@@ -188,7 +196,7 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
         except OSError as error:
             raise FolderError(f"{path} cannot be read: {error.strerror}", again) from error
         except (ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
-            raise FolderError(f"{folder}/{MANIFEST} names a path that cannot be: {name!r}", again) from error
+            raise FolderError(f"{folder}/{MANIFEST} names an impossible path: {name!r}", again) from error
     listed = {folder / name for name in (*manifest.files, MANIFEST)}
     for path in sorted(folder.rglob("*")):
         if path not in listed and not path.is_dir() and path != folder / UNFINISHED:

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from outrider.backends import registry
+from outrider.backends.base import Option
 from outrider.commands.options import GroupedCommand, GroupedOption, backend, sizes
 from outrider.commands.output import bundle_table, console, progress_bar
 
-ENGINES, BOTH, TENSORRT = "Engines", "Backends tensorrt-rtx and tensorrt", "Backend tensorrt"
+ENGINES = "Engines"
+DEVICES = {name: registry.get(name).devices for name in registry.names() if registry.get(name).devices}
 
 
-def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(","))) if text is not None else ()
+def _words(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...] | None:
+    """Parse words separated by commas (click callback)."""
+    return None if text is None else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _click_option(option: Option, owners: list[str]) -> Callable[[Any], Any]:
+    """Return an option of the backends `owners` as an option of the command."""
+    keywords: dict[str, Any] = {"type": click.Choice(option.choices) if option.choices else option.type}
+    if option.type is bool:
+        keywords = {"is_flag": True, "default": None}
+    elif option.type is tuple:
+        keywords = {"callback": _words}
+    elif option.type is Path:
+        keywords = {"type": click.Path(dir_okay=False)}
+    group = f"{'Backends' if len(owners) > 1 else 'Backend'} {' and '.join(owners)}"
+    return click.option(option.flag, cls=GroupedOption, group=group, help=option.help, metavar=option.metavar, **keywords)
+
+
+def _backend_options(command: Any) -> Any:
+    """Add the options of all backends to the command."""
+    options: dict[str, tuple[Option, list[str]]] = {}
+    for name in registry.names():
+        for option in registry.get(name).options:
+            options.setdefault(option.name, (option, []))[1].append(name)
+    for option, owners in reversed(options.values()):  # decorators apply from the last one up
+        command = _click_option(option, owners)(command)
+    return command
 
 
 @click.command("build-engine", cls=GroupedCommand)
@@ -62,64 +91,13 @@ def _capabilities(_: click.Context, __: click.Parameter, text: str | None) -> tu
     help="Maximum number of prompt tokens per prefill pass.  [default: 64]",
 )
 @click.option(
-    "--compute-capability",
-    cls=GroupedOption,
-    group=BOTH,
-    callback=_capabilities,
-    metavar="LIST",
-    help="tensorrt-rtx only: compute capabilities to build for, such as 8.9,12.0.  [default: 8.0 and newer]",
-)
-@click.option(
-    "--workspace",
-    cls=GroupedOption,
-    group=BOTH,
-    type=float,
-    metavar="GIB",
-    help="Maximum GPU memory that a kernel may use as workspace.",
-)
-@click.option(
-    "--optimization-level",
-    cls=GroupedOption,
-    group=BOTH,
-    type=click.IntRange(0, 5),
-    help="How much time to spend on finding faster kernels.  [default: 3, the package's own]",
-)
-@click.option(
-    "--verbosity",
-    cls=GroupedOption,
-    group=BOTH,
-    type=click.Choice(["error", "warning", "info", "verbose"]),
-    help="Print TensorRT's log on standard error, at this severity and above.",
-)
-@click.option(
-    "--timing-cache",
-    cls=GroupedOption,
-    group=TENSORRT,
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
-    help="Cache of kernel timings from earlier builds; read, and updated.",
-)
-@click.option(
-    "--hardware-compatible",
-    cls=GroupedOption,
-    group=TENSORRT,
-    is_flag=True,
-    help="Build engines that also run on other GPUs, from Ampere on.",
-)
-@click.option(
-    "--version-compatible",
-    cls=GroupedOption,
-    group=TENSORRT,
-    is_flag=True,
-    help="Build engines that newer releases of TensorRT also run.",
-)
-@click.option(
     "--device",
     cls=GroupedOption,
     group=ENGINES,
-    type=click.Choice(["cpu", "cuda"]),
-    help="onnxruntime only: the device to measure on, and to run on by default.  [default: cpu]",
+    type=click.Choice(sorted({device for devices in DEVICES.values() for device in devices})),
+    help=f"{' and '.join(DEVICES)} only: the device to measure on, and to run on by default.  [default: cpu]",
 )
+@_backend_options
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(
     source: Path,
@@ -134,7 +112,6 @@ def command(
     **options: Any,
 ) -> None:
     """Build the engines of an exported pair, and write them as a bundle."""
-    from outrider.backends.tensorrt.build import Options
     from outrider.builder.build import build_engine
 
     with progress_bar() as progress:
@@ -147,7 +124,7 @@ def command(
             batch=batch,
             max_prompt_chunk=max_prompt_chunk,
             device=device,
-            options=Options(**options),
+            options={name: value for name, value in options.items() if value is not None},
             progress=progress,
         )
     if as_json:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from outrider.commands.output import progress_bar
+from outrider.engines.precisions import PRECISIONS
 
 
 @click.command("export")
@@ -21,7 +22,7 @@ from outrider.commands.output import progress_bar
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option(
     "--precision",
-    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4"]),
+    type=click.Choice(list(PRECISIONS)),
     default="fp32",
     show_default=True,
     help="Precision of the weights.",

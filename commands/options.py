@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
+from outrider.backends import registry
 from outrider.runtime import drafters
 from outrider.runtime.choice import AUTO
 
-BACKENDS = ("onnxruntime", "tensorrt-rtx", "tensorrt")
 DRAFTERS = (*drafters.names(), AUTO)
 
 
@@ -53,8 +53,8 @@ backend = click.option(
     "--backend",
     cls=GroupedOption,
     group="Engines",
-    type=click.Choice(BACKENDS),
-    default=BACKENDS[0],
+    type=click.Choice(registry.names()),
+    default=registry.REFERENCE.name,
     show_default=True,
     help="Inference backend to build for.",
 )

@@ -90,7 +90,7 @@ def bundle_table(manifest: Manifest) -> Any:
 
 
 def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
-    from outrider.bundle.manifest import engine_file
+    from outrider.backends import registry
 
     table.add_row("backend", f"{build.backend} {build.backend_version}, {build.device}")
     table.add_row("k", ", ".join(str(k) for k in build.k))
@@ -108,7 +108,8 @@ def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
         table.add_section()
         for name in manifest.engines:
             ranges = ", ".join(str(high) if low == high else f"{low}-{high}" for low, high in build.rows(name))
-            table.add_row(f"{name}, rows", f"{ranges}; {manifest.files[engine_file(name)].size:,} bytes")
+            size = sum(manifest.files[file].size for file in registry.get(build.backend).engine_files(name))
+            table.add_row(f"{name}, rows", f"{ranges}; {size:,} bytes")
 
 
 def _add_costs(table: Any, roles: Sequence[str], build: Build) -> None:

@@ -1,57 +1,57 @@
-"""The engines' contract: the names, types and shapes of their tensors, which every stage agrees on.
+"""The contract of the engines: the names, types and shapes of their tensors, which every stage relies on.
 
 The step model
 --------------
-B is the batch, S the rows of this run (k+1 to verify, 1 to decode, a chunk to prefill), L the window of the cache
-that this run looks at, C the capacity, Hkv and D the key/value heads of one layer and their width, V the vocabulary
-rows of the model's head.
+B is the batch, S the rows of the run (k+1 to verify, 1 to decode, a chunk of the prompt to prefill), L the window of the cache
+that the run reads, C the capacity, Hkv and D the key/value heads of a layer and their width, V the width of the logits.
 
 | tensor | type, shape | meaning |
 |---|---|---|
-| `input_ids` | int64 [B, S] | the tokens of this run |
-| `positions` | int64 [B] | index at which each sequence's first row is written |
+| `input_ids` | int64 [B, S] | the tokens of the run |
+| `positions` | int64 [B] | the index at which each sequence's first row is written |
 | `key_positions` | int64 [L] | 0..L-1; its length is the window |
-| `past_key_i`, `past_value_i` | [B, Hkv, C, D] | the cache of layer i, in the engine's precision |
-| `present_key_i`, `present_value_i` | [B, Hkv, C, D] | the same memory, after this run |
-| `logits` | float32 [B, S, V] | all S rows |
-| `logits_rows` | int64 [1] | on the host; a builder may add it to a graph, whose `logits` are then of so many last rows |
+| `past_key_i`, `past_value_i` | [B, Hkv, C, D] | the cache of layer i, in the model's precision |
+| `present_key_i`, `present_value_i` | [B, Hkv, C, D] | the same memory, after the run |
+| `logits` | float32 [B, S, V] | of all S rows |
+| `logits_rows` | int64 [1] | optional, on the host: a backend may add it, to get the logits of that many last rows |
 
-A row sees the keys at `key_positions <= positions + row`. Whatever lies in the cache past that weighs nothing, so rejecting
-draft tokens costs nothing: the next run writes from a smaller position. (It must be finite, though: nothing times NaN is
-NaN. So a session that met NaN is cleared.) Engines do not check
-`positions + S <= C`; sessions do.
+A row attends to the keys at `key_positions <= positions + row`. What the cache holds beyond has no weight, so rejecting draft
+tokens costs nothing: the next run writes from a smaller position. It must be finite, though, since zero times NaN is NaN; a
+session that met NaN is cleared. Engines do not check `positions + S <= C`, but sessions do.
 
 The samplers
 ------------
 Five graphs turn logits into tokens: the `drafter` after each step of the draft model, the `verifier` after a pass of the
-target, both with a `greedy_` one for requests that want the most likely tokens and change no logits, and `logprobs` where a
-request asks for them. What they compute is in `export/sampler.py`. Here V is the width of
-the target's logits, Vd the draft's, S the rows of the target's pass, N the entries of the edit table, K the candidates
-that top_k and top_p choose from.
+target, a `greedy_` variant of both for requests that take the most likely tokens and change no logits, and `logprobs` for
+requests that ask for them. `export/sampler.py` has what they compute. V is the width of the target's logits, Vd that of the
+draft's, S the rows of the target's pass, N the entries of the edit table, and K the candidates of top_k and top_p.
 
 | tensor | type, shape | meaning |
 |---|---|---|
-| `logits` | float32 [B, S, V]; drafters [B, 1, Vd] | a step model's |
-| `drafted` | int64 [B, S] | the drafted tokens, the one after row i at i; what lies beyond them is not looked at |
-| `drafted_count` | int64 [B] | how many they are, 0..S-1: 0 is plain decoding |
-| `first_row` | int64 [1] | drafter only: how many tokens are drafted already |
+| `logits` | float32 [B, S, V]; drafters [B, 1, Vd] | of a step model |
+| `drafted` | int64 [B, S] | the drafted tokens: the one after row i is at i; the rest is ignored |
+| `drafted_count` | int64 [B] | how many there are, 0..S-1; 0 is plain decoding |
+| `first_row` | int64 [1] | drafter only: how many tokens have been drafted already |
 | `q` | float32 [B, V] out of the drafter, [S, B, V] into the verifier | what each drafted token was drawn from |
 | `settings` | float32 [B, 8] | see `SETTINGS` |
 | `edit_ids` | int64 [B, N] | tokens whose logits are changed; entries of one token must be equal; N at least 1 |
 | `edits` | float32 [B, N, 4] | see `EDITS` |
-| `uniforms` | float32 in [0, 1): drafter [B, 2], verifier [B, S, 3] | drawing: block and token; accepting, block and token |
+| `uniforms` | float32 in [0, 1): drafter [B, 2], verifier [B, S, 3] | drawing a block and a token; verifier: accepting first |
 | `candidates` | int64 [1] | K |
 | `token` | int64 [B, 1] | the drafted token |
-| `accepted` | int64 [B] | drafted tokens accepted, from the first on |
-| `tokens` | int64 [B, S] | those and the target's own after them, then -1 |
+| `accepted` | int64 [B] | how many drafted tokens are accepted, from the first on |
+| `tokens` | int64 [B, S] | these, then the target's own token, then -1 |
 | `status` | int64 [B] | `DECIDED`, `MORE_CANDIDATES` or `NOT_FINITE` |
-| `logprobs` | float32 [B, S] | natural logarithm of the target's own probability of `tokens`, before edits and warping |
-| `top_ids`, `top_logprobs` | [B, S, n] | the n most likely tokens, n being `candidates` |
+| `logprobs` | float32 [B, S] | the natural logarithm of the target's probability of `tokens`, before edits and warping |
+| `top_ids`, `top_logprobs` | [B, S, n] | the n most likely tokens, where n is `candidates` |
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from outrider.engines.precisions import PRECISIONS
 
 CONTRACT_VERSION = 3
 
@@ -86,22 +86,22 @@ EDITS = (
 )
 
 DECIDED = 0
-MORE_CANDIDATES = 1  # top_k or top_p reach beyond the candidates: run again with more
-NOT_FINITE = 2  # the logits hold NaN or infinity
+MORE_CANDIDATES = 1  # top_k or top_p reach beyond the candidates; run it again with more
+NOT_FINITE = 2  # the logits contain NaN or infinity
 
 SAMPLERS = ("drafter", "verifier", "greedy_drafter", "greedy_verifier", "logprobs")
 DRAFTERS = ("drafter", "greedy_drafter")
 
 BLOCK = 256  # tokens that share a first-level sum when one is drawn
 
-# top_p nearly always ends among so many candidates; where it does not, the graph says so and is run again, with all in the
-# end. TensorRT's TopK takes no more than 3840.
+# top_p nearly always ends within this many candidates. Where it does not, the graph reports it and is run again with more, and
+# finally with all. TensorRT's TopK supports at most 3840.
 CANDIDATES = (256, 1024, 3840)
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input or output of a sampler; a dimension is a size or a name."""
+    """One input or output of an engine. A dimension is a size, or a name where it varies."""
 
     name: str
     dtype: str
@@ -110,7 +110,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One cache tensor of a step model, `past` in and `present` out over the same memory."""
+    """One cache tensor of a step model: the input `past` and the output `present` are the same memory."""
 
     past: str
     present: str
@@ -118,8 +118,8 @@ class CacheTensor:
     width: int
 
 
-def cache_tensors(layers: list[tuple[int, int, int]]) -> list[CacheTensor]:
-    """The cache tensors of a model, in the order of its inputs.
+def cache_tensors(layers: Sequence[tuple[int, int, int]]) -> list[CacheTensor]:
+    """Return the cache tensors of a model, in the order of its inputs.
 
     `layers` holds (key/value heads, key width, value width) for each layer.
     """
@@ -130,8 +130,31 @@ def cache_tensors(layers: list[tuple[int, int, int]]) -> list[CacheTensor]:
     return tensors
 
 
+def step_tensors(layers: Sequence[tuple[int, int, int]], vocab_rows: int, precision: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the inputs and outputs, in order, of a step model.
+
+    Args:
+        layers: (key/value heads, key width, value width) of each layer.
+        vocab_rows: width of the logits.
+        precision: key of `PRECISIONS`.
+    """
+    cache, dtype = cache_tensors(layers), PRECISIONS[precision].dtype
+    shapes = [(BATCH_DIM, tensor.heads, CAPACITY_DIM, tensor.width) for tensor in cache]
+    inputs = [
+        Tensor(INPUT_IDS, "int64", (BATCH_DIM, ROWS_DIM)),
+        Tensor(POSITIONS, "int64", (BATCH_DIM,)),
+        Tensor(KEY_POSITIONS, "int64", (WINDOW_DIM,)),
+        *(Tensor(tensor.past, dtype, shape) for tensor, shape in zip(cache, shapes, strict=True)),
+    ]
+    outputs = [
+        Tensor(LOGITS, "float32", (BATCH_DIM, ROWS_DIM, vocab_rows)),
+        *(Tensor(tensor.present, dtype, shape) for tensor, shape in zip(cache, shapes, strict=True)),
+    ]
+    return inputs, outputs
+
+
 def window_buckets(capacity: int) -> list[int]:
-    """The windows an engine is run with: doubling from 64, the last one the capacity itself."""
+    """Return the windows that an engine runs with: 64, 128, 256, ... below the capacity, then the capacity itself."""
     buckets = []
     window = SMALLEST_WINDOW
     while window < capacity:
@@ -141,7 +164,12 @@ def window_buckets(capacity: int) -> list[int]:
 
 
 def sampler_tensors(sampler: str, vocab_rows: int, draft_rows: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The inputs and outputs, in order, of one of `SAMPLERS`."""
+    """Return the inputs and outputs, in order, of one of `SAMPLERS`.
+
+    Args:
+        vocab_rows: width of the target's logits.
+        draft_rows: width of the draft's logits.
+    """
     drafted = Tensor("drafted", "int64", ("batch", "rows"))
     request = [
         Tensor("settings", "float32", ("batch", len(SETTINGS))),

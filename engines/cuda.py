@@ -1,5 +1,7 @@
-"""A GPU: its memory, one stream of work, and rounds recorded as CUDA graphs. No torch, no compiler: CUDA's own Python
-package (`cuda-bindings`) carries its runtime."""
+"""An NVIDIA GPU: its memory, one stream of work, and rounds recorded as CUDA graphs.
+
+All calls go through `cuda-bindings`, which ships the CUDA runtime; neither torch nor a compiler is needed.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.device import DTYPES, Buffer, Device, Launch
-from outrider.errors import EngineError
+from outrider.engines.device import Buffer, Device, Launch
+from outrider.engines.precisions import DTYPES
+from outrider.errors import DeviceError, EngineError
 
 try:
     from cuda.bindings import runtime
 except ImportError as missing:
-    raise EngineError(f"CUDA's Python package cannot be imported: {missing}", "pip install 'outrider[cuda]'") from missing
+    raise DeviceError(f"cuda-bindings cannot be imported: {missing}", "pip install 'outrider[cuda]'") from missing
 
 SUCCESS = runtime.cudaError_t.cudaSuccess
 OUT_OF_MEMORY = runtime.cudaError_t.cudaErrorMemoryAllocation
@@ -27,28 +30,28 @@ ON_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of CUDA's gave, after its error code.
+    """Return the results of a CUDA call without its error code.
 
     Raises:
-        EngineError: the code says that it failed.
+        EngineError: the code is an error.
     """
     error, *values = result
     if error != SUCCESS:
         raise EngineError(
-            f"CUDA failed: {_said(error)}",
-            "run it again; if it stays, look at nvidia-smi, and at the kernel's log for errors of the GPU",
+            f"CUDA failed: {_describe(error)}",
+            "run it again; if it fails again, look for GPU errors in nvidia-smi and in the kernel log",
         )
     return values[0] if len(values) == 1 else values
 
 
-def _said(error: Any) -> str:
+def _describe(error: Any) -> str:
     _, text = runtime.cudaGetErrorString(error)
-    runtime.cudaGetLastError()  # CUDA keeps it for whoever asks next
+    runtime.cudaGetLastError()  # or CUDA would report this error again in a later call
     return f"{text.decode() if isinstance(text, bytes) else text} ({error.name})"
 
 
 class Memory:
-    """Memory of CUDA's, given back with the last reference to it. `np.asarray` of the host's is an array over it."""
+    """Memory that CUDA allocated, freed with the last reference to it. `np.asarray` makes an array of pinned host memory."""
 
     def __init__(self, address: int, size: int, free: Callable[[int], object]):
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
@@ -56,16 +59,16 @@ class Memory:
 
 
 class Cuda(Device):
-    """The first GPU that CUDA shows this process; `CUDA_VISIBLE_DEVICES` chooses another."""
+    """The first GPU that this process sees; `CUDA_VISIBLE_DEVICES` selects another."""
 
     synchronous = False
-    alignment = 256  # what TensorRT asks of its tensors
+    alignment = 256  # TensorRT's requirement
 
     def __init__(self) -> None:
-        """Take the GPU.
+        """Select the GPU and create its stream.
 
         Raises:
-            EngineError: there is none, or its driver is missing or too old.
+            DeviceError: there is no GPU, or its driver is missing or too old.
         """
         _find_gpu()
         checked(runtime.cudaSetDevice(0))
@@ -76,19 +79,19 @@ class Cuda(Device):
         self.compute_capability = f"{properties.major}.{properties.minor}"
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the GPU's memory that are free, and all of them."""
+        """Return the free and the total bytes of GPU memory."""
         free, total = checked(runtime.cudaMemGetInfo())
         return int(free), int(total)
 
-    def zeros(self, shape: tuple[int, ...], dtype: str, what: str) -> Buffer:
-        size = max(math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize, 1)
+    def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
+        size = max(math.prod(shape) * DTYPES[dtype].numpy.itemsize, 1)
         error, address = runtime.cudaMalloc(size)
         if error == OUT_OF_MEMORY:
             runtime.cudaGetLastError()
             free, total = self.memory()
-            raise EngineError(
-                f"no memory for {what}: {size:,} bytes asked, {free:,} of the GPU's {total:,} free",
-                "build with a smaller --capacity, --batch or --max-prompt-chunk, or end what else uses the GPU",
+            raise DeviceError(
+                f"no memory for {purpose}: it takes {size:,} bytes, and {free:,} of the GPU's {total:,} are free",
+                "build with a smaller --capacity, --batch or --max-prompt-chunk, or stop other programs that use the GPU",
             )
         checked((error,))
         memory = Memory(int(address), size, runtime.cudaFree)
@@ -100,8 +103,8 @@ class Cuda(Device):
         if error == OUT_OF_MEMORY:
             runtime.cudaGetLastError()
             raise EngineError(
-                f"no pinned memory of the host for the buffers of a round: {size:,} bytes asked",
-                "end what else pins memory, or raise the limit of locked memory (ulimit -l)",
+                f"no pinned host memory for the buffers of a round, which take {size:,} bytes",
+                "stop other programs that pin memory, or raise the limit of locked memory (ulimit -l)",
             )
         checked((error,))
         host = np.asarray(Memory(int(address), size, runtime.cudaFreeHost))
@@ -125,21 +128,21 @@ class Cuda(Device):
         where = target.address + to * item, target.shape[1] * item, source.address + first * item, source.shape[1] * item
 
         def launch() -> None:
-            assert target.memory, source.memory  # they live as long as the launch
+            assert target.memory, source.memory  # keeps both alive as long as the launch
             checked(runtime.cudaMemcpy2DAsync(*where, count * item, rows, ON_DEVICE, self.stream))
 
         return launch
 
     def read(self, buffer: Buffer) -> npt.NDArray[Any]:
-        values = np.empty(buffer.shape, DTYPES[buffer.dtype])
+        values = np.empty(buffer.shape, DTYPES[buffer.dtype].numpy)
         checked(runtime.cudaMemcpyAsync(values.ctypes.data, buffer.address, values.nbytes, TO_HOST, self.stream))
         self.synchronize()
         return values
 
     def write(self, buffer: Buffer, values: npt.NDArray[Any]) -> None:
-        whole = np.empty(buffer.shape, DTYPES[buffer.dtype])
+        whole = np.empty(buffer.shape, DTYPES[buffer.dtype].numpy)
         whole[...] = values
-        # On our stream: another would not wait for it, nor it for another.
+        # On this stream, so that it is in order with all other work.
         checked(runtime.cudaMemcpyAsync(buffer.address, whole.ctypes.data, whole.nbytes, TO_DEVICE, self.stream))
         self.synchronize()
 
@@ -158,11 +161,11 @@ class Cuda(Device):
             error, recorded = runtime.cudaGraphInstantiate(graph, 0)
             runtime.cudaGraphDestroy(graph)
         if error != SUCCESS:
-            raise EngineError(_said(error), "nothing needs to be done: the launches run one by one")
-        held = list(launches)  # and with them the buffers that the graph points to
+            raise EngineError(_describe(error), "nothing needs to be done: the launches run one by one")
+        references = list(launches)  # they own the buffers that the graph points to
 
         def replay() -> None:
-            assert held
+            assert references
             checked(runtime.cudaGraphLaunch(recorded, self.stream))
 
         weakref.finalize(replay, runtime.cudaGraphExecDestroy, recorded)
@@ -177,13 +180,13 @@ def _find_gpu() -> None:
     runtime.cudaGetLastError()
     if driver and error == runtime.cudaError_t.cudaErrorInsufficientDriver:
         _, needed = runtime.cudaRuntimeGetVersion()
-        raise EngineError(
-            f"the NVIDIA driver is too old: it knows CUDA {_version(driver)}; this needs {_version(needed)}",
-            "update the driver, or install a cuda-bindings of the driver's CUDA version",
+        raise DeviceError(
+            f"the NVIDIA driver is too old: it supports CUDA {_version(driver)}, and CUDA {_version(needed)} is required",
+            "update the driver, or install the cuda-bindings of the driver's CUDA version",
         )
-    reason = "there is no driver" if not driver else _said(error) if error != SUCCESS else "CUDA shows none"
-    raise EngineError(
-        f"no NVIDIA GPU is there: {reason}",
+    reason = "there is no driver" if not driver else _describe(error) if error != SUCCESS else "CUDA reports none"
+    raise DeviceError(
+        f"no NVIDIA GPU found: {reason}",
         "run it on a machine with an NVIDIA GPU and driver; for a CPU, build with --backend onnxruntime and give --device cpu",
     )
 

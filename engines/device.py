@@ -1,6 +1,6 @@
-"""What a backend runs on: memory at fixed addresses, copies, the order of work, and engines over it.
+"""What engines run on: memory at fixed addresses, copies, and an order of work.
 
-The CPU's is here; a GPU's is in `engines/cuda.py`.
+The CPU is here; GPUs are in `engines/cuda.py`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_byte
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 
 Launch = Callable[[], None]
-"""Puts one prepared piece of work after all that was launched before."""
-
-DTYPES = {"int64": np.int64, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "uint8": np.uint8}
-"""What holds each type on the host; NumPy has no bfloat16, so its bits are held."""
+"""Queues one prepared piece of work behind everything launched before it."""
 
 Layout = Mapping[str, tuple[tuple[int, ...], str]]
-"""Tensors by name: shape and type."""
+"""Tensors by name: shape, and type as a key of `DTYPES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,155 +32,143 @@ class Buffer:
     address: int
     shape: tuple[int, ...]
     dtype: str  # a key of `DTYPES`
-    place: str  # "cpu" or "cuda": whose memory it is
-    memory: object  # keeps it alive
+    place: str  # the memory that it is in, "cpu" or "cuda"
+    memory: object  # owns that memory, and is referenced to keep it alive
 
     @property
     def itemsize(self) -> int:
-        return np.dtype(DTYPES[self.dtype]).itemsize
+        return DTYPES[self.dtype].numpy.itemsize
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
     def part(self, first: int, *shape: int) -> Buffer:
-        """A tensor of that shape, from the item of that number on, in the same memory."""
+        """Return a tensor of `shape` in the same memory, which starts at item number `first`."""
         return Buffer(self.address + first * self.itemsize, shape, self.dtype, self.place, self.memory)
 
     def view(self) -> npt.NDArray[Any]:
-        """The tensor itself, where it is the CPU's."""
+        """Return the tensor as an array; for CPU memory only."""
         memory: Any = (c_byte * self.nbytes).from_address(self.address)
-        return np.frombuffer(memory, dtype=np.dtype(DTYPES[self.dtype])).reshape(self.shape)
+        return np.frombuffer(memory, dtype=DTYPES[self.dtype].numpy).reshape(self.shape)
 
 
 def host_buffer(array: npt.NDArray[Any]) -> Buffer:
-    """An array of the host's as a tensor; engines read the number of candidates from the host on every backend."""
+    """Return a host array as a tensor. Every backend reads the number of candidates from host memory."""
     return Buffer(array.ctypes.data, array.shape, array.dtype.name, "cpu", array)
 
 
 class Device(ABC):
-    """One processor's memory, and the order of work on it."""
+    """One processor: its memory, and one queue of work."""
 
-    name: str  # "cpu", or the GPU's own
-    synchronous: bool  # whether a launch is done when it returns
+    name: str  # "cpu", or the GPU's product name
+    synchronous: bool  # whether a launch has finished when it returns
     stream: int  # the handle of the CUDA stream that all work goes to; 0 on a CPU
-    alignment: int  # bytes that the address of an engine's tensor must be a multiple of
+    alignment: int  # the addresses of tensors are multiples of this many bytes
 
     @abstractmethod
-    def zeros(self, shape: tuple[int, ...], dtype: str, what: str) -> Buffer:
-        """Memory that is the device's for as long as the buffer is held.
+    def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
+        """Allocate a zeroed tensor, whose memory is freed with the last reference to it.
+
+        Args:
+            purpose: what the tensor is for, in words, for the error message.
 
         Raises:
-            EngineError: there is none left for `what`.
+            EngineError: the device has too little memory.
         """
 
     @abstractmethod
     def mirrored(self, size: int) -> tuple[npt.NDArray[np.uint8], Buffer]:
-        """So many bytes on the host, and as many on the device; where both are the same memory, the same bytes."""
+        """Allocate `size` bytes on the host and as many on the device. On a CPU both are the same bytes."""
 
     @abstractmethod
     def upload(self, host: npt.NDArray[Any], buffer: Buffer) -> Launch:
-        """A copy of `host`, which `mirrored` gave, into its buffer, at each launch of what is there then."""
+        """Prepare a copy of `host`, which came from `mirrored`, into its buffer. Each launch copies the current contents."""
 
     @abstractmethod
     def download(self, buffer: Buffer, host: npt.NDArray[Any]) -> Launch:
-        """A copy the other way; to be read after `synchronize`."""
+        """Prepare a copy of the buffer into `host`, which may be read after `synchronize`."""
 
     @abstractmethod
     def copy_columns(self, target: Buffer, to: int, source: Buffer, first: int, count: int) -> Launch:
-        """A copy of `count` columns, from `first` on, of the matrix `source` [R, C1] into `target` [R, C2], from `to` on."""
+        """Prepare a copy of `count` columns of `source` [R, C1], from `first` on, into `target` [R, C2], from `to` on."""
 
     @abstractmethod
     def read(self, buffer: Buffer) -> npt.NDArray[Any]:
-        """What a tensor holds after all that was launched; on a CPU a view."""
+        """Return a tensor's contents once everything launched has finished; on a CPU, a view of them."""
 
     @abstractmethod
     def write(self, buffer: Buffer, values: npt.NDArray[Any]) -> None:
-        """Replace what a tensor holds, after all that was launched."""
+        """Replace a tensor's contents once everything launched has finished."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for all that was launched.
+        """Wait for everything launched.
 
         Raises:
-            EngineError: some of it failed.
+            EngineError: some of that work failed.
         """
 
     @abstractmethod
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        """These launches as one, which have run once already; cheaper where the device can record them.
+        """Record launches, each of which has run at least once, into a single one.
 
         Raises:
-            EngineError: it cannot record these; they run as well one by one.
+            EngineError: the device cannot record them; they can still be launched one by one.
         """
 
 
 class Engine(ABC):
     """One compiled graph."""
 
-    max_candidates: int | None = None  # the greatest K that its TopK takes, where there is one
-    spare_slots = 0  # that a step model's cache must have beyond its capacity
-    skips_logits = False  # whether a step model computes logits of the last rows alone, of as many as its buffer holds
-    recordable = True  # whether its launches may be recorded, on a device that records
+    max_candidates: int | None = None  # the largest K that its TopK supports; None where there is no limit
+    spare_slots = 0  # positions that a step model's cache needs beyond the capacity
+    skips_logits = False  # whether a step model can compute the logits of the last rows only, as many as its buffer holds
+    recordable = True  # whether the device may record its launches
 
     @abstractmethod
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
-        """A run over exactly these buffers, whose shapes are the run's. Whatever fails then is an `EngineError`."""
+        """Prepare a run over these buffers, whose shapes are the shapes of the run. A failing launch raises `EngineError`."""
 
 
 class Arena:
-    """Tensors in one piece of memory, here and on the device, so that one copy moves them all."""
+    """Tensors in one piece of memory on the host, mirrored on the device, so that one copy moves all of them."""
 
     def __init__(self, device: Device, layout: Layout):
+        """Allocate both sides; `layout` says which tensors there are."""
         offsets, size = {}, 0
         for name, (shape, dtype) in layout.items():
             offsets[name] = size
-            nbytes = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+            nbytes = math.prod(shape) * DTYPES[dtype].numpy.itemsize
             size += -(-nbytes // device.alignment) * device.alignment
         host, whole = device.mirrored(size)
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, Buffer] = {}
         for name, (shape, dtype) in layout.items():
-            nbytes = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
-            self.host[name] = host[offsets[name] : offsets[name] + nbytes].view(DTYPES[dtype]).reshape(shape)
+            nbytes = math.prod(shape) * DTYPES[dtype].numpy.itemsize
+            self.host[name] = host[offsets[name] : offsets[name] + nbytes].view(DTYPES[dtype].numpy).reshape(shape)
             self.device[name] = Buffer(whole.address + offsets[name], shape, dtype, whole.place, whole.memory)
         self.upload = device.upload(host, whole)
         self.download = device.download(whole, host)
 
 
-Key = TypeVar("Key")
-Made = TypeVar("Made")
-
-
-def kept(made: dict[Key, Made], key: Key, most: int, make: Callable[[], Made]) -> Made:
-    """What was made for a key, or is made now; of all that was made, the `most` that were used last are kept."""
-    if key in made:
-        made[key] = made.pop(key)
-    else:
-        new = make()
-        while len(made) >= most:
-            del made[next(iter(made))]
-        made[key] = new
-    return made[key]
-
-
 def nothing() -> None:
-    """The launch of nothing."""
+    """Do nothing; the launch of a copy between two views of the same memory."""
 
 
 class Cpu(Device):
-    """The CPU: what is launched is done, and the device's memory is the host's."""
+    """The CPU: a launch runs at once, and device memory is host memory."""
 
     name = "cpu"
     synchronous = True
     stream = 0
     alignment = 8
 
-    def zeros(self, shape: tuple[int, ...], dtype: str, what: str) -> Buffer:
+    def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
         try:
-            array = np.zeros(shape, DTYPES[dtype])
-        except (MemoryError, ValueError, OverflowError) as error:  # numpy's for sizes that no memory has
-            raise EngineError(f"no memory for {what}", "build with a smaller --capacity or --batch") from error
+            array = np.zeros(shape, DTYPES[dtype].numpy)
+        except (MemoryError, ValueError, OverflowError) as error:  # NumPy raises the last two for impossible sizes
+            raise EngineError(f"no memory for {purpose}", "build with a smaller --capacity or --batch") from error
         return Buffer(array.ctypes.data, shape, dtype, "cpu", array)
 
     def mirrored(self, size: int) -> tuple[npt.NDArray[np.uint8], Buffer]:
@@ -196,10 +182,10 @@ class Cpu(Device):
         return nothing
 
     def copy_columns(self, target: Buffer, to: int, source: Buffer, first: int, count: int) -> Launch:
-        into, values = target.view()[:, to : to + count], source.view()[:, first : first + count]
+        output, values = target.view()[:, to : to + count], source.view()[:, first : first + count]
 
         def launch() -> None:
-            into[...] = values
+            output[...] = values
 
         return launch
 
@@ -213,4 +199,4 @@ class Cpu(Device):
         pass
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        raise EngineError("a CPU does not record", "let the launches run one by one")
+        raise EngineError("a CPU cannot record launches", "run them one by one")

@@ -31,11 +31,11 @@ from outrider.bundle.manifest import (
     model_file,
     sampler_file,
 )
+from outrider.engines.arrays import Floats
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.errors import UnsupportedModelError, UsageError
 from outrider.export.parity import (
     Exported,
-    Floats,
     check_perplexity,
     compare,
     heldout_tokens,

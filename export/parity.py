@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
@@ -18,22 +17,19 @@ from transformers.cache_utils import DynamicLayer
 
 from outrider.backends.onnxruntime.engine import CPU, first_line, session_options
 from outrider.bundle.manifest import Parity
+from outrider.engines.arrays import Floats
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
+from outrider.engines.precisions import PRECISIONS
 from outrider.errors import ParityError, UnsupportedModelError
 from outrider.export.heldout import TEXT
 from outrider.export.rounding import Rounding
 from outrider.export.source import TokenizerFiles
 
-Floats = npt.NDArray[np.float32]
 CHUNKS = (7, 1, 5, 2, 9)  # rows per run: shapes of prefill, decoding and verification
 CAPACITY = 32
 PIECE = 256  # tokens of held-out text per pass
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
-# Relative to the largest absolute logit, or to 1 if that is greater. In fp32 only the order of sums differs. In fp16 and bf16
-# the checkpoint rounds after each operation (to 11 and 8 significant bits), but the graph on ONNX Runtime rounds only its
-# weights; errors of a few roundings per layer add up. A quantized graph computes in fp32, as does the quantized checkpoint.
-TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1, "int4": 1e-4, "int8": 1e-4}
 # The maximum perplexity of a quantized model, as a multiple of that in fp32. Eight bits cost almost nothing, and four bits
 # cost a few to twenty percent in good models; 1.5 is about the ratio between two model sizes of a family.
 MAX_PERPLEXITY_RATIO = {"int4": 1.5, "int8": 1.1}
@@ -195,7 +191,7 @@ def compare(expected: Floats, actual: Floats, precision: str) -> Parity:
         ParityError: a logit differs by more than the tolerance, or is NaN. (So if the most likely token of a row differs, the
             checkpoint's own logits of the two tokens are within twice the tolerance.)
     """
-    tolerance = TOLERANCE[precision] * max(1.0, float(np.abs(expected).max()))
+    tolerance = PRECISIONS[precision].parity * max(1.0, float(np.abs(expected).max()))
     difference = float(np.abs(expected - actual).max())
     if not difference <= tolerance:  # also true for NaN
         raise ParityError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outrider.engines.precisions import PRECISIONS
 from outrider.errors import UsageError
 
-BITS = {"int4": 4, "int8": 8}
+BITS = {name: precision.weight_bits for name, precision in PRECISIONS.items() if precision.weight_bits <= 8}
 BLOCKS = (128, 64, 32)  # inputs that share a scale; a layer needs at least two whole blocks, or else stays in fp32
 # By bits, the largest block with which ONNX Runtime's CPU kernels give a row the same bits whatever the number of rows. Larger
 # blocks lose more accuracy, but are faster.

@@ -13,16 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outrider.bundle.manifest import Generation
+from outrider.engines.precisions import PRECISIONS
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 
-# The dtype that a checkpoint is loaded in. Weights are quantized after loading.
-PRECISIONS = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "int4": torch.float32,
-    "int8": torch.float32,
-}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -121,7 +114,7 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
     model, report = source.read(
         "weights",
         AutoModelForCausalLM,
-        dtype=PRECISIONS[precision],
+        dtype=getattr(torch, PRECISIONS[precision].dtype),  # weights are quantized after loading
         attn_implementation="eager",
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, by name

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 
+from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines
-from outrider.engines.session import Engines
 from outrider.errors import OutriderError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.backends.onnxruntime.engine import OnnxRuntime
+from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 from outrider.backends.open import open_bundle
 from outrider.bundle.manifest import Build, Manifest
-from outrider.engines.device import DTYPES, Buffer, Cpu, Engine, Launch
+from outrider.engines.device import Buffer, Cpu, Engine, Launch
+from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text import Text
@@ -45,7 +46,7 @@ class Deferred(Cpu):
         return launch
 
     def zeros(self, shape: tuple[int, ...], dtype: str, what: str) -> Buffer:
-        item = np.dtype(DTYPES[dtype]).itemsize
+        item = DTYPES[dtype].numpy.itemsize
         raw = np.zeros(int(np.prod(shape)) * item + 2 * self.alignment, dtype=np.uint8)
         return Buffer(raw.ctypes.data + -raw.ctypes.data % self.alignment, shape, dtype, "cpu", raw)
 
@@ -109,7 +110,7 @@ class DeferredEngine(Engine):
         return self._device.deferred(self._engine.bind(tensors))
 
 
-class DeferredEngines(OnnxRuntime):
+class DeferredEngines(OnnxRuntimeEngines):
     """A bundle of ONNX Runtime on such a device. `max_candidates` is a TopK's limit, as TensorRT has one."""
 
     device: Deferred

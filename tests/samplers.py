@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine, sampler_types
+from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
 from outrider.engines.contract import DECIDED, EDITS, SETTINGS, sampler_tensors
 from outrider.engines.device import Cpu, Engine, host_buffer
 from outrider.export.sampler import sampler
@@ -30,7 +30,8 @@ def sampler_graphs(folder: Path) -> Graphs:
     def made(name: str, vocab_rows: int, draft_rows: int) -> Engine:
         path: Path = folder / f"{name}-{vocab_rows}-{draft_rows}.onnx"
         ir.save(sampler(name, vocab_rows, draft_rows), path)
-        return OnnxRuntimeEngine(path, sampler_types(name, vocab_rows, draft_rows), Cpu())
+        inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
+        return OnnxRuntimeEngine(path, [*inputs, *outputs], Cpu())
 
     return made
 

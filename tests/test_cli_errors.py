@@ -173,7 +173,7 @@ def test_path_that_leaves_the_folder(bundle: Path) -> None:
 
 
 def test_no_bundle(tmp_path: Path) -> None:
-    refused(run("generate", tmp_path / "absent", "--prompt", "x"), 1, "no export and no bundle")
+    refused(run("generate", tmp_path / "absent", "--prompt", "x"), 1, "neither an export nor a bundle")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_what_is_no_command_or_option(arguments: list[str], message: str) -> Non
 
 
 def test_an_audit_of_no_bundle_or_of_too_few_draws(tiny_export: Path, tiny_bundle: Path, tmp_path: Path) -> None:
-    refused(run("verify", tmp_path / "absent"), 1, "no export and no bundle")
+    refused(run("verify", tmp_path / "absent"), 1, "neither an export nor a bundle")
     refused(run("verify", tiny_export), 1, "is an export, not a bundle")
     refused(run("verify", tiny_bundle, "--draws", "99"), 2, "99 is not in the range x>=100")
 
@@ -282,7 +282,7 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
         (["--k", "1,x"], "not a list of numbers"),
         (["--k", "0"], "at least 1"),
         (["--capacity", "4"], "does not hold k = 8"),
-        (["--capacity", "100000"], "made for 256 positions"),
+        (["--capacity", "100000"], "supports 256 positions"),
         (["--batch", "0"], "batch is 0"),
         (["--backend", "abacus"], "is not one of 'onnxruntime', 'tensorrt-rtx', 'tensorrt'"),
     ],

@@ -15,8 +15,8 @@ import pytest
 
 from outrider.audit.engines import compare_engines
 from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.tensorrt.backend import plan_file
 from outrider.bundle.folder import read_manifest
-from outrider.bundle.manifest import engine_file
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
@@ -161,7 +161,7 @@ def test_fifty_loads_leave_no_memory_behind(bundles: dict[str, Path]) -> None:
 def test_too_large_a_cache_is_refused(bundles: dict[str, Path]) -> None:
     manifest, made = open_bundle(bundles["fp16"])
     engines = open_engines(bundles["fp16"], manifest, msgspec.structs.replace(made, capacity=1 << 40, windows=[1 << 40]))
-    with pytest.raises(EngineError, match=r"no memory for a cache of .* asked, .* free"):
+    with pytest.raises(EngineError, match=r"no memory for a cache of .* takes .* are free"):
         engines.session("target", batch=1)
 
 
@@ -176,11 +176,18 @@ def test_what_was_not_built_for_this_gpu_is_refused(backend: dict[str, Any], exp
     with pytest.raises(EngineError, match=r"compute capability 1\.0; this one") as refused:
         Outrider.load(bundle)
     assert "outrider build-engine" in refused.value.hint
-    plan = bundle / engine_file("target")
+    plan = bundle / plan_file("target")
     plan.write_bytes(plan.read_bytes()[:1000])
     reseal(bundle, build=made)
-    with pytest.raises(EngineError, match=r"does not run here|cannot be loaded"):
+    with pytest.raises(EngineError, match=r"is not valid|does not run here|cannot be loaded"):
         Outrider.load(bundle)
+
+
+@pytest.mark.gpu("a bundle without a draft loads, and decodes the same text as the pair's target")
+def test_a_bundle_without_a_draft_loads(loaded: Outrider, backend: dict[str, Any], tmp_path: Path) -> None:
+    export_pair(str(PAIR / "target"), None, tmp_path / "onnx", precision="fp16")
+    with Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle", capacity=256, k=list(K), **backend)) as alone:
+        assert tokens(alone, 0, temperature=0.0) == tokens(loaded, 0, temperature=0.0)
 
 
 @pytest.mark.gpu("the runtime takes memory and streams from CUDA's own package, not from torch")

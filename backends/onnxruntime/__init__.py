@@ -1,1 +1,1 @@
-"""ONNX Runtime: the exported graphs, fused for the CPU or as they are."""
+"""ONNX Runtime: the exported graphs, fused for the CPU, or as they are on CUDA."""

@@ -1,4 +1,4 @@
-"""ONNX Runtime engines, on the CPU or on CUDA: every run binds tensors to buffers of ours."""
+"""ONNX Runtime engines, on the CPU or on CUDA: every run binds its tensors to Outrider's buffers."""
 
 from __future__ import annotations
 
@@ -6,110 +6,82 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 
-from outrider.bundle.manifest import Model, model_file, sampler_file
-from outrider.engines.contract import (
-    INPUT_IDS,
-    KEY_POSITIONS,
-    LOGITS,
-    LOGITS_ROWS,
-    POSITIONS,
-    cache_tensors,
-    sampler_tensors,
-)
-from outrider.engines.device import DTYPES, Buffer, Cpu, Device, Engine, Launch, host_buffer
-from outrider.engines.session import CACHE_TYPES, Engines
+from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
+from outrider.bundle.manifest import model_file, sampler_file
+from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
+from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch, host_buffer
+from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-UNUSED_POSITIONS = 2  # rows that attention without a sequence is given, at most
-BFLOAT16 = 16  # its number in ONNX; NumPy has no such type
-TYPES = {"int64": "tensor(int64)", "float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)"}
+UNUSED_POSITIONS = 2  # rows that attention writes, at most, for a slot without a sequence
 
 
 def thread_count() -> int:
-    """Threads for the one pool that all sessions share: `OMP_NUM_THREADS`, or the cores this process may use."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
+    """Return the size of the thread pool that all sessions share: `OMP_NUM_THREADS`, or the cores this process may use."""
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Draft and target take turns; with a spinning pool each they fight over the cores. ONNX Runtime makes its environment
-# once per process, so this stands at import. From here on it refuses sessions of any owner that ask for a pool of their
-# own, so every session of ours starts from `session_options`.
+# Draft and target take turns; with a spinning pool each, they would compete for the cores. ONNX Runtime creates its environment
+# once per process, so this runs at import. From here on it refuses any session that asks for a pool of its own, so all sessions
+# start from `session_options`.
 onnxruntime.set_global_thread_pool_sizes(thread_count(), 1)
 
 
 def session_options() -> Any:
-    """Fresh session options on the pool that all sessions share."""
+    """Return new session options that use the shared pool."""
     options = onnxruntime.SessionOptions()
     options.use_per_session_threads = False
     return options
 
 
 def optimize(path: Path, output: Path) -> None:
-    """Save the graph at `path` as ONNX Runtime would run it, so that loading need not optimize it again; the weights lie
-    beside `output` and are mapped into memory from there.
+    """Save the graph at `path` as ONNX Runtime would run it, so that loading does not optimize it again.
+
+    The weights are written beside `output`, and mapped into memory from there.
 
     Raises:
-        EngineError: it refuses the graph.
+        EngineError: ONNX Runtime refuses the graph.
     """
     options = session_options()
     options.optimized_model_filepath = str(output)
-    options.log_severity_level = 3  # it warns that such a graph is for machines like this one, which is so of convolutions
+    options.log_severity_level = 3  # it warns that the graph is specific to this machine, which is true of convolutions only
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", output.name + ".data")
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    options.add_session_config_entry("session.disable_prepacking", "1")  # not needed to save it, and twice the memory
+    options.add_session_config_entry("session.disable_prepacking", "1")  # not needed for saving, and it doubles the memory
     try:
         onnxruntime.InferenceSession(str(path), options, providers=[CPU])
     except Exception as error:
         raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
 
 
-class OnnxRuntime(Engines):
-    """The exported graphs, as ONNX Runtime loads them."""
+class OnnxRuntimeEngines(GraphEngines):
+    """A bundle's graphs, as ONNX Runtime loads them."""
 
     def step_model(self, role: str) -> Engine:
-        model = self.manifest.models[role]
-        if model.precision == "bf16" and isinstance(self.device, Cpu):
+        if self.manifest.models[role].precision == "bf16" and isinstance(self.device, Cpu):
             raise EngineError(
                 "ONNX Runtime has no CPU kernels for bf16",
                 "export again with --precision fp32 or --precision fp16, or give --device cuda",
             )
-        return OnnxRuntimeEngine(self.folder / model_file(role), _step_tensors(model), self.device, self.build.batch)
+        return self._engine(model_file(role), role, self.build.batch)
 
     def sampler(self, name: str) -> Engine:
-        return OnnxRuntimeEngine(self.folder / sampler_file(name), sampler_types(name, *self.manifest.widths), self.device)
+        return self._engine(sampler_file(name), name)
 
-
-Want = dict[str, tuple[str, tuple[int | None, ...]]]
-"""ONNX Runtime's type and the shape of each tensor; None where the size is free."""
-
-
-def _step_tensors(model: Model) -> Want:
-    kind = TYPES[CACHE_TYPES[model.precision]]
-    want: Want = {
-        INPUT_IDS: ("tensor(int64)", (None, None)),
-        POSITIONS: ("tensor(int64)", (None,)),
-        KEY_POSITIONS: ("tensor(int64)", (None,)),
-        LOGITS: ("tensor(float)", (None, None, model.vocab_rows)),
-    }
-    for tensor in cache_tensors(model.layers):
-        want[tensor.past] = want[tensor.present] = (kind, (None, tensor.heads, None, tensor.width))
-    return want
-
-
-def sampler_types(name: str, vocab_rows: int, draft_rows: int) -> Want:
-    """What the graph of a sampler must have."""
-    inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
-    return {each.name: (TYPES[each.dtype], _sizes(each.shape)) for each in inputs + outputs}
+    def _engine(self, file: str, name: str, batch: int = 1) -> OnnxRuntimeEngine:
+        inputs, outputs = engine_tensors(self.manifest, name)
+        return OnnxRuntimeEngine(self.folder / file, [*inputs, *outputs], self.device, batch)
 
 
 class OnnxRuntimeEngine(Engine):
@@ -117,49 +89,50 @@ class OnnxRuntimeEngine(Engine):
 
     spare_slots = 1  # fused attention may write a row of padding there
 
-    def __init__(self, path: Path, want: Want, device: Device, batch: int = 1):
-        """Load `path`, a graph for up to `batch` sequences.
+    def __init__(self, path: Path, tensors: Iterable[Tensor], device: Device, batch: int = 1):
+        """Load `path`, a graph for up to `batch` sequences, which must have exactly these inputs and outputs.
 
         Raises:
-            EngineError: ONNX Runtime refuses the graph, or its tensors are not those that are wanted.
+            EngineError: ONNX Runtime refuses the graph, or it has other tensors.
         """
+        self._session, self._options = self._load(path, device)
+        actual = {each.name: (each.type, _sizes(each.shape)) for each in self._inputs_and_outputs()}
+        expected = {each.name: (DTYPES[each.dtype].onnxruntime, _sizes(each.shape)) for each in tensors}
+        self.skips_logits = LOGITS in expected and LOGITS_ROWS in actual
+        if self.skips_logits:
+            expected[LOGITS_ROWS] = (DTYPES["int64"].onnxruntime, (1,))
+        caches = [name for name in expected if name.startswith(("past_", "present_"))]
+        # Fused attention for several sequences has tensors of its own for each; see `fusion.fuse`.
+        self._slots: dict[str, list[str]] = {}
+        if any(f"{name}.1" in actual for name in caches):
+            self._slots = {name: [name, *(f"{name}.{slot}" for slot in range(1, batch))] for name in caches}
+            expected |= {each: expected[name] for name, slots in self._slots.items() for each in slots}
+            self._unused: dict[str, Buffer] = {}  # stands in for the slots that a pass has no sequence for
+        check_tensors(path, actual, expected)
+
+    def _load(self, path: Path, device: Device) -> tuple[Any, Any]:
+        """Return a session, and the options of its runs."""
         providers: list[Any] = [CPU]
-        self._options: Any = None  # ONNX Runtime takes its time to look into empty ones
+        options = None  # empty ones would cost time in every run
         if not isinstance(device, Cpu):
             _preload()
-            # Its work goes onto our stream, in order with all else, and we wait for it once a round. Recording it there is
-            # not safe: it copies from host memory of its own, whose address a recorded copy keeps after it is freed.
+            # Its work goes to the device's stream, in order with everything else, and is awaited once a round. Recording it
+            # is not safe: it copies from host memory of its own, whose address a recorded copy keeps after it is freed.
             self.recordable = False
-            self.spare_slots = 0  # nor is its attention fused
+            self.spare_slots = 0  # the attention is not fused there
             providers.insert(0, (CUDA, {"user_compute_stream": str(device.stream), "use_tf32": "0"}))
-            self._options = onnxruntime.RunOptions()
-            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+            options = onnxruntime.RunOptions()
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         try:
-            self._session = onnxruntime.InferenceSession(str(path), session_options(), providers=providers)
+            session = onnxruntime.InferenceSession(str(path), session_options(), providers=providers)
         except Exception as error:
             raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
-        if self._session.get_providers()[0] != (providers[0] if len(providers) == 1 else CUDA):
+        if len(providers) > 1 and session.get_providers()[0] != CUDA:
             raise EngineError(
-                "this ONNX Runtime does not start CUDA: it is the package without, or CUDA's or cuDNN's libraries are missing",
+                "this ONNX Runtime does not start CUDA: it is the package without CUDA, or CUDA or cuDNN is not installed",
                 "pip uninstall onnxruntime, then pip install 'outrider[cuda]'",
             )
-        found = {each.name: (each.type, _sizes(each.shape)) for each in self._inputs_and_outputs()}
-        self.skips_logits = LOGITS in want and LOGITS_ROWS in found
-        if self.skips_logits:
-            want = want | {LOGITS_ROWS: ("tensor(int64)", (1,))}
-        caches = [name for name in want if name.startswith(("past_", "present_"))]
-        # Fused attention for several sequences has tensors of its own for each; see `builder.fusion.fuse`.
-        self._slots: dict[str, list[str]] = {}
-        if any(f"{name}.1" in found for name in caches):
-            self._slots = {name: [name, *(f"{name}.{slot}" for slot in range(1, batch))] for name in caches}
-            want = want | {each: want[name] for name, each_of in self._slots.items() for each in each_of}
-            self._unused: dict[str, Buffer] = {}  # of a slot that a pass has no sequence for
-        for name in sorted(want.keys() | found.keys()):
-            if want.get(name) != found.get(name):
-                raise EngineError(
-                    f"{path} is not the engine that the manifest describes: {name} is {found.get(name)}, not {want.get(name)}",
-                    "make the bundle again: outrider export, then outrider build-engine",
-                )
+        return session, options
 
     def _inputs_and_outputs(self) -> list[Any]:
         return [*self._session.get_inputs(), *self._session.get_outputs()]
@@ -177,10 +150,10 @@ class OnnxRuntimeEngine(Engine):
                 _bind(binding.bind_output, each.name, tensors[each.name])
         except Exception as error:
             raise _failed(error, "refuses a tensor", "build the bundle again, with this onnxruntime") from error
-        held = dict(tensors)
+        references = dict(tensors)
 
         def launch() -> None:
-            assert held  # the buffers live as long as the launch
+            assert references  # keeps the buffers alive as long as the launch
             try:
                 self._session.run_with_iobinding(binding, self._options)
             except Exception as error:
@@ -189,35 +162,36 @@ class OnnxRuntimeEngine(Engine):
         return launch
 
     def _by_slot(self, name: str, cache: Buffer) -> list[Buffer]:
-        """The parts of a cache [N, H, C, D], and for the graph's slots beyond them a piece of memory that nobody reads."""
+        """Return the slots of a cache [N, H, C, D], and for the graph's further slots a piece of memory that nobody reads."""
         count, heads, capacity, width = cache.shape
         size = heads * capacity * width
         if name not in self._unused:
             shape = (1, heads, UNUSED_POSITIONS, width)
-            self._unused[name] = host_buffer(np.zeros(shape, DTYPES[cache.dtype]))
-        left = [self._unused[name]] * (len(self._slots[name]) - count)
-        return [cache.part(slot * size, 1, heads, capacity, width) for slot in range(count)] + left
+            self._unused[name] = host_buffer(np.zeros(shape, DTYPES[cache.dtype].numpy))
+        unused = [self._unused[name]] * (len(self._slots[name]) - count)
+        return [cache.part(slot * size, 1, heads, capacity, width) for slot in range(count)] + unused
 
 
 @functools.cache
 def _preload() -> None:
-    """Load CUDA's and cuDNN's libraries, where pip installed them."""
+    """Load the CUDA and cuDNN libraries that pip installed."""
     if hasattr(onnxruntime, "preload_dlls"):
-        with contextlib.redirect_stdout(sys.stderr):  # where commands print JSON, it prints what it did not find
+        with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find, and commands print JSON there
             onnxruntime.preload_dlls()
 
 
 def _failed(error: Exception, where: str, hint: str) -> EngineError:
-    """What ONNX Runtime's exception is to us; its exceptions share no base but Exception."""
-    said = first_line(error)
-    if "memory" in said.lower() and "alloc" in said.lower():
-        hint = "give a smaller --capacity, --batch or --max-prompt-chunk to build-engine, or end what else uses the memory"
-    return EngineError(f"ONNX Runtime {where}: {said}", hint)
+    """Return the `EngineError` for an exception of ONNX Runtime, which have no common base but Exception."""
+    message = first_line(error)
+    if "memory" in message.lower() and "alloc" in message.lower():
+        hint = (
+            "give a smaller --capacity, --batch or --max-prompt-chunk to build-engine, or stop other programs that use memory"
+        )
+    return EngineError(f"ONNX Runtime {where}: {message}", hint)
 
 
 def _bind(bound: Any, name: str, buffer: Buffer) -> None:
-    kind = BFLOAT16 if buffer.dtype == "bfloat16" else DTYPES[buffer.dtype]
-    bound(name, buffer.place, 0, kind, buffer.shape, buffer.address)
+    bound(name, buffer.place, 0, DTYPES[buffer.dtype].onnx, buffer.shape, buffer.address)
 
 
 def _sizes(shape: Any) -> tuple[int | None, ...]:
@@ -225,6 +199,6 @@ def _sizes(shape: Any) -> tuple[int | None, ...]:
 
 
 def first_line(error: Exception) -> str:
-    """What a library's exception says, in one line."""
+    """Return the first line of an exception's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

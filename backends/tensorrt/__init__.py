@@ -1,1 +1,1 @@
-"""TensorRT and TensorRT-RTX: plans compiled from the exported graphs."""
+"""TensorRT-RTX and TensorRT: two packages that share nearly every name, so one set of modules serves both."""

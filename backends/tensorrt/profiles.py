@@ -1,50 +1,57 @@
-"""Which shapes TensorRT's engines are built for: one optimisation profile for every kind of pass that a round makes.
+"""The shapes that TensorRT's engines are built for: one optimization profile for every kind of pass in a round.
 
-The shapes are fixed by construction in all but the batch, the window of the cache, and the rows of a prompt's chunk.
+Only the batch, the window of the cache, and the rows of a prompt's chunk vary within a profile.
 """
 
 from __future__ import annotations
 
-from outrider.bundle.manifest import Profile
+from outrider.bundle.manifest import Manifest, Profile
 from outrider.engines.contract import CANDIDATES, DRAFTERS, INPUT_IDS, KEY_POSITIONS, POSITIONS, sampler_tensors, window_buckets
 
 
-def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int) -> list[Profile]:
-    """The profiles of a step model, without its cache: one to read prompts, then one for each number of rows.
+def all_profiles(
+    manifest: Manifest, k: list[int], capacity: int, batch: int, max_prompt_chunk: int
+) -> dict[str, list[Profile]]:
+    """Return the profiles of every engine of a bundle."""
+    steps = step_profiles(k, capacity, batch, max_prompt_chunk)
+    samplers = {name: sampler_profiles(name, k, batch, *manifest.widths) for name in manifest.samplers}
+    return {**dict.fromkeys(manifest.roles, steps), **samplers}
 
-    Two rows are the draft's first step; both models get them, as a chunk of a prompt may end so.
+
+def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int) -> list[Profile]:
+    """Return the profiles of a step model, without its cache: one to read prompts, then one for each number of rows.
+
+    Two rows are the draft's first step. The target gets them, too, since a prompt's last chunk may have two rows.
     """
     windows = window_buckets(capacity)
     rows = [(1, max_prompt_chunk), *((n, n) for n in sorted({1, 2, *(each + 1 for each in k)}))]
     return [
         {
-            INPUT_IDS: ([1, least], [batch, most], [batch, most]),
+            INPUT_IDS: ([1, low], [batch, high], [batch, high]),
             POSITIONS: ([1], [batch], [batch]),
-            # Tuned for the longest window: there a slow kernel costs the most.
+            # Tuned for the longest window, where a slow kernel costs the most.
             KEY_POSITIONS: ([windows[0]], [windows[-1]], [windows[-1]]),
         }
-        for least, most in rows
+        for low, high in rows
     ]
 
 
 def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int, draft_rows: int) -> list[Profile]:
-    """The profiles of one of `contract.SAMPLERS`: plain decoding's, then one for each k.
+    """Return the profiles of one of `contract.SAMPLERS`: one for plain decoding, then one for each k.
 
-    A drafter has one: a pass of it is one row, and its `drafted` has as many columns as the longest verifying pass rows.
-    Of `candidates` the values are given, from 1 to what TensorRT's `TopK` takes.
+    A drafter has a single one: its passes have one row, and `drafted` has a column for each row of the longest verifying pass.
+    The profiles of `candidates` are values instead of shapes, from 1 to the limit of TensorRT's `TopK`.
     """
-    most = min(CANDIDATES[-1], vocab_rows)
-    likely = 1 if sampler == "logprobs" else min(CANDIDATES[0], vocab_rows)
+    limit = min(CANDIDATES[-1], vocab_rows)
+    typical = 1 if sampler == "logprobs" else min(CANDIDATES[0], vocab_rows)
     profiles: list[Profile] = []
     for rows in [k[-1] + 1] if sampler in DRAFTERS else [1, *(each + 1 for each in k)]:
         profile: Profile = {}
         for tensor in sampler_tensors(sampler, vocab_rows, draft_rows)[0]:
             sizes = ({"batch": b, "rows": rows, "edits": edits} for b, edits in ((1, 1), (batch, 1), (batch, vocab_rows)))
-            least, usual, greatest = (
-                [size if isinstance(size, int) else known[size] for size in tensor.shape] for known in sizes
-            )
-            profile[tensor.name] = (least, usual, greatest)
+            low, usual, high = ([size if isinstance(size, int) else known[size] for size in tensor.shape] for known in sizes)
+            profile[tensor.name] = (low, usual, high)
         if "candidates" in profile:
-            profile["candidates"] = ([1], [likely], [most])
+            profile["candidates"] = ([1], [typical], [limit])
         profiles.append(profile)
     return profiles

@@ -15,7 +15,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cohere2Config
 
-from outrider.backends.onnxruntime.fusion import CachedAttention, LastRows, Products, Rotary, SpareRow, Unsplit, fuse, refused
+from outrider.backends.onnxruntime.fusion.attention import CachedAttention, SpareRow
+from outrider.backends.onnxruntime.fusion.fuse import fuse
+from outrider.backends.onnxruntime.fusion.logits import LastRows
+from outrider.backends.onnxruntime.fusion.matching import refused
+from outrider.backends.onnxruntime.fusion.products import Products
+from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
+from outrider.backends.onnxruntime.fusion.rotary import Rotary
 from outrider.backends.open import open_bundle, open_engines
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build
@@ -100,7 +106,7 @@ def test_a_graph_that_computes_otherwise_is_not_taken(
         onnx.save(model, output)
         return done
 
-    monkeypatch.setattr("outrider.backends.onnxruntime.fusion.fuse", wrong)
+    monkeypatch.setattr("outrider.backends.onnxruntime.fusion.fuse.fuse", wrong)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         bundle = build(tiny_export, tmp_path / "bundle")
@@ -120,7 +126,7 @@ def test_without_the_packages_that_fuse_it_says_what_to_install(
     real = builtins.__import__
 
     def missing(name: str, *arguments: Any) -> Any:
-        if name == "outrider.backends.onnxruntime.fusion":
+        if name == "outrider.backends.onnxruntime.fusion.fuse":
             raise ImportError("No module named 'onnxscript'")
         return real(name, *arguments)
 
@@ -286,7 +292,7 @@ def twisted(node: onnx.NodeProto) -> None:
 @pytest.mark.parametrize(
     ("edit", "lacks", "reasons"),
     [
-        (capped, "attention", ["attention of 2 of 2 layers", "it has more attributes than a scale"]),
+        (capped, "attention", ["attention of 2 of 2 layers", "it has attributes besides a scale"]),
         (twisted, "rotary embeddings", []),
     ],
 )
@@ -326,7 +332,7 @@ def test_a_graph_that_cannot_be_rewritten_stays_as_exported(
     def stumble(*_: object) -> dict[str, int]:
         raise KeyError("a node of a kind that nobody has seen")
 
-    monkeypatch.setattr("outrider.backends.onnxruntime.fusion.fuse", stumble)
+    monkeypatch.setattr("outrider.backends.onnxruntime.fusion.fuse.fuse", stumble)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         bundle = build(tiny_export, tmp_path / "bundle")

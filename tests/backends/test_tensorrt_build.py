@@ -16,10 +16,14 @@ import onnx
 import psutil
 import pytest
 
-from outrider.backends.tensorrt.build import PARTS, Job, Options, build_plan
+from outrider.backends.tensorrt.backend import plan_file
+from outrider.backends.tensorrt.job import PROGRESS_PARTS, Job
+from outrider.backends.tensorrt.options import Options
+from outrider.backends.tensorrt.package import RTX
+from outrider.backends.tensorrt.process import build_plan
 from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.bundle.folder import check_files, read_manifest
-from outrider.bundle.manifest import ENGINES, engine_file
+from outrider.bundle.manifest import ENGINES
 from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, UsageError
 from outrider.progress import Progress
@@ -47,10 +51,10 @@ def test_the_shipped_pair_builds_with_every_profile(
     assert "8.0 and newer" in made.device
     assert manifest.models["target"].precision == precision
     texts = {"tokenizer.json", "chat_template.jinja"} & read_manifest(export).files.keys()
-    assert set(manifest.files) == texts | set(map(engine_file, ENGINES))
+    assert set(manifest.files) == texts | set(map(plan_file, ENGINES))
     for role in ("target", "draft"):
         assert made.rows(role) == [(1, 16), (1, 1), (2, 2), (3, 3), (5, 5), (9, 9)]
-        assert manifest.files[engine_file(role)].size > (export / role / "model.onnx.data").stat().st_size
+        assert manifest.files[plan_file(role)].size > (export / role / "model.onnx.data").stat().st_size
         assert {tuple(profile) for profile in made.profiles[role]} == {("input_ids", "positions", "key_positions")}
     assert made.rows("drafter") == [(1, 1)]
     assert made.rows("verifier") == made.rows("logprobs") == [(1, 1), (2, 2), (3, 3), (5, 5), (9, 9)]
@@ -79,7 +83,7 @@ def test_options_reach_the_builder(tiny_export: Path, tmp_path: Path) -> None:
 
 def test_a_workspace_too_small_is_the_builders_own_word(tiny_export: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"failed while building the .* within workspace limit") as caught:
-        build(tiny_export, tmp_path / "out", backend="tensorrt-rtx", options=Options(workspace=1e-9))
+        build(tiny_export, tmp_path / "out", backend="tensorrt-rtx", options={"workspace": 1e-9})
     assert "--workspace" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
@@ -87,21 +91,22 @@ def test_a_workspace_too_small_is_the_builders_own_word(tiny_export: Path, tmp_p
 @pytest.mark.parametrize(
     ("backend", "options", "message", "hint"),
     [
-        ("onnxruntime", Options(workspace=1), "--workspace does not apply to the backend onnxruntime", "tensorrt-rtx and"),
-        ("onnxruntime", Options(compute_capability=("8.9",)), "--compute-capability does not apply", "it is for tensorrt-rtx"),
-        ("tensorrt", Options(compute_capability=("8.9",)), "--compute-capability does not apply to the backend tensorrt", ""),
-        ("tensorrt-rtx", Options(timing_cache="x"), "--timing-cache does not apply to the backend tensorrt-rtx", "tensorrt"),
-        ("tensorrt-rtx", Options(hardware_compatible=True), "--hardware-compatible does not apply", ""),
-        ("tensorrt-rtx", Options(version_compatible=True), "--version-compatible does not apply", ""),
-        ("tensorrt-rtx", Options(compute_capability=("8.9", "9.0")), "does not build for compute capability '9.0'", KNOWN),
-        ("tensorrt-rtx", Options(compute_capability=("",)), "does not build for compute capability ''", KNOWN),
-        ("tensorrt-rtx", Options(workspace=-1), "workspace of -1 GiB", ""),
-        ("tensorrt-rtx", Options(optimization_level=6), "no optimization level 6", "0 to 5"),
-        ("tensorrt-rtx", Options(verbosity="loud"), "no verbosity 'loud'", "error, warning"),
+        ("onnxruntime", {"workspace": 1}, "--workspace does not apply to the backend onnxruntime", "tensorrt-rtx and"),
+        ("onnxruntime", {"compute_capability": ("8.9",)}, "--compute-capability does not apply", "it is for tensorrt-rtx"),
+        ("tensorrt", {"compute_capability": ("8.9",)}, "--compute-capability does not apply to the backend tensorrt", ""),
+        ("tensorrt-rtx", {"speed": 9}, "--speed does not apply to the backend tensorrt-rtx", "no backend has it"),
+        ("tensorrt-rtx", {"timing_cache": "x"}, "--timing-cache does not apply to the backend tensorrt-rtx", "tensorrt"),
+        ("tensorrt-rtx", {"hardware_compatible": True}, "--hardware-compatible does not apply", ""),
+        ("tensorrt-rtx", {"version_compatible": True}, "--version-compatible does not apply", ""),
+        ("tensorrt-rtx", {"compute_capability": ("8.9", "9.0")}, "does not build for compute capability '9.0'", KNOWN),
+        ("tensorrt-rtx", {"compute_capability": ("",)}, "does not build for compute capability ''", KNOWN),
+        ("tensorrt-rtx", {"workspace": -1}, "workspace of -1 GiB", ""),
+        ("tensorrt-rtx", {"optimization_level": 6}, "no optimization level 6", "0 to 5"),
+        ("tensorrt-rtx", {"verbosity": "loud"}, "no verbosity 'loud'", "error, warning"),
     ],
 )
 def test_an_option_that_does_not_apply_is_wrong_use(
-    tiny_export: Path, tmp_path: Path, backend: str, options: Options, message: str, hint: str
+    tiny_export: Path, tmp_path: Path, backend: str, options: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
         build(tiny_export, tmp_path / "out", backend=backend, options=options)
@@ -111,7 +116,7 @@ def test_an_option_that_does_not_apply_is_wrong_use(
 
 
 def test_sizes_that_tensorrt_cannot_count_are_wrong_use(tiny_export: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="TensorRT takes less than 1,099,511,627,776"):
+    with pytest.raises(UsageError, match="TensorRT's limit is 1,099,511,627,776"):
         build(tiny_export, tmp_path / "out", backend="tensorrt-rtx", batch=10**15)
 
 
@@ -265,7 +270,7 @@ class Parts(Progress):
 def test_progress_ends_at_the_end_and_the_timing_cache_is_kept(tiny_export: Path, tmp_path: Path) -> None:
     """The cache is offered for `tensorrt` only, but is the same code in both packages."""
     job = Job(
-        backend="tensorrt-rtx",
+        package=RTX,
         options=Options(timing_cache=str(tmp_path / "timings")),
         graph=str(tiny_export / "draft" / "model.onnx"),
         plan=str(tmp_path / "plan"),
@@ -275,6 +280,6 @@ def test_progress_ends_at_the_end_and_the_timing_cache_is_kept(tiny_export: Path
     )
     parts = Parts()
     build_plan(job, "draft", progress=parts)
-    assert parts.done == PARTS
+    assert parts.done == PROGRESS_PARTS
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "timings"]
     build_plan(job, "draft")

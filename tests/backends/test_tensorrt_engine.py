@@ -5,16 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from outrider.backends.open import open_engines
-from outrider.backends.tensorrt.engine import check_gpu, check_version, choose_profile
+from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.tensorrt.engine import choose_profile, silent_logger
+from outrider.backends.tensorrt.engines import check_gpu, check_validity, check_version, plan_paths
+from outrider.backends.tensorrt.package import RTX, TENSORRT
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build
-from outrider.errors import EngineError, UsageError
+from outrider.errors import DeviceError, EngineError, UsageError
+from outrider.export.pair import export_pair
 from outrider.tests.support import build, run
 
 pytest.importorskip("tensorrt_rtx", reason="would show what a TensorRT-RTX bundle is refused for: pip install 'outrider[rtx]'")
@@ -24,9 +29,7 @@ K, CHUNK = [1, 2, 4, 8], 64
 @pytest.fixture(scope="module")
 def bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny pair, built for two compute capabilities."""
-    from outrider.backends.tensorrt.build import Options
-
-    options = Options(compute_capability=("8.6", "8.9"), optimization_level=0)
+    options = {"compute_capability": ("8.6", "8.9"), "optimization_level": 0}
     return build(tiny_export, tmp_path_factory.mktemp("rtx") / "bundle", backend="tensorrt-rtx", k=[1, 4], options=options)
 
 
@@ -42,7 +45,7 @@ def test_a_bundle_is_refused_where_no_gpu_is(bundle: Path, command: list[str]) -
     name, *rest = command
     done = run(name, bundle, *rest)
     assert done.returncode == 1
-    assert "error: no NVIDIA GPU is there: there is no driver\n" in done.stderr
+    assert "error: no NVIDIA GPU found: there is no driver\n" in done.stderr
     assert "hint:  run it on a machine with an NVIDIA GPU and driver; for a CPU, build with" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -54,6 +57,55 @@ def test_it_was_not_measured_and_says_so(bundle: Path, made: Build) -> None:
     assert "tensorrt-rtx" in done.stdout
 
 
+def test_a_bundle_without_a_draft_has_every_plan_that_is_loaded(checkpoints: Path, tmp_path: Path) -> None:
+    """Neither the draft's plan nor the drafters' are in it, and none of them may be asked for."""
+    export_pair(str(checkpoints / "target"), None, tmp_path / "onnx", precision="fp32")
+    alone = build(tmp_path / "onnx", tmp_path / "bundle", backend="tensorrt-rtx", k=[1], options={"optimization_level": 0})
+    manifest, _ = open_bundle(alone)
+    plans = plan_paths(alone, manifest)
+    assert set(plans) == {"target", "verifier", "greedy_verifier", "logprobs"}
+    assert set(plans.values()) == set(alone.rglob("*.plan"))
+    done = run("generate", alone, "--prompt", "the")
+    assert "error: no NVIDIA GPU found" in done.stderr
+
+
+def test_a_plan_is_not_valid_where_no_gpu_is(bundle: Path, made: Build) -> None:
+    trt = RTX.load()
+    runtime = trt.Runtime(silent_logger(trt))
+    for path in plan_paths(bundle, read_manifest(bundle)).values():
+        with pytest.raises(DeviceError, match="does not run here"):
+            check_validity(trt, runtime, path, np.memmap(path, dtype=np.uint8, mode="r"), "build it again")
+
+
+class Diagnosed:
+    """A runtime with a diagnosis of its own: a machine on which TensorRT-RTX gives it is not at hand."""
+
+    def __init__(self, trt: Any, *flags: str):
+        members = trt.EngineInvalidityDiagnostics.__members__
+        self._answer = trt.EngineValidity.INVALID, sum(int(members[flag]) for flag in flags)
+
+    def get_engine_validity(self, data: object) -> tuple[Any, int]:
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        (("UNSUPPORTED_CC",), DeviceError, "does not run here: it is for GPUs of other compute capabilities"),
+        (("OLD_CUDA_DRIVER", "INSUFFICIENT_GPU_MEMORY"), DeviceError, "driver is too old, the GPU has too little free memory"),
+        (("MALFORMED_ENGINE",), EngineError, "is not valid: the plan is truncated or corrupt"),
+        (("UNSUPPORTED_CC", "VERSION_MISMATCH"), EngineError, "is not valid: it is of another release of the package"),
+    ],
+)
+def test_a_defect_of_a_plan_is_told_from_a_machine_that_cannot_run_it(
+    flags: tuple[str, ...], error: type[EngineError], message: str
+) -> None:
+    trt = RTX.load()
+    with pytest.raises(EngineError, match=message) as refused:
+        check_validity(trt, Diagnosed(trt, *flags), Path("model.plan"), b"", "build it again")
+    assert type(refused.value) is error
+
+
 def test_a_cpu_is_no_place_for_it(bundle: Path) -> None:
     done = run("generate", bundle, "--prompt", "the", "--device", "cpu")
     assert done.returncode == 2
@@ -61,19 +113,19 @@ def test_a_cpu_is_no_place_for_it(bundle: Path) -> None:
 
 
 def test_another_gpu_is_refused_with_the_command_as_a_hint(made: Build) -> None:
-    check_gpu(made, "NVIDIA GeForce RTX 4090", "8.9")
+    check_gpu(RTX, made, "NVIDIA GeForce RTX 4090", "8.9")
     with pytest.raises(EngineError, match=r"compute capability 8\.6, 8\.9; this one, NVIDIA H200, has 9\.0") as refused:
-        check_gpu(made, "NVIDIA H200", "9.0")
+        check_gpu(RTX, made, "NVIDIA H200", "9.0")
     assert "outrider build-engine" in refused.value.hint
     assert "--backend tensorrt-rtx" in refused.value.hint
-    check_gpu(msgspec.structs.replace(made, compute_capabilities=[]), "NVIDIA H200", "9.0")  # the plan itself must know
+    check_gpu(RTX, msgspec.structs.replace(made, compute_capabilities=[]), "NVIDIA H200", "9.0")  # the plan itself must know
 
 
 def test_another_gpu_of_the_same_capability_is_refused_where_kernels_were_chosen_on_one(made: Build) -> None:
     on_one = msgspec.structs.replace(made, backend="tensorrt", device="NVIDIA H100 PCIe", compute_capabilities=["9.0"])
-    check_gpu(on_one, "NVIDIA H100 PCIe", "9.0")
+    check_gpu(TENSORRT, on_one, "NVIDIA H100 PCIe", "9.0")
     with pytest.raises(EngineError, match="built on a NVIDIA H100 PCIe; this is a NVIDIA H200"):
-        check_gpu(on_one, "NVIDIA H200", "9.0")
+        check_gpu(TENSORRT, on_one, "NVIDIA H200", "9.0")
 
 
 def test_another_release_is_refused_before_a_plan_is_read(bundle: Path, made: Build) -> None:
@@ -81,7 +133,7 @@ def test_another_release_is_refused_before_a_plan_is_read(bundle: Path, made: Bu
     with pytest.raises(EngineError, match=r"built by tensorrt_rtx 1\.0\.0\.1; installed is") as refused:
         open_engines(bundle, read_manifest(bundle), older)
     assert "pip install tensorrt_rtx==1.0.0.1, or build it again" in refused.value.hint
-    check_version(msgspec.structs.replace(older, version_compatible=True), "1.7.1")
+    check_version(RTX, msgspec.structs.replace(older, version_compatible=True), "1.7.1")
 
 
 def test_a_missing_package_is_named_with_its_extra(bundle: Path, made: Build) -> None:
@@ -96,7 +148,7 @@ def test_cudas_own_package_is_named_where_it_is_missing(tiny_export: Path, tmp_p
     command = [sys.executable, "-c", code, *asked]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "CUDA's Python package cannot be imported" in done.stderr
+    assert "cuda-bindings cannot be imported" in done.stderr
     assert "pip install 'outrider[cuda]'" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -105,10 +157,10 @@ def test_onnx_runtime_on_cuda_is_refused_where_no_gpu_is(tiny_bundle: Path, tiny
     manifest = read_manifest(tiny_bundle)
     assert manifest.build is not None
     exported = msgspec.structs.replace(manifest.build, rewrites={})
-    with pytest.raises(EngineError, match="no NVIDIA GPU is there"):
+    with pytest.raises(EngineError, match="no NVIDIA GPU found"):
         open_engines(tiny_bundle, manifest, exported, "cuda")
     done = run("build-engine", tiny_export, "-o", tmp_path / "bundle", "--device", "cuda")
-    assert (done.returncode, "error: no NVIDIA GPU is there" in done.stderr) == (1, True)
+    assert (done.returncode, "error: no NVIDIA GPU found" in done.stderr) == (1, True)
     assert not list(tmp_path.iterdir())
 
 
@@ -140,7 +192,7 @@ def test_each_pass_takes_the_profile_of_its_rows(batch: int) -> None:
 )
 def test_a_shape_beyond_the_profiles_says_what_to_build(beyond: dict[str, tuple[int, ...]]) -> None:
     shapes = {"input_ids": (1, 9), "positions": (1,), "key_positions": (64,)} | beyond
-    with pytest.raises(EngineError, match=r"no profile of the engine takes input_ids \[") as refused:
+    with pytest.raises(EngineError, match=r"no profile of the engine accepts input_ids \[") as refused:
         choose_profile(step_profiles(K, 1024, 4, CHUNK), shapes)
     assert "--k, a larger --capacity, --batch or --max-prompt-chunk" in refused.value.hint
 

@@ -47,7 +47,7 @@ def test_the_manifest_says_how_it_was_built(tiny_bundle: Path, tiny_export: Path
         ({"k": [-1]}, "each must be at least 1"),
         ({"batch": 0}, "batch is 0"),
         ({"capacity": 9}, "does not hold k = 8"),
-        ({"capacity": 257}, "made for 256 positions"),
+        ({"capacity": 257}, "supports 256 positions"),
         ({"max_prompt_chunk": 0}, "prompt chunk of 0"),
         ({"max_prompt_chunk": 161}, "prompt chunk of 161"),
     ],
@@ -68,7 +68,7 @@ def test_a_cache_that_no_memory_holds_is_refused(tiny_export: Path, tmp_path: Pa
 def test_only_an_export_can_be_built(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="is a bundle already"):
         build(tiny_bundle, tmp_path / "bundle")
-    with pytest.raises(FolderError, match="no export and no bundle"):
+    with pytest.raises(FolderError, match="neither an export nor a bundle"):
         build(tmp_path, tmp_path / "bundle")
 
 

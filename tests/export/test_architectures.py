@@ -20,11 +20,14 @@ import pytest
 import torch
 import transformers as hf
 
-from outrider.backends.onnxruntime.fusion import fuse
-from outrider.backends.tensorrt.build import Job, Options, build_plan
+from outrider.backends.onnxruntime.fusion.fuse import fuse
+from outrider.backends.tensorrt.job import Job
+from outrider.backends.tensorrt.options import Options
+from outrider.backends.tensorrt.package import RTX
+from outrider.backends.tensorrt.process import build_plan
 from outrider.backends.tensorrt.profiles import step_profiles
+from outrider.engines.arrays import Floats
 from outrider.engines.contract import cache_tensors
-from outrider.engines.session import Floats
 from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source, load_model, read_config
@@ -177,7 +180,7 @@ def build_plans(traced: Traced, *precisions: str) -> list[str]:
             if precision != "fp32":
                 trace(load_model(traced.source, precision), traced.layers).save(path, external_data=True)
             job = Job(
-                backend="tensorrt-rtx",
+                package=RTX,
                 options=Options(),
                 graph=str(path),
                 plan=str(path.with_suffix(".plan")),

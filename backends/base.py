@@ -1,0 +1,245 @@
+"""The seam between Outrider and whatever builds and runs engines: `Backend`, and the `Engines` that it opens."""
+
+from __future__ import annotations
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.bundle.folder import check_files
+from outrider.bundle.manifest import ROLES, TOKENIZER, Build, Manifest, damaged
+from outrider.engines.contract import DRAFTERS, Tensor, sampler_tensors, step_tensors, window_buckets
+from outrider.engines.device import Device, Engine
+from outrider.engines.session import Session
+from outrider.errors import EngineError, FolderError
+from outrider.progress import Progress
+
+
+class Engines(ABC):
+    """A bundle's engines on a device.
+
+    The runtime takes sessions and samplers from here and asks no further. A backend whose models are not graphs over bound
+    buffers (paged attention, ragged batches) subclasses this and makes sessions of its own; the others use `GraphEngines`.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, build: Build, device: Device):
+        self.folder = folder
+        self.manifest = manifest
+        self.build = build
+        self.device = device
+
+    @abstractmethod
+    def session(self, role: str, batch: int) -> Session:
+        """Return the model of one of `ROLES` with a fresh cache for `batch` sequences.
+
+        Raises:
+            EngineError: the backend refuses the model, or the model is not what the manifest says; or the device has no
+                memory for the cache.
+        """
+
+    @abstractmethod
+    def sampler(self, name: str) -> Engine:
+        """Return one of `contract.SAMPLERS`.
+
+        Raises:
+            EngineError: the backend refuses it, or it is not what the manifest says.
+        """
+
+
+class GraphEngines(Engines):
+    """Engines whose step models are graphs that run over bound buffers, so that one `Session` serves all of them."""
+
+    @abstractmethod
+    def step_model(self, role: str) -> Engine:
+        """Return the graph of one of `ROLES`.
+
+        Raises:
+            EngineError: the backend refuses it, or it is not what the manifest says.
+        """
+
+    def session(self, role: str, batch: int) -> Session:
+        model = self.manifest.models[role]
+        return Session(
+            self.device,
+            self.step_model(role),
+            layers=model.layers,
+            precision=model.precision,
+            vocab_rows=model.vocab_rows,
+            capacity=self.build.capacity,
+            windows=self.build.windows,
+            max_rows=self.build.max_rows,
+            batch=batch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option that a backend adds to `build-engine`."""
+
+    name: str  # key in `BuildSpec.options`; on the command line with two dashes, and dashes for underscores
+    help: str
+    type: type = str  # str, int, float, Path, bool (a flag), or tuple (strings separated by commas)
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSpec:
+    """What `build-engine` was asked to build, checked against the models."""
+
+    source: Path  # the export
+    manifest: Manifest  # of the export
+    output: Path  # the bundle, for messages; it is written under another name first
+    k: list[int]  # ascending
+    capacity: int
+    batch: int
+    max_prompt_chunk: int
+    device: str | None = None  # one of the backend's `devices`
+    options: Mapping[str, Any] = field(default_factory=dict)  # those of the backend's `options` that were given
+
+    def result(self, backend: Backend, version: str, device: str, **fields: Any) -> Build:
+        """Return the manifest's `Build` for these numbers, nothing measured yet.
+
+        Args:
+            version: the release of the backend's package.
+            device: what the engines are built on or for.
+            fields: further fields of `Build`.
+        """
+        return Build(
+            backend=backend.name,
+            backend_version=version,
+            device=device,
+            k=self.k,
+            capacity=self.capacity,
+            batch=self.batch,
+            max_prompt_chunk=self.max_prompt_chunk,
+            windows=window_buckets(self.capacity),
+            **fields,
+        )
+
+    def copy(self, names: Iterable[str], folder: Path, size: int, progress: Progress) -> None:
+        """Check every file of the export, and copy those called `names` into `folder`.
+
+        Args:
+            size: bytes that the whole bundle will take, so that a full disk is reported before minutes of work.
+
+        Raises:
+            FolderError: the export is damaged, or the disk has less than `size` bytes free.
+        """
+        check_files(self.source, self.manifest, progress)
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise FolderError(
+                f"no room to write {self.output}: it takes {size:,} bytes and {free:,} are free", "free some disk space"
+            )
+        entries = {name: self.manifest.files[name] for name in names}
+        progress.stage("copying from the export", sum(entry.size for entry in entries.values()))
+        for name, entry in entries.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.source / name, folder / name)
+            progress.advance(entry.size)
+
+
+class Backend(ABC):
+    """One way to build a bundle's engines and to run them.
+
+    `registry.register` makes an instance known; everything else (commands, builder, bundle checks, audit) asks the registry.
+    Constructing an instance and reading its attributes must not import the backend's package.
+    """
+
+    name: str  # in `--backend` and in the manifest
+    extra: str | None = None  # outrider's extra that installs the backend's package
+    devices: tuple[str, ...] = ()  # what `--device` may name when building and calibrating
+    options: tuple[Option, ...] = ()  # what it adds to `build-engine`
+    requires_costs = True  # False where a bundle may be built on a machine that cannot run it, and calibrated later
+
+    @abstractmethod
+    def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
+        """Write the engines, and every file of the export that the bundle needs, into `folder`.
+
+        Returns:
+            `spec.result(...)`. Costs and acceptance are measured afterwards, by opening what was built.
+
+        Raises:
+            UsageError: an option, the device or a size is out of range.
+            FolderError: the export is damaged, or there is no room.
+            EngineError: the backend is not installed, or refuses a model.
+        """
+
+    @abstractmethod
+    def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
+        """Return a bundle's engines.
+
+        Args:
+            device: "cpu" or "cuda"; None is what the bundle was built for.
+
+        Raises:
+            UsageError: the backend does not run on that device.
+            DeviceError: this machine has no such device.
+            EngineError: the backend is not installed, or refuses the bundle.
+        """
+
+    @abstractmethod
+    def engine_files(self, name: str) -> tuple[str, ...]:
+        """Return the paths inside a bundle of the files of one of `ENGINES`."""
+
+    def check(self, manifest: Manifest, build: Build) -> None:
+        """Check that a manifest lists what the backend needs: files, costs, and in subclasses more.
+
+        Raises:
+            FolderError: something is missing.
+        """
+        required = {TOKENIZER, *(file for name in manifest.engines for file in self.engine_files(name))}
+        if missing := sorted(required - manifest.files.keys()):
+            raise damaged(f"it does not list {missing[0]}")
+        if build.costs or self.requires_costs:
+            _check_costs(manifest, build)
+
+
+def _check_costs(manifest: Manifest, build: Build) -> None:
+    for name in manifest.engines:
+        measured = {(cost.window, cost.rows) for cost in build.costs.get(name, []) if cost.batch == 1}
+        rows = required_rows(name, build)
+        if name in ROLES:
+            required = {(window, each) for window in build.windows for each in rows if each <= window}
+        else:
+            required = {(0, each) for each in rows}
+        if not required <= measured:
+            raise damaged(f"costs of the {name} are missing - at `$.build.costs`")
+
+
+def required_rows(name: str, build: Build) -> set[int]:
+    """Return the numbers of rows that rounds run one of `ENGINES` with."""
+    if name in DRAFTERS:
+        return {1}
+    return {1, *(k + 1 for k in build.k)} | ({2} if name in ROLES else set())
+
+
+def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the inputs and outputs, in order, of one of `ENGINES`."""
+    if name in ROLES:
+        model = manifest.models[name]
+        return step_tensors(model.layers, model.vocab_rows, model.precision)
+    return sampler_tensors(name, *manifest.widths)
+
+
+def check_tensors(path: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Check that an engine's tensors, by name, are those that it must have.
+
+    Raises:
+        EngineError: one is missing, unexpected, or of another type or shape.
+    """
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            raise EngineError(
+                f"{path} is not the engine that the manifest describes: {name} is {actual.get(name)}, not {expected.get(name)}",
+                "make the bundle again: outrider export, then outrider build-engine",
+            )

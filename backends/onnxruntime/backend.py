@@ -1,0 +1,70 @@
+"""The backend `onnxruntime`: graphs and weights of the export, fused where that computes the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from outrider.backends.base import Backend, BuildSpec, Engines
+from outrider.bundle.manifest import Build, Manifest, graph_files
+from outrider.engines.device import Cpu, Device
+from outrider.errors import EngineError, UsageError
+from outrider.progress import Progress
+
+EXTRA = "cpu"
+
+
+class OnnxRuntimeBackend(Backend):
+    """ONNX Runtime, on the CPU or on CUDA."""
+
+    name = "onnxruntime"
+    extra = EXTRA
+    devices = ("cpu", "cuda")
+
+    def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
+        """Copy the export, and replace its graphs by fused ones where those compute the same; see `Backend.build`."""
+        build = spec.result(self, package_version(), spec.device or "cpu")
+        files = spec.manifest.files
+        spec.copy(files, folder, sum(entry.size for entry in files.values()), progress)
+        from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
+
+        return msgspec.structs.replace(build, rewrites=fuse_bundle(spec.source, folder, spec.manifest, build, progress))
+
+    def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
+        """Return the graphs as ONNX Runtime loads them; see `Backend.open`."""
+        device = device or build.device
+        if device == "cuda" and any(build.rewrites.values()):
+            raise UsageError("this bundle's graphs are fused for the CPU", "build the export again with --device cuda")
+        package_version()
+        from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
+
+        return OnnxRuntimeEngines(folder, manifest, build, _device(device))
+
+    def engine_files(self, name: str) -> tuple[str, ...]:
+        """Return the same files as the export's."""
+        return graph_files(name)
+
+
+def package_version() -> str:
+    """Return the release of ONNX Runtime that is installed.
+
+    Raises:
+        EngineError: none is.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EngineError(f"onnxruntime cannot be imported: {error}", f"pip install 'outrider[{EXTRA}]'") from error
+    version: str = onnxruntime.__version__
+    return version
+
+
+def _device(name: str) -> Device:
+    if name == "cpu":
+        return Cpu()
+    if name == "cuda":
+        from outrider.engines.cuda import Cuda
+
+        return Cuda()
+    raise UsageError(f"there is no device {name!r}", "give cpu or cuda")

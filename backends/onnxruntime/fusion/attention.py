@@ -1,0 +1,251 @@
+"""Attention with its cache and window as one `GroupQueryAttention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
+
+from outrider.backends.onnxruntime.fusion.matching import MICROSOFT, Op, constant, is_rows, refused, source
+from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS
+
+
+class SpareRow(RewriteRuleClassBase):
+    """Attention whose last row is computed twice, as in exports of 4 or 8 bits, is computed once.
+
+    `CachedAttention` has another way to make sure that no row is computed alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("spare rows", remove_nodes=False)  # all layers share the extended mask
+
+    def pattern(
+        self, op: Op, query: Any, last: Any, keys: Any, values: Any, mask: Any, last_mask: Any, start: Any, end: Any, axes: Any
+    ) -> Any:
+        inputs = op.Concat(query, last, axis=2), keys, values, op.Concat(mask, last_mask, axis=2)
+        attended = op.Attention(*inputs, _allow_other_attributes=True, _outputs=["attended"])
+        return op.Slice(attended, start, end, axes, _allow_other_inputs=True)
+
+    def check(self, context: Any, query: Any, last: Any, mask: Any, last_mask: Any, **_: Any) -> MatchResult:  # type: ignore[override]
+        for whole, part in ((query, last), (mask, last_mask)):
+            if source(part, ("Slice",)) is not whole:
+                return refused("attention over other rows than those of the query")
+        return MatchResult()
+
+    def rewrite(self, op: Op, query: Any, keys: Any, values: Any, mask: Any, attended: Any, **_: Any) -> Any:
+        return op.Attention(query, keys, values, mask, **attended.producer().attributes)
+
+
+class CachedAttention(RewriteRuleClassBase):
+    """Writing the cache, slicing its window and attending, as one `GroupQueryAttention` over the same cache.
+
+    Where it is `steady`, it never runs on a single row: that row gets a second one of zeros, and the second output is dropped.
+    ONNX Runtime's arithmetic for one row differs from that for several, so the last bits of a row would depend on whether it
+    is decoded alone or verified with others. With weights of 4 or 8 bits, where activations are rounded to 8 bits, that
+    changes a token now and then. All other kernels give a row the same bits whatever the number of rows.
+    """
+
+    def __init__(self, steady: bool, graph: ir.Graph, batch: int, refusals: list[str]) -> None:
+        """Prepare for up to `batch` sequences; the reasons of refusals are appended to `refusals`."""
+        super().__init__("attention")
+        self._steady = steady
+        self._graph = graph
+        self._ids = next(each for each in graph.inputs if each.name == INPUT_IDS)  # [B, S]
+        self._batch = batch
+        self._refusals = refusals
+
+    def pattern(
+        self,
+        op: Op,
+        query: Any,
+        key: Any,
+        value: Any,
+        past_key: Any,
+        past_value: Any,
+        positions: Any,
+        mask: Any,
+        start: Any,
+        end: Any,
+        axes: Any,
+        value_start: Any,
+        value_end: Any,
+        value_axes: Any,
+    ) -> Any:
+        present_key = op.TensorScatter(past_key, key, positions, axis=-2)
+        present_value = op.TensorScatter(past_value, value, positions, axis=-2)
+        keys = op.Slice(present_key, start, end, axes)
+        values = op.Slice(present_value, value_start, value_end, value_axes)
+        attended = op.Attention(query, keys, values, mask, _allow_other_attributes=True, _outputs=["attended"])
+        return op.Transpose(attended, perm=[0, 2, 1, 3]), present_key, present_value
+
+    def check(  # type: ignore[override]  # the names are the pattern's
+        self, context: Any, query: Any, key: Any, value: Any, mask: Any, attended: Any, **_: Any
+    ) -> MatchResult:
+        if any(each.shape is None or len(each.shape) != 4 for each in (query, key, value)):
+            return self._refused("its shapes are unknown")
+        if query.shape[3] != value.shape[3]:
+            return self._refused("its keys and values have different widths")
+        if attended.producer().attributes.keys() - {"scale"}:
+            return self._refused("it has attributes besides a scale")
+        self._window = sliding_window(mask)
+        return self._refused("its mask is not causal") if self._window is None else MatchResult()
+
+    def _refused(self, reason: str) -> MatchResult:
+        self._refusals.append(reason)
+        return refused(reason)
+
+    def rewrite(
+        self, op: Op, query: Any, key: Any, value: Any, past_key: Any, past_value: Any, positions: Any, attended: Any, **_: Any
+    ) -> Any:
+        heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
+        scale = attended.producer().attributes["scale"].as_float()
+        query_input, key_input, rotary = self._unrotated(query, key)
+        flat = self._packed([self._flat(op, each) for each in (query_input, key_input, value)])
+        real = rows = op.Shape(
+            self._ids, start=1, end=2
+        )  # read off the tokens, so that all layers share what is computed from it
+        if self._steady:
+            rows = op.Max(real, op.Constant(value_ints=[2]))
+
+        def attend(flat: list[Any], caches_of_slot: tuple[Any, Any], last: Any, total: Any) -> Any:
+            return op.GroupQueryAttention(
+                *flat,
+                *caches_of_slot,
+                last,
+                total,
+                *rotary,
+                num_heads=heads,
+                kv_num_heads=kv_heads,
+                scale=scale,
+                do_rotary=int(bool(rotary)),
+                local_window_size=self._window,
+                _domain=MICROSOFT,
+                _outputs=3,
+            )
+
+        if self._batch == 1:
+            if self._steady:
+                flat = self._padded(op, flat, op.Constant(value_ints=[0]), op.Sub(rows, real))
+            last = op.Cast(op.Sub(op.Add(positions, rows), op.Constant(value_ints=[1])), to=ir.DataType.INT32)
+            total = op.Cast(op.Add(op.ReduceMax(positions, keepdims=0), op.Squeeze(rows)), to=ir.DataType.INT32)
+            attended, present_key, present_value = attend(flat, (past_key, past_value), last, total)
+        else:
+            attended, present_key, present_value = self._by_slot(
+                op, attend, flat, (past_key, past_value), positions, real, rows
+            )
+        if self._steady:
+            attended = op.Slice(attended, op.Constant(value_ints=[0]), real, op.Constant(value_ints=[1]))
+        (attended.shape, attended.dtype) = ir.Shape([query.shape[0], query.shape[2], heads * width]), query.dtype
+        return op.Reshape(attended, op.Constant(value_ints=[0, 0, heads, width])), present_key, present_value
+
+    def _unrotated(self, query: Any, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Return query and key before their rotary embeddings, and the cosines and sines, where the node can rotate them."""
+        inputs, caches = [], []
+        for each in (query, key):
+            node = each.producer()
+            if node is not None and node.op_type == "RotaryEmbedding" and node.domain == MICROSOFT:
+                caches.append(tuple(node.inputs[2:]))
+                each = node.inputs[0]
+            inputs.append(each)
+        # It rotates heads whose width is a multiple of 16; others must be rotated before.
+        if len(caches) == 2 and caches[0] == caches[1] and query.shape[3] % 16 == 0:
+            return inputs[0], inputs[1], caches[0]
+        return query, key, ()
+
+    def _by_slot(
+        self, op: Op, attend: Any, flat: list[Any], past: tuple[Any, Any], positions: Any, real: Any, rows: Any
+    ) -> tuple[Any, Any, Any]:
+        """Attend to each sequence by a node of its own, over a cache of its own; everything else runs over the whole batch.
+
+        `GroupQueryAttention` verifies one sequence at a time. A pass may have fewer sequences than there are nodes; the
+        remaining nodes get as few rows of zeros as they accept.
+        """
+        # One sequence of zeros after the real ones, for the nodes without a sequence.
+        flat = self._padded(op, flat, op.Constant(value_ints=[1]), op.Sub(rows, real))
+        count, numbers = op.Shape(self._ids, start=0, end=1), op.Constant(value_ints=list(range(self._batch)))
+        minimum = op.Constant(value_ints=[2 if self._steady else 1])
+        lengths = op.Where(op.Less(numbers, count), rows, minimum)
+        spare = op.Sub(op.Constant(value_ints=[self._batch]), count)
+        begins = op.Pad(positions, op.Concat(op.Constant(value_ints=[0]), spare, axis=0))
+        ends = op.Add(begins, lengths)
+        zero, one, axes = op.Constant(value_ints=[0]), op.Constant(value_ints=[1]), op.Constant(value_ints=[0, 1])
+        attended, present = [], []
+        for slot in range(self._batch):
+            here, after = op.Constant(value_ints=[slot]), op.Constant(value_ints=[slot + 1])
+            place = op.Min(here, count)
+            size, end = op.Slice(lengths, here, after), op.Slice(ends, here, after)
+            bounds = op.Concat(place, zero, axis=0), op.Concat(op.Add(place, one), size, axis=0)
+            parts = [None if each is None else op.Slice(each, *bounds, axes) for each in flat]
+            last = op.Cast(op.Sub(end, one), to=ir.DataType.INT32)
+            out, *caches = attend(parts, self._caches(slot, past), last, op.Cast(op.Squeeze(end), to=ir.DataType.INT32))
+            attended.append(out)
+            present.append(caches)
+        for slot, caches in enumerate(present[1:], 1):
+            for value, before in zip(caches, past, strict=True):
+                value.name = f"{before.name.replace('past', 'present')}.{slot}"
+                (value.shape, value.dtype) = before.shape, before.dtype
+                self._graph.outputs.append(value)
+        merged = op.Slice(op.Concat(*attended, axis=1), zero, op.Mul(count, rows), one)
+        shape = op.Concat(count, rows, op.Constant(value_ints=[-1]), axis=0)
+        return op.Reshape(merged, shape), *present[0]
+
+    def _caches(self, slot: int, past: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return the cache of a slot: the first one keeps the name, the others are new inputs."""
+        if slot == 0:
+            return past
+        caches = []
+        for first in past:
+            value = ir.Value(name=f"{first.name}.{slot}", type=first.type, shape=first.shape)
+            self._graph.inputs.append(value)
+            caches.append(value)
+        return caches[0], caches[1]
+
+    def _padded(self, op: Op, flat: list[Any], sequences: Any, rows: Any) -> list[Any]:
+        """Append as many sequences of zeros, and as many rows of zeros to each sequence."""
+        zero = op.Constant(value_ints=[0])
+        pads = op.Concat(op.Constant(value_ints=[0, 0, 0]), sequences, rows, zero, axis=0)
+        return [None if each is None else op.Pad(each, pads) for each in flat]
+
+    def _packed(self, flat: list[Any]) -> list[Any]:
+        """Return query, key and value, as one packed tensor where they are its parts."""
+        split = flat[0].producer()
+        if split is None or split.op_type != "Split" or list(split.outputs) != flat:
+            return flat
+        return [split.inputs[0], None, None]
+
+    def _flat(self, op: Op, value: Any) -> Any:
+        """Return [B, H, S, D] as [B, S, H * D]: the tensor that it was made from, where it comes from one."""
+        node = value.producer()
+        if node is not None and node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
+            split = node.inputs[0].producer()
+            if split is not None and split.op_type == "Reshape" and len(split.inputs[0].shape or ()) == 3:
+                return split.inputs[0]
+            return op.Reshape(node.inputs[0], op.Constant(value_ints=[0, 0, -1]))
+        return op.Reshape(op.Transpose(value, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
+
+
+def sliding_window(mask: ir.Value) -> int | None:
+    """Return how many keys, its own included, a mask lets a row see: -1 for all, None for a mask of another kind.
+
+    A causal mask is keys <= rows; a sliding window of n adds keys > rows - n.
+    """
+    node = mask.producer()
+    if node is None:
+        return None
+    if node.op_type == "And":
+        parts = [(each, constant(each)) for each in node.inputs if each is not None]
+        windows = [sliding_window(each) for each, values in parts if values is None or not values.all()]
+        return None if None in windows else max(windows)  # type: ignore[type-var]
+    if node.op_type not in ("LessOrEqual", "Greater"):
+        return None
+    keys, rows = (source(each, ("Unsqueeze",)) for each in node.inputs)
+    if keys is None or keys.name != KEY_POSITIONS or rows is None:
+        return None
+    if node.op_type == "LessOrEqual":
+        return -1 if is_rows(rows) else None
+    first = rows.producer()
+    if first is None or first.op_type != "Sub":
+        return None
+    start, width = source(first.inputs[0], ("Unsqueeze",)), constant(first.inputs[1])
+    return int(width.item()) if start is not None and is_rows(start) and width is not None and width.size == 1 else None

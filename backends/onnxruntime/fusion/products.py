@@ -1,0 +1,108 @@
+"""Products of one input with several quantized weights as one product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
+
+from outrider.backends.onnxruntime.fusion.matching import Op, constant, refused, shape_of
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with dequantized weights [K, N], and the bias that is added to it."""
+
+    quantized: ir.Value
+    scale: ir.Value
+    block: int
+    bias: npt.NDArray[Any] | None
+    output: ir.Value
+
+    @classmethod
+    def of(cls, node: ir.Node) -> Product | None:
+        """Return the product that a node computes, if it is one."""
+        weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+        if weight is None or weight.op_type != "DequantizeLinear" or len(weight.inputs) != 2:
+            return None
+        quantized, scale = weight.inputs
+        block = weight.attributes.get_int("block_size", 0)
+        if quantized is None or scale is None or weight.attributes.get_int("axis", 1) != 0 or not block:
+            return None
+        if any(ir.convenience.get_const_tensor(each) is None for each in (quantized, scale)):
+            return None
+        (output,), bias = node.outputs, None
+        uses = list(output.uses())
+        if len(uses) == 1 and (add := uses[0].node).op_type == "Add":
+            added = [constant(each) for each in add.inputs if each is not output]
+            bias = next((each for each in added if each is not None and each.shape == shape_of(quantized)[1:]), None)
+            output = output if bias is None else add.outputs[0]
+        if not output.uses():
+            return None  # merged already
+        return cls(quantized, scale, block, bias, output)
+
+
+class Products(RewriteRuleClassBase):
+    """Products of one input with different quantized weights (query, key and value; gate and up) as one product with all.
+
+    The input is then rounded once, and threads start once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("joined products")
+
+    def pattern(self, op: Op, x: Any, quantized: Any, scale: Any) -> Any:
+        return op.MatMul(x, op.DequantizeLinear(quantized, scale, _allow_other_attributes=True), _outputs=["product"])
+
+    def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
+        first = Product.of(product.producer())
+        if first is None:
+            return refused("a product with weights of another layout")
+        products = [Product.of(use.node) for use in x.uses() if use.idx == 0]
+        same = [each for each in products if each is not None and self._kind(each) == self._kind(first)]
+        if len(same) < 2:
+            return refused("a product that shares its input with no other")
+        self._parts = same
+        return MatchResult()
+
+    def _kind(self, part: Product) -> tuple[Any, ...]:
+        return part.block, part.quantized.dtype, shape_of(part.quantized)[0], part.scale.dtype
+
+    def rewrite(self, op: Op, product: Any, x: Any, **_: Any) -> Any:
+        parts, name = self._parts, self._parts[0].quantized.name
+        weight = op.DequantizeLinear(
+            op.initializer(_concatenated([part.quantized for part in parts]), name=f"{name}.merged"),
+            op.initializer(_concatenated([part.scale for part in parts]), name=f"{name}.merged.scale"),
+            axis=0,
+            block_size=parts[0].block,
+        )
+        merged = op.MatMul(x, weight)
+        sizes = [shape_of(part.quantized)[1] for part in parts]
+        if any(part.bias is not None for part in parts):
+            kind = next(part.bias.dtype for part in parts if part.bias is not None)
+            biases = [np.zeros(n, kind) if part.bias is None else part.bias for part, n in zip(parts, sizes, strict=True)]
+            merged = op.Add(merged, op.initializer(ir.tensor(np.concatenate(biases)), name=f"{name}.merged.bias"))
+        split = op.Split(merged, op.Constant(value_ints=sizes), axis=-1, _outputs=len(parts))
+        replacement = split[0]
+        for part, value in zip(parts, split, strict=True):
+            (value.shape, value.dtype) = (part.output.shape, part.output.dtype)
+            if part.output is product:
+                replacement = value
+            else:
+                part.output.replace_all_uses_with(value)
+        return replacement
+
+
+def _concatenated(weights: list[ir.Value]) -> ir.LazyTensor:
+    """Return constant matrices side by side, which are concatenated while they are saved, and not held in memory."""
+    tensors = [tensor for each in weights if (tensor := ir.convenience.get_const_tensor(each)) is not None]
+    rows, columns = shape_of(weights[0])[0], sum(shape_of(each)[1] for each in weights)
+
+    def make() -> ir.TensorProtocol:
+        return ir.tensor(np.concatenate([each.numpy() for each in tensors], axis=1), dtype=tensors[0].dtype)
+
+    return ir.LazyTensor(make, dtype=tensors[0].dtype, shape=ir.Shape([rows, columns]))

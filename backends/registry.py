@@ -1,0 +1,47 @@
+"""The backends that there are. A new one is a `Backend` and a call of `register`."""
+
+from __future__ import annotations
+
+from outrider.backends.base import Backend
+from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
+from outrider.backends.tensorrt.backend import RTX_BACKEND, TENSORRT_BACKEND
+from outrider.errors import EngineError
+
+_BACKENDS: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> None:
+    """Make a backend known by its name.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if backend.name in _BACKENDS:
+        raise ValueError(f"there is a backend called {backend.name!r} already")
+    _BACKENDS[backend.name] = backend
+
+
+def unregister(name: str) -> None:
+    """Remove a backend that was registered."""
+    del _BACKENDS[name]
+
+
+def get(name: str) -> Backend:
+    """Return the backend of that name.
+
+    Raises:
+        EngineError: there is none.
+    """
+    if name not in _BACKENDS:
+        raise EngineError(f"this outrider has no backend {name!r}", "upgrade outrider, or build the bundle again")
+    return _BACKENDS[name]
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all backends, in the order of registration."""
+    return tuple(_BACKENDS)
+
+
+REFERENCE = OnnxRuntimeBackend()  # the default, and what engines of the others are compared with
+for _backend in (REFERENCE, RTX_BACKEND, TENSORRT_BACKEND):
+    register(_backend)

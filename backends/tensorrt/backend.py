@@ -1,0 +1,129 @@
+"""The backends `tensorrt-rtx` and `tensorrt`: every engine is compiled into a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.backends.base import Backend, BuildSpec, Engines, Option, required_rows
+from outrider.backends.tensorrt.job import Facts, Job
+from outrider.backends.tensorrt.options import RTX_OPTIONS, TENSORRT_OPTIONS, Options
+from outrider.backends.tensorrt.package import RTX, TENSORRT, Package
+from outrider.backends.tensorrt.process import build_plan, facts
+from outrider.backends.tensorrt.profiles import all_profiles
+from outrider.bundle.manifest import ROLES, Build, Manifest, damaged, graph_files
+from outrider.engines.contract import cache_tensors
+from outrider.errors import UsageError
+from outrider.progress import Progress
+
+MAX_ELEMENTS = 2**40  # of a tensor
+
+
+class TensorRTBackend(Backend):
+    """One of the two packages."""
+
+    def __init__(self, package: Package, options: tuple[Option, ...]):
+        self.name = package.backend
+        self.extra = package.extra
+        self.options = options
+        self.requires_costs = not package.builds_anywhere
+        self._package = package
+
+    def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
+        """Compile every engine, each in a child process; see `Backend.build`."""
+        options = Options(**spec.options)
+        _check_volumes(spec)
+        known = facts(self._package, options)
+        entries = spec.manifest.files
+        graphs = {file for name in spec.manifest.engines for file in graph_files(name)}
+        # Plans hold the weights, those for a single row a second time in another layout.
+        size = 2 * sum(entry.size for entry in entries.values())
+        spec.copy([name for name in entries if name not in graphs], folder, size, progress)
+        build = spec.result(
+            self,
+            known.version,
+            _device(known, options),
+            compute_capabilities=_capabilities(known, options),
+            profiles=all_profiles(spec.manifest, spec.k, spec.capacity, spec.batch, spec.max_prompt_chunk),
+            version_compatible=options.version_compatible,
+        )
+        self._compile(spec, folder, build, known, options, progress)
+        return build
+
+    def _compile(self, spec: BuildSpec, folder: Path, build: Build, known: Facts, options: Options, progress: Progress) -> None:
+        """Write the plan of every engine."""
+        manifest = spec.manifest
+        weights = sum(manifest.files[graph_files(role)[1]].size for role in manifest.roles)
+        sizes = (
+            f"a batch of {spec.batch}, a capacity of {spec.capacity}, a prompt chunk of {spec.max_prompt_chunk},"
+            f" k = {', '.join(map(str, spec.k))}, {weights:,} bytes of weights"
+        )
+        for name in manifest.engines:
+            plan = folder / plan_file(name)
+            plan.parent.mkdir(exist_ok=True)
+            job = Job(
+                package=self._package,
+                options=options,
+                graph=str(spec.source / graph_files(name)[0]),
+                plan=str(plan),
+                cache=cache_tensors(manifest.models[name].layers) if name in ROLES else [],
+                capacity=spec.capacity,
+                profiles=build.profiles[name],
+                stream_weights=known.gpu is not None and name in ROLES and weights > known.gpu.free,
+            )
+            build_plan(job, name, sizes, progress)
+
+    def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
+        """Load every plan onto the GPU; see `Backend.open`."""
+        if device == "cpu":
+            raise UsageError(f"{self.name} does not run on a CPU", "build the export with --backend onnxruntime")
+        from outrider.backends.tensorrt.engines import TensorRTEngines
+
+        return TensorRTEngines(self._package, folder, manifest, build)
+
+    def engine_files(self, name: str) -> tuple[str, ...]:
+        """Return the path of the plan."""
+        return (plan_file(name),)
+
+    def check(self, manifest: Manifest, build: Build) -> None:
+        """Check files and costs, and that there are profiles for every pass of a round; see `Backend.check`."""
+        super().check(manifest, build)
+        for name in manifest.engines:
+            spans = {(rows, rows) for rows in required_rows(name, build)}
+            if name in ROLES:
+                spans.add((1, build.max_prompt_chunk))
+            if not spans <= set(build.rows(name)):
+                raise damaged(f"profiles of the {name} are missing - at `$.build.profiles`")
+
+
+def plan_file(name: str) -> str:
+    """Return the path inside a bundle of the plan of one of `ENGINES`."""
+    return f"{name}/model.plan" if name in ROLES else f"sampler/{name}.plan"
+
+
+def _check_volumes(spec: BuildSpec) -> None:
+    rows = max(spec.max_prompt_chunk, spec.k[-1] + 1)
+    for role, model in spec.manifest.models.items():
+        caches = [spec.batch * spec.capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers)]
+        if (volume := max([*caches, spec.batch * rows * model.vocab_rows])) >= MAX_ELEMENTS:
+            raise UsageError(
+                f"a tensor of the {role} would have {volume:,} elements; TensorRT's limit is {MAX_ELEMENTS:,}",
+                "give a smaller --batch, --capacity or --max-prompt-chunk",
+            )
+
+
+def _capabilities(known: Facts, options: Options) -> list[str]:
+    """Return what the plans are for; nothing for hardware-compatible plans, and RTX's default: newer GPUs run these, too."""
+    if known.gpu is not None and not options.hardware_compatible:
+        return [known.gpu.compute_capability]
+    return list(options.compute_capability)
+
+
+def _device(known: Facts, options: Options) -> str:
+    if known.gpu is not None:
+        return known.gpu.name
+    capabilities = ", ".join(options.compute_capability) or "8.0 and newer, by the default of the package"
+    return f"GPUs of compute capability {capabilities}"
+
+
+RTX_BACKEND = TensorRTBackend(RTX, RTX_OPTIONS)
+TENSORRT_BACKEND = TensorRTBackend(TENSORRT, TENSORRT_OPTIONS)

@@ -1,0 +1,191 @@
+"""The child process of `process`: it builds one engine, or reports the package's facts."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from outrider.backends.tensorrt.job import PROGRESS_PARTS, Facts, Gpu, Job, Refused, Report
+from outrider.backends.tensorrt.network import configure, parse, save_timing_cache
+
+LONGEST = "Computing profile costs"  # the phase in which TensorRT compiles, which takes nearly all of the time
+NO_GPU = ("cudaError 35:", "cudaError 100:")  # logged by both packages on every machine without a driver or a GPU
+
+Send = Callable[[Report], None]
+
+
+def main() -> None:
+    """Read one job, do it, report on it, and end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, too, and ends this process
+    with open(os.dup(1), "wb", buffering=0) as reports:
+        os.dup2(2, 1)  # keeps what the libraries print out of the reports
+
+        def send(report: Report) -> None:
+            reports.write(msgspec.json.encode(report) + b"\n")
+
+        job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+        threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+        try:
+            _work(job, send)
+        except MemoryError as error:
+            send(Report(error=f"out of memory: {error}"))
+        except OSError as error:
+            send(Report(error=str(error), errno=error.errno or 0))
+        except Exception as error:
+            send(Report(error=str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"))
+        sys.stderr.flush()
+        os._exit(0)  # the libraries may crash while they shut down
+
+
+def _work(job: Job, send: Send) -> None:
+    try:
+        trt = importlib.import_module(job.package.module)
+        importlib.import_module("onnx")
+    except (ImportError, OSError) as error:  # an OSError where one of the package's libraries is missing
+        send(Report(missing=str(error)))
+        return
+    if not job.graph:
+        send(Report(facts=_facts(trt, job), finished=True))
+        return
+    log = _logger(trt, job.options.verbosity)
+    with open(job.plan, "wb") as plan:
+        builder = trt.Builder(log)
+        typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # TensorRT 11 has nothing else
+        network = builder.create_network(0 if typed is None else 1 << int(typed))
+        parser = trt.OnnxParser(network, log)
+        send(Report(stage="parsing"))
+        parse(trt, job, network, parser)
+        config = configure(trt, job, builder, network)
+        monitor = _monitor(trt, send)
+        config.progress_monitor = monitor
+        send(Report(stage="compiling"))
+        _compile(trt, builder, network, config, plan, log.errors)
+        save_timing_cache(job.options.timing_cache, config)
+    send(Report(finished=True))
+
+
+def _facts(trt: Any, job: Job) -> Facts:
+    names = sorted(getattr(getattr(trt, "ComputeCapability", None), "__members__", {}), key=lambda name: (len(name), name))
+    capabilities = [f"{name[2:-1]}.{name[-1]}" for name in names if name.startswith("SM")]
+    return Facts(trt.__version__, capabilities, None if job.package.builds_anywhere else _gpu())
+
+
+def _compile(trt: Any, builder: Any, network: Any, config: Any, plan: Any, errors: list[str]) -> None:
+    """Write the plan, as a stream where the package can: that saves a second copy of a large model's weights."""
+    if not hasattr(builder, "build_serialized_network_to_stream"):
+        serialized = builder.build_serialized_network(network, config)
+        if serialized is None:
+            raise Refused(" ".join(errors) or "no reason given")
+        plan.write(serialized)
+        return
+
+    failures: list[OSError] = []
+
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        def write(self, data: bytes) -> int:
+            try:
+                return int(plan.write(data))
+            except OSError as error:  # no exception may pass through the library
+                failures.append(error)
+                return 0
+
+    built = builder.build_serialized_network_to_stream(network, config, Writer())
+    if failures:
+        raise failures[0]
+    if not built:
+        raise Refused(" ".join(errors) or "no reason given")
+
+
+def _logger(trt: Any, verbosity: str | None) -> Any:
+    levels = trt.ILogger.Severity
+    shown = getattr(levels, verbosity.upper()) if verbosity else None
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if any(sign in message for sign in NO_GPU):
+                return
+            if severity <= levels.ERROR:
+                self.errors.append(message)
+            if shown is not None and severity <= shown:
+                print(f"{severity.name.lower()}: {message}", file=sys.stderr, flush=True)
+
+    return Log()
+
+
+def _monitor(trt: Any, send: Send) -> Any:
+    """Return a monitor that reports how much of `LONGEST` is done.
+
+    Phases nest; each counts as a share of the current step of its parent.
+    """
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._phases: dict[str, list[int]] = {}  # steps done, and steps in all; `LONGEST` first, then the phases inside it
+            self._reported = 0
+            self._lock = threading.Lock()  # it is called from several threads
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            with self._lock:
+                if phase_name == LONGEST or parent_phase in self._phases:
+                    self._phases[phase_name] = [0, max(num_steps, 1)]
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            with self._lock:
+                if phase_name in self._phases:
+                    self._phases[phase_name][0] = step + 1
+                share, done = 1.0, 0.0
+                for steps, total in self._phases.values():
+                    done += share * steps / total
+                    share /= total
+                if (parts := min(int(PROGRESS_PARTS * done), PROGRESS_PARTS)) > self._reported:
+                    send(Report(done=parts - self._reported))
+                    self._reported = parts
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            with self._lock:
+                self._phases.pop(phase_name, None)
+
+    return Monitor()
+
+
+def _gpu() -> Gpu | None:
+    """Return the first GPU, as the driver's own library describes it: TensorRT's package has no such call."""
+    cuda: Any = None
+    with suppress(OSError):
+        cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    if cuda is None:
+        return None
+    device, context, major, minor = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    free, total, name = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    calls: tuple[Callable[[], int], ...] = (
+        lambda: cuda.cuInit(0),
+        lambda: cuda.cuDeviceGet(ctypes.byref(device), 0),
+        lambda: cuda.cuDeviceGetName(name, len(name), device),
+        lambda: cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device),
+        lambda: cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device),
+        lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        lambda: cuda.cuCtxSetCurrent(context),
+        lambda: cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
+    )
+    if any(call() for call in calls):
+        return None
+    return Gpu(name.value.decode(errors="replace"), f"{major.value}.{minor.value}", free.value)
+
+
+if __name__ == "__main__":
+    main()

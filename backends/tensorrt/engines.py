@@ -1,0 +1,178 @@
+"""The plans of a bundle on this machine's GPU, and the reasons to refuse them.
+
+TensorRT neither checks cache writes beyond the capacity (sessions do) nor reports NaN (the samplers' status does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
+from outrider.backends.tensorrt.backend import plan_file
+from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, silent_logger
+from outrider.backends.tensorrt.package import Package
+from outrider.bundle.manifest import Build, Manifest
+from outrider.engines.contract import Tensor
+from outrider.engines.cuda import Cuda
+from outrider.engines.device import Engine
+from outrider.engines.precisions import DTYPES
+from outrider.errors import DeviceError, EngineError
+
+REBUILD = "build it again on this machine, or for it: outrider build-engine EXPORT -o BUNDLE --backend {} ..."
+INVALID = {  # TensorRT-RTX's diagnostics of a plan, as sentences
+    "VERSION_MISMATCH": "it is of another release of the package",
+    "UNSUPPORTED_CC": "it is for GPUs of other compute capabilities",
+    "OLD_CUDA_DRIVER": "the driver is too old",
+    "OLD_CUDA_RUNTIME": "the CUDA runtime is too old",
+    "INSUFFICIENT_GPU_MEMORY": "the GPU has too little free memory",
+    "MALFORMED_ENGINE": "the plan is truncated or corrupt",
+    "CUDA_ERROR": "CUDA does not work here",
+}
+OF_THE_PLAN = {"VERSION_MISMATCH", "MALFORMED_ENGINE"}  # diagnostics that would be the same on any machine
+
+
+class TensorRTEngines(GraphEngines):
+    """The plans of a bundle, on the GPU of this machine."""
+
+    device: Cuda
+
+    def __init__(self, package: Package, folder: Path, manifest: Manifest, build: Build):
+        """Load every plan, and allocate the working memory that they share.
+
+        Raises:
+            DeviceError: there is no GPU, or the bundle was built for others, or memory does not suffice.
+            EngineError: the package is missing or of another release, or a plan is not what the manifest says.
+        """
+        trt = package.load()
+        check_version(package, build, trt.__version__)
+        device = Cuda()
+        check_gpu(package, build, device.name, device.compute_capability)
+        super().__init__(folder, manifest, build, device)
+        self._trt = trt
+        self._log = silent_logger(trt)
+        self._runtime = trt.Runtime(self._log)
+        if build.version_compatible:
+            self._runtime.engine_host_code_allowed = True
+        self._plans = {name: self._load(name, path) for name, path in plan_paths(folder, manifest).items()}
+        sizes = [
+            plan.get_device_memory_size_for_profile_v2(index)
+            for plan in self._plans.values()
+            for index in range(plan.num_optimization_profiles)
+        ]
+        # Engines take turns on one stream, so one piece of memory serves every context.
+        self._scratch = device.zeros((max(sizes),), "uint8", "the engines' working memory")
+        self._engines: dict[str, TensorRTEngine] = {}
+
+    def step_model(self, role: str) -> Engine:
+        return self._engine(role)
+
+    def sampler(self, name: str) -> Engine:
+        return self._engine(name)
+
+    def _engine(self, name: str) -> Engine:
+        if name not in self._engines:
+            profiles = self.build.profiles[name]
+            self._engines[name] = TensorRTEngine(self._trt, self._log, self._plans[name], profiles, self.device, self._scratch)
+        return self._engines[name]
+
+    def _load(self, name: str, path: Path) -> Any:
+        """Return a plan, which must have the tensors that the manifest describes."""
+        rebuild = REBUILD.format(self.build.backend)
+        try:
+            data = np.memmap(path, dtype=np.uint8, mode="r")  # no copy of it on the host
+        except (OSError, ValueError) as error:  # an empty file is a ValueError
+            raise EngineError(f"{path} cannot be read: {error}", rebuild) from error
+        check_validity(self._trt, self._runtime, path, data, rebuild)
+        free, total = self.device.memory()
+        self._log.last = NO_REASON
+        plan = self._runtime.deserialize_cuda_engine(data)
+        if plan is None:
+            raise EngineError(
+                f"{path} cannot be loaded: {self._log.last}; it has {data.nbytes:,} bytes, and {free:,} of the GPU's {total:,}"
+                " were free",
+                f"{rebuild}; with a smaller --capacity, --batch or --max-prompt-chunk if the GPU ran out of memory",
+            )
+        inputs, outputs = engine_tensors(self.manifest, name)
+        check_plan(path, plan, [*inputs, *outputs])
+        if getattr(plan, "streamable_weights_size", 0) > 0:  # built so, because the weights did not fit
+            plan.weight_streaming_budget_v2 = plan.get_weight_streaming_automatic_budget()
+        return plan
+
+
+def plan_paths(folder: Path, manifest: Manifest) -> dict[str, Path]:
+    """Return the plans that a bundle has, by engine: without a draft it has neither the draft's plan nor the drafters'."""
+    return {name: folder / plan_file(name) for name in manifest.engines}
+
+
+def check_validity(trt: Any, runtime: Any, path: Path, data: Any, hint: str) -> None:
+    """Ask TensorRT-RTX whether a plan runs on this machine; TensorRT has no such call.
+
+    Raises:
+        DeviceError: it does not run here.
+        EngineError: it runs nowhere.
+    """
+    if not hasattr(runtime, "get_engine_validity"):
+        return
+    validity, diagnostics = runtime.get_engine_validity(data)
+    if validity != trt.EngineValidity.INVALID:
+        return
+    flags = trt.EngineInvalidityDiagnostics.__members__
+    reasons = [flag for flag, value in flags.items() if int(value) & int(diagnostics)]
+    message = ", ".join(INVALID.get(flag, flag) for flag in reasons) or "the package gives no reason"
+    if OF_THE_PLAN & set(reasons):
+        raise EngineError(f"{path} is not valid: {message}", hint)
+    raise DeviceError(f"{path} does not run here: {message}", hint)
+
+
+def check_plan(path: Path, plan: Any, tensors: Iterable[Tensor]) -> None:
+    """Check that a plan has exactly these inputs and outputs, and updates its caches in place.
+
+    Raises:
+        EngineError: it does not.
+    """
+    names = [plan.get_tensor_name(index) for index in range(plan.num_io_tensors)]
+    actual = {name: plan.get_tensor_dtype(name).name for name in names}
+    check_tensors(path, actual, {each.name: DTYPES[each.dtype].tensorrt for each in tensors})
+    for name in names:
+        if name.startswith("present_") and hasattr(plan, "get_aliased_input_tensor"):
+            past = name.replace("present_", "past_", 1)
+            if plan.get_aliased_input_tensor(name) != past:
+                raise EngineError(
+                    f"{path} does not update {past} in place as {name}",
+                    "make the bundle again: outrider export, then outrider build-engine",
+                )
+
+
+def check_version(package: Package, build: Build, version: str) -> None:
+    """Refuse a bundle of another release of the package, whose plans this one cannot read.
+
+    Raises:
+        EngineError: the releases differ.
+    """
+    if version != build.backend_version and not build.version_compatible:
+        raise EngineError(
+            f"the bundle was built by {package.module} {build.backend_version}; installed is {version}",
+            f"pip install {package.module}=={build.backend_version}, or {REBUILD.format(build.backend)}",
+        )
+
+
+def check_gpu(package: Package, build: Build, name: str, compute_capability: str) -> None:
+    """Refuse a GPU that the bundle was not built for.
+
+    Raises:
+        DeviceError: it was built for others.
+    """
+    capabilities = build.compute_capabilities
+    if capabilities and compute_capability not in capabilities:
+        raise DeviceError(
+            f"the bundle was built for GPUs of compute capability {', '.join(capabilities)}; this one, {name}, has"
+            f" {compute_capability}",
+            REBUILD.format(build.backend),
+        )
+    # Built on a GPU, it has kernels that were chosen for that GPU's number of processors.
+    if not package.builds_anywhere and capabilities and name != build.device:
+        raise DeviceError(f"the bundle was built on a {build.device}; this is a {name}", REBUILD.format(build.backend))

@@ -1,0 +1,56 @@
+"""Types of tensors and precisions of models: one table each for the names and tolerances that depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One type of tensor elements, under each library's name for it."""
+
+    numpy: np.dtype[Any]  # holds the elements on the host; NumPy has no bfloat16, so uint16 holds its bits
+    onnx: int  # `TensorProto.DataType`
+    onnxruntime: str  # the type of a session's input or output
+    tensorrt: str  # the member of `DataType`
+
+
+DTYPES = {
+    "int64": DType(np.dtype(np.int64), 7, "tensor(int64)", "INT64"),
+    "float32": DType(np.dtype(np.float32), 1, "tensor(float)", "FLOAT"),
+    "float16": DType(np.dtype(np.float16), 10, "tensor(float16)", "HALF"),
+    "bfloat16": DType(np.dtype(np.uint16), 16, "tensor(bfloat16)", "BF16"),
+    "uint8": DType(np.dtype(np.uint8), 2, "tensor(uint8)", "UINT8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The precision of a model's weights.
+
+    Tolerances are relative to the largest logit in magnitude, or to 1 where that is less.
+    """
+
+    weight_bits: int
+    dtype: str  # key of `DTYPES`: of the cache and of all that is not a rounded weight
+    parity: float  # the exported graph against the checkpoint, both on the CPU
+    fusion: float  # the graph fused for ONNX Runtime against the exported one
+    comparison: float  # a bundle's engines against ONNX Runtime on the CPU (`outrider verify --engines`)
+
+
+# Parity: fp32 differs by the order of sums only. In fp16 and bf16 the checkpoint itself rounds after each operation (11 and 8
+# significant bits), where the graph on ONNX Runtime rounds its weights only; a few roundings per layer add up. A quantized
+# graph computes in fp32, and so does the quantized checkpoint that it is compared with.
+# Fusion: another order of the same sums, which grows where activations are rounded to int8.
+# Comparison: a few roundings of the type. With quantized weights ONNX Runtime rounds activations to int8; that alone moved the
+# logits of the pair in examples/tiny-pair by 1e-2.
+PRECISIONS = {
+    "fp32": Precision(32, "float32", parity=1e-4, fusion=1e-3, comparison=1e-3),
+    "fp16": Precision(16, "float16", parity=2e-2, fusion=2e-2, comparison=2e-2),
+    "bf16": Precision(16, "bfloat16", parity=1e-1, fusion=1.6e-1, comparison=1.6e-1),
+    "int8": Precision(8, "float32", parity=1e-4, fusion=5e-2, comparison=4e-2),
+    "int4": Precision(4, "float32", parity=1e-4, fusion=5e-2, comparison=4e-2),
+}
