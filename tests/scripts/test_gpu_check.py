@@ -53,7 +53,7 @@ def test_a_command_that_fails_is_an_error_with_its_output(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="shows what it says without a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts" / "gpu-check", "--out", tmp_path]
+    command = [sys.executable, str(ROOT / "scripts" / "gpu-check"), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "== machine\n   FAILED: " in done.stdout
