@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from outrider.commands.output import progress_bar
 from outrider.engines.precisions import PRECISIONS
+
+if TYPE_CHECKING:
+    from outrider.bundle.manifest import Model
 
 
 @click.command("export")
@@ -82,23 +86,27 @@ def command(
         click.echo(manifest.encode().decode(), nl=False)
         return
     for role, model in manifest.models.items():
-        parity, quantization = model.parity, model.quantization
-        head = f" (head {quantization.head_precision})" if quantization else ""
-        click.echo(
-            f"{role}: {model.architecture}, {model.parameters:,} parameters, {precision}{head}; logits within"
-            f" {parity.max_abs_diff:.1e} of the checkpoint's (tolerance {parity.tolerance:.1e}),"
-            f" same argmax in {parity.argmax_agreement:.0%} of {parity.rows} rows"
-        )
-        if model.head_tokens is not None:
-            click.echo(f"{role}: proposes {model.head_tokens:,} of {model.vocab_rows:,} tokens")
-        if quantization is None:
-            continue
-        click.echo(
-            f"{role}: perplexity {parity.perplexity:.4g} on held-out text, against {parity.reference_perplexity:.4g} in fp32"
-        )
-        if quantization.kept:
-            click.echo(
-                f"{role}: {sum(quantization.kept.values()):,} weights stay in fp32 (outside linear layers, in layers whose"
-                f" inputs are not two or more blocks of 32, or as requested), beginning with {next(iter(quantization.kept))}"
-            )
+        _print_model(role, model)
     click.echo(f"wrote {output}")
+
+
+def _print_model(role: str, model: Model) -> None:
+    parity, quantization = model.parity, model.quantization
+    head = f" (head {quantization.head_precision})" if quantization else ""
+    click.echo(
+        f"{role}: {model.architecture}, {model.parameters:,} parameters, {model.precision}{head}; logits within"
+        f" {parity.max_abs_diff:.1e} of the checkpoint's (tolerance {parity.tolerance:.1e}),"
+        f" same argmax in {parity.argmax_agreement:.0%} of {parity.rows} rows"
+    )
+    if model.head_tokens is not None:
+        click.echo(f"{role}: proposes {model.head_tokens:,} of {model.vocab_rows:,} tokens")
+    if quantization is None:
+        return
+    click.echo(
+        f"{role}: perplexity {parity.perplexity:.4g} on held-out text, against {parity.reference_perplexity:.4g} in fp32"
+    )
+    if quantization.kept:
+        click.echo(
+            f"{role}: {sum(quantization.kept.values()):,} weights stay in fp32 (outside linear layers, in layers whose inputs"
+            f" are not two or more blocks of 32, or as requested), beginning with {next(iter(quantization.kept))}"
+        )

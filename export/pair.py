@@ -98,9 +98,10 @@ def export_pair(
             read_config(source)
         progress.stage("reading the vocabularies")
         tokenizers = {role: load_tokenizer(source) for role, source in sources.items()}
-        vocabulary = tokenizers["target"].vocabulary()
-        vocab_tokens = max(check_same_vocabulary(vocabulary, each.vocabulary()) for each in tokenizers.values())
-        tokens = max(vocabulary) + 1
+        vocab_tokens = max(
+            check_same_vocabulary(tokenizers["target"].vocabulary(), each.vocabulary()) for each in tokenizers.values()
+        )
+        tokens = max(tokenizers["target"].vocabulary()) + 1
         job = _Job(sources["target"], "target", tokenizers["target"], tokens, folder, precision, rounding, None, progress)
         entry, generation = _export_model(job)
         models = {"target": entry}
@@ -109,10 +110,8 @@ def export_pair(
             if draft_vocab is not None and draft_vocab_text is not None:
                 ends = generation.eos_token_ids
                 short = frequent_tokens(tokenizers["draft"].json, draft_vocab_text, draft_vocab, tokens, ends)
-            draft_rounding = rounding.for_draft(head_precision) if rounding is not None else None
-            job = _Job(
-                sources["draft"], "draft", tokenizers["draft"], tokens, folder, precision, draft_rounding, short, progress
-            )
+            rounding = rounding.for_draft(head_precision) if rounding is not None else None
+            job = _Job(sources["draft"], "draft", tokenizers["draft"], tokens, folder, precision, rounding, short, progress)
             models["draft"], _ = _export_model(job)
         _write_text(folder, tokenizers["target"])
         return _seal(folder, vocab_tokens, models, generation, progress)

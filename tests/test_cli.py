@@ -1,4 +1,4 @@
-"""The commands as a user runs them: real processes, real exit codes, one line an error."""
+"""The commands as a user runs them, in real processes with real exit codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.runtime.params import RANGES, SamplingParams
 from outrider.tests.support import COMMAND, reseal, run
 
 
-def test_the_three_commands(checkpoints: Path, tmp_path: Path) -> None:
+def test_export_build_and_generate(checkpoints: Path, tmp_path: Path) -> None:
     export = run("export", "--target", checkpoints / "target", "--draft", checkpoints / "draft", "-o", tmp_path / "onnx")
     assert export.returncode == 0, export.stderr
     assert f"wrote {tmp_path}/onnx" in export.stdout
@@ -40,12 +40,12 @@ def test_json_is_one_object_and_nothing_else(shipped_bundle: Path) -> None:
     done = run("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "4", "--json")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
-    said = json.loads(done.stdout)
-    assert len(said["token_ids"]) == len(said["from_draft"]) == said["stats"]["tokens"] == 20
-    assert said["finish_reason"] == "length"
+    result = json.loads(done.stdout)
+    assert len(result["token_ids"]) == len(result["from_draft"]) == result["stats"]["tokens"] == 20
+    assert result["finish_reason"] == "length"
     plain = run("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "0")
-    assert plain.stdout == said["text"] + "\n"
-    assert said["stats"]["mean_acceptance_length"] > 1
+    assert plain.stdout == result["text"] + "\n"
+    assert result["stats"]["mean_acceptance_length"] > 1
 
 
 def test_the_prompt_may_come_on_standard_input(shipped_bundle: Path) -> None:
@@ -61,11 +61,11 @@ def test_chat_and_stop(shipped_bundle: Path) -> None:
     stop = whole.split()[3]
     done = run(*arguments, "--stop", stop, "--json")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["text"] == whole[: whole.index(stop)]
-    assert said["finish_reason"] == "stop"
+    result = json.loads(done.stdout)
+    assert result["text"] == whole[: whole.index(stop)]
+    assert result["finish_reason"] == "stop"
     bare = json.loads(run(*(word for word in arguments if word != "--chat"), "--json").stdout)["text"]
-    assert bare != whole  # the template makes it an agent's answer
+    assert bare != whole  # with the template, an agent answers
 
 
 def test_a_full_cache_says_so(shipped_bundle: Path, tmp_path: Path) -> None:
@@ -117,12 +117,12 @@ def test_help_of_generate_groups_its_options_and_names_their_ranges() -> None:
 
 
 def test_sampling_options_reach_the_sampler(shipped_bundle: Path) -> None:
-    # One k: chosen live it is the clock's, and a pass over other rows has other last bits in its probabilities.
+    # With a fixed k, because auto depends on timing, and the last bits of probabilities depend on the number of rows.
     arguments = ("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "24", "--json", "--k", "4")
     sampling = ("--temperature", "0.9", "--top-p", "0.95", "--top-k", "50", "--min-p", "0.01", "--seed", "5")
     penalties = ("--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.1")
     other = ("--logit-bias", "300:-100", "--logit-bias", "301:2", "--stop-token-id", "9", "--min-new-tokens", "24")
-    said = json.loads(run(*arguments, *sampling, *penalties, *other, "--rule", "exact-match", "--logprobs", "2").stdout)
+    result = json.loads(run(*arguments, *sampling, *penalties, *other, "--rule", "exact-match", "--logprobs", "2").stdout)
     params = SamplingParams(
         temperature=0.9,
         top_p=0.95,
@@ -140,16 +140,16 @@ def test_sampling_options_reach_the_sampler(shipped_bundle: Path) -> None:
         logprobs=2,
     )
     events = list(Outrider.load(shipped_bundle).generate("Once upon a time", params, k=4))
-    assert said["token_ids"] == [token for event in events for token in event.token_ids]
-    assert said["logprobs"] == [
+    assert result["token_ids"] == [token for event in events for token in event.token_ids]
+    assert result["logprobs"] == [
         {"logprob": each.logprob, "top": [list(top) for top in each.top]} for event in events for each in event.logprobs or ()
     ]
-    assert len(said["logprobs"]) == 24
+    assert len(result["logprobs"]) == 24
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="shows what an output that takes nothing gets")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, to which nothing can be written")
 @pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["generate", "--prompt", "x", "--json"], ["inspect"]])
-def test_an_output_that_takes_nothing(tiny_bundle: Path, arguments: list[str]) -> None:
+def test_an_output_that_cannot_be_written(tiny_bundle: Path, arguments: list[str]) -> None:
     command, *options = arguments
     with open("/dev/full", "w") as full:
         done = subprocess.run([*COMMAND, command, str(tiny_bundle), *options], stdout=full, stderr=subprocess.PIPE, text=True)
@@ -159,7 +159,7 @@ def test_an_output_that_takes_nothing(tiny_bundle: Path, arguments: list[str]) -
     assert "Exception ignored" not in done.stderr
 
 
-def test_an_output_that_lacks_characters(shipped_bundle: Path) -> None:
+def test_an_output_encoding_that_lacks_characters(shipped_bundle: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = run("generate", shipped_bundle, "--prompt", "naïve café", "--max-new-tokens", "9", "--show", env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Bad input: one line that says what happened, one with the hint, the right exit code, and nothing half-written."""
+"""Bad input gives one line for what happened, one for the hint, the right exit code, and no partial output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.tests.support import COMMAND, PAIR, broken_bundle, llama, run, tok
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, message: str, hint: str = "") -> None:
-    """One line that says what happened, one that says how to hint it, and no more."""
+    """Check that standard error has one line for what happened and one for the hint, and nothing else."""
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     error = [line for line in done.stderr.splitlines() if not line.endswith("...")]
@@ -80,7 +80,7 @@ def test_unwritable_output(tmp_path: Path, tiny_export: Path) -> None:
 
 
 def test_full_disk(tmp_path: Path, tiny_export: Path) -> None:
-    """Simulated by a limit on the size of a file, which fails a write in the middle as a full disk does."""
+    """Simulated by a limit on file size, which makes a write fail halfway, as on a full disk."""
     limit: dict[str, Any] = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))}
     refused(run("build-engine", tiny_export, "-o", tmp_path / "out", "--capacity", "100", **limit), 1, "no room to write")
     assert nothing_written(tmp_path)
@@ -124,11 +124,11 @@ def kill_in_the_middle(arguments: list[str], stage: str, folder: Path) -> None:
 
 
 def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    def heed() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background is started deaf to it
+    def restore_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs start with SIGINT ignored
 
     arguments = ["export", "--target", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "-o", str(tmp_path / "out")]
-    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
+    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=restore_interrupts) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "tracing the target" in line:
@@ -180,18 +180,18 @@ def test_no_bundle(tmp_path: Path) -> None:
     ("arguments", "message"),
     [(["fly"], "No such command"), (["export"], "Missing option"), (["inspect", "--deep"], "No such option")],
 )
-def test_what_is_no_command_or_option(arguments: list[str], message: str) -> None:
+def test_unknown_commands_and_options(arguments: list[str], message: str) -> None:
     refused(run(*arguments), 2, message)
 
 
-def test_an_audit_of_no_bundle_or_of_too_few_draws(tiny_export: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_verify_without_a_bundle_or_with_too_few_draws(tiny_export: Path, tiny_bundle: Path, tmp_path: Path) -> None:
     refused(run("verify", tmp_path / "absent"), 1, "neither an export nor a bundle")
     refused(run("verify", tiny_export), 1, "is an export, not a bundle")
     refused(run("verify", tiny_bundle, "--draws", "99"), 2, "99 is not in the range x>=100")
 
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["--show"]])
-def test_logits_that_are_no_numbers(tmp_path: Path, options: list[str]) -> None:
+def test_logits_with_nan(tmp_path: Path, options: list[str]) -> None:
     bundle = broken_bundle(tmp_path, token=tokenizer().encode("a").ids[0])
     done = run("generate", bundle, "--prompt", "a", *options)
     refused(done, 1, "contain NaN or infinity")
@@ -265,7 +265,7 @@ def test_closed_standard_output(tiny_bundle: Path, arguments: list[str]) -> None
 
 
 def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
-    """It is not run, and nobody is asked whether it may."""
+    """The code is not run, and there is no prompt that asks for permission."""
     copy = Path(shutil.copytree(PAIR / "target", tmp_path / "coded"))
     config = json.loads((copy / "config.json").read_text())
     own = {"model_type": "coded", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}

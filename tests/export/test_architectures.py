@@ -1,5 +1,5 @@
-"""One mechanism for every architecture: the exported graph, run in uneven chunks, is eager transformers; TensorRT-RTX builds
-it.
+"""One mechanism for every architecture: the exported graph, run in uneven chunks, equals eager transformers, and TensorRT-RTX
+builds it.
 
 `make test-all` writes docs/models.md.
 """

@@ -1,4 +1,4 @@
-"""A whole export: every precision, its parity figures, its memory, and what a miss does."""
+"""A whole export in every precision: the files, the parity figures, the memory, and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_precision_is_in_the_file(
     check_files(output, manifest)
     for role, model in manifest.models.items():
         data = (output / role / "model.onnx.data").stat().st_size
-        assert data >= 0.95 * model.parameters * bytes_each  # the weights lie beside the graph ...
+        assert data >= 0.95 * model.parameters * bytes_each  # the weights are in a file of their own ...
         assert data <= 1.25 * model.parameters * bytes_each  # ... once, in this precision
         graph = onnx.load(output / role / "model.onnx", load_external_data=False)
         onnx.checker.check_model(str(output / role / "model.onnx"))
@@ -82,7 +82,7 @@ def test_different_tokenizers_are_refused_and_nothing_is_written(checkpoints: Pa
     assert not (tmp_path / "onnx").exists()
 
 
-def test_logits_that_are_no_numbers_fail_the_export(checkpoints: Path, tmp_path: Path) -> None:
+def test_logits_with_nan_fail_the_export(checkpoints: Path, tmp_path: Path) -> None:
     model = llama()
     model.model.layers[1].mlp.down_proj.weight.data[3, 3] = float("nan")
     write_checkpoint(tmp_path / "target", model)
@@ -91,7 +91,7 @@ def test_logits_that_are_no_numbers_fail_the_export(checkpoints: Path, tmp_path:
     assert not (tmp_path / "onnx").exists()
 
 
-def test_a_difference_beyond_the_tolerance_is_a_miss() -> None:
+def test_a_difference_beyond_the_tolerance_is_an_error() -> None:
     want = np.random.default_rng(0).standard_normal((24, 320)).astype(np.float32)
     got = want.copy()
     got[20, 7] += 0.01
@@ -115,7 +115,7 @@ print("GREW", peak() - before, manifest.files["target/model.onnx.data"].size)
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_peak_memory_is_under_two_and_a_half_times_the_model(checkpoints: Path, tmp_path: Path, precision: str) -> None:
-    """Over what the libraries themselves and a tiny export take: libraries weigh the same however big the model is."""
+    """Beyond the memory of the libraries and of a tiny export, which does not depend on the size of the model."""
     import torch
 
     big = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=16)

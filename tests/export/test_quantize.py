@@ -1,4 +1,4 @@
-"""Weights of int4 and int8: the arithmetic, the graph, what ONNX Runtime and TensorRT-RTX make of it, and what is refused."""
+"""Weights of int4 and int8: the arithmetic, the graph in ONNX Runtime and TensorRT-RTX, and what is refused."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ TYPES = {"int4": TensorProto.INT4, "int8": TensorProto.INT8}
 Array = npt.NDArray[Any]
 
 
-def written_out(weight: Array, bits: int, block: int) -> Array:
-    """The quantized weights, [K, N], a block at a time in float64."""
+def reference_quantize(weight: Array, bits: int, block: int) -> Array:
+    """Return the quantized weights [K, N], computed block by block in float64."""
     most, rounded = 2 ** (bits - 1), np.zeros(weight.T.shape)
     for output, row in enumerate(weight.astype(np.float64)):
         for first in range(0, len(row), block):
@@ -55,18 +55,18 @@ def written_out(weight: Array, bits: int, block: int) -> Array:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [32, 128])
-def test_rounding_is_that_of_the_formula(bits: int, block: int) -> None:
+def test_rounding_follows_the_formula(bits: int, block: int) -> None:
     weight = torch.from_numpy(np.random.default_rng(0).standard_t(3, (7, 3 * block)).astype(np.float32))
-    weight[0, :block] = 0  # a block of nothing, one of hardly anything, and one of hardly less than everything
+    weight[0, :block] = 0  # a block of zeros, one of tiny weights, and one of huge weights
     weight[1, :block] *= 1e-30
     weight[2, :block] *= 1e30
     quantized, scale = quantize(weight, bits, block)
     assert quantized.dtype == torch.int8
     assert scale.shape == (3, 7)
-    assert (scale > 0).all()  # TensorRT takes no others
+    assert (scale > 0).all()  # TensorRT takes only positive scales
     assert quantized.min() >= -(2 ** (bits - 1))
     assert quantized.max() <= 2 ** (bits - 1) - 1
-    want = written_out(weight.numpy(), bits, block)
+    want = reference_quantize(weight.numpy(), bits, block)
     np.testing.assert_allclose(dequantize(quantized, scale).numpy(), want, rtol=1e-4)
     by_hand = quantized.numpy().astype(np.float64) * np.repeat(scale.numpy(), block, axis=0)
     np.testing.assert_allclose(dequantize(quantized, scale).numpy(), by_hand, rtol=1e-6)
@@ -90,9 +90,7 @@ def block_of(role: str, precision: str, inputs: int) -> int:
 
 @pytest.mark.parametrize("role", BLOCKS)
 @pytest.mark.parametrize("precision", BITS)
-def test_the_graph_has_the_rounded_weights_and_the_embedding_of_before(
-    exports: dict[str, Path], precision: str, role: str
-) -> None:
+def test_the_graph_has_the_rounded_weights_and_the_embedding(exports: dict[str, Path], precision: str, role: str) -> None:
     path = exports[precision] / role / "model.onnx"
     onnx.checker.check_model(str(path))
     graph = onnx.load(path).graph
@@ -114,14 +112,14 @@ def test_the_graph_has_the_rounded_weights_and_the_embedding_of_before(
         quantized, want = quantize(weight, BITS[kind], block)
         assert (numpy_helper.to_array(tensor).astype(np.int8) == quantized.numpy()).all()
         assert (numpy_helper.to_array(scale) == want.numpy()).all()
-    assert not any(isinstance(module, torch.nn.Linear) for module in modules.values())  # all of them were met
+    assert not any(isinstance(module, torch.nn.Linear) for module in modules.values())  # every linear layer was quantized
     table = numpy_helper.to_array(tensors["model.model.embed_tokens.weight"])
     assert table.dtype == np.float16
     np.testing.assert_allclose(table, checkpoint.model.embed_tokens.weight.detach(), rtol=2**-11, atol=1e-7)
 
 
 @pytest.mark.parametrize("precision", BITS)
-def test_the_file_and_the_manifest_say_what_was_done(exports: dict[str, Path], precision: str) -> None:
+def test_sizes_and_manifest_match_what_was_done(exports: dict[str, Path], precision: str) -> None:
     manifest = read_manifest(exports[precision])
     check_files(exports[precision], manifest)
     for role, model in manifest.models.items():
@@ -147,7 +145,7 @@ def test_the_file_and_the_manifest_say_what_was_done(exports: dict[str, Path], p
         assert parity.max_abs_diff <= parity.tolerance < 0.01
         assert parity.perplexity is not None
         assert parity.reference_perplexity is not None
-        assert 20 < parity.reference_perplexity < 200  # of 4,096 tokens, on text unlike what it was trained on
+        assert 20 < parity.reference_perplexity < 200  # of 4,096 tokens, on text unlike the training data
         assert 0.9 < parity.perplexity / parity.reference_perplexity < 1.1
 
 
@@ -169,7 +167,7 @@ def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: s
     assert found.passed, found.as_dict()
     for texts in (found.greedy, found.batched):
         assert texts is not None
-        assert texts.near_ties == []  # equal to the bit
+        assert texts.near_ties == []  # bit-identical
 
 
 def random_model(folder: Path, config: Any) -> tuple[PreTrainedModel, Source]:
@@ -182,7 +180,7 @@ def random_model(folder: Path, config: Any) -> tuple[PreTrainedModel, Source]:
 @pytest.mark.parametrize(
     ("config", "kept"),
     [
-        (CONFIGS["GPT-2"], set[str]()),  # Conv1D, with biases, learnt positions, a tied head
+        (CONFIGS["GPT-2"], set[str]()),  # Conv1D, biases, learned positions, a tied head
         (CONFIGS["Gemma-2"], set[str]()),  # a scaled embedding
         (CONFIGS["Qwen3-MoE"], {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}),
     ],
@@ -216,7 +214,7 @@ def test_a_tied_head_that_stays_in_fp32_stays_exact(tmp_path: Path) -> None:
 
 
 def test_a_collapse_is_refused_with_the_figures(tmp_path: Path) -> None:
-    """Of the shipped draft, but one input of each block is a thousandth, and its weights are a thousandfold."""
+    """The shipped draft, with one input of each block a thousand times smaller and its weights a thousand times larger."""
     model = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32)
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -227,16 +225,16 @@ def test_a_collapse_is_refused_with_the_figures(tmp_path: Path) -> None:
             norm.weight.data[::32] /= 1000
             for reader in readers:
                 reader.weight.data[:, ::32] *= 1000
-    spoilt = Path(shutil.copytree(PAIR / "draft", tmp_path / "spoilt"))
-    model.save_pretrained(spoilt)
+    spoiled = Path(shutil.copytree(PAIR / "draft", tmp_path / "spoiled"))
+    model.save_pretrained(spoiled)
     refused = r"to int4 loses too much: perplexity on held-out text is \d.*, compared with 91\.34 in fp32, and the limit is 137"
-    with pytest.raises(ParityError, match=refused) as caught:  # the model itself is whole
-        export_pair(str(spoilt), str(spoilt), tmp_path / "out", precision="int4")
+    with pytest.raises(ParityError, match=refused) as caught:  # before quantization, the model is intact
+        export_pair(str(spoiled), str(spoiled), tmp_path / "out", precision="int4")
     assert "--precision int8" in caught.value.hint
-    assert [path.name for path in tmp_path.iterdir()] == ["spoilt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["spoiled"]
 
 
-def test_weights_that_are_no_numbers_fail_the_export(checkpoints: Path, tmp_path: Path) -> None:
+def test_weights_with_nan_fail_the_export(checkpoints: Path, tmp_path: Path) -> None:
     model = llama(num_hidden_layers=1)
     model.model.layers[0].mlp.up_proj.weight.data[3, 3] = float("nan")
     write_checkpoint(tmp_path / "target", model)
@@ -245,12 +243,12 @@ def test_weights_that_are_no_numbers_fail_the_export(checkpoints: Path, tmp_path
 
 
 def test_console_and_tensorrt(tmp_path: Path) -> None:
-    """What `export` prints, of a pair with a layer of 48 inputs, and what TensorRT-RTX takes: of 64, never one block."""
+    """The output of `export` for a pair with a layer of 48 inputs; TensorRT-RTX builds it, as no layer is a single block."""
     model = write_checkpoint(tmp_path / "model", llama(hidden_size=64, num_hidden_layers=1))
     done = run("export", "--target", model, "--draft", model, "-o", tmp_path / "int4", "--precision", "int4")
     assert done.returncode == 0, done.stderr
     assert "int4 (head int8); logits within" in done.stdout
-    assert "draft: perplexity 3" in done.stdout  # of 320 tokens that are as likely
+    assert "draft: perplexity 3" in done.stdout  # 320 tokens, all about equally likely
     assert "target: 3,072 weights stay in fp32" in done.stdout
     assert "the first are model.layers.0.mlp.down_proj.weight" in done.stdout
     pytest.importorskip("tensorrt_rtx", reason="would show that quantized models build: pip install 'outrider[rtx]'")
@@ -275,9 +273,7 @@ def test_console_and_tensorrt(tmp_path: Path) -> None:
         ({"precision": "int4", "method": "auto-round", "calibration": Path("/no/such")}, "cannot read /no/such"),
     ],
 )
-def test_options_that_do_not_go_together_are_wrong_use(
-    checkpoints: Path, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_contradicting_options_are_wrong_use(checkpoints: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         export_pair(str(checkpoints / "target"), str(checkpoints / "draft"), tmp_path / "onnx", **options)
     assert list(tmp_path.iterdir()) == []
@@ -292,7 +288,7 @@ def test_a_calibration_text_that_is_too_short_is_wrong_use(checkpoints: Path, tm
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_auto_round_is_nearer_to_the_checkpoint(tmp_path: Path) -> None:
+def test_auto_round_is_closer_to_the_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("auto_round", reason="would show that AutoRound helps: pip install 'outrider[quantize]'")
     sources = (str(PAIR / "draft"), None)
     tuned = export_pair(

@@ -1,4 +1,4 @@
-"""The sampler graphs, run by ONNX Runtime, against the float64 reference: the arithmetic and its edges."""
+"""The sampler graphs on ONNX Runtime compared with the float64 reference: arithmetic and edge cases."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_the_verifier_decides_as_the_reference_does(graphs: Graphs, seed: int) -
     assert case.verdicts(graphs) == [case.reference(sequence) for sequence in range(case.batch)]
 
 
-def test_the_cases_above_are_not_all_alike() -> None:
-    """They accept, reject, edit and truncate: a test of the test."""
+def test_the_random_cases_cover_all_outcomes() -> None:
+    """They accept, reject, edit and truncate."""
     cases = [Case(seed) for seed in range(200)]
     emitted = [(case, sequence, case.reference(sequence)) for case in cases for sequence in range(case.batch)]
     lengths = [(len(tokens) - 1, case.drafted_count[sequence]) for case, sequence, tokens in emitted]
@@ -100,15 +100,15 @@ def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(graphs: Grap
     assert [ids[: count + 1].tolist() for ids, count in zip(tokens, accepted, strict=True)] == case.verdicts(graphs)
     assert all((ids[count + 1 :] == -1).all() for ids, count in zip(tokens, accepted, strict=True))
     logits = (case.random.standard_normal((case.batch, 1, draft_rows)) * 3).astype(np.float32)
-    logits[..., ::7] = -np.inf  # as a draft has that proposes some tokens only
+    logits[..., ::7] = -np.inf  # as in a draft that proposes only some tokens
     token, status = run(graphs, "greedy_drafter", vocab_rows, draft_rows, logits=logits)
     assert (status == DECIDED).all()
     assert (token == logits[..., :vocab_rows].argmax(-1)).all()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_the_greedy_graphs_say_what_is_no_number(graphs: Graphs, wrong: float) -> None:
-    """But for rows after the first rejected token, which nobody looks at."""
+def test_the_greedy_graphs_report_nan_and_infinity(graphs: Graphs, wrong: float) -> None:
+    """Except in rows after the first rejected token, which are not used."""
     logits = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
     logits[0, 1, 5] = logits[1, 2, 5] = wrong
     drafted = np.where([[True, True, True], [True, False, True]], logits.argmax(-1), 1)
@@ -120,7 +120,7 @@ def test_the_greedy_graphs_say_what_is_no_number(graphs: Graphs, wrong: float) -
 
 
 def one_row(graphs: Graphs, logits: Array, candidates: int = 0, **values: Any) -> tuple[Array, int, int]:
-    """q, a token and the status of the drafter, for one row of logits [V]."""
+    """Run the drafter on one row of logits [V]; return q, a token and the status."""
     size = len(logits)
     token, q, status = run(
         graphs,
@@ -142,7 +142,7 @@ def one_row(graphs: Graphs, logits: Array, candidates: int = 0, **values: Any) -
 def round_of(
     graphs: Graphs, logits: Array, drafted: list[int], q: Array, uniforms: Array, candidates: int = 1, **values: Any
 ) -> tuple[list[int], int]:
-    """What the verifier emits for one sequence and its status: logits [S, V], q [k, V], uniforms [S, 3]."""
+    """Run the verifier on one sequence: logits [S, V], q [k, V], uniforms [S, 3]; return the tokens and the status."""
     rows, size = logits.shape
     accepted, tokens, status = run(
         graphs,
@@ -167,7 +167,7 @@ RULES = pytest.mark.parametrize("exact_match", [0, 1])
 
 @RULES
 def test_q_zero_where_p_is_not(graphs: Graphs, exact_match: int) -> None:
-    """The draft proposes nothing but token 0, which the target hardly wants: the rest comes from the residual."""
+    """The draft proposes only token 0, which is unlikely in the target; everything else comes from the residual."""
     logits = np.log(np.array([[0.01, 0.09, 0.4, 0.5]] * 2))
     q = np.array([[1.0, 0, 0, 0]])
     for uniform in np.linspace(0, 0.999, 40):
@@ -252,7 +252,7 @@ def test_tokens_equal_to_the_last_kept_one_are_kept(graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("values", [{"top_p": 0.95}, {"top_k": 500}, {"top_k": 600, "top_p": 0.5}])
-def test_what_reaches_beyond_the_candidates_is_said_and_more_of_them_decide(graphs: Graphs, values: dict[str, float]) -> None:
+def test_too_few_candidates_are_reported_and_more_of_them_decide(graphs: Graphs, values: dict[str, float]) -> None:
     logits = np.random.default_rng(1).standard_normal(700)
     assert one_row(graphs, logits, candidates=64, **values)[2] == MORE_CANDIDATES
     q, token, status = one_row(graphs, logits, candidates=700, **values)
@@ -266,8 +266,8 @@ def test_what_reaches_beyond_the_candidates_is_said_and_more_of_them_decide(grap
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_logits_that_are_no_numbers_are_said(graphs: Graphs, value: float, temperature: float) -> None:
-    """In any row up to the one of the target's own token; what comes after it is not looked at."""
+def test_nan_and_infinity_are_reported(graphs: Graphs, value: float, temperature: float) -> None:
+    """In any row up to that of the target's own token; later rows are not used."""
     logits = np.zeros((3, 300), dtype=np.float32)
     logits[:, 7] = 50
     q = np.eye(1, 300, 7).repeat(2, axis=0)
@@ -286,8 +286,8 @@ def test_greedy_takes_the_first_of_equals(graphs: Graphs) -> None:
     assert round_of(graphs, logits, [], np.zeros((0, 300)), np.full((1, 3), 0.9), temperature=0) == ([0], DECIDED)
 
 
-def test_a_sequence_does_not_depend_on_its_company(graphs: Graphs) -> None:
-    """Each of a mixed batch alone gives what it gave among the others."""
+def test_a_sequence_does_not_depend_on_the_rest_of_its_batch(graphs: Graphs) -> None:
+    """Each sequence of a mixed batch gives the same result alone."""
     for seed in range(60):
         case = Case(seed)
         together = case.verdicts(graphs)
@@ -307,8 +307,8 @@ def test_uniforms_at_their_ends_never_draw_a_token_of_no_weight(graphs: Graphs) 
         assert tokens == [5 if uniform == 0 else 301]
 
 
-def test_a_token_that_p_lacks_is_never_accepted(graphs: Graphs) -> None:
-    """Not by a uniform of 0 either."""
+def test_a_token_with_probability_zero_is_never_accepted(graphs: Graphs) -> None:
+    """Not even with a uniform of 0."""
     logits = np.array([[0.0, -np.inf, 1.0]] * 2)
     tokens, _ = round_of(graphs, logits, [1], np.array([[0.0, 1.0, 0.0]]), np.zeros((2, 3)))
     assert len(tokens) == 1
@@ -316,7 +316,7 @@ def test_a_token_that_p_lacks_is_never_accepted(graphs: Graphs) -> None:
 
 
 def test_a_rejection_without_a_residual_draws_from_p(graphs: Graphs) -> None:
-    """Rounding alone can bring it about: p and q are the same powers of two, and u is so near 1 that u q is q."""
+    """Only rounding can cause this: p and q are the same powers of two, and u is so close to 1 that u q rounds to q."""
     q = np.array([[0.5, 0.25, 0.25]])
     logits = np.log(np.concatenate([q, q]))
     weights = warp(logits[0], NEUTRAL)
@@ -326,7 +326,7 @@ def test_a_rejection_without_a_residual_draws_from_p(graphs: Graphs) -> None:
     assert (tokens, status) == ([draw(weights, uniforms[0, 1:])], DECIDED)
 
 
-def test_logprobs_are_those_of_the_logits_as_they_are(graphs: Graphs) -> None:
+def test_logprobs_are_those_of_the_unmodified_logits(graphs: Graphs) -> None:
     logits = (np.random.default_rng(2).standard_normal((2, 3, 300)) * 4).astype(np.float32)
     tokens = np.array([[4, 5, -1], [7, 8, 9]])
     chosen, ids, values = run(graphs, "logprobs", 300, 300, logits=logits, tokens=tokens, candidates=np.array([4]))

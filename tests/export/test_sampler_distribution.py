@@ -1,4 +1,4 @@
-"""What the verifier emits has the target's distribution; the same test finds each of the four wrong samplers."""
+"""The verifier's tokens have the target's distribution; the same test detects each of the four wrong samplers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE, K, DRAWS, ENOUGH = 40, 3, 20_000, 500
 def emitted(
     graphs: Graphs | None, seed: int, settings_row: Array, fault: Fault | None = None
 ) -> tuple[list[list[int]], list[npt.NDArray[np.float64]]]:
-    """So many rounds with the same p and q in each row; by the graph, or by the reference. And the exact p of the rows."""
+    """Run rounds with the same p and q in each row, by the graph or the reference; return tokens and each row's exact p."""
     random = np.random.default_rng(seed)
     logits = (random.standard_normal((K + 1, SIZE)) * 1.5).astype(np.float32)
     chosen = named_settings(settings_row)
@@ -54,7 +54,7 @@ def emitted(
 
 
 def p_values(rounds: list[list[int]], p: list[npt.NDArray[np.float64]]) -> list[float]:
-    """Of each row that enough rounds reach: the tokens emitted there against its p, whatever the rows before had."""
+    """Compare the tokens of each row that enough rounds reach with its p, whatever the rows before it had."""
     found = []
     for at, each in enumerate(p):
         counts = np.bincount([tokens[at] for tokens in rounds if len(tokens) > at], minlength=SIZE)
@@ -82,7 +82,7 @@ def test_emitted_tokens_have_the_targets_distribution(graphs: Graphs, settings_r
 
 
 @pytest.mark.parametrize("fault", Fault)
-def test_the_same_test_finds_each_wrong_sampler(fault: Fault) -> None:
+def test_the_same_test_detects_each_wrong_sampler(fault: Fault) -> None:
     rounds, p = emitted(None, 0, row(top_k=8), fault)
     assert min(p_values(rounds, p)) < FALSE_ALARM / 1000
 

@@ -1,4 +1,4 @@
-"""A draft that proposes some tokens only: nothing is lost but acceptance."""
+"""A draft that proposes only some tokens, which costs acceptance and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNT = 1500
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the shipped pair likes to say."""
+    """A text like the shipped pair's own."""
     path = tmp_path_factory.mktemp("text") / "sample.txt"
     path.write_text((PAIR / "README.md").read_text() + "Customer: I would like to book a table for two.\nAgent: Sure! " * 20)
     return path
@@ -42,7 +42,7 @@ def bundle(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.
     return build(folder / "onnx", folder / "bundle")
 
 
-def test_the_text_is_plain_decodings_and_drafts_are_of_the_short_vocabulary(bundle: Path, text: Path) -> None:
+def test_the_text_is_that_of_plain_decoding_and_drafts_use_the_short_vocabulary(bundle: Path, text: Path) -> None:
     manifest = read_manifest(bundle)
     assert (manifest.models["draft"].head_tokens, manifest.models["target"].head_tokens) == (COUNT, None)
     kept = set(frequent_tokens((PAIR / "draft" / "tokenizer.json").read_text(), text, COUNT, 4096, [0]).tolist())
@@ -62,7 +62,7 @@ def test_the_text_is_plain_decodings_and_drafts_are_of_the_short_vocabulary(bund
         assert event.stats.accepted > 10
 
 
-def test_the_logits_of_the_others_are_minus_infinity(bundle: Path) -> None:
+def test_logits_of_all_other_tokens_are_minus_infinity(bundle: Path) -> None:
     session = open_engines(bundle, *open_bundle(bundle)).session("draft", batch=1)
     logits = session.run(np.array([[5, 9]]), np.array([0]))
     assert (np.isfinite(logits).sum(-1) == COUNT).all()

@@ -1,4 +1,4 @@
-"""Checkpoints: folders, hub ids and GGUF files are read; damaged ones are refused in one sentence."""
+"""Folders, hub ids and GGUF files are read; damaged checkpoints are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_folder_is_read(folder: Path) -> None:
     load(folder)
 
 
-def test_a_source_that_is_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_source_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     for text in (str(tmp_path / "absent"), "no/such/thing", "absent.gguf", ".."):
         with pytest.raises(SourceError, match=r"does not exist|no config\.json"):
             Source.parse(text)
@@ -51,7 +51,7 @@ def test_a_folder_without_a_model_is_refused_and_a_gguf_in_it_is_named(tmp_path:
     assert "some.gguf" in caught.value.hint
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_gguf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"not a model")
     with pytest.raises(SourceError, match="is not a GGUF file"):
@@ -72,7 +72,7 @@ def test_absent_weights_are_refused(folder: Path) -> None:
         load(folder)
 
 
-def test_a_missing_tensor_is_refused_not_made_up(folder: Path) -> None:
+def test_a_missing_tensor_is_refused_and_not_initialized(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -162,12 +162,12 @@ def write_gguf(path: Path) -> Qwen2ForCausalLM:
 
 def test_a_gguf_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
-    want = write_gguf(path)
+    expected = write_gguf(path)
     source = Source.parse(str(path))
     assert source.name == "tiny.gguf"
     model = load_model(source, "fp32")
     ids = torch.tensor([[1, 2, 3, 4]])
-    torch.testing.assert_close(model(ids).logits, want(ids).logits)
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits)
     files = load_tokenizer(source)
     assert files.vocabulary()[0] == END
     assert len(files.vocabulary()) == 320
@@ -196,7 +196,7 @@ def in_hub_cache(cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_hub_id_is_read(tmp_path: Path) -> None:
-    """From the hub client's own cache, laid out as it does, with the network off."""
+    """From the hub client's cache, in its own layout, without network."""
     repository = tmp_path / "models--someone--some-model"
     commit = "0123456789abcdef0123456789abcdef01234567"
     model = llama()

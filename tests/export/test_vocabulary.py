@@ -1,4 +1,4 @@
-"""Draft and target must mean the same by every token id."""
+"""A token id must mean the same token in draft and target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_first_difference_is_named(draft: dict[int, str], message: str) -> N
         check_same_vocabulary({0: "a", 1: "b", 2: "d"}, draft)
 
 
-def test_a_vocabulary_has_its_added_tokens() -> None:
+def test_a_vocabulary_includes_added_tokens() -> None:
     made = tokenizer()
     made.add_special_tokens(["<|user|>"])
     files = TokenizerFiles(made.to_str(), None, {}, None)
