@@ -7,10 +7,10 @@ from collections.abc import Hashable
 
 from outrider.runtime.choice import PLAIN, Choice
 
-FAST, SLOW = 0.5, 0.03  # the weight of the newest round in the two kinds of moving averages
-TURN = 0.35  # its weight in the slow ones where plain decoding and drafting have just taken turns
+FAST, SLOW = 0.7, 0.03  # the weight of the newest round in the two kinds of moving averages
+TURN = 0.4  # its weight in the slow ones where plain decoding and drafting have just taken turns
 MAX_SURPRISE = 0.7  # of a logarithm: a round that takes longer than twice the estimate counts for no more
-KEPT = 0.9995  # what the slow ones keep in each round: what was slow once may not stay slow
+KEPT = 0.999  # what the slow ones keep in each round: what was slow once may not stay slow
 SOON, STALE = 8, 100  # rounds after which plain decoding is timed again: the first time, and at most
 
 
