@@ -250,7 +250,7 @@ def test_console_and_tensorrt(tmp_path: Path) -> None:
     assert "int4 (head int8); logits within" in done.stdout
     assert "draft: perplexity 3" in done.stdout  # 320 tokens, all about equally likely
     assert "target: 3,072 weights stay in fp32" in done.stdout
-    assert "the first are model.layers.0.mlp.down_proj.weight" in done.stdout
+    assert "beginning with model.layers.0.mlp.down_proj.weight" in done.stdout
     pytest.importorskip("tensorrt_rtx", reason="would show that quantized models build: pip install 'outrider[rtx]'")
     export_pair(str(model), str(model), tmp_path / "int8", precision="int8")
     for precision in BITS:
