@@ -67,4 +67,4 @@ def test_commands_know_it(shipped_bundle: Path) -> None:
     arguments = ["generate", str(shipped_bundle), "--prompt", "a a a", "--k", "4", "--drafter", "repeat", "--json"]
     done = CliRunner().invoke(main, [*arguments, "--max-new-tokens", "20"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout.splitlines()[-1])["rounds_by_drafter"]["repeat"] > 0
+    assert json.loads(done.stdout.splitlines()[-1])["stats"]["rounds_by_drafter"]["repeat"] > 0
