@@ -7,10 +7,11 @@ from collections.abc import Hashable
 
 from outrider.runtime.choice import PLAIN, Choice
 
-FAST, SLOW = 0.7, 0.03  # the weight of the newest round in the two kinds of moving averages
-TURN = 0.4  # its weight in the slow ones where plain decoding and drafting have just taken turns
+FAST, SLOW = 0.5, 0.03  # the weight of the newest round in the two kinds of moving averages
+TURN = 0.3  # its weight in the slow ones where plain decoding and drafting have just taken turns
 MAX_SURPRISE = 0.7  # of a logarithm: a round that takes longer than twice the estimate counts for no more
-KEPT = 0.999  # what the slow ones keep in each round: what was slow once may not stay slow
+KEPT = 0.9995  # what the slow ones keep in each round: what was slow once may not stay slow
+PATIENCE = 50  # rounds without plain decoding after which its next one may surprise twice as much
 SOON, STALE = 8, 100  # rounds after which plain decoding is timed again: the first time, and at most
 
 
@@ -55,9 +56,10 @@ class Pace:
             self._seen.add((choice, batch))
             return
         surprise = math.log(max(ratio, 1e-9) / self.ratio(choice, batch))
-        surprise = max(-MAX_SURPRISE, min(surprise, MAX_SURPRISE))
-        self._shared += FAST * surprise
         waited = self._rounds - self._plain
+        limit = MAX_SURPRISE * (1 + waited / PATIENCE) if choice == PLAIN else MAX_SURPRISE
+        surprise = max(-limit, min(surprise, limit))
+        self._shared += FAST * surprise
         averages = self._parts
         for part in averages:
             averages[part] *= KEPT
