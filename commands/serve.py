@@ -125,7 +125,7 @@ def command(
     if ray:
         from outrider.serve import cluster
 
-        on_gpu = build.backend != "onnxruntime" or (device or build.device) == "cuda"
+        on_gpu = (device or build.device) != "cpu"
         cpus = cpus or (1 if on_gpu else None)
         cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
     else:
