@@ -16,12 +16,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.bench.measure import Answer, measure, modes, trace
+from outrider.bench.measure import measure, modes, trace
 from outrider.bench.planner import tokens_per_round
 from outrider.bench.plots import COLOURS
 from outrider.bench.report import assessment, markdown
 from outrider.bench.results import SCHEMA, Mode, Percentiles, Results, changes, read
 from outrider.bench.simulator import Trace, regrets
+from outrider.bench.summary import Answer
 from outrider.calibration.workloads import SHIPPED, Prompt, load
 from outrider.errors import UsageError
 from outrider.runtime.choice import AUTO

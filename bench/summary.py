@@ -1,0 +1,142 @@
+"""From answers to results: the figures of each mode on each prompt and workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from outrider.bench.results import Mode, Part, Percentiles, PromptResult, Summary
+from outrider.bench.simulator import Trace, replay
+from outrider.runtime import drafters
+from outrider.runtime.costs import Costs
+from outrider.runtime.drafters.base import NONE
+from outrider.runtime.policy import FixedPolicy
+from outrider.runtime.stats import Stats
+
+PLAIN = Mode(drafter=NONE, k=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One text."""
+
+    tokens: list[int]
+    seconds: float  # after the target has read the prompt, the draft's reading included
+    arrivals: list[tuple[float, int]]  # seconds since the request, and tokens that came then
+    stats: Stats
+
+    @property
+    def per_token(self) -> float:
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / max(len(self.tokens) - self.arrivals[0][1], 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between each token and the next."""
+        gaps = [0.0] * (self.arrivals[0][1] - 1)
+        for (before, _), (now, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
+            gaps += [now - before, *[0.0] * (count - 1)]
+        return gaps
+
+
+Answers = dict[Mode, list[list[Answer]]]
+"""Answers by mode, round and prompt."""
+
+
+def summarize(traces: Sequence[Trace], answers: Answers, costs: Costs) -> tuple[list[PromptResult], list[Summary]]:
+    """Return the results of each mode on each prompt, and on each workload."""
+    plain = answers[PLAIN]
+    texts = [
+        _text(at, mode, trace, [each[at] for each in taken], [each[at] for each in plain], costs)
+        for at, trace in enumerate(traces)
+        for mode, taken in answers.items()
+    ]
+    summaries = []
+    for workload in dict.fromkeys(trace.workload for trace in traces):
+        for mode, all_taken in answers.items():
+            own = [text for text in texts if (text.workload, text.mode) == (workload, mode)]
+            taken = [[each[text.prompt] for text in own] for each in all_taken]
+            summaries.append(_summary(own, taken, [[each[text.prompt] for text in own] for each in plain]))
+    return texts, summaries
+
+
+def parts(traces: Sequence[Trace], answers: Answers, costs: Costs) -> list[Part]:
+    """Return where the time of a round goes, for each mode with a fixed k, in the middle of the texts."""
+    middle = sum(len(each.prompt) + len(each.tokens) // 2 for each in traces) // len(traces)
+    return [
+        _part(mode, costs, middle, [answer for each in taken for answer in each])
+        for mode, taken in answers.items()
+        if isinstance(mode.k, int)
+    ]
+
+
+def _total(answers: list[Answer]) -> Stats:
+    total = Stats()
+    for answer in answers:
+        total.add(answer.stats)
+    return total
+
+
+def _text(prompt: int, mode: Mode, trace: Trace, taken: list[Answer], plain: list[Answer], costs: Costs) -> PromptResult:
+    total = _total(taken)
+    predicted = None
+    if isinstance(mode.k, int):
+        predicted = replay(trace, costs, FixedPolicy(NONE, 0)) / replay(trace, costs, FixedPolicy(mode.drafter, mode.k))
+    return PromptResult(
+        workload=trace.workload,
+        prompt=prompt,
+        mode=mode,
+        tokens=len(taken[0].tokens),
+        tokens_per_second=[len(answer.tokens) / answer.seconds for answer in taken],
+        speedup=[p.seconds / a.seconds * len(a.tokens) / len(p.tokens) for a, p in zip(taken, plain, strict=True)],
+        predicted_speedup=predicted,
+        first_token=[1000 * answer.arrivals[0][0] for answer in taken],
+        per_token=[1000 * answer.per_token for answer in taken],
+        between_tokens=Percentiles.of([gap for answer in taken for gap in answer.gaps]),
+        mean_acceptance_length=total.mean_acceptance_length,
+        acceptance_rate=total.acceptance_rate,
+        per_position_rates=total.per_position_rates,
+        acceptance_histogram=total.histogram,
+    )
+
+
+def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[list[Answer]]) -> Summary:
+    """Of one mode on one workload, from its texts and from their answers in each round, and plain decoding's."""
+    everything = [answer for each in taken for answer in each]
+    total = _total(everything)
+    predicted = [text.predicted_speedup for text in texts if text.predicted_speedup is not None]
+    return Summary(
+        workload=texts[0].workload,
+        mode=texts[0].mode,
+        prompts=len(texts),
+        tokens=sum(text.tokens for text in texts),
+        tokens_per_second=[geometric_mean(of_round) for of_round in zip(*(t.tokens_per_second for t in texts), strict=True)],
+        speedup=[geometric_mean(of_round) for of_round in zip(*(text.speedup for text in texts), strict=True)],
+        predicted_speedup=geometric_mean(predicted) if predicted else None,
+        first_token=Percentiles.of([answer.arrivals[0][0] for answer in everything]),
+        per_token=Percentiles.of([answer.per_token for answer in everything if len(answer.arrivals) > 1]),
+        between_tokens=Percentiles.of([gap for answer in everything for gap in answer.gaps]),
+        mean_acceptance_length=total.mean_acceptance_length,
+        acceptance_rate=total.acceptance_rate,
+        per_position_rates=total.per_position_rates,
+        acceptance_histogram=total.histogram,
+        rounds_by_drafter=total.rounds_by_drafter,
+        drafting_rounds=total.drafting_rounds,
+        rounds=total.rounds,
+        outside_engines=total.outside_engines,
+        same_text=sum(
+            a.tokens == p.tokens for each, before in zip(taken, plain, strict=True) for a, p in zip(each, before, strict=True)
+        ),
+    )
+
+
+def _part(mode: Mode, costs: Costs, end: int, taken: list[Answer]) -> Part:
+    k = int(mode.k)
+    total = _total(taken)
+    engines = {
+        "draft": drafters.get(mode.drafter).cost(costs, k, end, True) if k else 0.0,
+        "target": costs.step("target", k + 1, end),
+        "verifier": costs.sampler("greedy_verifier", k + 1),
+    }
+    outside = sum(engines.values()) * total.outside_engines / (1 - total.outside_engines)
+    return Part(mode=mode, **engines, outside_engines=outside)
