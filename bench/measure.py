@@ -92,7 +92,7 @@ def measure(
         schema=SCHEMA,
         bundle=bundle,
         target=Path(manifest.models["target"].source).name,
-        draft=Path(manifest.models["draft"].source).name if "draft" in manifest.models else None,
+        draft=next((Path(manifest.models[role].source).name for role in manifest.roles[1:]), None),
         precision=", ".join(dict.fromkeys(model.precision for model in manifest.models.values())),
         backend=f"{build.backend} {build.backend_version}, {loaded.engines.device.name}",
         machine=machine(loaded.engines.device),

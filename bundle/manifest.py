@@ -162,7 +162,7 @@ class Manifest(Struct, frozen=True):
     @property
     def samplers(self) -> tuple[str, ...]:
         """Return those of `contract.SAMPLERS` that the models need."""
-        return tuple(name for name in SAMPLERS if "draft" in self.models or name not in DRAFTERS)
+        return tuple(name for name in SAMPLERS if len(self.models) > 1 or name not in DRAFTERS)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -172,8 +172,8 @@ class Manifest(Struct, frozen=True):
     @property
     def widths(self) -> tuple[int, int]:
         """Return the widths of the target's and the draft's logits; without a draft, no sampler uses the second."""
-        target = self.models["target"].vocab_rows
-        return target, self.models["draft"].vocab_rows if "draft" in self.models else target
+        target, *others = (self.models[role].vocab_rows for role in self.roles)
+        return target, next(iter(others), target)
 
     def encode(self) -> bytes:
         """Return indented JSON."""

@@ -190,6 +190,8 @@ class Outrider:
 
     def allowed_drafters(self, k: int | str, drafter: str | None) -> list[str]:
         """Return the drafters that may be used with these arguments of `generate`."""
+        if k == 0:
+            return []
         if drafter is None:
             return self.drafters if k == AUTO else self.drafters[:1]
         return self.drafters if drafter == AUTO else [drafter]
@@ -198,7 +200,7 @@ class Outrider:
         """Return what chooses with these arguments of `generate`."""
         if not isinstance(k, int):
             return self.policy
-        return FixedPolicy(self.allowed_drafters(k, drafter)[0] if k else NONE, k)
+        return FixedPolicy(*self.allowed_drafters(k, drafter), k) if k else FixedPolicy(NONE, 0)
 
     def check_drafting(self, k: int | str, drafter: str | None) -> None:
         """Raise `UsageError` if the bundle has no such k or drafter."""
