@@ -200,7 +200,7 @@ class Outrider:
         """Return what chooses with these arguments of `generate`."""
         if not isinstance(k, int):
             return self.policy
-        return FixedPolicy(*self.allowed_drafters(k, drafter), k) if k else FixedPolicy(NONE, 0)
+        return FixedPolicy(self.allowed_drafters(k, drafter)[0] if k else NONE, k)
 
     def check_drafting(self, k: int | str, drafter: str | None) -> None:
         """Raise `UsageError` if the bundle has no such k or drafter."""
