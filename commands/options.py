@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
@@ -10,7 +11,17 @@ from outrider.backends import registry
 from outrider.runtime import drafters
 from outrider.runtime.choice import AUTO
 
-DRAFTERS = (*drafters.names(), AUTO)
+
+class Registered(click.Choice[str]):
+    """A choice among names that are looked up when they are needed, since more may be registered after import."""
+
+    def __init__(self, names: Callable[[], Iterable[str]]):
+        self.case_sensitive = True
+        self._names = names
+
+    @property
+    def choices(self) -> Sequence[str]:  # type: ignore[override]  # click has an attribute
+        return tuple(self._names())
 
 
 class GroupedOption(click.Option):
@@ -53,7 +64,7 @@ backend = click.option(
     "--backend",
     cls=GroupedOption,
     group="Engines",
-    type=click.Choice(registry.names()),
+    type=Registered(registry.names),
     default=registry.REFERENCE.name,
     show_default=True,
     help="Inference backend to build for.",
@@ -62,7 +73,7 @@ drafter = click.option(
     "--drafter",
     cls=GroupedOption,
     group="Speculation",
-    type=click.Choice(DRAFTERS),
+    type=Registered(lambda: (*drafters.names(), AUTO)),
     help="Where draft tokens come from: the draft model, n-grams (what followed earlier in the text), or whichever is faster."
     "  [default: auto if --k is auto, else the draft model if there is one]",
 )

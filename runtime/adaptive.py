@@ -14,8 +14,7 @@ from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
-from outrider.runtime.drafters.base import DeviceDrafter
-from outrider.runtime.drafters.ngram import matching
+from outrider.runtime.drafters.base import DeviceDrafter, matching
 from outrider.runtime.pace import Pace
 from outrider.runtime.policy import Policy, SequenceView
 from outrider.runtime.rounds import RoundResult
@@ -81,6 +80,7 @@ class AdaptivePolicy(Policy):
         self._plain_time = 0.0  # milliseconds of plain decoding since a drafter was last tried
         self._previous: Choice | None = None  # without probes and proposals from the host
         self._per_token = 0.0  # its milliseconds for a token
+        self._size = 0  # sequences of the last round
         self._probe_again = False  # whether the last round was a probe that paid off
 
     def begin(self) -> dict[str, Acceptance]:
@@ -88,8 +88,9 @@ class AdaptivePolicy(Policy):
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         batch = Batch.of(sequences)
-        if batch.new:
-            self._previous, self._probe_again = None, False  # a new request does not continue with another one's choice
+        if batch.new or batch.size != self._size:
+            self._previous, self._probe_again = None, False  # other requests do not continue with these ones' choice
+        self._size = batch.size
         if self.pace.overdue:
             return PLAIN
         sizes = self.sizes(batch.remaining)

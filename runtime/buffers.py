@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.contract import DECIDED
+from outrider.engines.arrays import Floats
 from outrider.engines.device import Arena, Buffer, Device, Launch
 from outrider.engines.session import Session
 from outrider.runtime.drafters.base import DeviceDrafter
@@ -17,7 +16,6 @@ from outrider.runtime.sampling import SamplingState
 
 VERIFIER = -1
 Array = npt.NDArray[Any]
-Floats = npt.NDArray[np.float32]
 
 
 class Lane(NamedTuple):
@@ -131,25 +129,11 @@ class RoundBuffers:
         q: Floats = self.device.read(self._q.part(0, count, shape.batch, self.vocab_rows))[:, lane]
         return q
 
+    def q_of(self, row: int, shape: Shape, lane: int) -> Buffer:
+        """Return where the distribution [1, V] of a lane's drafted token lies."""
+        return self._q.part((row * shape.batch + lane) * self.vocab_rows, 1, self.vocab_rows)
+
     def target_logits(self, shape: Shape, lane: int) -> Floats:
         """Return the target's logits [S, V] of a lane."""
         first = lane * shape.rows * self.vocab_rows
         return self.device.read(self._target_logits.part(first, shape.rows, self.vocab_rows))
-
-    # What the host decides in a sampler's place
-
-    def put_drafted(self, row: int, shape: Shape, lane: int, token: int, q: Floats | None = None) -> None:
-        """Write a lane's drafted token, and the distribution [V] that it was drawn from."""
-        if q is not None:
-            first = (row * shape.batch + lane) * self.vocab_rows
-            self.device.write(self._q.part(first, 1, self.vocab_rows), q)
-        self.device.write(self.outputs.device["drafted"].part(lane * (self.max_k + 1) + row, 1, 1), np.array(token))
-        self.device.write(self.token(row, shape)[0].part(lane, 1, 1), np.array(token))
-        self.device.write(self.outputs.device[f"status {row}"].part(lane, 1), np.array(DECIDED))
-
-    def put_verdict(self, shape: Shape, lane: int, tokens: list[int]) -> None:
-        """Write a lane's accepted tokens and the target's own."""
-        padded = np.array([tokens + [-1] * (shape.rows - len(tokens))])
-        self.device.write(self.outputs.device["tokens"].part(lane * shape.rows, 1, shape.rows), padded)
-        self.device.write(self.outputs.device["accepted"].part(lane, 1), np.array(len(tokens) - 1))
-        self.device.write(self.outputs.device["status"].part(lane, 1), np.array(DECIDED))

@@ -69,8 +69,10 @@ class Decoder:
         k: Sequence[int],
         max_prompt_chunk: int,
         clock: Callable[[], float] = time.perf_counter,
+        engine_seconds: Callable[[], float] = lambda: 0.0,
     ):
-        """Decode with the built numbers of draft tokens `k`; `clock` returns seconds."""
+        """Decode with the built numbers of draft tokens `k`. `clock` returns seconds, `engine_seconds` how long engines have
+        run so far."""
         self.target = target
         self.rounds = rounds
         self.drafters = drafters
@@ -78,6 +80,7 @@ class Decoder:
         self._k = sorted({0, *k})
         self._chunk = max_prompt_chunk
         self._clock = clock
+        self._engine_seconds = engine_seconds
         self._launched = False  # whether something was launched that may still run
 
     # Slots
@@ -96,6 +99,8 @@ class Decoder:
 
     def forget(self, slot: Slot) -> None:
         """Let later requests overwrite a slot's caches."""
+        if not slot.finite:
+            self.clear(slot)
         slot.tokens, slot.cached = [], 0
         for drafter in self.drafters.values():
             drafter.truncate(slot.index, 0)
@@ -116,6 +121,8 @@ class Decoder:
         source.index, target.index = target.index, source.index
         self.slots[source.index], self.slots[target.index] = source, target
         target.tokens, target.cached = [], 0
+        if not source.finite:
+            self.clear(target)  # the entries that the source left there may contain NaN
 
     def prefill(self, slot: Slot) -> None:
         """Read the next chunk of a prompt into the target's cache."""
@@ -216,14 +223,15 @@ class Decoder:
 
     def _catch_up(self, name: str, request: Request, slot: Slot, chunks: int | None) -> bool:
         """Return whether the drafter has processed all tokens."""
-        drafter, started = self.drafters[name], self._clock()
+        drafter, stats, started, engines = self.drafters[name], request.stats, self._clock(), self._engine_seconds()
         drafter.catch_up(slot.index, request.tokens, chunks)
         self._launched = True
-        if not request.stats.rounds:
+        if not stats.rounds:  # then it reads the prompt, which is not part of the rounds' time
             self._synchronize()
             seconds = self._clock() - started
-            request.stats.draft_prompt_seconds += seconds
-            request.stats.prompt_seconds += seconds
+            stats.draft_prompt_seconds += seconds
+            stats.prompt_seconds += seconds
+            stats.engine_seconds -= self._engine_seconds() - engines  # the scheduler adds it with that of the round
         return not drafter.pending(slot.index, request.tokens)
 
     def _lanes(

@@ -60,6 +60,7 @@ class Outrider:
         self.samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
         self.vocab_rows = self.sessions["target"].vocab_rows
         self.drafters = drafters.available(self.manifest)
+        self._current: list[Scheduler | None] = [None]  # what `generate` runs, on these caches
         self._assemble(policy or self.adaptive_policy(), observer)
 
     def _assemble(self, policy: Policy, observer: Observer | None) -> None:
@@ -71,9 +72,8 @@ class Outrider:
         launches = Launches(device, target, self.samplers, on_device, build.k[-1])
         engines = (*self.samplers.values(), *(session.engine for session in self.sessions.values()))
         self.rounds = Rounds(device, launches, record=all(engine.recordable for engine in engines), observer=observer)
-        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk)
+        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk, engine_seconds=self.engine_seconds)
         self.policy = policy
-        self._running: object = None
 
     @classmethod
     def load(
@@ -102,6 +102,7 @@ class Outrider:
     def observed(self, observer: Observer, policy: Policy | None = None) -> Outrider:
         """Return the same loaded models and caches with an observer, and perhaps another policy. Use one of the two at a
         time."""
+        self._current[:] = [None]  # what runs now would continue on caches that are not its own
         other = copy.copy(self)
         other._assemble(policy or self.policy, observer)
         return other
@@ -119,7 +120,7 @@ class Outrider:
 
     def close(self) -> None:
         """Free the device's memory. The bundle cannot be used any more."""
-        self._running = None
+        self._current[:] = [None]
         del self.decoder, self.rounds, self.sessions, self.samplers, self.engines
         gc.collect()  # launches hold buffers, and some hold each other
 
@@ -163,10 +164,11 @@ class Outrider:
 
     def _events(self, request: Request, k: int | str, drafter: str | None) -> Iterator[Event]:
         paused = 0.0  # the time between events is the caller's
-        scheduler = self._running = Scheduler(self, k=k, drafter=drafter, clock=lambda: time.perf_counter() - paused)
+        scheduler = Scheduler(self, k=k, drafter=drafter, clock=lambda: time.perf_counter() - paused)
+        self._current[:] = [scheduler]
         scheduler.enqueue([request])
         while request.finish_reason is None:
-            if self._running is not scheduler:
+            if self._current[0] is not scheduler:
                 raise UsageError("another generation was started on this bundle", "finish one before starting the next")
             for _, result in scheduler.step():
                 if isinstance(result, OutriderError):

@@ -17,16 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.engines.device import Device, Launch
 from outrider.errors import EngineError, OutriderWarning
-from outrider.runtime import reference
 from outrider.runtime.buffers import VERIFIER, Lane, Shape, Step
 from outrider.runtime.drafters.base import NONE
+from outrider.runtime.host_sampler import decide_on_host, put_drafted
 from outrider.runtime.launches import Launches
-from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING, Logprobs
+from outrider.runtime.sampling import Logprobs
 
 MAX_RECORDED = 64  # rounds kept recorded; each holds some memory of the device
 
@@ -133,7 +131,7 @@ class Rounds:
                 active.remove(index)  # the others go on
                 failed[index] = not_finite()
                 if row != VERIFIER:
-                    self.launches.put_drafted(row, shape, index, 0)  # any token will do for the passes that follow
+                    put_drafted(self.launches, row, shape, index, 0)  # any token will do for the passes that follow
             undecided = [index for index in active if status[index] == MORE_CANDIDATES]
             if undecided and shape.candidates < self.launches.max_candidates:
                 larger = (size for size in CANDIDATES if shape.candidates < size)
@@ -142,7 +140,7 @@ class Rounds:
                 steps, begin = self.launches.steps(shape), pause.at
             else:
                 for index in undecided:
-                    self._decide_on_host(row, shape, index, lanes[index])
+                    decide_on_host(self.launches, row, shape, index, lanes[index])
         return shape, failed
 
     def _advance(self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None) -> Pause | None:
@@ -211,29 +209,6 @@ class Rounds:
 
             self._launch_all(steps)
         self._recorded[shape] = replay
-
-    def _decide_on_host(self, row: int, shape: Shape, index: int, lane: Lane) -> None:
-        """Decide in float64 what a sampler's graph could not, because TensorRT's TopK takes no more candidates. This is exact
-        and slow, and only nearly flat distributions need it."""
-        sampling, launches, drafter = lane.sampling, self.launches, self.launches.on_device(shape)
-        assert sampling is not None
-        settings = reference.named_settings(sampling.settings[0])
-        edits = reference.edits_of(*sampling.table())
-        drafted = launches.drafted(shape, index)
-        if drafter is None and shape.drafted:
-            settings |= {"exact_match": 1.0}
-        if row == VERIFIER:
-            count = min(lane.k, shape.drafted)
-            uniforms = sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop]
-            logits = launches.target_logits(shape, index).astype(np.float64)
-            q = launches.q(count, shape, index).astype(np.float64)
-            tokens = reference.verify(logits, drafted[:count], q, settings, uniforms, edits)
-            launches.put_verdict(shape, index, tokens)
-        else:
-            assert drafter is not None
-            p = reference.draft(drafter.logits(row, shape, index), launches.vocab_rows, settings, edits, drafted[:row])
-            uniforms = sampling.uniforms(sampling.emitted + row, 1)[0, DRAWING if sampling.exact else DRAFTING]
-            launches.put_drafted(row, shape, index, reference.draw(p, uniforms), p.astype(np.float32))
 
 
 def not_finite() -> EngineError:

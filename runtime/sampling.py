@@ -6,13 +6,11 @@ import secrets
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
 from outrider.runtime.params import SamplingParams
 
-Int64s = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 DRAWS = 64  # positions whose random numbers are drawn at once
 DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # the uses of a position's five numbers
 

@@ -127,6 +127,7 @@ class Scheduler:
             UsageError: one cannot be answered, alone or beside others, or there will never be room for so many at once.
             QueueFullError: too many are waiting.
         """
+        self._check_count(len(requests))
         for _, params in requests:
             if params.seed is not None and params.temperature > 0 and not params.exact:
                 raise UsageError(
@@ -144,17 +145,20 @@ class Scheduler:
             UsageError: there will never be room for so many at once.
             QueueFullError: too many are waiting.
         """
-        limit = self.max_waiting + len(self._decoder.slots)
-        if len(requests) > limit:
-            raise UsageError(
-                f"{len(requests)} answers at once are more than can ever run and wait", f"ask for at most {limit}", param="n"
-            )
+        self._check_count(len(requests))
         if len(self._waiting) + len(requests) > self.max_waiting + len(self._free):
             raise QueueFullError(f"the queue is full: {len(self._waiting)} requests are waiting", "try again later")
         for request in requests:
             request.submitted = self._clock()
         self._waiting += requests
         return list(requests)
+
+    def _check_count(self, count: int) -> None:
+        limit = self.max_waiting + len(self._decoder.slots)
+        if count > limit:
+            raise UsageError(
+                f"{count} answers at once are more than can ever run and wait", f"ask for at most {limit}", param="n"
+            )
 
     def cancel(self, request: Request) -> None:
         """Drop a request; its slot is free at once."""

@@ -36,6 +36,12 @@ class Proposal(NamedTuple):
     evidence: Hashable  # proposals with equal evidence are expected to be accepted equally often
 
 
+def matching(proposed: Sequence[int], actual: Sequence[int]) -> int:
+    """Return how many tokens are equal, from the first one on."""
+    shown = min(len(proposed), len(actual))
+    return next((at for at in range(shown) if proposed[at] != actual[at]), shown)
+
+
 class Resources(NamedTuple):
     """What a drafter may use of a loaded bundle.
 
@@ -132,7 +138,8 @@ class DeviceDrafter(Drafter):
 
     @abstractmethod
     def steps(self, shape: Shape) -> list[Step]:
-        """Return the launches that draft `shape.drafted` tokens, in order; those that write a token have its row."""
+        """Return the launches that draft `shape.drafted` tokens, in order; those that write a token have its row. The
+        steps of a round that drafts fewer tokens must be the first ones of these, since drafting may stop early."""
 
     @abstractmethod
     def logits(self, row: int, shape: Shape, lane: int) -> npt.NDArray[np.float32]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from outrider.engines.arrays import Floats
 from outrider.engines.device import Buffer, Launch, Layout
 from outrider.runtime.buffers import Lane, Shape, Step
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from outrider.runtime.costs import Costs
     from outrider.runtime.launches import Launches
 
-Floats = npt.NDArray[np.float32]
 CONTEXT = 2  # confirmed tokens that a round's first step reads; see `ModelDrafter.catch_up`
 SAMPLERS = ("drafter", "greedy_drafter")  # by whether the round is greedy
 
@@ -90,8 +89,9 @@ class ModelDrafter(DeviceDrafter):
         self.pending(slot, tokens)
         for at in range(self._agreed[slot], len(tokens) - CONTEXT, self._chunk)[:chunks]:
             chunk = tokens[at : min(at + self._chunk, len(tokens) - CONTEXT)]
-            self._written[slot][at:] = chunk
+            del self._written[slot][at:]
             self._session.write(np.array([self._known(chunk)]), np.array([at]), slot)
+            self._written[slot] += chunk
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Replace tokens that the draft's embedding lacks, because the target has more padding rows, by the nearest that it
@@ -164,7 +164,7 @@ class ModelDrafter(DeviceDrafter):
                 ids[index] = 0
                 written = self._written[shape.first + index]
                 start = min(len(written), self._session.capacity - context - drafted + 1)
-                del written[start:]
+                self.truncate(shape.first + index, start)
                 after = start + context
             else:
                 tokens = lane.tokens

@@ -13,12 +13,6 @@ if TYPE_CHECKING:
 LONGEST, SHORTEST = 4, 2  # tokens that must match; the longest match is followed
 
 
-def matching(proposed: Sequence[int], actual: Sequence[int]) -> int:
-    """Return how many tokens are equal, from the first one on."""
-    shown = min(len(proposed), len(actual))
-    return next((at for at in range(shown) if proposed[at] != actual[at]), shown)
-
-
 class NgramIndex:
     """A text by its runs of tokens. A lookup takes the same time however long the text is."""
 

@@ -5,7 +5,7 @@ Nothing may weaken these tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -21,13 +21,15 @@ from outrider.backends.open import open_engines
 from outrider.bundle.folder import read_manifest
 from outrider.engines.device import Buffer, Launch
 from outrider.export.pair import export_pair
+from outrider.runtime import drafters
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.tests.runtime.toy import Repeat
 from outrider.tests.support import PAIR, build, prefill, reseal, write_checkpoint
 
 K = (1, 2, 4, 8)
-MODES = (*K, "auto", "n-grams", "at random")  # the last is every drafter and k at random
+MODES = (*K, "auto", "n-grams", "toy", "at random")  # the last is every drafter and k at random
 CAPACITY = 160
 CHUNK = 16
 PRECISIONS = ("int4", "int8", "fp16")
@@ -66,8 +68,11 @@ def folders(shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="module")
-def bundles(folders: dict[str, Path]) -> dict[str, Outrider]:
-    return {name: Outrider.load(folder) for name, folder in folders.items()}
+def bundles(folders: dict[str, Path]) -> Iterator[dict[str, Outrider]]:
+    """The bundles, loaded while a toy drafter is registered beside the others."""
+    drafters.register(Repeat)
+    yield {name: Outrider.load(folder) for name, folder in folders.items()}
+    drafters.unregister(Repeat.name)
 
 
 def run(outrider: Outrider, prompt: str, k: int | str, limit: int = 2 * CAPACITY) -> list[Event]:
@@ -79,6 +84,8 @@ def run(outrider: Outrider, prompt: str, k: int | str, limit: int = 2 * CAPACITY
         return events
     if k == "n-grams":
         return list(outrider.generate(prompt, params, k=K[-1], drafter="ngram"))
+    if k == "toy":
+        return list(outrider.generate(prompt, params, k=K[-1], drafter="repeat"))
     return list(outrider.generate(prompt, params, k=k))
 
 

@@ -16,8 +16,9 @@ from outrider.errors import EngineError, OutriderWarning
 from outrider.export.pair import export_pair
 from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.generation import Outrider
+from outrider.runtime.host_sampler import decide_on_host
+from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.rounds import Rounds
 from outrider.tests.deferred import Deferred, DeferredEngine, deferred
 from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
 
@@ -72,13 +73,12 @@ def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monke
     watch = Watch()
     queued = deferred(bundle, max_candidates=256).observed(watch)
     decided: list[int] = []
-    decide = Rounds._decide_on_host
 
-    def noted(self: Rounds, row: int, shape: Shape, index: int, lane: Lane) -> None:
+    def noted(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> None:
         decided.append(row)
-        decide(self, row, shape, index, lane)
+        decide_on_host(launches, row, shape, index, lane)
 
-    monkeypatch.setattr(Rounds, "_decide_on_host", noted)
+    monkeypatch.setattr("outrider.runtime.rounds.decide_on_host", noted)
     for prompt in ("the quick", [5]):
         answer(queued, prompt, 4, **SETTINGS["flat"])
     assert watch.disagreed == 0

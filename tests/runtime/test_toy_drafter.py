@@ -1,4 +1,4 @@
-"""A drafter in one file: it proposes the last token k times, and everything else learns of it from the registry."""
+"""A drafter that is one file (`toy.py`): everything else learns of it from the registry. The golden tests run over it, too."""
 
 from __future__ import annotations
 
@@ -11,23 +11,11 @@ from click.testing import CliRunner
 
 from outrider.audit import audit as audit_module
 from outrider.audit.audit import SAMPLED, audit
-from outrider.bundle.manifest import Manifest
+from outrider.cli import main
 from outrider.runtime import drafters
-from outrider.runtime.drafters.base import Drafter, Proposal
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-
-
-class Repeat(Drafter):
-    name = "repeat"
-    label = "repetition"
-
-    @classmethod
-    def available(cls, manifest: Manifest) -> bool:
-        return True
-
-    def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
-        return Proposal(tokens[-1:] * k, None)
+from outrider.tests.runtime.toy import Repeat
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +50,6 @@ def test_it_passes_the_audit_which_finds_a_wrong_sampler(shipped_bundle: Path, m
 
 
 def test_commands_know_it(shipped_bundle: Path) -> None:
-    from outrider.cli import main
-
     arguments = ["generate", str(shipped_bundle), "--prompt", "a a a", "--k", "4", "--drafter", "repeat", "--json"]
     done = CliRunner().invoke(main, [*arguments, "--max-new-tokens", "20"])
     assert done.exit_code == 0, done.output

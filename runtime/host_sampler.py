@@ -1,0 +1,53 @@
+"""What the host decides in a sampler's place, exactly and slowly."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from outrider.engines.arrays import Floats
+from outrider.engines.contract import DECIDED
+from outrider.runtime import reference
+from outrider.runtime.buffers import VERIFIER, Lane, Shape
+from outrider.runtime.launches import Launches
+from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING
+
+
+def decide_on_host(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> None:
+    """Decide in float64 what a sampler's graph could not, because TensorRT's TopK takes no more candidates. This is exact
+    and slow, and only nearly flat distributions need it."""
+    sampling, drafter = lane.sampling, launches.on_device(shape)
+    assert sampling is not None
+    settings = reference.named_settings(sampling.settings[0])
+    edits = reference.edits_of(*sampling.table())
+    drafted = launches.drafted(shape, index)
+    if drafter is None and shape.drafted:
+        settings |= {"exact_match": 1.0}
+    if row == VERIFIER:
+        count = min(lane.k, shape.drafted)
+        uniforms = sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop]
+        logits = launches.target_logits(shape, index).astype(np.float64)
+        q = launches.q(count, shape, index).astype(np.float64)
+        tokens = reference.verify(logits, drafted[:count], q, settings, uniforms, edits)
+        put_verdict(launches, shape, index, tokens)
+    else:
+        assert drafter is not None
+        p = reference.draft(drafter.logits(row, shape, index), launches.vocab_rows, settings, edits, drafted[:row])
+        uniforms = sampling.uniforms(sampling.emitted + row, 1)[0, DRAWING if sampling.exact else DRAFTING]
+        put_drafted(launches, row, shape, index, reference.draw(p, uniforms), p.astype(np.float32))
+
+
+def put_drafted(launches: Launches, row: int, shape: Shape, lane: int, token: int, q: Floats | None = None) -> None:
+    """Write a lane's drafted token, and the distribution [V] that it was drawn from."""
+    if q is not None:
+        launches.device.write(launches.q_of(row, shape, lane), q)
+    launches.device.write(launches.outputs.device["drafted"].part(lane * (launches.max_k + 1) + row, 1, 1), np.array(token))
+    launches.device.write(launches.token(row, shape)[0].part(lane, 1, 1), np.array(token))
+    launches.device.write(launches.outputs.device[f"status {row}"].part(lane, 1), np.array(DECIDED))
+
+
+def put_verdict(launches: Launches, shape: Shape, lane: int, tokens: list[int]) -> None:
+    """Write a lane's accepted tokens and the target's own."""
+    padded = np.array([tokens + [-1] * (shape.rows - len(tokens))])
+    launches.device.write(launches.outputs.device["tokens"].part(lane * shape.rows, 1, shape.rows), padded)
+    launches.device.write(launches.outputs.device["accepted"].part(lane, 1), np.array(len(tokens) - 1))
+    launches.device.write(launches.outputs.device["status"].part(lane, 1), np.array(DECIDED))

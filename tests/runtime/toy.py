@@ -1,0 +1,20 @@
+"""A drafter in one file: it proposes the last token k times."""
+
+from __future__ import annotations
+
+from outrider.bundle.manifest import Manifest
+from outrider.runtime.drafters.base import Drafter, Proposal
+
+
+class Repeat(Drafter):
+    """Guesses that the text goes on with the same token."""
+
+    name = "repeat"
+    label = "repetition"
+
+    @classmethod
+    def available(cls, manifest: Manifest) -> bool:
+        return True
+
+    def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
+        return Proposal(tokens[-1:] * k, None)
