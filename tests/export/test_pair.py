@@ -113,7 +113,7 @@ print("GREW", peak() - before, manifest.files["target/model.onnx.data"].size)
 """
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16"))])
 def test_peak_memory_is_under_two_and_a_half_times_the_model(checkpoints: Path, tmp_path: Path, precision: str) -> None:
     """Beyond the memory of the libraries and of a tiny export, which does not depend on the size of the model."""
     import torch

@@ -160,7 +160,9 @@ def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Pa
     assert not any(node.op_type == "DequantizeLinear" for node in nodes)
 
 
-@pytest.mark.parametrize("precision", BITS)
+@pytest.mark.parametrize(
+    "precision", [precision if precision == "int4" else pytest.param(precision, marks=pytest.mark.slow) for precision in BITS]
+)
 def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: str) -> None:
     bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=2)
     found = audit(Outrider.load(bundle, slots=None))

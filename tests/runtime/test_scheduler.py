@@ -170,7 +170,8 @@ FULL: list[Arrival] = [(at % 3, at % 5, at // 2 % 5, 20 + at, None) for at in ra
 def test_with_every_drafter_and_k(
     batched: Outrider, alone: dict[tuple[int, int], list[int]], k: int | str, drafter: str | None
 ) -> None:
-    came = play(Scheduler(batched, k=k, drafter=drafter), FULL)
+    policy = batched.adaptive_policy() if k == "auto" else None  # that has not learned from other tests
+    came = play(Scheduler(batched, k=k, drafter=drafter, policy=policy), FULL)
     check(came, alone)
     drafted = sum(request.stats.drafted for _, request, _ in came)
     by_ngrams = sum(request.stats.rounds_by_drafter.get("ngram", 0) for _, request, _ in came)
