@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -50,7 +49,7 @@ class Watch:
             self.excluded += excluded(x, settings, token)
         if result.logprobs is not None and self._check_this():
             self.disagreed += view.wrong(result.logprobs, emitted)
-        return replace(result, tokens=emitted)
+        return result._replace(tokens=emitted)
 
     def decide(self, view: Decision, drafted: list[int], emitted: list[int]) -> list[int]:
         """Return the tokens to emit; the graph has decided on `emitted`."""
@@ -133,10 +132,11 @@ class RandomPolicy(AdaptivePolicy):
     """Chooses at random, with the same choices in each run: what is emitted must not depend on them."""
 
     def __init__(self, like: AdaptivePolicy, seed: int = 0):
-        super().__init__(like.costs, like.names, like.early_stopping)
+        super().__init__(like.costs, like.names, like.may_stop)
         self._random = random.Random(seed)
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
+        self.early_stopping = self.may_stop
         names = {name for sequence in sequences for name in sequence.offers}
         sizes = self.sizes(max(sequence.remaining for sequence in sequences))
         return self._random.choice([PLAIN, *(Choice(name, k) for name in self.names if name in names for k in sizes)])

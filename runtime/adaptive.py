@@ -25,6 +25,8 @@ HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
 STICKY = 0.97  # another k must promise to take no more than this share of the time per token
 PROBING = 0.02  # share of the time of plain decoding that may be spent on trying a drafter again
 USEFUL = 0.25  # acceptance below which even less may be spent
+LONG_STEP = 0.4  # milliseconds of a draft step; asking whether to draft another token takes up to a tenth of this
+REVIEW = 4  # rounds without a drafter on the device after which steady choices are compared again; comparing takes time, too
 HORIZON = 128  # tokens, if so many are still wanted, over which catching up must pay off
 
 
@@ -62,11 +64,11 @@ class AdaptivePolicy(Policy):
 
         Args:
             costs: returns the costs of rounds of so many sequences.
-            early_stopping: whether rounds of one sequence can stop drafting early.
+            early_stopping: whether rounds of one sequence can stop drafting early; it is done where draft steps are long enough.
         """
         self.costs = functools.cache(costs)
         self.names = list(names)
-        self.early_stopping = early_stopping
+        self.may_stop = early_stopping
         kinds = {name: drafters.get(name) for name in names}
         self._on_device = [name for name, kind in kinds.items() if issubclass(kind, DeviceDrafter)]
         self._on_host = [name for name in names if name not in self._on_device]
@@ -81,6 +83,9 @@ class AdaptivePolicy(Policy):
         self._previous: Choice | None = None  # without probes and proposals from the host
         self._per_token = 0.0  # its milliseconds for a token
         self._size = 0  # sequences of the last round
+        self._age = 0  # rounds since the steady choices were compared
+        self._built = 0  # sizes that they were compared for
+        self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
         self._probe_again = False  # whether the last round was a probe that paid off
 
     def begin(self) -> dict[str, Acceptance]:
@@ -88,27 +93,51 @@ class AdaptivePolicy(Policy):
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         batch = Batch.of(sequences)
+        self.early_stopping = False
         if batch.new or batch.size != self._size:
             self._previous, self._probe_again = None, False  # other requests do not continue with these ones' choice
         self._size = batch.size
         if self.pace.overdue:
             return PLAIN
         sizes = self.sizes(batch.remaining)
-        best, self._per_token = self._steady(batch, sizes)
-        self._previous = best
-        proposed = self._proposed(batch, sizes, best)
+        self._age += 1
+        if self._previous is None or self._age >= REVIEW or len(sizes) != self._built:
+            self._review(batch, sizes)
+        best = self._previous or PLAIN
+        proposed = self._proposed(batch)
         if proposed != PLAIN:
             return proposed
         if best == PLAIN:
             return self._probe(batch, sizes)
-        if self.early_stopping and batch.size == 1:
+        if self.may_stop and batch.size == 1 and self._long_steps(best.drafter, batch):
+            self.early_stopping = True
             return Choice(best.drafter, sizes[-1])  # `keep_drafting` decides where it ends
         return best
+
+    def _long_steps(self, name: str, batch: Batch) -> bool:
+        """Whether a draft step takes so much longer than the host takes to ask `keep_drafting` that asking can pay off."""
+        costs, kind = self.costs(1), drafters.get(name)
+        step = kind.cost(costs, 2, batch.end, batch.greedy) - kind.cost(costs, 1, batch.end, batch.greedy)
+        return step > LONG_STEP or not costs.measured
 
     def sizes(self, remaining: int) -> list[int]:
         """Return the built k that are of use while so many tokens may be emitted; the last one may be larger than needed."""
         built = self.costs(1).k
         return built[: sum(k < remaining - 1 for k in built) + 1] if remaining > 1 else []
+
+    def _review(self, batch: Batch, sizes: list[int]) -> None:
+        """Compare the steady choices, and note what it takes to use proposals from the host instead."""
+        self._age, self._built = 0, len(sizes)
+        best, self._per_token = self._steady(batch, sizes)
+        self._previous = best
+        upkeep = 0.0  # the drafter of the rounds to come has to read what a proposal's round emits
+        if best.k:
+            kind = drafters.get(best.drafter)
+            upkeep = batch.size * kind.upkeep(self.costs(batch.size), batch.end) * self.pace.shared
+        self._proposal_times = {
+            name: [(choice, self._time(choice, batch) + upkeep) for choice in (Choice(name, k) for k in sizes)]
+            for name in self._on_host
+        }
 
     def _steady(self, batch: Batch, sizes: list[int]) -> tuple[Choice, float]:
         """Compare plain decoding and the drafters on the device, which can draft in every round.
@@ -138,10 +167,10 @@ class AdaptivePolicy(Policy):
             return previous, times[previous]
         return best, least
 
-    def _proposed(self, batch: Batch, sizes: list[int], best: Choice) -> Choice:
+    def _proposed(self, batch: Batch) -> Choice:
         """Return the choice among proposals from the host that saves the most time in this one round, compared with emitting
         as many tokens by the best steady choice; `PLAIN` if none saves any."""
-        found, most = PLAIN, 0.0
+        best_choice, best_saving = PLAIN, 0.0
         for name in self._on_host:
             rates = []  # of each proposal, with the tokens that can be emitted of it
             for sequence in batch.sequences:
@@ -151,18 +180,14 @@ class AdaptivePolicy(Policy):
                     rates.append((self.by_evidence(name, offer.proposal.evidence).rate, limit))
             if not rates:
                 continue
-            upkeep = 0.0  # the drafter of the rounds to come has to read what this one emits
-            if best.k:
-                kind = drafters.get(best.drafter)
-                upkeep = batch.size * kind.upkeep(self.costs(batch.size), batch.end) * self.pace.shared
-            for k in sizes:
-                tokens = float(batch.size - len(rates))
+            for choice, time in self._proposal_times[name]:
+                k, tokens = choice.k, float(batch.size - len(rates))
                 for rate, limit in rates:
                     tokens += expected_tokens(rate, k if k < limit else limit)
-                saved = tokens * self._per_token - self._time(Choice(name, k), batch) - upkeep
-                if saved > most:
-                    found, most = Choice(name, k), saved
-        return found
+                saved = tokens * self._per_token - time
+                if saved > best_saving:
+                    best_choice, best_saving = choice, saved
+        return best_choice
 
     def _probe(self, batch: Batch, sizes: list[int]) -> Choice:
         """Return plain decoding, or now and then a round that tries the most promising drafter again."""
@@ -238,6 +263,8 @@ class AdaptivePolicy(Policy):
             self._confidence[choice.drafter].observe(confidences, done[0].accepted)
         all_accepted = all(result.accepted == len(result.drafted) for result in done)
         emitted = sum(len(result.tokens) for result in done)
+        if choice.drafter in self._confidence:
+            self._age = REVIEW  # what was learned may change the comparison at once
         paid = all_accepted and milliseconds < emitted * self._per_token
         self._probe_again = choice.drafter in self._confidence and self._previous == PLAIN and paid
         for sequence, result in zip(sequences, results, strict=True):

@@ -35,7 +35,7 @@ class Policy(ABC):
     """Decides on each round of one or several sequences that share its passes."""
 
     names: list[str]  # the drafters that it may choose
-    early_stopping = False  # whether `keep_drafting` is to be asked, where the host takes part in a round
+    early_stopping = False  # whether `keep_drafting` is to be asked in the round that was chosen last, of one sequence
 
     def begin(self) -> dict[str, Acceptance]:
         """Return the estimates of acceptance, by drafter, that a new request starts with."""

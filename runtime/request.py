@@ -92,13 +92,16 @@ class Request:
 
     def _cut(self, result: RoundResult) -> tuple[list[int], list[Piece], str | None]:
         """Return the round's tokens up to the end of the text, what they spell, and "stop" if the text ends."""
-        pieces: list[Piece] = []
+        end_ids, tokens = self.sampling.end_ids, result.tokens
+        if self._stream is None or not self._stream.stop:  # the usual case, at less cost
+            end = next((index + 1 for index, token in enumerate(tokens) if token in end_ids), None) if end_ids else None
+            tokens = tokens[:end]
+            pieces = [] if self._stream is None else self._stream.extend(tokens, result.accepted)
+            return tokens, pieces, None if end is None else "stop"
+        pieces = []
         emitted, minimum, stream = self.stats.emitted, self.params.min_new_tokens, self._stream
         for index, token in enumerate(result.tokens):
-            stopped = False
-            if stream is not None:
-                pieces += stream.push(token, from_draft=index < result.accepted, may_stop=emitted + index >= minimum)
-                stopped = stream.stopped
-            if stopped or token in self.sampling.end_ids:
+            pieces += stream.push(token, from_draft=index < result.accepted, may_stop=emitted + index >= minimum)
+            if stream.stopped or token in end_ids:
                 return result.tokens[: index + 1], pieces, "stop"
         return result.tokens, pieces, None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
@@ -33,8 +32,7 @@ Stop = Callable[[float], "int | None"]
 there, or None to go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundResult:
+class RoundResult(NamedTuple):
     """What a round decided for one sequence."""
 
     drafter: str  # a drafter's name, or `NONE` where nothing was drafted

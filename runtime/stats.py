@@ -51,9 +51,11 @@ class Stats:
             self.accepted_at += more
             self.histogram += [0] * (drafted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
+        drafted_at, accepted_at = self.drafted_at, self.accepted_at
         for index in range(drafted):
-            self.drafted_at[index] += 1
-            self.accepted_at[index] += index < accepted
+            drafted_at[index] += 1
+        for index in range(accepted):
+            accepted_at[index] += 1
 
     def add(self, other: Stats) -> None:
         """Add the counters of another generation."""

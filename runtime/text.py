@@ -145,10 +145,24 @@ class TextStream:
         for token in prompt[-PROMPT_CONTEXT:]:  # the answer's first text may depend on it: a space, the rest of a character
             self._step(token)
         self._echo: str = tokenizer.decode(self._undecoded)  # the part of the prompt that the decoder has yet to return
-        self._stop = stop
+        self.stop = stop
         self._held: list[Piece] = []
         self._from_draft = False
         self.stopped = False
+
+    def extend(self, tokens: list[int], accepted: int) -> list[Piece]:
+        """Return the text that can be shown after a round's tokens, the first `accepted` of which were drafted, if there are no
+        stop strings."""
+        pieces: list[Piece] = []
+        for index, token in enumerate(tokens):
+            text = self._step(token)
+            if text is not None:
+                if self._echo:
+                    text, self._echo = text.removeprefix(self._echo), ""
+                if text:
+                    pieces.append((text, index < accepted))
+        self._from_draft = len(tokens) <= accepted
+        return pieces
 
     def push(self, token: int, from_draft: bool, may_stop: bool = True) -> list[Piece]:
         """Return the text that can be shown after this token.
@@ -160,17 +174,15 @@ class TextStream:
         if text is None:
             return []
         text, self._echo = text.removeprefix(self._echo), ""
-        if not self._stop:
-            return [(text, from_draft)] if text else []
         self._held.append((text, from_draft))
         held = "".join(piece for piece, _ in self._held)
         if not may_stop:
             return self._release(len(held))
-        matches = [start for start in (held.find(stop) for stop in self._stop) if start >= 0]
+        matches = [start for start in (held.find(stop) for stop in self.stop) if start >= 0]
         if matches:
             self.stopped = True
             return self._release(min(matches))
-        withheld = max((_overlap(held, stop) for stop in self._stop), default=0)
+        withheld = max((_overlap(held, stop) for stop in self.stop), default=0)
         return self._release(len(held) - withheld)
 
     def finish(self) -> list[Piece]:

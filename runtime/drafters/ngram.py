@@ -33,12 +33,15 @@ class NgramIndex:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         text, after = self._tokens, self._after
+        end = len(text)
+        run = tuple(text[-LONGEST:])
         for token in tokens:
-            end = len(text)
             # Only runs that end before this token, so that a text never matches its own end.
-            for length in range(SHORTEST, min(LONGEST, end) + 1):
-                after[tuple(text[end - length :])] = end
-            text.append(token)
+            for length in range(SHORTEST, len(run) + 1):
+                after[run[-length:]] = end
+            run = (*run[1 - LONGEST :], token)
+            end += 1
+        text += tokens
 
     def propose(self, k: int) -> Proposal | None:
         """Propose `k` tokens that followed the longest match, or None; the evidence is the length of the match."""
