@@ -64,7 +64,7 @@ class AdaptivePolicy(Policy):
 
         Args:
             costs: returns the costs of rounds of so many sequences.
-            early_stopping: whether rounds of one sequence can stop drafting early; it is done where draft steps are long enough.
+            early_stopping: whether rounds of one sequence can stop drafting early; they do so if draft steps are long.
         """
         self.costs = functools.cache(costs)
         self.names = list(names)

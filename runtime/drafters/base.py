@@ -38,8 +38,12 @@ class Proposal(NamedTuple):
 
 def matching(proposed: Sequence[int], actual: Sequence[int]) -> int:
     """Return how many tokens are equal, from the first one on."""
-    shown = min(len(proposed), len(actual))
-    return next((at for at in range(shown) if proposed[at] != actual[at]), shown)
+    count = 0
+    for guess, token in zip(proposed, actual, strict=False):
+        if guess != token:
+            break
+        count += 1
+    return count
 
 
 class Resources(NamedTuple):

@@ -37,8 +37,8 @@ class NgramIndex:
         run = tuple(text[-LONGEST:])
         for token in tokens:
             # Only runs that end before this token, so that a text never matches its own end.
-            for length in range(SHORTEST, len(run) + 1):
-                after[run[-length:]] = end
+            for start in range(len(run) - SHORTEST + 1):
+                after[run[start:]] = end
             run = (*run[1 - LONGEST :], token)
             end += 1
         text += tokens
