@@ -169,7 +169,7 @@ def read(path: Path) -> Results:
             raise msgspec.ValidationError("its texts do not match its summaries")
         return results
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "name a bench.json that outrider bench wrote") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", "pass a bench.json that outrider bench wrote") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             f"{path} is not a report of this version of outrider: {' '.join(str(error).split())}",
