@@ -59,11 +59,11 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     manifest, build = read_manifest(export), engines.build
     for role in engines.manifest.roles:
         if model_file(role) not in manifest.files:
-            raise FolderError(f"{export} has no graphs to compare with", "give the folder that outrider export wrote")
+            raise FolderError(f"{export} has no graphs to compare with", "pass the folder that outrider export wrote")
         ours, theirs = engines.manifest.models[role], manifest.models[role]
         if (ours.source, ours.layers, ours.vocab_rows) != (theirs.source, theirs.layers, theirs.vocab_rows):
             raise FolderError(
-                f"{export} is not an export of the bundle's {role}", "give the export that the bundle was built from"
+                f"{export} is not an export of the bundle's {role}", "pass the export that the bundle was built from"
             )
     check_files(export, manifest, progress)
     reference = open_reference(export, manifest, build)

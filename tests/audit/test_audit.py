@@ -259,4 +259,4 @@ def test_a_draft_that_is_the_target_leaves_the_audit_without_power(checkpoints: 
     found = audited(Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle")))
     assert not found.passed
     assert {name for name, passed in found.verdicts().items() if not passed} == {"controls"}
-    assert not next(control for control in found.controls if control.fault == Fault.ALWAYS_ACCEPT.value).found
+    assert not next(control for control in found.controls if control.fault == Fault.ALWAYS_ACCEPT.value).detected

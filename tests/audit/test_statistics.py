@@ -37,8 +37,8 @@ def test_the_bound_holds_and_what_it_says_to_find_it_finds() -> None:
     random = np.random.default_rng(2)
     p = random.dirichlet(np.full(30, 0.5))
     alike = compare("first", random.choice(30, 1000, p=p), random.choice(30, 1000, p=p), 1e-3)
-    assert alike.finds is not None
-    shift = alike.finds
+    assert alike.detects is not None
+    shift = alike.detects
     q = (1 - shift) * p  # the share `shift` of p goes to a token that p lacks: a distance of `shift`
     missed = 0
     for _ in range(300):
@@ -54,7 +54,7 @@ def test_samples_in_which_every_token_is_rare_still_show_a_difference() -> None:
     it."""
     found = compare("last", np.arange(1000), np.arange(500) + 5000, 1e-6)
     assert found.bound > 1
-    assert found.finds is None
+    assert found.detects is None
     assert not found.passed
     random = np.random.default_rng(3)
     assert all(compare("last", random.integers(0, 9000, 1000), random.integers(0, 9000, 500), 1e-4).passed for _ in range(200))
