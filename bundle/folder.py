@@ -32,7 +32,7 @@ def staged(destination: Path) -> Iterator[Path]:
     """
     final = Path(os.path.abspath(destination))  # without `..`, which nothing can be renamed to
     if os.path.lexists(final):
-        raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
+        raise FolderError(f"{destination} already exists", f"choose another output, or remove it: rm -r {destination}")
     parent, name = final.parent, final.name
     partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
     created: list[Path] = []
@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise FolderError(
             f"{folder} is neither an export nor a bundle: {MANIFEST}: {error.strerror}",
-            "give a folder that outrider export or outrider build-engine wrote",
+            "pass a folder that outrider export or outrider build-engine wrote",
         ) from error
     for name in manifest.files:
         parts = PurePosixPath(name).parts

@@ -77,7 +77,7 @@ def command(
         _compare(*compare, as_json)
         return
     if bundle is None:
-        raise UsageError("no bundle was given", "name one, or use --compare with two reports")
+        raise UsageError("no bundle was given", "pass one, or use --compare with two reports")
     import msgspec
 
     results = _measure(bundle, workload, each, report, device, options)

@@ -301,4 +301,4 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *
 
 
 def _shutting_down() -> NotReadyError:
-    return NotReadyError("the server is shutting down", "try again")
+    return NotReadyError("the server is shutting down", "try again later")

@@ -81,7 +81,7 @@ class Ingress:
         except ClientDisconnect:
             return
         relay = Relay(send)
-        error = ApiError(503, "no replica could answer; try again", code="replica_lost")
+        error = ApiError(503, "no replica could answer; try again later", code="replica_lost")
         for _ in range(MAX_ATTEMPTS):
             try:
                 async with aclosing(self._answer(scope, body)) as messages:

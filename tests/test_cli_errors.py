@@ -68,8 +68,8 @@ def test_vocabulary_mismatch(tmp_path: Path) -> None:
 
 def test_existing_output(tmp_path: Path, tiny_export: Path) -> None:
     (tmp_path / "out").mkdir()
-    refused(export(tmp_path), 1, "exists already")
-    refused(run("build-engine", tiny_export, "-o", tmp_path / "out"), 1, "exists already")
+    refused(export(tmp_path), 1, "already exists")
+    refused(run("build-engine", tiny_export, "-o", tmp_path / "out"), 1, "already exists")
     assert list((tmp_path / "out").iterdir()) == []
 
 

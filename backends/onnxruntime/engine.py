@@ -72,7 +72,7 @@ class OnnxRuntimeEngines(GraphEngines):
         if self.manifest.models[role].precision == "bf16" and isinstance(self.device, Cpu):
             raise EngineError(
                 "ONNX Runtime has no CPU kernels for bf16",
-                "export again with --precision fp32 or --precision fp16, or give --device cuda",
+                "export again with --precision fp32 or --precision fp16, or use --device cuda",
             )
         return self._engine(model_file(role), role, self.build.batch)
 
@@ -184,9 +184,7 @@ def _failed(error: Exception, where: str, hint: str) -> EngineError:
     """Return the `EngineError` for an exception of ONNX Runtime, which have no common base but Exception."""
     message = first_line(error)
     if "memory" in message.lower() and "alloc" in message.lower():
-        hint = (
-            "give a smaller --capacity, --batch or --max-prompt-chunk to build-engine, or stop other programs that use memory"
-        )
+        hint = "build with a smaller --capacity, --batch or --max-prompt-chunk, or stop other programs that use memory"
     return EngineError(f"ONNX Runtime {where}: {message}", hint)
 
 

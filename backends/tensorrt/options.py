@@ -53,11 +53,11 @@ class Options:
     def __post_init__(self) -> None:
         """Raise `UsageError` where a value is out of range."""
         if self.workspace is not None and not 0 < self.workspace < 2**20:
-            raise UsageError(f"a workspace of {self.workspace} GiB is out of range", "give for example --workspace 2")
+            raise UsageError(f"a workspace of {self.workspace} GiB is out of range", "use --workspace 2, for example")
         if self.optimization_level is not None and not 0 <= self.optimization_level <= MAX_OPTIMIZATION_LEVEL:
             raise UsageError(
                 f"there is no optimization level {self.optimization_level}",
-                f"give --optimization-level 0 to {MAX_OPTIMIZATION_LEVEL}",
+                f"use --optimization-level 0 to {MAX_OPTIMIZATION_LEVEL}",
             )
         if self.verbosity not in (None, *VERBOSITIES):
-            raise UsageError(f"there is no verbosity {self.verbosity!r}", f"give --verbosity {', '.join(VERBOSITIES)}")
+            raise UsageError(f"there is no verbosity {self.verbosity!r}", f"use --verbosity {', '.join(VERBOSITIES)}")

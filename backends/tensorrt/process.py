@@ -48,7 +48,7 @@ def facts(package: Package, options: Options) -> Facts:
     if unknown := [each for each in options.compute_capability if each not in result.compute_capabilities]:
         raise UsageError(
             f"{package.title} {result.version} does not build for compute capability {unknown[0]!r}",
-            f"give --compute-capability some of {', '.join(result.compute_capabilities)}",
+            f"pass --compute-capability some of {', '.join(result.compute_capabilities)}",
         )
     if not package.builds_anywhere and result.gpu is None:
         raise EngineError(
@@ -117,14 +117,14 @@ def _failure(job: Job, task: str, stage: str, sizes: str, last: Report, code: in
     title = job.package.title
     if last.missing:
         return EngineError(
-            f"what builds for {title} cannot be imported: {last.missing}", f"pip install 'outrider[{job.package.extra}]'"
+            f"{title}'s builder cannot be imported: {last.missing}", f"pip install 'outrider[{job.package.extra}]'"
         )
     if last.errno:
         return OSError(last.errno, os.strerror(last.errno), job.plan)
     if code == -signal.SIGKILL or any(sign in (last.error + tail).lower() for sign in OUT_OF_MEMORY):
         return EngineError(
             f"{title} ran out of memory while {task} ({stage}): {sizes}; {_free_memory()}: {last.error or 'it was killed'}",
-            "give a smaller --max-prompt-chunk, --batch, --capacity or --workspace, or fewer --k; or use a larger machine",
+            "use a smaller --max-prompt-chunk, --batch, --capacity or --workspace, or fewer --k; or use a larger machine",
         )
     if last.error and stage == "parsing":
         return EngineError(

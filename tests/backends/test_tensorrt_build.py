@@ -124,7 +124,7 @@ def test_sizes_that_tensorrt_cannot_count_are_wrong_use(tiny_export: Path, tmp_p
 def test_a_package_that_is_not_there_is_named_with_its_extra(tiny_export: Path, tmp_path: Path) -> None:
     done = run("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt")
     assert done.returncode == 1
-    assert "error: what builds for TensorRT cannot be imported: No module named 'tensorrt'" in done.stderr
+    assert "error: TensorRT's builder cannot be imported: No module named 'tensorrt'" in done.stderr
     assert "pip install 'outrider[tensorrt]'" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -66,7 +66,7 @@ def test_a_cache_that_no_memory_holds_is_refused(tiny_export: Path, tmp_path: Pa
 
 
 def test_only_an_export_can_be_built(tiny_bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(FolderError, match="is a bundle already"):
+    with pytest.raises(FolderError, match="is already a bundle"):
         build(tiny_bundle, tmp_path / "bundle")
     with pytest.raises(FolderError, match="neither an export nor a bundle"):
         build(tmp_path, tmp_path / "bundle")
