@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION, DRAFTERS, SAMPLERS, window_buckets
+from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, SAMPLERS, window_buckets
 from outrider.errors import FolderError
 
 SCHEMA_VERSION = 4
@@ -162,7 +162,7 @@ class Manifest(Struct, frozen=True):
     @property
     def samplers(self) -> tuple[str, ...]:
         """Return those of `contract.SAMPLERS` that the models need."""
-        return tuple(name for name in SAMPLERS if len(self.models) > 1 or name not in DRAFTERS)
+        return tuple(name for name in SAMPLERS if len(self.models) > 1 or name not in DRAFT_SAMPLERS)
 
     @property
     def engines(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.backends.open import open_engines
 from outrider.bundle.manifest import Build, Cost, Manifest
-from outrider.engines.contract import CANDIDATES, DRAFTERS, sampler_tensors
+from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.session import Session
 from outrider.progress import Progress
@@ -116,7 +116,7 @@ def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> 
 
 def sampler_rows(name: str, build: Build) -> list[int]:
     """Return the row counts that a sampler is run for."""
-    return [1] if name in DRAFTERS else _rows(build)
+    return [1] if name in DRAFT_SAMPLERS else _rows(build)
 
 
 def _step(session: Session, rows: int, position: int, logits: bool) -> Callable[[], None]:
