@@ -34,7 +34,7 @@ SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 11)  # of `report.HEADS`; the report has all
     "--k",
     callback=sizes,
     metavar="LIST",
-    help="Values of k to measure with the draft model, or with n-grams if there is none.  [default: all that were built]",
+    help="Values of k to measure with the bundle's first drafter.  [default: all that were built]",
 )
 @click.option(
     "--rounds",
@@ -72,7 +72,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure plain decoding, each k of the draft model, n-grams and k = auto side by side, by workload."""
+    """Measure plain decoding, each k of the first drafter, the other drafters and k = auto side by side, by workload."""
     if compare is not None:
         _compare(*compare, as_json)
         return
