@@ -76,15 +76,15 @@ def plans(outrider: Outrider) -> list[Plan]:
     drafts_on_device = on_device(outrider, first)
     usual = [*(Mode(each, first) for each in k), Mode(AUTO, None)]
     control = Mode(outrider.default_k, first)
-    made = [
+    planned = [
         Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and drafts_on_device else ())
         for setting in SAMPLED
     ]
     for name in outrider.drafters:
         if not on_device(outrider, name):
             mode = Mode(k[-1], name)
-            made.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
-    return made
+            planned.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
+    return planned
 
 
 def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT) -> Audit:

@@ -21,8 +21,8 @@ from outrider.progress import Progress
 class Engines(ABC):
     """A bundle's engines on a device.
 
-    The runtime takes sessions and samplers from here and asks no further. A backend whose models are not graphs over bound
-    buffers (paged attention, ragged batches) subclasses this and makes sessions of its own; the others use `GraphEngines`.
+    The runtime needs only sessions and samplers from here. A backend whose models are not graphs over bound buffers (paged
+    attention, ragged batches) subclasses this and makes its own sessions; the others use `GraphEngines`.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, build: Build, device: Device):

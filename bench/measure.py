@@ -38,12 +38,12 @@ def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
     Raises:
         UsageError: a k was not built.
     """
-    asked = sorted(set(loaded.build.k if k is None else k) - {0})
-    if missing := [each for each in asked if each not in loaded.build.k]:
+    sizes = sorted(set(loaded.build.k if k is None else k) - {0})
+    if missing := [each for each in sizes if each not in loaded.build.k]:
         built = ", ".join(map(str, loaded.build.k))
         raise UsageError(f"k = {missing[0]} was not built into this bundle; it has k = {built}", "choose one of these")
     first, *others = loaded.drafters
-    drafted = [Mode(drafter=first, k=each) for each in asked] + [Mode(drafter=name, k=loaded.default_k) for name in others]
+    drafted = [Mode(drafter=first, k=each) for each in sizes] + [Mode(drafter=name, k=loaded.default_k) for name in others]
     if not drafted:
         drafted = [Mode(drafter=first, k=loaded.default_k)]
     return [PLAIN, *drafted, Mode(drafter=AUTO, k=AUTO)]

@@ -138,8 +138,8 @@ def read_manifest(folder: Path) -> Manifest:
 class FolderWatch:
     """Notices when a file of a folder is changed in place.
 
-    Every file is kept open. Replacing one by another file of the same name is harmless, and not reported: whoever opened the
-    first one keeps it.
+    Every file is kept open. Replacing one by another file of the same name is harmless and not reported, because
+    processes that opened the first one keep it.
     """
 
     def __init__(self, folder: Path):
@@ -180,7 +180,7 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
     Raises:
         FolderError: a file is missing, is a link to outside, differs, or is not in the manifest.
     """
-    again = "copy the folder again from where it was made, or make it again"
+    again = "copy the folder again from its source, or build it again"
     root = folder.resolve()
     progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()))
     for name, entry in manifest.files.items():
@@ -200,4 +200,4 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
     listed = {folder / name for name in (*manifest.files, MANIFEST)}
     for path in sorted(folder.rglob("*")):
         if path not in listed and not path.is_dir() and path != folder / UNFINISHED:
-            raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from where it was made")
+            raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from its source")

@@ -125,11 +125,11 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
             option = "the bundle" if name == "bundle" else f"--{name.replace('_', '-')}"
             raise UsageError("--compare does not measure anything", f"leave out {option}, or --compare")
     paths, reports = (before, after), (read(before), read(after))
-    found = changes(*reports)
+    compared = changes(*reports)
     measured = [{f"{summary.workload}, {summary.mode.label}" for summary in results.summaries} for results in reports]
     only_before, only_after = sorted(measured[0] - measured[1]), sorted(measured[1] - measured[0])
     if as_json:
-        result = {"changes": found, "only_before": only_before, "only_after": only_after}
+        result = {"changes": compared, "only_before": only_before, "only_after": only_after}
         click.echo(msgspec.json.encode(result).decode())
         return
     for name, path, results in zip(("before", "after"), paths, reports, strict=True):
@@ -137,7 +137,7 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
         click.echo(
             f"{name}: {path}, {models}, {results.precision}, {results.backend}, {results.rounds} rounds on {results.date}"
         )
-    console().print(_changes_table(found))
+    console().print(_changes_table(compared))
     for path, missing in zip(paths, (only_before, only_after), strict=True):
         if missing:
             click.echo(f"only in {path}: {'; '.join(missing)}")

@@ -34,7 +34,7 @@ class Source:
         """Parse the path of a folder or GGUF file, or a hub id.
 
         Raises:
-            SourceError: it is none of these.
+            SourceError: it is neither a folder, nor a GGUF file, nor a hub id.
         """
         path = Path(text)
         try:
@@ -154,7 +154,7 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        SourceError: there is none, or it has no fast (Rust) version.
+        SourceError: the checkpoint has no tokenizer, or it has no fast (Rust) version.
     """
     tokenizer = source.read("tokenizer", AutoTokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)

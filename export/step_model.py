@@ -179,7 +179,7 @@ class StepModel(nn.Module):
         finally:
             _current.reset(token)
         if trace.attention_calls != len(layers) or not all(layer.updated for layer in layers):
-            raise UnsupportedModelError("the model has attention code of its own, outside transformers' attention interface")
+            raise UnsupportedModelError("the model has its own attention code, outside transformers' attention interface")
         return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 

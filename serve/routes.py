@@ -1,4 +1,4 @@
-"""The routes beside the completions: models, health, metrics and the chat page."""
+"""The routes besides the completions: models, health, metrics and the chat page."""
 
 from __future__ import annotations
 

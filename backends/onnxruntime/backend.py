@@ -1,4 +1,4 @@
-"""The backend `onnxruntime`: graphs and weights of the export, fused where that computes the same."""
+"""The backend `onnxruntime`: graphs and weights of the export, fused where the result stays the same."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def facts(package: Package, options: Options) -> Facts:
     """Return the package's release and what it can build for.
 
     Raises:
-        UsageError: it does not support a compute capability that is asked for.
-        EngineError: it cannot be imported; or it builds only where a GPU is, and there is none.
+        UsageError: it does not support a compute capability of `options`.
+        EngineError: it cannot be imported, or it needs a GPU to build and there is none.
     """
     result = _run(Job(package, options), "asking for its version").facts
     assert result is not None
@@ -63,7 +63,7 @@ def build_plan(job: Job, name: str, sizes: str = "", progress: Progress = SILENT
 
     Args:
         name: the engine's name in messages.
-        sizes: the sizes that determine the memory it takes, in words.
+        sizes: the sizes that determine how much memory it needs, as text.
 
     Raises:
         EngineError: TensorRT refuses the graph (the node is named), runs out of memory, or crashes.
@@ -90,7 +90,7 @@ def _run(job: Job, task: str, sizes: str = "", progress: Progress = SILENT) -> R
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it died at once; its exit code says how
+            with suppress(BrokenPipeError):  # it has already exited; its exit code tells why
                 child.stdin.write(msgspec.json.encode(job) + b"\n")
                 child.stdin.flush()
             for line in child.stdout:

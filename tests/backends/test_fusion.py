@@ -110,11 +110,11 @@ def test_a_graph_that_computes_otherwise_is_not_taken(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         bundle = build(tiny_export, tmp_path / "bundle")
-    said = [str(each.message) for each in caught if each.category is OutriderWarning]
-    assert [each.split(":")[0] for each in said] == [
+    messages = [str(each.message) for each in caught if each.category is OutriderWarning]
+    assert [each.split(":")[0] for each in messages] == [
         f"the {role} stays as exported, which is slower" for role in ("target", "draft")
     ]
-    assert all("fused, its logits would differ by more than" in each for each in said)
+    assert all("fused, its logits would differ by more than" in each for each in messages)
     assert made_of(bundle).rewrites == {}
     assert "Attention" in operators(bundle / "target" / "model.onnx")
     assert texts(bundle) == texts(tiny_bundle)
@@ -318,12 +318,12 @@ def test_what_is_not_what_a_rewrite_is_for_is_left(
     assert np.abs(want - plain).max() > 1e-3  # the edit shows
 
 
-def test_attention_that_is_left_is_said(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_is_not_fused_is_reported(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CachedAttention, "check", lambda self, context, **_: self._refused("it is as nobody has seen"))
-    said = "attention of 2 of 2 layers of the target stays as exported, which is slower: it is as nobody has seen"
+    message = "attention of 2 of 2 layers of the target stays as exported, which is slower: it is as nobody has seen"
     with pytest.warns(OutriderWarning) as caught:
         build(tiny_export, tmp_path / "bundle")
-    assert said in [str(each.message) for each in caught]
+    assert message in [str(each.message) for each in caught]
 
 
 def test_a_graph_that_cannot_be_rewritten_stays_as_exported(

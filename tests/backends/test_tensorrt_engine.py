@@ -144,8 +144,8 @@ def test_a_missing_package_is_named_with_its_extra(bundle: Path, made: Build) ->
 
 def test_cudas_own_package_is_named_where_it_is_missing(tiny_export: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['cuda'] = None\nfrom outrider.cli import main; main()"
-    asked = ["build-engine", str(tiny_export), "-o", str(tmp_path / "bundle"), "--device", "cuda"]
-    command = [sys.executable, "-c", code, *asked]
+    arguments = ["build-engine", str(tiny_export), "-o", str(tmp_path / "bundle"), "--device", "cuda"]
+    command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "cuda-bindings cannot be imported" in done.stderr
