@@ -11,19 +11,19 @@ from outrider.audit.statistics import POWER, chi_square_tail, compare, homogenei
 
 @pytest.mark.parametrize("freedom", [1, 2, 5, 20, 100, 400])
 @pytest.mark.parametrize("p", [0.999, 0.5, 1e-2, 1e-6, 1e-30])
-def test_the_tail_is_that_of_scipy(freedom: int, p: float) -> None:
+def test_the_tail_equals_scipys(freedom: int, p: float) -> None:
     statistic = float(scipy.stats.chi2.isf(p, freedom))
     assert chi_square_tail(statistic, freedom) == pytest.approx(p, rel=1e-6)
 
 
-def test_homogeneity_is_that_of_scipy() -> None:
+def test_homogeneity_equals_scipys() -> None:
     counts = np.random.default_rng(0).multinomial(2000, [0.4, 0.3, 0.2, 0.1], size=2)
     want = scipy.stats.chi2_contingency(counts, correction=False).pvalue
     assert homogeneity(counts) == pytest.approx(want, rel=1e-6)
     assert homogeneity(np.array([[5, 0], [5, 0]])) == 1.0
 
 
-def test_samples_of_one_distribution_pass_and_their_p_values_are_as_often_small_as_they_say() -> None:
+def test_samples_of_one_distribution_pass_and_their_p_values_are_uniform() -> None:
     random = np.random.default_rng(1)
     p = random.dirichlet(np.full(60, 0.3))
     samples = random.choice(60, (1000, 2, 500), p=p)
@@ -33,7 +33,7 @@ def test_samples_of_one_distribution_pass_and_their_p_values_are_as_often_small_
         assert 0.3 * level < np.mean([each.p_value < level for each in comparisons]) < 2.5 * level
 
 
-def test_the_bound_holds_and_what_it_says_to_find_it_finds() -> None:
+def test_the_bound_holds_and_detects_what_it_claims_to() -> None:
     random = np.random.default_rng(2)
     p = random.dirichlet(np.full(30, 0.5))
     alike = compare("first", random.choice(30, 1000, p=p), random.choice(30, 1000, p=p), 1e-3)

@@ -77,7 +77,7 @@ def test_the_fused_graphs_compute_what_the_exported_ones_do(shipped_bundle: Path
     assert "the engines agree with ONNX Runtime" in done.stdout
 
 
-def test_each_sequence_of_a_batch_has_attention_of_its_own(tiny_export: Path, tmp_path: Path) -> None:
+def test_each_sequence_of_a_batch_has_its_own_attention(tiny_export: Path, tmp_path: Path) -> None:
     bundle = build(tiny_export, tmp_path / "bundle", batch=3)
     assert made_of(bundle).rewrites["target"]["attention"] == 2
     found = operators(bundle / "target" / "model.onnx")
@@ -93,7 +93,7 @@ def texts(bundle: Path) -> list[list[int]]:
     return [[t for event in loaded.generate("the quick", params, k=k) for t in event.token_ids] for k in (0, 4)]
 
 
-def test_a_graph_that_computes_otherwise_is_not_taken(
+def test_a_fused_graph_with_different_results_is_not_used(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(path: Path, output: Path, *sizes: Any) -> tuple[dict[str, int], list[str]]:
@@ -137,7 +137,7 @@ def test_without_the_packages_that_fuse_it_says_what_to_install(
     open_bundle(bundle)
 
 
-def test_nothing_is_said_where_all_is_well(tiny_export: Path, tmp_path: Path) -> None:
+def test_there_is_no_warning_if_everything_is_fused(tiny_export: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bundle = build(tiny_export, tmp_path / "bundle")
@@ -148,7 +148,9 @@ def test_nothing_is_said_where_all_is_well(tiny_export: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])
-def test_a_row_has_the_same_bits_in_any_company(shipped_exports: Callable[[str], Path], tmp_path: Path, precision: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_batched(
+    shipped_exports: Callable[[str], Path], tmp_path: Path, precision: str
+) -> None:
     """Alone, or in a pass of 2, 3, 5, 9 or 64 rows: what makes speculative text plain text where activations are rounded."""
     bundle = build(shipped_exports(precision), tmp_path / "bundle", max_prompt_chunk=64)
     assert made_of(bundle).rewrites["target"]["attention"] == 6
@@ -296,7 +298,7 @@ def twisted(node: onnx.NodeProto) -> None:
         (twisted, "rotary embeddings", []),
     ],
 )
-def test_what_is_not_what_a_rewrite_is_for_is_left(
+def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
     qwen2: tuple[Path, list[tuple[int, int, int]]],
     edit: Callable[[onnx.NodeProto], None],
     lacks: str,

@@ -36,7 +36,7 @@ def test_a_step_model_reads_prompts_then_runs_each_number_of_rows() -> None:
     chunk=st.integers(1, 32),
     vocabulary=st.integers(8, 200_000),
 )
-def test_every_pass_of_a_round_fits_a_profile_of_its_own(
+def test_every_pass_of_a_round_has_its_own_profile(
     k: list[int], capacity: int, batch: int, chunk: int, vocabulary: int
 ) -> None:
     steps = step_profiles(k, capacity, batch, chunk)

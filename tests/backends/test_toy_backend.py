@@ -71,7 +71,7 @@ def greedy(bundle: Path, k: int) -> list[int]:
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_its_text_is_that_of_onnx_runtime(toy_bundle: Path, tiny_bundle: Path, k: int) -> None:
+def test_its_text_equals_onnx_runtimes(toy_bundle: Path, tiny_bundle: Path, k: int) -> None:
     assert greedy(toy_bundle, k) == greedy(tiny_bundle, 0)
 
 

@@ -234,7 +234,7 @@ def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path
     assert "| plain |" in markdown(results)
 
 
-def test_a_comparison_calls_better_what_no_earlier_round_reached(results: Results, tmp_path: Path) -> None:
+def test_a_comparison_calls_a_mode_better_if_no_earlier_round_was_as_fast(results: Results, tmp_path: Path) -> None:
     def scaled(factor: float) -> Results:
         faster = [
             msgspec.structs.replace(

@@ -203,7 +203,7 @@ def build_plans(traced: Traced, *precisions: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_expressed_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_expressed_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     config, reason = REFUSED[name]
     config.save_pretrained(tmp_path)
     source = Source.parse(str(tmp_path))
