@@ -53,7 +53,7 @@ class Text:
             UsageError: the prompt is empty or is not text, or the bundle has no chat template.
         """
         if not prompt:
-            raise UsageError("the prompt is empty", "use a longer prompt", param="prompt")
+            raise UsageError("the prompt is empty", "pass some text", param="prompt")
         if chat:
             return self.encode_chat([{"role": "user", "content": prompt}])
         return self._encode(prompt, add_special_tokens=True)
