@@ -38,9 +38,7 @@ def staged(destination: Path) -> Iterator[Path]:
     created: list[Path] = []
     try:
         created += [folder for folder in (parent, *parent.parents) if not folder.exists()]
-        partial.mkdir(
-            parents=True, exist_ok=True
-        )  # fails first, and with a better message than the lock, where writing is not allowed
+        partial.mkdir(parents=True, exist_ok=True)  # fails before the lock and with a better message if writing is not allowed
         lock.acquire()
     except filelock.Timeout:
         raise FolderError(f"another process is writing {destination}", "wait for it, or choose another output") from None

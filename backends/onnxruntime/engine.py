@@ -176,9 +176,7 @@ class OnnxRuntimeEngine(Engine):
 def _preload() -> None:
     """Load the CUDA and cuDNN libraries that pip installed."""
     if hasattr(onnxruntime, "preload_dlls"):
-        with contextlib.redirect_stdout(
-            sys.stderr
-        ):  # it reports missing libraries on standard output, where commands print JSON
+        with contextlib.redirect_stdout(sys.stderr):  # it prints warnings, and commands print JSON on standard output
             onnxruntime.preload_dlls()
 
 
