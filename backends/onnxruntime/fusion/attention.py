@@ -102,9 +102,8 @@ class CachedAttention(RewriteRuleClassBase):
         scale = attended.producer().attributes["scale"].as_float()
         query_input, key_input, rotary = self._unrotated(query, key)
         flat = self._packed([self._flat(op, each) for each in (query_input, key_input, value)])
-        real = rows = op.Shape(
-            self._ids, start=1, end=2
-        )  # read off the tokens, so that all layers share what is computed from it
+        # Taken from the tokens, so that all layers share what is computed from it.
+        real = rows = op.Shape(self._ids, start=1, end=2)
         if self._steady:
             rows = op.Max(real, op.Constant(value_ints=[2]))
 
