@@ -129,7 +129,7 @@ class ReferenceWatch(Watch):
 
 
 class RandomPolicy(AdaptivePolicy):
-    """Chooses at random, but equally in each run. The emitted tokens must not depend on the choices."""
+    """Chooses at random, but identically in each run. The emitted tokens must not depend on the choices."""
 
     def __init__(self, like: AdaptivePolicy, seed: int = 0):
         super().__init__(like.costs, like.names, like.may_stop)
