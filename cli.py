@@ -30,7 +30,7 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except OutriderError as error:
             flag = _flag(self.commands.get(ctx.invoked_subcommand or ""), error.param)
-            hint = f"{error.hint} ({flag})" if flag and flag not in error.hint else error.hint
+            hint = f"{flag}: {error.hint}" if flag and "--" not in error.hint else error.hint
             _fail(ctx, str(error), hint, error.exit_code)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "outrider"

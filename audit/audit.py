@@ -1,16 +1,16 @@
 """`outrider verify`: evidence that a bundle emits what its target alone would, and that the evidence means something.
 
-1. Arithmetic: what the sampler graphs decide, in plain and in speculative rounds, the float64 reference decides too.
+1. Arithmetic: the float64 reference agrees with the decisions of the sampler graphs, in plain and in speculative rounds.
 2. Greedy: the speculative text is the plain text, for every k.
-3. Batched: where a bundle takes several requests at once, each gets the text that it gets alone, greedy or by a seed.
-4. Sampled: tokens at several places of the text, speculative against plain, are of one distribution.
+3. Batched: if a bundle takes several requests at once, each gets the same text as alone, greedy or with a seed.
+4. Sampled: tokens at several places of the text have the same distribution in speculative and in plain decoding.
 5. Support: no token is emitted that truncation excludes.
-6. Negative controls: the same test finds each of four wrong samplers, and one that accepts every proposal from the host; and it
-   passes a second implementation of the right one.
+6. Negative controls: the same test detects each of four wrong samplers, and one that accepts every proposal from the host; and
+   it passes a second implementation of the right one.
 7. Counters: every drafted and every emitted token is accounted for.
 
-The first part looks at one decision at a time, so it sees a graph that is wrong in plain decoding too. The fourth sees what no
-single decision shows, such as drafted tokens that were not drawn from the q that they claim.
+The first part looks at one decision at a time, so it also detects a graph that is wrong in plain decoding. The fourth detects
+what no single decision shows, such as drafted tokens that were not drawn from the q that they claim.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.runtime.reference import Fault
 from outrider.runtime.rounds import RoundResult
 
 DRAWS = 500
-FALSE_ALARM = 1e-4  # probability that a right bundle fails on chance, over all comparisons together
+FALSE_ALARM = 1e-4  # probability that a correct bundle fails by chance, over all comparisons together
 SAMPLED_TOKENS = 5
 PLACES = {"first": 0, "second": 1, "third": 2, "last": -1}  # of the sampled tokens
 
@@ -53,14 +53,14 @@ SAMPLED = (
 )
 CONTROLLED = SAMPLED[1]
 PROPOSED = (SamplingParams(temperature=1.0, rule="rejection"), REPEATING)  # for tokens that are proposed on the host
-# Greedy texts without edits use graphs of their own; these use the others.
+# Greedy texts without edits use separate graphs; this one uses the others.
 EDITED = (SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5), PROMPTS[0])
 
 Tokens = npt.NDArray[np.int64]
 
 
 class Plan(NamedTuple):
-    """What is drawn at one setting, against plain decoding."""
+    """What is drawn at one setting and compared with plain decoding."""
 
     params: SamplingParams
     prompt: str
@@ -70,25 +70,25 @@ class Plan(NamedTuple):
 
 
 def plans(outrider: Outrider) -> list[Plan]:
-    """Return what is drawn: at each setting every k of the first drafter and all drafters at random; and at one setting the
-    largest k of each drafter that proposes on the host."""
+    """Return what is drawn: every k of the first drafter and all drafters at random at each setting, and the largest k of each
+    drafter that proposes on the host at one setting."""
     k, first = outrider.build.k, outrider.drafters[0]
     drafts_on_device = on_device(outrider, first)
     usual = [*(Mode(each, first) for each in k), Mode(AUTO, None)]
     control = Mode(outrider.default_k, first)
-    made = [
+    planned = [
         Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and drafts_on_device else ())
         for setting in SAMPLED
     ]
     for name in outrider.drafters:
         if not on_device(outrider, name):
             mode = Mode(k[-1], name)
-            made.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
-    return made
+            planned.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
+    return planned
 
 
 def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT) -> Audit:
-    """Audit a loaded bundle, with the slots that it was loaded for. The same bundle on the same machine gives the same report.
+    """Audit a loaded bundle, using all of its slots. The same bundle on the same machine gives the same report.
 
     Args:
         draws: sampled texts for each setting and k; more find smaller differences.
@@ -138,7 +138,7 @@ def _sample(cell: Cell, plan: Plan, draws: int, arithmetic: Arithmetic, sampled:
 
 
 def _shown(plan: Plan, mode: Mode) -> int | str:
-    """How a report names a mode: by its k, or by its drafter where that is the only one."""
+    """Return how a report names a mode: by its k, or by its drafter if the plan has only one mode."""
     return mode.k if len(plan.modes) > 1 or mode.drafter is None else mode.drafter
 
 
@@ -167,19 +167,20 @@ class Cell:
         return [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
 
     def draw(self, watch: Watch, mode: Mode, draws: int) -> Tokens:
-        """Return the tokens of so many short texts, [draws, SAMPLED_TOKENS]; after an early end there is -1 and, last, the end.
+        """Return the tokens of `draws` short texts, [draws, SAMPLED_TOKENS]. Texts that end early are padded with -1; the last
+        column holds the final token.
 
-        Every text has a seed of its own, also across settings and modes, so the samples are independent.
+        Every text has its own seed, also across settings and modes, so the samples are independent.
         """
-        way = 2**15  # for what is chosen at random
+        mode_id = 2**15  # k = auto
         if isinstance(mode.k, int):
-            way = mode.k + (mode.drafter is not None and 2**10 * self.outrider.drafters.index(mode.drafter))
+            mode_id = mode.k + (mode.drafter is not None and 2**10 * self.outrider.drafters.index(mode.drafter))
         observed = self.outrider.observed(watch, RandomPolicy(self.outrider.adaptive_policy()))
         policy, allowed = observed.policy_for(*mode), observed.allowed_drafters(*mode)
         decoder, slot = observed.decoder, observed.decoder.slots[0]
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
         for index in range(draws):
-            seed = (self.number << 48) + (way << 32) + index
+            seed = (self.number << 48) + (mode_id << 32) + index
             request = observed.request(self.prompt, replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS))
             request.acceptance = policy.begin()
             decoder.begin(slot, request, slot.shared(self.prompt))

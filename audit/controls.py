@@ -1,4 +1,4 @@
-"""Observers of rounds: one that checks what the bundle decides, and one that decides in its place, right or wrong."""
+"""Observers of rounds: one checks the bundle's decisions, the other replaces them by correct or faulty ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edit
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING, Logprobs, SamplingState
 
-CHECKED = 4  # every so many runs of a graph are decided again by the reference
-CLOSE = 1e-4  # what fp32 may change of a probability
+CHECKED = 4  # the reference checks one in this many decisions
+CLOSE = 1e-4  # how much fp32 may change a probability
 
 
 class Watch:
@@ -65,13 +65,13 @@ class Watch:
 
 
 class Decision:
-    """The numbers that a round's decision on one lane was made from."""
+    """The inputs of a round's decision on one lane."""
 
     def __init__(self, launches: Launches, shape: Shape, index: int, sampling: SamplingState):
         self._launches, self._shape, self._index, self._sampling = launches, shape, index, sampling
 
     def drawn_so(self, drafted: list[int], row: int, settings: dict[str, float]) -> bool:
-        """Return whether the reference would draw that token, from the same q."""
+        """Return whether the reference would draw the token of this row from the same q."""
         launches, shape, sampling = self._launches, self._shape, self._sampling
         drafter = launches.on_device(shape)
         assert drafter is not None
@@ -104,7 +104,7 @@ class Decision:
         return any(abs(normal[row, token] - value) > 10 * CLOSE for row, token, value in claimed)
 
     def readings(self) -> Iterator[dict[str, float]]:
-        """Yield the round's settings and, where top_p falls on the edge of a token, what fp32 may make of them."""
+        """Yield the round's settings, and those with a top_p that fp32 cannot tell apart from theirs."""
         settings = named_settings(self._sampling.settings[0])
         if self._shape.drafted and self._launches.on_device(self._shape) is None:
             settings |= {"exact_match": 1.0}
@@ -115,9 +115,9 @@ class Decision:
 
 
 class ReferenceWatch(Watch):
-    """Replaces each decision by the reference's, with a fault or, to prove the reference, without.
+    """Replaces each decision by the reference's, with a fault or, to check the reference itself, without.
 
-    The caches hold every drafted token whatever is decided, so a result may be replaced after the round.
+    The caches hold every drafted token regardless of the decision, so a result may be replaced after the round.
     """
 
     def __init__(self, fault: Fault | None):
@@ -129,7 +129,7 @@ class ReferenceWatch(Watch):
 
 
 class RandomPolicy(AdaptivePolicy):
-    """Chooses at random, with the same choices in each run: what is emitted must not depend on them."""
+    """Chooses at random, but identically in each run. The emitted tokens must not depend on the choices."""
 
     def __init__(self, like: AdaptivePolicy, seed: int = 0):
         super().__init__(like.costs, like.names, like.may_stop)

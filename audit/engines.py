@@ -14,7 +14,7 @@ from outrider.backends.base import Engines
 from outrider.backends.open import open_reference
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import model_file
-from outrider.engines.contract import CANDIDATES, DRAFTERS, SETTINGS, sampler_tensors
+from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, SETTINGS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.precisions import PRECISIONS
 from outrider.engines.session import Session
@@ -59,11 +59,11 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     manifest, build = read_manifest(export), engines.build
     for role in engines.manifest.roles:
         if model_file(role) not in manifest.files:
-            raise FolderError(f"{export} has no graphs to compare with", "give the folder that outrider export wrote")
+            raise FolderError(f"{export} has no graphs to compare with", "pass the folder that outrider export wrote")
         ours, theirs = engines.manifest.models[role], manifest.models[role]
         if (ours.source, ours.layers, ours.vocab_rows) != (theirs.source, theirs.layers, theirs.vocab_rows):
             raise FolderError(
-                f"{export} is not an export of the bundle's {role}", "give the export that the bundle was built from"
+                f"{export} is not an export of the bundle's {role}", "pass the export that the bundle was built from"
             )
     check_files(export, manifest, progress)
     reference = open_reference(export, manifest, build)
@@ -78,7 +78,7 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     for name in engines.manifest.samplers:
         progress.stage(f"comparing the {name}")
         samplers = engines.sampler(name), reference.sampler(name)
-        for rows in [1] if name in DRAFTERS else sorted({1, *verified}):
+        for rows in [1] if name in DRAFT_SAMPLERS else sorted({1, *verified}):
             yield _sampler(name, rows, engines, reference, *samplers)
 
 
@@ -117,7 +117,7 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
 def _inputs(name: str, rows: int, max_rows: int, widths: tuple[int, int], random: np.random.Generator) -> Arrays:
     """Return a random round of one sequence, as the tensors of one sampler."""
     vocab_rows = widths[0]
-    width = widths[name in DRAFTERS]
+    width = widths[name in DRAFT_SAMPLERS]
     temperature = random.choice([0.0, 0.7, 1.0])
     q = random.random((rows, 1, vocab_rows), dtype=np.float32) ** 8
     settings = dict.fromkeys(SETTINGS, 0.0) | {
@@ -130,7 +130,7 @@ def _inputs(name: str, rows: int, max_rows: int, widths: tuple[int, int], random
     count = int(random.integers(0, rows))
     logits = (6 * random.standard_normal((1, rows, width))).astype(np.float32)
     drafted = random.integers(0, vocab_rows, (1, max_rows if name == "drafter" else rows))
-    if name not in DRAFTERS:
+    if name not in DRAFT_SAMPLERS:
         drafted = np.where(random.random((1, rows)) < 0.7, logits.argmax(-1), drafted)  # so that some are accepted
     return {
         "logits": logits,

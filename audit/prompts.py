@@ -1,4 +1,4 @@
-"""What the audit asks a bundle to continue: two beginnings for each kind of work."""
+"""The audit's prompts: two for each kind of text."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ PROMPTS = (
     "Write a short letter to a neighbour who looked after your cat.\n\nDear",
 )
 
-# It ends in tokens that it has had before, and what came after them then need not come now.
+# It ends in tokens that occurred before, but the text need not continue as it did there.
 REPEATING = "The first colour is red. The second colour is blue. The third colour is"

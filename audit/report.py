@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field
 from outrider.audit.controls import Watch
 from outrider.audit.statistics import Comparison
 
-NEAR_TIES = 0.05  # share of the requests whose texts may diverge at one; at least one may
+NEAR_TIES = 0.05  # share of the requests whose texts may diverge at a near-tie; at least one may
 ROUNDING = 1e-4  # share of the decisions that may differ from the reference
 
 
 @dataclass(slots=True)
 class Arithmetic:
-    """Decisions of the sampler graphs, taken again by the float64 reference from the same numbers."""
+    """Decisions of the sampler graphs, repeated by the float64 reference on the same inputs."""
 
     checked: int = 0
     disagreed: int = 0
@@ -50,7 +50,7 @@ class Texts:
     """Texts that must equal those of plain decoding of the request alone. They may diverge at a near-tie, where the plain
     model's own choice changes with the number of rows or sequences of a pass."""
 
-    requests: int  # distinct ones
+    requests: int  # number of distinct requests
     compared: int = 0
     near_ties: list[Divergence] = field(default_factory=list)
     differences: list[Divergence] = field(default_factory=list)  # that no near-tie explains
@@ -78,7 +78,7 @@ class Sampled:
     k: int | str | None  # "auto" is every drafter and k at random, a drafter's name its largest k, None all of these together
     comparisons: list[Comparison]
     emitted: int = 0
-    excluded: int = 0  # emitted although truncation excludes it
+    excluded: int = 0  # tokens that were emitted although truncation excludes them
 
     @property
     def passed(self) -> bool:
@@ -93,18 +93,18 @@ class Control:
     sampled: Sampled
 
     @property
-    def found(self) -> bool:
+    def detected(self) -> bool:
         return not self.sampled.passed or self.sampled.excluded > 0
 
     @property
     def passed(self) -> bool:
-        return self.found == (self.fault is not None)
+        return self.detected == (self.fault is not None)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over the greedy and some sampled generations, counted by the runtime and again from each pass of the target. For
-    batched requests, what the passes verified is counted for all of them together."""
+    """Sums over the greedy and some sampled generations, counted by the runtime and again from each pass of the target. The
+    tokens that batched passes verified are counted for all requests together."""
 
     generations: int = 0
     drafted: int = 0

@@ -1,4 +1,4 @@
-"""Do two samples of tokens come from one distribution? A test, a distance, and what both can see."""
+"""Tests whether two samples of tokens come from one distribution, and reports which differences the test can detect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-RARE = 10  # tokens seen less often, in both samples together, are counted in groups: the test's approximation needs it
+RARE = 10  # tokens seen less often in both samples together are grouped, as the test's approximation requires
 POWER = 0.99
 
 
@@ -20,14 +20,14 @@ class Comparison:
     draws: tuple[int, int]
     p_value: float  # of Pearson's chi-square test of homogeneity
     distance: float  # total variation between the two samples
-    bound: float  # what chance alone exceeds with less than the significance
+    bound: float  # chance alone exceeds it with a probability below the significance
     distance_at_most: float  # between the two distributions, except with the significance's probability
-    finds: float | None  # the distance that the bound finds with a probability of POWER or more; None where it finds none
+    detects: float | None  # the distance that the bound detects with a probability of POWER or more; None if there is none
     significance: float
 
     @property
     def passed(self) -> bool:
-        """Neither the test nor the bound sees a difference."""
+        """Whether neither the test nor the bound detects a difference."""
         return self.p_value >= self.significance and self.distance <= self.bound
 
 
@@ -47,7 +47,7 @@ def compare(place: str, one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
     pooled = counts.sum(axis=0) / sizes.sum()
     expected = float(np.sqrt(pooled * (1 - pooled) * spread).sum() / 2)
     deviation = math.sqrt(-math.log(significance) * spread / 2)
-    finds = expected + deviation + math.sqrt(-math.log(1 - POWER) * spread / 2)
+    detects = expected + deviation + math.sqrt(-math.log(1 - POWER) * spread / 2)
     return Comparison(
         place=place,
         draws=(int(sizes[0]), int(sizes[1])),
@@ -55,17 +55,17 @@ def compare(place: str, one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
         distance=distance,
         bound=expected + deviation,
         distance_at_most=min(1.0, distance + deviation),
-        finds=finds if finds <= 1 else None,
+        detects=detects if detects <= 1 else None,
         significance=significance,
     )
 
 
 def homogeneity(counts: npt.NDArray[np.integer]) -> float:
-    """The p-value of Pearson's chi-square test that both rows of counts [2, n] come from one distribution."""
+    """Return the p-value of Pearson's chi-square test that both rows of counts [2, n] come from one distribution."""
     counts = counts[:, counts.sum(axis=0) > 0]
     both = counts.sum(axis=0)
-    # Rare tokens in the order of their ids, as many to a group as it takes. That depends on both samples together only, so
-    # it favours neither; and what is rare in one sample alone still shows.
+    # Rare tokens are grouped in the order of their ids until a group is large enough. The grouping depends on the sum of both
+    # samples alone, so it favours neither, and a token that is rare in only one sample is not grouped.
     rare = counts[:, both < RARE]
     group = (np.cumsum(rare.sum(axis=0)) - 1) // (2 * RARE)
     grouped = np.stack([np.bincount(group, weights=each, minlength=1) for each in rare])
@@ -80,7 +80,7 @@ def homogeneity(counts: npt.NDArray[np.integer]) -> float:
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
-    """P(a chi-square variable of `freedom` degrees > statistic), by its finite sum (Abramowitz and Stegun, 26.4.4-5)."""
+    """Return P(a chi-square variable of `freedom` degrees > statistic), by its finite sum (Abramowitz and Stegun, 26.4.4-5)."""
     half = statistic / 2
     if half == 0:
         return 1.0

@@ -1,4 +1,4 @@
-"""Whole texts compared with those of plain decoding: speculative ones, and those of requests that share passes."""
+"""Compares whole texts with those of plain decoding: speculative ones, and those of batched requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = 64  # tokens of each prompt's continuation
 
 
 class Mode(NamedTuple):
-    """A way of decoding, as `Outrider.generate` takes it."""
+    """A decoding mode, as `Outrider.generate` takes it."""
 
     k: int | str
     drafter: str | None
@@ -42,14 +42,14 @@ def on_device(outrider: Outrider, drafter: str) -> bool:
 
 
 def modes(outrider: Outrider) -> list[Mode]:
-    """Return every k of the drafters on the device, the largest of the others, and all of these at random."""
+    """Return every k of the drafters on the device, the largest k of the others, and all of these at random."""
     k = outrider.build.k
     fixed = [Mode(each, name) for name in outrider.drafters for each in (k if on_device(outrider, name) else k[-1:])]
     return [*fixed, Mode(AUTO, AUTO)]
 
 
 def compare_greedy(outrider: Outrider, watch: Watch, prompts: Sequence[str], counters: Counters, progress: Progress) -> Texts:
-    """Compare speculative greedy texts, one at a time, on a bundle under watch."""
+    """Compare speculative greedy texts, one at a time, on an observed bundle."""
     texts = Texts(len(prompts))
     progress.stage("comparing greedy texts", len(prompts) * (1 + len(modes(outrider))))
     params = SamplingParams(max_new_tokens=LENGTH)
@@ -72,16 +72,18 @@ def compare_batched(
     counters: Counters,
     progress: Progress,
 ) -> Texts:
-    """Compare texts of requests that share the passes of all slots with the same requests alone by plain decoding. Each starts
-    when a slot is free, and leave when they end. Some are greedy, some drawn by a seed. Beside them run some by the rejection
-    rule, whose texts depend on k: only the watch sees those."""
+    """Compare the texts of requests batched over all slots with those of the same requests run alone by plain decoding.
+
+    Each starts when a slot is free and leaves when it ends. Some are greedy, and some are sampled with a seed. Others use the
+    rejection rule; their texts depend on k, so only the watch checks them.
+    """
     drawn = [(replace(params, seed=seed, logprobs=2), text) for seed, (params, text) in enumerate(sampled)]
-    asked = [(SamplingParams(), text) for text in prompts]
-    asked += [(replace(params, rule=rule), text) for params, text in drawn for rule in ("exact-match", "rejection")]
-    asked = [(replace(params, max_new_tokens=LENGTH), text) for params, text in asked]
+    cases = [(SamplingParams(), text) for text in prompts]
+    cases += [(replace(params, rule=rule), text) for params, text in drawn for rule in ("exact-match", "rejection")]
+    cases = [(replace(params, max_new_tokens=LENGTH), text) for params, text in cases]
     alone: list[list[int] | None] = []
-    progress.stage("comparing batched texts", len(asked) * (2 + len(modes(outrider))))
-    for params, text in asked:
+    progress.stage("comparing batched texts", len(cases) * (2 + len(modes(outrider))))
+    for params, text in cases:
         plain = None
         if params.exact or params.temperature == 0:
             events = outrider.generate(outrider.text.encode(text, chat=False), params, k=0)
@@ -90,16 +92,16 @@ def compare_batched(
         progress.advance(1)
     texts = Texts(sum(plain is not None for plain in alone))
     slots = len(outrider.decoder.slots)
-    repeats = 1 + slots // len(asked)  # more requests than there are slots
+    repeats = 1 + slots // len(cases)  # so that there are more requests than slots
     for mode in (PLAIN, *modes(outrider)):
-        scheduler = Scheduler(outrider, max_waiting=repeats * len(asked), k=mode.k, drafter=mode.drafter)
+        scheduler = Scheduler(outrider, max_waiting=repeats * len(cases), k=mode.k, drafter=mode.drafter)
         watch.decided.clear()
-        requests = [outrider.request(outrider.text.encode(text, chat=False), params) for params, text in asked * repeats]
-        # Every run has the same requests side by side, so those with a seed and the rejection rule may be among them.
+        requests = [outrider.request(outrider.text.encode(text, chat=False), params) for params, text in cases * repeats]
+        # Every run batches the same requests, so requests with a seed and the rejection rule may be among them.
         answers = _run(scheduler, scheduler.enqueue(requests))
         total = Stats()
         for request, (tokens, accepted), (params, text), plain in zip(
-            requests, answers, asked * repeats, alone * repeats, strict=True
+            requests, answers, cases * repeats, alone * repeats, strict=True
         ):
             if plain is not None:
                 _compare(outrider, texts, text, params, mode, plain, tokens, sequences=slots)
@@ -108,7 +110,7 @@ def compare_batched(
             total.add(stats)
         drafted = sum(checked for checked, _ in watch.decided)
         counters.unbalanced += (total.rounds, total.drafted) != (len(watch.decided), drafted)
-        progress.advance(len(asked))
+        progress.advance(len(cases))
     return texts
 
 
@@ -135,7 +137,7 @@ def _compare(
     answer: list[int],
     sequences: int,
 ) -> None:
-    """Compare the answers to a request; the second one comes from passes of at most so many sequences."""
+    """Compare the answers to a request; `answer` comes from passes of at most `sequences` sequences."""
     texts.compared += 1
     if answer == plain:
         return
@@ -152,13 +154,13 @@ def _compare(
 def _choices(
     outrider: Outrider, prompt: list[int], params: SamplingParams, before: list[int], sizes: list[int], sequences: int
 ) -> set[int]:
-    """Return what the reference chooses after a context, from the logits of any row of any pass that plain decoding or a round
-    of one of these sizes may make, of one to so many sequences; all passes from the prompt's end on have one shape."""
+    """Return the tokens that the reference chooses after a context, given the logits of any row of any pass that plain decoding
+    or a round of one of these sizes may make, with one to `sequences` sequences; all passes after the prompt have one shape."""
     sampling = outrider.request(prompt, params).sampling
     sampling.advance(before)
     settings, edits = named_settings(sampling.settings[0]), edits_of(*sampling.table())
     uniforms = sampling.uniforms(sampling.emitted, 1)[:, ACCEPTING.start : DRAWING.stop]
-    # In fp32 a uniform may fall on the other side of a boundary, or a token out of the nucleus.
+    # In fp32 a uniform may fall on the other side of a boundary, or a token may fall out of the nucleus.
     readings = [
         (settings | {"top_p": min(settings["top_p"] * (1 + wider), 1.0)}, np.clip(uniforms + shift, 0, 1))
         for wider, shift in product((0.0, -TOLERANCE, TOLERANCE), repeat=2)

@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.bundle.folder import check_files
 from outrider.bundle.manifest import ROLES, TOKENIZER, Build, Manifest, damaged
-from outrider.engines.contract import DRAFTERS, Tensor, sampler_tensors, step_tensors, window_buckets
+from outrider.engines.contract import DRAFT_SAMPLERS, Tensor, sampler_tensors, step_tensors, window_buckets
 from outrider.engines.device import Device, Engine
 from outrider.engines.session import Session
 from outrider.errors import EngineError, FolderError
@@ -21,8 +21,8 @@ from outrider.progress import Progress
 class Engines(ABC):
     """A bundle's engines on a device.
 
-    The runtime takes sessions and samplers from here and asks no further. A backend whose models are not graphs over bound
-    buffers (paged attention, ragged batches) subclasses this and makes sessions of its own; the others use `GraphEngines`.
+    The runtime needs only sessions and samplers from here. A backend whose models are not graphs over bound buffers (paged
+    attention, ragged batches) subclasses this and makes its own sessions; the others use `GraphEngines`.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, build: Build, device: Device):
@@ -218,7 +218,7 @@ def _check_costs(manifest: Manifest, build: Build) -> None:
 
 def required_rows(name: str, build: Build) -> set[int]:
     """Return the numbers of rows that rounds run one of `ENGINES` with."""
-    if name in DRAFTERS:
+    if name in DRAFT_SAMPLERS:
         return {1}
     return {1, *(k + 1 for k in build.k)} | ({2} if name in ROLES else set())
 

@@ -1,4 +1,4 @@
-"""The backends that there are. A new one is a `Backend` and a call of `register`."""
+"""The registry of backends. A new one is a `Backend` and a call of `register`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def get(name: str) -> Backend:
     """Return the backend of that name.
 
     Raises:
-        EngineError: there is none.
+        EngineError: no backend has this name.
     """
     if name not in _BACKENDS:
         raise EngineError(f"this outrider has no backend {name!r}", "upgrade outrider, or build the bundle again")

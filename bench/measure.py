@@ -1,4 +1,4 @@
-"""Plain decoding and every mode of drafting, side by side on the same prompts."""
+"""Measures plain decoding and every mode of drafting side by side on the same prompts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
     Raises:
         UsageError: a k was not built.
     """
-    asked = sorted(set(loaded.build.k if k is None else k) - {0})
-    if missing := [each for each in asked if each not in loaded.build.k]:
+    sizes = sorted(set(loaded.build.k if k is None else k) - {0})
+    if missing := [each for each in sizes if each not in loaded.build.k]:
         built = ", ".join(map(str, loaded.build.k))
         raise UsageError(f"k = {missing[0]} was not built into this bundle; it has k = {built}", "choose one of these")
     first, *others = loaded.drafters
-    drafted = [Mode(drafter=first, k=each) for each in asked] + [Mode(drafter=name, k=loaded.default_k) for name in others]
+    drafted = [Mode(drafter=first, k=each) for each in sizes] + [Mode(drafter=name, k=loaded.default_k) for name in others]
     if not drafted:
         drafted = [Mode(drafter=first, k=loaded.default_k)]
     return [PLAIN, *drafted, Mode(drafter=AUTO, k=AUTO)]
@@ -72,9 +72,9 @@ def measure(
     """
     contestants = modes(loaded, k)
     encoded = _encode(loaded, prompts, chat)
-    for mode in contestants:  # so that no mode pays for what is made once
+    for mode in contestants:  # so that no mode pays for one-time setup
         _answer(loaded, encoded[0], SamplingParams(max_new_tokens=WARM_TOKENS), mode)
-    loaded.policy = loaded.adaptive_policy()  # what it learned meanwhile includes the making of buffers
+    loaded.policy = loaded.adaptive_policy()  # the first runs included the creation of buffers
     stopwatch = _stopwatch(loaded, max(map(len, encoded)) + max_new_tokens)
     stopwatch.run()
     progress.stage("measuring", rounds * len(prompts) * len(contestants))
@@ -157,19 +157,19 @@ def _take_turns(
 
 
 def _windows(build: Build, shortest: int, longest: int) -> list[int]:
-    """The windows in which the passes of texts with so many tokens end, including what is drafted behind the last token."""
+    """Return the windows in which the passes of texts of these lengths end, including tokens drafted after the last one."""
     first, last = (bisect_left(build.windows, min(end, build.capacity)) for end in (shortest, longest + build.k[-1]))
     return build.windows[first : last + 1]
 
 
 def _made_by(build: Build, shortest: int, longest: int) -> Callable[[Pass], bool]:
-    """The passes that texts of such lengths make; a prompt's chunk is timed in two windows for all texts."""
+    """Return a filter for the passes of texts of these lengths; a prompt's chunk is timed in two windows for all texts."""
     reached = (0, *_windows(build, shortest, longest))
     return lambda each: each[2] in reached or (each[1] == build.max_prompt_chunk and each[0] != "target")
 
 
 def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
-    """The passes of rounds on texts of up to so many tokens, over the loaded engines."""
+    """Return a stopwatch over the passes that rounds make on texts of up to `longest` tokens, with the loaded engines."""
     build = loaded.build
     reached = _windows(build, 1, longest)
     passes: dict[Pass, Callable[[], None]] = {}
@@ -200,10 +200,10 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int],
 
 
 def machine(device: Device) -> str:
-    """The processor, as far as the system tells, the cores this process may use, and the GPU if that is the device."""
+    """Describe the machine: the processor, if known, the cores that this process may use, and the GPU if it is the device."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"
-    return found if device.synchronous else f"{found}, {device.name}"
+    description = f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"
+    return description if device.synchronous else f"{description}, {device.name}"

@@ -1,4 +1,4 @@
-"""What speculation brings, predicted: from a few numbers, or from a bundle's measured costs and a workload's acceptance."""
+"""Predicts what speculation gains, from a few numbers, or from a bundle's measured costs and a workload's acceptance."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.drafters.base import NONE, DeviceDrafter
 from outrider.runtime.policy import FixedPolicy
 
-BETTER = 0.1  # of what a better draft would bring: share of the rejections that it would turn into acceptances
-CHEAPER = 0.5  # of the draft's costs that a cheaper one would have
+BETTER = 0.1  # the share of rejections that the hypothetical better draft turns into acceptances
+CHEAPER = 0.5  # the costs of the hypothetical cheaper draft, relative to the draft's
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    """The textbook's account of a text."""
+class Account:
+    """Operation counts of a text under the standard model."""
 
     target_passes: int
     draft_steps: int
-    target_steps: float  # all of it, in target passes of one row
-    speedup: float  # over one such pass a token
+    target_steps: float  # the total, in target passes of one row
+    speedup: float  # over plain decoding, which takes one such pass per token
 
 
-def account(k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass_cost: float = 1.0) -> Sum:
-    """So many tokens in rounds of k drafted ones.
+def account(k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass_cost: float = 1.0) -> Account:
+    """Return what generating `tokens` tokens with k drafted per round costs.
 
     Args:
-        tokens_per_pass: what a round yields on average: the mean acceptance length.
-        cost_ratio: draft steps that take as long as one pass of the target's.
-        pass_cost: of a pass over k + 1 rows, in passes over one.
+        tokens_per_pass: the tokens that a round yields on average: the mean acceptance length.
+        cost_ratio: the number of draft steps that take as long as one target pass.
+        pass_cost: the cost of a target pass over k + 1 rows, relative to a pass over one.
 
     Raises:
-        UsageError: a number is none or far too large, or a round would yield more than k + 1 tokens.
+        UsageError: a number is not finite or too large, or a round would yield more than k + 1 tokens.
     """
     numbers = {"--mean-accepted": tokens_per_pass, "--cost-ratio": cost_ratio, "--pass-cost": pass_cost}
     for name, value in numbers.items():
         if not math.isfinite(value):
-            raise UsageError(f"{name} is {value}", "give a number")
+            raise UsageError(f"{name} is {value}", "use a finite number")
     if not 1 <= tokens_per_pass <= k + 1:
         raise UsageError(
-            f"a round of {k} drafted tokens cannot yield {tokens_per_pass:g}", f"give 1 to {k + 1} for --mean-accepted"
+            f"a round of {k} drafted tokens cannot yield {tokens_per_pass:g}", f"use 1 to {k + 1} for --mean-accepted"
         )
     passes = math.ceil(tokens / tokens_per_pass - 1e-9)
     steps = passes * k
     equivalent = passes * pass_cost + steps / cost_ratio
     if not (math.isfinite(equivalent) and tokens / equivalent):
-        raise UsageError("these numbers are too far apart to be added up", "give costs that lie nearer to each other")
-    return Sum(passes, steps, equivalent, tokens / equivalent)
+        raise UsageError("these numbers overflow", "use costs of similar magnitude")
+    return Account(passes, steps, equivalent, tokens / equivalent)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a workload at one k."""
+    """The prediction for one workload and one k."""
 
     workload: str
     k: int  # 0 is plain decoding
@@ -66,25 +66,25 @@ class Prediction:
     tokens_per_second: float
     speedup: float  # over plain decoding
     break_even: float | None  # acceptance rate at which it would be as fast as plain decoding; None where there is none
-    cheaper_draft: float  # the speed-up with a draft of `CHEAPER` times the costs
-    better_draft: float  # the speed-up with a draft that is rejected less often, by the share `BETTER`
+    cheaper_draft: float  # the speed-up with a draft that costs `CHEAPER` times as much
+    better_draft: float  # the speed-up with a draft whose rejections are fewer by the share `BETTER`
 
 
 def plannable(names: Sequence[str]) -> str | None:
-    """Return the first of these drafters that drafts on the device, whose rounds can be predicted from costs."""
+    """Return the first of these drafters that drafts on the device, because only its rounds can be predicted from costs."""
     return next((name for name in names if issubclass(drafters.get(name), DeviceDrafter)), None)
 
 
 def at_rate(costs: Costs, drafter: str, rate: float, end: int) -> list[Prediction]:
     """Predict plain decoding and each built k around position `end`, if every drafted token is accepted with probability `rate`
     provided that all before it were. The time that the drafter takes to read the prompt is left out."""
-    found, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
+    predictions, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
     for k in (0, *costs.k):
         length, better = expected_tokens(rate, k), expected_tokens(1 - (1 - rate) * (1 - BETTER), k)
         plain = length * costs.round(NONE, 0, 0, end, True)
         times = Times(plain, costs.round(drafter, k, k, end, True), cheaper.round(drafter, k, k, end, True), 0.0)
-        found.append(_prediction("", k, length, better, length, [times]))
-    return found
+        predictions.append(_prediction("", k, length, better, length, [times]))
+    return predictions
 
 
 def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Prediction]:
@@ -92,7 +92,7 @@ def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Predi
     reads the prompt is included."""
     if not all(trace.agrees for trace in traces):
         raise UsageError("these texts were recorded without a draft", "make them with outrider bench, on a bundle with a draft")
-    found, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
+    predictions, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
     for workload in dict.fromkeys(trace.workload for trace in traces):
         traces_of = [trace for trace in traces if trace.workload == workload]
         tokens = sum(len(trace.tokens) for trace in traces_of)
@@ -109,13 +109,13 @@ def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Predi
                 for trace, without in zip(traces_of, plain, strict=True)
             ]
             length, better = (tokens_per_round(traces_of, k, share) for share in (0.0, BETTER))
-            found.append(_prediction(workload, k, length, better, tokens, texts))
-    return found
+            predictions.append(_prediction(workload, k, length, better, tokens, texts))
+    return predictions
 
 
-def tokens_per_round(traces: Sequence[Trace], k: int, turned: float = 0.0) -> float:
-    """The mean acceptance length of recorded texts, of the rounds that draft: all but one for the last token that was asked
-    for. `turned` is the share of rejections that would be acceptances."""
+def tokens_per_round(traces: Sequence[Trace], k: int, flipped_share: float = 0.0) -> float:
+    """Return the mean acceptance length of recorded texts over the rounds that draft: all but one for the last token of the
+    limit. `flipped_share` is the share of rejections that are counted as acceptances."""
     survival = [0.0] * k
     rounds = 0
     for trace in traces:
@@ -126,29 +126,29 @@ def tokens_per_round(traces: Sequence[Trace], k: int, turned: float = 0.0) -> fl
             for position in range(accepted):
                 survival[position] += 1
             at += accepted + 1
-    kept, length, before = 1.0, 1.0, float(rounds)
+    survival_rate, length, before = 1.0, 1.0, float(rounds)
     for position in range(k):
         rate = survival[position] / before if before else 0.0
-        kept *= 1 - (1 - rate) * (1 - turned)
-        length += kept
+        survival_rate *= 1 - (1 - rate) * (1 - flipped_share)
+        length += survival_rate
         before = survival[position]
     return length
 
 
 class Times(NamedTuple):
-    """Milliseconds that one takes."""
+    """Milliseconds for one text."""
 
-    plain: float  # by plain decoding
+    plain: float  # with plain decoding
     taken: float
     cheaper: float  # with the cheaper draft
-    reading: float  # of `taken`: what the draft takes to read the prompt, whatever is accepted
+    reading: float  # the part of `taken` in which the draft reads the prompt, independent of acceptance
 
 
 def _prediction(workload: str, k: int, length: float, better: float, tokens: float, texts: Sequence[Times]) -> Prediction:
-    """`length` is the mean acceptance length, `better` that of the better draft."""
+    """Return a prediction from the mean acceptance length, `length`, and that of the better draft, `better`."""
 
     def speedup(yielded: float) -> float:
-        """If rounds emitted so many tokens on average."""
+        """Return the speed-up if a round yields `yielded` tokens."""
         return geometric_mean(each.plain / (each.reading + (each.taken - each.reading) * length / yielded) for each in texts)
 
     return Prediction(
@@ -164,7 +164,7 @@ def _prediction(workload: str, k: int, length: float, better: float, tokens: flo
 
 
 def best(predictions: Sequence[Prediction]) -> dict[str, Prediction]:
-    """The fastest of each workload, plain decoding where nothing is faster."""
+    """Return the fastest prediction of each workload, plain decoding where nothing is faster."""
     return {
         workload: max((each for each in predictions if each.workload == workload), key=lambda each: each.speedup)
         for workload in dict.fromkeys(each.workload for each in predictions)
@@ -172,8 +172,8 @@ def best(predictions: Sequence[Prediction]) -> dict[str, Prediction]:
 
 
 def _break_even(k: int, speedup: Callable[[float], float]) -> float | None:
-    """The acceptance rate whose rounds of k tokens would be as fast as plain decoding, by the speed-up at a mean acceptance
-    length; None where none would, and for plain decoding itself."""
+    """Return the acceptance rate at which rounds of k tokens are as fast as plain decoding, given the speed-up at a mean
+    acceptance length; None if there is no such rate, and for plain decoding itself."""
     low, high = 0.0, 1.0
     if k == 0 or speedup(expected_tokens(high, k)) < 1:
         return None

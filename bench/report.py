@@ -51,7 +51,7 @@ def prepare(folder: Path) -> None:
     """
     plots.pyplot()
     if (folder / "index.html").exists() and not (folder / "bench.json").exists():
-        raise UsageError(f"{folder} has an index.html that is not a report", "name another folder for the report")
+        raise UsageError(f"{folder} has an index.html that is not a report", "pass another folder for the report")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

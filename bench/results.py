@@ -169,7 +169,7 @@ def read(path: Path) -> Results:
             raise msgspec.ValidationError("its texts do not match its summaries")
         return results
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "name a bench.json that outrider bench wrote") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", "pass a bench.json that outrider bench wrote") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             f"{path} is not a report of this version of outrider: {' '.join(str(error).split())}",
@@ -197,15 +197,15 @@ def changes(before: Results, after: Results) -> list[Change]:
     """Compare two reports, mode by mode and workload by workload.
 
     A result is better or worse if the slowest round of one report is faster than the fastest round of the other. With five
-    rounds each, chance alone does that once in 126 times. Between two runs a machine may have become slower or faster as a
-    whole, which does not show as noise within either run. So modes that draft are compared by their speed-ups; the figures of
+    rounds each, this happens by chance once in 126 times. Between two runs the whole machine may have become slower or faster,
+    which does not show as noise within either run. So modes that draft are compared by their speed-ups; the figures of
     plain decoding itself are shown too, and depend on the machine as much as on the program.
 
     Raises:
         UsageError: the reports have different prompts or settings, or nothing in common.
     """
     _check_comparable(before, after)
-    found = []
+    compared = []
     for old in before.summaries:
         new = next((each for each in after.summaries if (each.workload, each.mode) == (old.workload, old.mode)), None)
         if new is None:
@@ -214,7 +214,7 @@ def changes(before: Results, after: Results) -> list[Change]:
         if old.mode.k == 0:
             measured = [("tokens/s", old.tokens_per_second, new.tokens_per_second)]
             measured += [(FIRST_TOKEN, _first_tokens(before, old.workload), _first_tokens(after, old.workload))]
-        found += [
+        compared += [
             Change(
                 workload=old.workload,
                 mode=old.mode,
@@ -227,9 +227,9 @@ def changes(before: Results, after: Results) -> list[Change]:
             )
             for unit, old_values, new_values in measured
         ]
-    if not found:
+    if not compared:
         raise UsageError("the two reports have no workload and k in common", "measure both with the same --workload and --k")
-    return found
+    return compared
 
 
 def _check_comparable(before: Results, after: Results) -> None:

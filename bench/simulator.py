@@ -1,4 +1,4 @@
-"""Replays recorded texts against costs, to compare policies: what each would have taken, and what the best one could have.
+"""Replays recorded texts against costs, to compare how long each policy would have taken, and how long the best possible one.
 
 The decoder, the drafters' bookkeeping and the policies are the real ones; engines are replaced by their costs and the record.
 """
@@ -25,29 +25,29 @@ from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult, Stop
 from outrider.runtime.sampling import SamplingState
 
-VOCABULARY = 2**31  # no token of a record is beyond it
+VOCABULARY = 2**31  # larger than every token id of a record
 
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One greedy answer, and what the drafter on the device would have said in each place of it."""
+    """One greedy answer, and what the drafter on the device would have proposed at each position."""
 
     workload: str
     prompt: list[int]
     tokens: list[int]
     agrees: list[bool]  # for each token: whether the drafter's most likely one is the same; empty without such a drafter
     confidences: list[float]  # the drafter's probability of its most likely token
-    most: int = 0  # tokens that were asked for, if the text might have become longer
+    most: int = 0  # the token limit, which a text that ended by itself has not reached; 0 if not recorded
 
     def __post_init__(self) -> None:
         if not self.tokens or (self.agrees and not len(self.tokens) == len(self.agrees) == len(self.confidences)):
             raise ValueError("a recorded text has no tokens, or not one agreement and confidence for each of them")
 
     def remaining(self, at: int) -> int:
-        """Return how many tokens may still be emitted; where the text will end is not known before."""
+        """Return how many tokens may still be emitted after `at`, as a policy sees it: it cannot know where the text ends."""
         return max(self.most, len(self.tokens)) - at
 
     def accepted(self, at: int, drafted: int) -> int:
-        """Return how many of so many tokens that the drafter proposes from a place on are right."""
+        """Return how many of `drafted` proposed tokens are correct, starting at position `at`."""
         count = 0
         while count < min(drafted, len(self.tokens) - at) and self.agrees[at + count]:
             count += 1
@@ -80,7 +80,7 @@ class SimulatedSession(Session):
 
 
 class SimulatedRounds:
-    """Rounds that are decided by a record and take what the costs say."""
+    """Rounds whose results come from a record, and whose times come from the costs."""
 
     def __init__(self, trace: Trace, costs: Costs, clock: Clock):
         self._trace, self._costs, self._clock = trace, costs, clock
@@ -142,8 +142,8 @@ def replay(trace: Trace, costs: Costs, policy: Policy) -> float:
 
 
 def oracle(trace: Trace, costs: Costs, names: Sequence[str] | None = None) -> float:
-    """Return the least milliseconds that a policy could take if it knew what will be accepted, with drafters that catch up
-    for free."""
+    """Return the fewest milliseconds that a policy could take if it knew what will be accepted and its drafters caught up for
+    free."""
     names = drafters.names() if names is None else names
     loaded = simulated_drafters(names, costs, Clock())
     text, count, proposals = list(trace.prompt), len(trace.tokens), []

@@ -1,4 +1,4 @@
-"""From answers to results: the figures of each mode on each prompt and workload."""
+"""Summarizes answers into results: the figures of each mode on each prompt and workload."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PLAIN = Mode(drafter=NONE, k=0)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One text."""
+    """One answer."""
 
     tokens: list[int]
-    seconds: float  # after the target has read the prompt, the draft's reading included
-    arrivals: list[tuple[float, int]]  # seconds since the request, and tokens that came then
+    seconds: float  # after the target has read the prompt; the time in which the draft reads it is included
+    arrivals: list[tuple[float, int]]  # seconds since the request, and the number of tokens that came then
     stats: Stats
 
     @property
@@ -101,7 +101,7 @@ def _text(prompt: int, mode: Mode, trace: Trace, taken: list[Answer], plain: lis
 
 
 def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[list[Answer]]) -> Summary:
-    """Of one mode on one workload, from its texts and from their answers in each round, and plain decoding's."""
+    """Summarize one mode on one workload, from its texts, their answers in each round, and those of plain decoding."""
     everything = [answer for each in taken for answer in each]
     total = _total(everything)
     predicted = [text.predicted_speedup for text in texts if text.predicted_speedup is not None]

@@ -41,12 +41,12 @@ def build_engine(
     Args:
         backend: one of `registry.names()`.
         k: numbers of draft tokens that a round may have; 0, plain decoding, is always available.
-        capacity: positions of the cache, for prompt and answer together; None is 1024, or the models' maximum where that is
+        capacity: positions of the cache, for prompt and answer together; None is 1024, or the models' maximum if that is
             less.
         batch: sequences that may run at once.
-        max_prompt_chunk: longest pass while reading a prompt, in tokens; None is 64, or the capacity where that is less.
+        max_prompt_chunk: longest pass while reading a prompt, in tokens; None is 64, or the capacity if that is less.
         device: where to measure, one of the backend's `devices`; None leaves it to the backend.
-        options: those of the backend's `options` that are given, by name.
+        options: values for the backend's `options`, by name.
 
     Raises:
         UsageError: the sizes do not fit each other or the models, or an option does not belong to the backend.
@@ -56,7 +56,7 @@ def build_engine(
     chosen, options = _backend(backend), dict(options or {})
     manifest = read_manifest(source)
     if manifest.build is not None:
-        raise FolderError(f"{source} is a bundle already", "give the folder that outrider export wrote")
+        raise FolderError(f"{source} is already a bundle", "pass the folder that outrider export wrote")
     limits = [model.max_positions for model in manifest.models.values() if model.max_positions]
     capacity = min([DEFAULT_CAPACITY, *limits]) if capacity is None else capacity
     max_prompt_chunk = min(DEFAULT_CHUNK, capacity) if max_prompt_chunk is None else max_prompt_chunk
@@ -72,7 +72,7 @@ def build_engine(
         except DeviceError as error:
             if chosen.requires_costs:
                 raise
-            progress.stage(f"not measured, as this machine cannot run the engines ({error})")
+            progress.stage(f"could not measure costs, because this machine cannot run the engines ({error})")
         sealed = msgspec.structs.replace(manifest, build=build)
         (folder / MANIFEST).write_bytes(sealed.encode())
     return sealed
@@ -94,7 +94,7 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
     if device is not None:
         _check_device(registry.get(build.backend), device)
         build = msgspec.structs.replace(build, device=device)
-    write_whole(bundle / MANIFEST, manifest.encode())  # fails here, not after minutes of measuring, where it cannot be written
+    write_whole(bundle / MANIFEST, manifest.encode())  # an unwritable bundle fails here, not after minutes of measuring
     sealed = msgspec.structs.replace(manifest, build=_measured(bundle, manifest, build, progress))
     write_whole(bundle / MANIFEST, sealed.encode())
     return sealed
@@ -107,13 +107,13 @@ def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress
     try:
         return msgspec.structs.replace(build, acceptance=measure_acceptance(folder, manifest, build, progress))
     except (OutriderError, MemoryError) as error:  # a bundle is useful without it: the first rounds show the acceptance
-        progress.stage(f"acceptance is not measured ({error})")
+        progress.stage(f"could not measure acceptance ({error})")
         return build
 
 
 def _backend(name: str) -> Backend:
     if name not in registry.names():
-        raise UsageError(f"there is no backend {name!r}", f"give one of {', '.join(registry.names())}")
+        raise UsageError(f"there is no backend {name!r}", f"use one of {', '.join(registry.names())}")
     return registry.get(name)
 
 
@@ -132,7 +132,7 @@ def _check_device(backend: Backend, device: str | None) -> None:
     if device is None or device in backend.devices:
         return
     if backend.devices:
-        raise UsageError(f"{backend.name} has no device {device!r}", f"give one of {', '.join(backend.devices)}")
+        raise UsageError(f"{backend.name} has no device {device!r}", f"use one of {', '.join(backend.devices)}")
     owners = [name for name in registry.names() if registry.get(name).devices]
     raise UsageError(
         f"--device does not apply to the backend {backend.name}", f"leave it out; it is for {' and '.join(owners)}"
@@ -142,22 +142,22 @@ def _check_device(backend: Backend, device: str | None) -> None:
 def _check_sizes(spec: BuildSpec) -> None:
     if not spec.k or spec.k[0] < 1:
         raise UsageError(
-            f"k is {spec.k or 'empty'}; each must be at least 1", "give for example --k 1,2,4,8; 0 is always available"
+            f"k is {spec.k or 'empty'}; each must be at least 1", "use --k 1,2,4,8, for example; 0 is always available"
         )
     if spec.batch < 1:
-        raise UsageError(f"the batch is {spec.batch}; it must be at least 1", "give for example --batch 1")
+        raise UsageError(f"the batch is {spec.batch}; it must be at least 1", "use --batch 1, for example")
     if spec.capacity < spec.k[-1] + 2:
         raise UsageError(
-            f"a capacity of {spec.capacity} does not hold k = {spec.k[-1]}", f"give --capacity {spec.k[-1] + 2} or more"
+            f"a capacity of {spec.capacity} does not hold k = {spec.k[-1]}", f"use --capacity {spec.k[-1] + 2} or more"
         )
     if not 1 <= spec.max_prompt_chunk <= spec.capacity:
         raise UsageError(
             f"a prompt chunk of {spec.max_prompt_chunk} does not fit a capacity of {spec.capacity}",
-            "give a smaller --max-prompt-chunk",
+            "use a smaller --max-prompt-chunk",
         )
     for role, model in spec.manifest.models.items():
         if model.max_positions is not None and spec.capacity > model.max_positions:
             raise UsageError(
                 f"the {role} ({model.source}) supports {model.max_positions} positions, and the capacity is {spec.capacity}",
-                f"give --capacity {model.max_positions} or less",
+                f"use --capacity {model.max_positions} or less",
             )

@@ -32,15 +32,13 @@ def staged(destination: Path) -> Iterator[Path]:
     """
     final = Path(os.path.abspath(destination))  # without `..`, which nothing can be renamed to
     if os.path.lexists(final):
-        raise FolderError(f"{destination} exists already", f"choose another output, or remove it: rm -r {destination}")
+        raise FolderError(f"{destination} already exists", f"choose another output, or remove it: rm -r {destination}")
     parent, name = final.parent, final.name
     partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
     created: list[Path] = []
     try:
         created += [folder for folder in (parent, *parent.parents) if not folder.exists()]
-        partial.mkdir(
-            parents=True, exist_ok=True
-        )  # fails first, and with a better message than the lock, where writing is not allowed
+        partial.mkdir(parents=True, exist_ok=True)  # fails before the lock and with a better message if writing is not allowed
         lock.acquire()
     except filelock.Timeout:
         raise FolderError(f"another process is writing {destination}", "wait for it, or choose another output") from None
@@ -126,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise FolderError(
             f"{folder} is neither an export nor a bundle: {MANIFEST}: {error.strerror}",
-            "give a folder that outrider export or outrider build-engine wrote",
+            "pass a folder that outrider export or outrider build-engine wrote",
         ) from error
     for name in manifest.files:
         parts = PurePosixPath(name).parts
@@ -138,8 +136,8 @@ def read_manifest(folder: Path) -> Manifest:
 class FolderWatch:
     """Notices when a file of a folder is changed in place.
 
-    Every file is kept open. Replacing one by another file of the same name is harmless, and not reported: whoever opened the
-    first one keeps it.
+    Every file is kept open. Replacing one by another file of the same name is harmless and not reported, because
+    processes that opened the first one keep it.
     """
 
     def __init__(self, folder: Path):
@@ -180,7 +178,7 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
     Raises:
         FolderError: a file is missing, is a link to outside, differs, or is not in the manifest.
     """
-    again = "copy the folder again from where it was made, or make it again"
+    again = "copy the folder again from its source, or build it again"
     root = folder.resolve()
     progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()))
     for name, entry in manifest.files.items():
@@ -200,4 +198,4 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
     listed = {folder / name for name in (*manifest.files, MANIFEST)}
     for path in sorted(folder.rglob("*")):
         if path not in listed and not path.is_dir() and path != folder / UNFINISHED:
-            raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from where it was made")
+            raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from its source")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION, DRAFTERS, SAMPLERS, window_buckets
+from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, SAMPLERS, window_buckets
 from outrider.errors import FolderError
 
 SCHEMA_VERSION = 4
@@ -71,20 +71,20 @@ class Quantization(Struct, frozen=True):
 
     method: str  # rtn (round to nearest) or auto-round
     head_precision: str  # int4, int8 or fp32: the output head's
-    block: Positive  # inputs that share a scale, where it divides the layer's inputs; else 64 or 32 share one
+    block: Positive  # inputs that share a scale; 64 or 32 in layers whose inputs it does not divide
     weights: int  # number of quantized weights
     kept: dict[str, int]  # matrices left in fp32, without embeddings, and the number of weights of each
 
 
 class Model(Struct, frozen=True):
-    """One of the two models."""
+    """The target or a draft model."""
 
     source: str
     architecture: str
     parameters: int
     precision: str  # fp32, fp16, bf16, int4 or int8; the last two apply to weights, and everything else is fp32
     vocab_rows: Positive  # width of the logits, padding included
-    max_positions: Positive | None  # the longest text that the model supports; None where it has no limit
+    max_positions: Positive | None  # the longest text that the model supports; None if it has no limit
     layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each
     parity: Parity
     quantization: Quantization | None = None
@@ -115,15 +115,15 @@ class Build(Struct, frozen=True):
 
     backend: str
     backend_version: str
-    device: str  # what it was built on or for
+    device: str  # the device that it was built on or for
     k: list[Positive]  # ascending
     capacity: Positive
     batch: Positive
     max_prompt_chunk: Positive
     windows: list[Positive]
-    costs: dict[str, list[Cost]] = {}  # by engine; empty where nothing was measured
+    costs: dict[str, list[Cost]] = {}  # by engine; empty if they were not measured
     # By drafter, the share of the target's own greedy tokens that it would have proposed, over prompts that ship with outrider.
-    acceptance: dict[str, Share] = {}  # empty where nothing was measured
+    acceptance: dict[str, Share] = {}  # empty if it was not measured
     # What follows belongs to single backends: the first to ONNX Runtime, the others to TensorRT.
     rewrites: dict[str, dict[str, int]] = {}  # role -> rewrite -> how often it was applied; empty for exported graphs
     compute_capabilities: list[str] = []  # such as 8.9, that the engines may run on; empty leaves the choice to the plans
@@ -162,7 +162,7 @@ class Manifest(Struct, frozen=True):
     @property
     def samplers(self) -> tuple[str, ...]:
         """Return those of `contract.SAMPLERS` that the models need."""
-        return tuple(name for name in SAMPLERS if len(self.models) > 1 or name not in DRAFTERS)
+        return tuple(name for name in SAMPLERS if len(self.models) > 1 or name not in DRAFT_SAMPLERS)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -207,7 +207,7 @@ def decode_manifest(data: bytes) -> Manifest:
                 "upgrade outrider, or make the folder again with this one",
             )
         if versions.schema_version < SCHEMA_VERSION or versions.contract_version < CONTRACT_VERSION:
-            raise FolderError(f"{MANIFEST} is of an older outrider, whose engines have another contract", REMAKE)
+            raise FolderError(f"{MANIFEST} was written by an older outrider, and its engines have another contract", REMAKE)
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # a ValidationError is a DecodeError
         raise damaged(str(error)) from error

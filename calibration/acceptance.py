@@ -1,4 +1,4 @@
-"""How often the target would have accepted what a bundle's drafters say, on prompts that ship with Outrider."""
+"""Measures how often the target accepts what a bundle's drafters propose, on prompts that ship with Outrider."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every pass of a round costs on this machine: the engines run, and timed."""
+"""Runs the engines to time every pass of a round on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.backends.open import open_engines
 from outrider.bundle.manifest import Build, Cost, Manifest
-from outrider.engines.contract import CANDIDATES, DRAFTERS, sampler_tensors
+from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.session import Session
 from outrider.progress import Progress
@@ -24,16 +24,16 @@ Pass = tuple[str, int, int, int]
 
 
 class Stopwatch:
-    """Passes that are run in turn, so that a machine that slows down slows all of them down."""
+    """Times passes in turn, so that a machine that slows down affects all of them alike."""
 
     def __init__(self, passes: Mapping[Pass, Callable[[], None]]):
         self._passes = passes
         self._times: dict[Pass, list[float]] = {each: [] for each in passes}
         for run in passes.values():
-            run()  # buffers are bound, and memory touched, the first time
+            run()  # the first run binds buffers and touches memory
 
     def run(self, times: int = 1, wanted: Callable[[Pass], bool] = lambda _: True) -> None:
-        """Every wanted pass so many times."""
+        """Run each wanted pass `times` times."""
         for _ in range(times):
             for each, run in self._passes.items():
                 if not wanted(each):
@@ -43,10 +43,10 @@ class Stopwatch:
                 self._times[each].append(max(round(1000 * (time.perf_counter() - started), 4), 1e-4))
 
     def costs(self) -> dict[str, list[Cost]]:
-        """What they took so far, by engine."""
-        found: dict[str, list[Cost]] = defaultdict(list)
+        """Return the costs measured so far, by engine."""
+        costs: dict[str, list[Cost]] = defaultdict(list)
         for (name, rows, window, batch), times in self._times.items():
-            found[name].append(
+            costs[name].append(
                 Cost(
                     rows=rows,
                     window=window,
@@ -57,29 +57,29 @@ class Stopwatch:
                     runs=len(times),
                 )
             )
-        return dict(found)
+        return dict(costs)
 
 
 def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, list[Cost]]:
-    """The cost of every pass that a round may make, by engine; that the engines run at all is checked with it.
+    """Return the cost of every pass that a round may make, by engine. This also checks that every engine runs.
 
-    Those of the models are measured at the end of every window, of a prompt's chunk in the smallest and the largest that
-    hold it; for batches that double up to the bundle's.
+    Passes of the models are measured at the end of every window, and a prompt's chunk in the smallest and the largest window
+    that hold it; all for batch sizes that double up to the bundle's.
 
     Raises:
-        EngineError: one does not.
+        EngineError: an engine does not run here.
     """
     engines = open_engines(folder, manifest, build)
     batches = [2**power for power in range(build.batch.bit_length())]
     batches += [build.batch] if build.batch not in batches else []
-    batches.reverse()  # where there is no memory for the largest, that is known at once
+    batches.reverse()  # the largest first, so that a lack of memory shows at once
     costs: dict[str, list[Cost]] = defaultdict(list)
     for role in manifest.roles:
         progress.stage(f"measuring the {role}", len(batches) * TIMED_RUNS)
         for batch in batches:
             session = engines.session(role, batch)
             stopwatch = Stopwatch(steps(session, role, build, build.windows))
-            for _ in range(TIMED_RUNS):  # all windows in turn: what the machine does beside must not make one look dearer
+            for _ in range(TIMED_RUNS):  # all windows in turn, so that other load affects them alike
                 stopwatch.run()
                 progress.advance(1)
             costs[role] += stopwatch.costs()[role]
@@ -89,7 +89,7 @@ def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) 
     for name in manifest.samplers:
         engine = engines.sampler(name)
         for batch in batches:
-            for rows in sampler_rows(name, build):  # one at a time: each holds logits of its own
+            for rows in sampler_rows(name, build):  # one at a time, because each holds its own logits
                 stopwatch = Stopwatch(sampling(engine, engines.device, name, manifest, build, rows, batch))
                 stopwatch.run(TIMED_RUNS)
                 costs[name] += stopwatch.costs()[name]
@@ -97,30 +97,30 @@ def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) 
 
 
 def _rows(build: Build) -> list[int]:
-    """Of the passes of rounds."""
+    """Return the row counts of a round's passes."""
     return sorted({1, 2, *(k + 1 for k in build.k)})
 
 
 def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> dict[Pass, Callable[[], None]]:
-    """The passes of a model that rounds and prompts make, each at the end of its window."""
+    """Return the passes of a model that rounds and prompts make, each at the end of its window."""
     chunk = build.max_prompt_chunk
     holding = [window for window in build.windows if window >= chunk]
-    found: dict[Pass, Callable[[], None]] = {}
+    passes: dict[Pass, Callable[[], None]] = {}
     for window in windows:
         sizes = [rows for rows in _rows(build) if rows <= window]
         sizes += [chunk] if chunk not in sizes and window in (holding[0], holding[-1]) else []
         for rows in sizes:
-            found[role, rows, window, session.batch] = _step(session, rows, window - rows, logits=rows in _rows(build))
-    return found
+            passes[role, rows, window, session.batch] = _step(session, rows, window - rows, logits=rows in _rows(build))
+    return passes
 
 
 def sampler_rows(name: str, build: Build) -> list[int]:
-    """Rows that a sampler is run for."""
-    return [1] if name in DRAFTERS else _rows(build)
+    """Return the row counts that a sampler is run for."""
+    return [1] if name in DRAFT_SAMPLERS else _rows(build)
 
 
 def _step(session: Session, rows: int, position: int, logits: bool) -> Callable[[], None]:
-    """A pass of so many rows."""
+    """Return a call that runs one pass of `rows` rows."""
     ids = np.zeros((session.batch, rows), dtype=np.int64)
     positions = np.full(session.batch, position, dtype=np.int64)
 
@@ -134,7 +134,7 @@ def _step(session: Session, rows: int, position: int, logits: bool) -> Callable[
 def sampling(
     engine: Engine, device: Device, name: str, manifest: Manifest, build: Build, rows: int, batch: int
 ) -> dict[Pass, Callable[[], None]]:
-    """The run of a sampler over so many rows, where it is not greedy at temperature 1 and top_p 0.9."""
+    """Return the run of a sampler over `rows` rows, at temperature 1 and top_p 0.9 unless it is greedy."""
     sizes = {"batch": batch, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
     inputs, outputs = sampler_tensors(name, *manifest.widths)
     tensors = {

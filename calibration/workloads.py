@@ -1,4 +1,4 @@
-"""Prompts by workload: `{"workload", "prompt"}` a line."""
+"""Prompts by workload, one `{"workload": ..., "prompt": ...}` per line."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ SHIPPED = Path(__file__).with_name("workloads.jsonl")  # in the project's own wo
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One line; what else it says is not looked at."""
+    """One line. Other fields are ignored."""
 
     workload: Annotated[str, msgspec.Meta(min_length=1)]
     prompt: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 def load(path: Path, each: int | None = None) -> list[Prompt]:
-    """The prompts of a file, or the first `each` of every workload.
+    """Return the prompts of a file, or the first `each` of every workload.
 
     Raises:
-        UsageError: it cannot be read, a line is no such prompt, or there is none.
+        UsageError: the file cannot be read, a line is not a valid prompt, or the file has none.
     """
     taken: dict[str, int] = {}
     prompts = []
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "name a file of prompts") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", "pass a file of prompts") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -34,7 +34,7 @@ SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 11)  # of `report.HEADS`; the report has all
     "--k",
     callback=sizes,
     metavar="LIST",
-    help="Values of k to measure with the draft model, or with n-grams if there is none.  [default: all that were built]",
+    help="Values of k to measure with the bundle's first drafter.  [default: all that were built]",
 )
 @click.option(
     "--rounds",
@@ -72,12 +72,12 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure plain decoding, each k of the draft model, n-grams and k = auto side by side, by workload."""
+    """Measure plain decoding, each k of the first drafter, the other drafters and k = auto side by side, by workload."""
     if compare is not None:
         _compare(*compare, as_json)
         return
     if bundle is None:
-        raise UsageError("no bundle was given", "name one, or use --compare with two reports")
+        raise UsageError("no bundle was given", "pass one, or use --compare with two reports")
     import msgspec
 
     results = _measure(bundle, workload, each, report, device, options)
@@ -125,11 +125,11 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
             option = "the bundle" if name == "bundle" else f"--{name.replace('_', '-')}"
             raise UsageError("--compare does not measure anything", f"leave out {option}, or --compare")
     paths, reports = (before, after), (read(before), read(after))
-    found = changes(*reports)
+    compared = changes(*reports)
     measured = [{f"{summary.workload}, {summary.mode.label}" for summary in results.summaries} for results in reports]
     only_before, only_after = sorted(measured[0] - measured[1]), sorted(measured[1] - measured[0])
     if as_json:
-        result = {"changes": found, "only_before": only_before, "only_after": only_after}
+        result = {"changes": compared, "only_before": only_before, "only_after": only_after}
         click.echo(msgspec.json.encode(result).decode())
         return
     for name, path, results in zip(("before", "after"), paths, reports, strict=True):
@@ -137,7 +137,7 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
         click.echo(
             f"{name}: {path}, {models}, {results.precision}, {results.backend}, {results.rounds} rounds on {results.date}"
         )
-    console().print(_changes_table(found))
+    console().print(_changes_table(compared))
     for path, missing in zip(paths, (only_before, only_after), strict=True):
         if missing:
             click.echo(f"only in {path}: {'; '.join(missing)}")

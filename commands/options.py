@@ -74,8 +74,8 @@ drafter = click.option(
     cls=GroupedOption,
     group="Speculation",
     type=Registered(lambda: (*drafters.names(), AUTO)),
-    help="Where draft tokens come from: the draft model, n-grams (what followed earlier in the text), or whichever is faster."
-    "  [default: auto if --k is auto, else the draft model if there is one]",
+    help=f"Where draft tokens come from: {', '.join(f'{name} ({drafters.get(name).label})' for name in drafters.names())}, or"
+    " auto, whichever is faster.  [default: auto if --k is auto, else the first of these that the bundle supports]",
 )
 device = click.option(
     "--device",

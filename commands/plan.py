@@ -204,8 +204,10 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
         )
     drafter = plannable(drafters.available(manifest))
     if drafter is None:
+        missing = " or ".join(drafters.get(name).label for name in drafters.names() if plannable([name]))
+        available = ", ".join(drafters.get(name).label for name in drafters.available(manifest))
         raise UsageError(
-            "this bundle has no draft model, so there is nothing to plan", "outrider bench measures drafting by n-grams"
+            f"this bundle has no {missing}, so there is nothing to plan", f"outrider bench measures its drafters: {available}"
         )
     if bench is not None:
         return _plan_from_texts(manifest, build, drafter, bench)

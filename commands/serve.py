@@ -162,7 +162,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         try:
             keys += path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {path}: {error}", "give a file with one key per line") from error
+            raise UsageError(f"cannot read {path}: {error}", "use a file with one key per line") from error
         if not any(key.strip() for key in keys):
             raise UsageError(f"{path} contains no key", "write one key per line")
     return tuple(key.strip() for key in keys if key.strip())

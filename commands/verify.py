@@ -129,7 +129,7 @@ def _sampled_table(report: Audit) -> Any:
 def _control_table(report: Audit) -> Any:
     table = _table("control", *FIGURES[:3], "excluded", "")
     for control in report.controls:
-        verdict = ("detected" if control.found else "not detected") + ("" if control.passed else ": WRONG")
+        verdict = ("detected" if control.detected else "not detected") + ("" if control.passed else ": WRONG")
         name = control.fault or "none: the reference itself"
         name += f", {control.sampled.k}" if isinstance(control.sampled.k, str) else ""
         table.add_row(name, *_figures(control.sampled)[:3], str(control.sampled.excluded), verdict)
@@ -145,5 +145,5 @@ def _table(*names: str) -> Any:
 def _figures(cell: Sampled) -> list[str]:
     """Format the comparison with the smallest p-value."""
     worst = min(cell.comparisons, key=lambda each: each.p_value)
-    detects = "-" if worst.finds is None else f"{worst.finds:.2f}"
+    detects = "-" if worst.detects is None else f"{worst.detects:.2f}"
     return [f"{worst.p_value:.1e}", f"{worst.distance:.2f}", f"{worst.bound:.2f}", detects, worst.place]

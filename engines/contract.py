@@ -90,7 +90,7 @@ MORE_CANDIDATES = 1  # top_k or top_p reach beyond the candidates; run it again 
 NOT_FINITE = 2  # the logits contain NaN or infinity
 
 SAMPLERS = ("drafter", "verifier", "greedy_drafter", "greedy_verifier", "logprobs")
-DRAFTERS = ("drafter", "greedy_drafter")
+DRAFT_SAMPLERS = ("drafter", "greedy_drafter")
 
 BLOCK = 256  # tokens that share a first-level sum when one is drawn
 

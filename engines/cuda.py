@@ -184,10 +184,10 @@ def _find_gpu() -> None:
             f"the NVIDIA driver is too old: it supports CUDA {_version(driver)}, and CUDA {_version(needed)} is required",
             "update the driver, or install the cuda-bindings of the driver's CUDA version",
         )
-    reason = "there is no driver" if not driver else _describe(error) if error != SUCCESS else "CUDA reports none"
+    reason = "there is no driver" if not driver else _describe(error) if error != SUCCESS else "no CUDA device is visible"
     raise DeviceError(
         f"no NVIDIA GPU found: {reason}",
-        "run it on a machine with an NVIDIA GPU and driver; for a CPU, build with --backend onnxruntime and give --device cpu",
+        "run it on a machine with an NVIDIA GPU and driver; for a CPU, build with --backend onnxruntime and use --device cpu",
     )
 
 

@@ -68,10 +68,10 @@ class Device(ABC):
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
-        """Allocate a zeroed tensor, whose memory is freed with the last reference to it.
+        """Allocate a zeroed tensor. Its memory is freed with the last reference to it.
 
         Args:
-            purpose: what the tensor is for, in words, for the error message.
+            purpose: what the tensor is for, for the error message.
 
         Raises:
             EngineError: the device has too little memory.
@@ -79,7 +79,7 @@ class Device(ABC):
 
     @abstractmethod
     def mirrored(self, size: int) -> tuple[npt.NDArray[np.uint8], Buffer]:
-        """Allocate `size` bytes on the host and as many on the device. On a CPU both are the same bytes."""
+        """Allocate `size` bytes on both the host and the device. On a CPU both are the same bytes."""
 
     @abstractmethod
     def upload(self, host: npt.NDArray[Any], buffer: Buffer) -> Launch:
@@ -121,21 +121,21 @@ class Device(ABC):
 class Engine(ABC):
     """One compiled graph."""
 
-    max_candidates: int | None = None  # the largest K that its TopK supports; None where there is no limit
+    max_candidates: int | None = None  # the largest K that its TopK supports; None if there is no limit
     spare_slots = 0  # positions that a step model's cache needs beyond the capacity
-    skips_logits = False  # whether a step model can compute the logits of the last rows only, as many as its buffer holds
+    skips_logits = False  # whether a step model can compute the logits of only as many of the last rows as its buffer holds
     recordable = True  # whether the device may record its launches
 
     @abstractmethod
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
-        """Prepare a run over these buffers, whose shapes are the shapes of the run. A failing launch raises `EngineError`."""
+        """Prepare a run over these buffers; their shapes determine the run's. A failing launch raises `EngineError`."""
 
 
 class Arena:
     """Tensors in one piece of memory on the host, mirrored on the device, so that one copy moves all of them."""
 
     def __init__(self, device: Device, layout: Layout):
-        """Allocate both sides; `layout` says which tensors there are."""
+        """Allocate both sides; `layout` lists the tensors."""
         offsets, size = {}, 0
         for name, (shape, dtype) in layout.items():
             offsets[name] = size

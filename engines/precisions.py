@@ -31,7 +31,7 @@ DTYPES = {
 class Precision:
     """The precision of a model's weights.
 
-    Tolerances are relative to the largest logit in magnitude, or to 1 where that is less.
+    Tolerances are relative to the largest logit in magnitude, or to 1 if that is less.
     """
 
     weight_bits: int

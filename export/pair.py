@@ -91,7 +91,7 @@ def export_pair(
     if (draft_vocab is None) != (draft_vocab_text is None):
         raise UsageError("--draft-vocab and --draft-vocab-text go together", "use both or neither")
     if draft is None and draft_vocab is not None:
-        raise UsageError("--draft-vocab is for a draft, and there is none", "add --draft, or leave --draft-vocab out")
+        raise UsageError("--draft-vocab needs a draft", "add --draft, or leave --draft-vocab out")
     sources = {role: Source.parse(name) for role, name in (("target", target), ("draft", draft)) if name is not None}
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():

@@ -119,7 +119,7 @@ def quantize_model(
     """Replace every linear layer (`nn.Linear`, and GPT-2's `Conv1D`) by a `BlockLinear`, and return what was done.
 
     Embeddings are looked up and not multiplied, so quantizing them would save no time. They are rounded to fp16, which halves
-    their memory and loses nothing of note in a table of bf16. A head that is tied to its embedding gets weights of its own.
+    their memory and loses nothing of note in a table of bf16. A head that is tied to its embedding gets separate weights.
 
     Raises:
         UsageError, UnsupportedModelError: as for `tune`.

@@ -34,7 +34,7 @@ class Source:
         """Parse the path of a folder or GGUF file, or a hub id.
 
         Raises:
-            SourceError: it is none of these.
+            SourceError: it is neither a folder, nor a GGUF file, nor a hub id.
         """
         path = Path(text)
         try:
@@ -44,16 +44,16 @@ class Source:
         if kind == "folder":
             if not (path / "config.json").is_file():
                 files = sorted(entry.name for entry in path.glob("*.gguf"))
-                hint = f"name the GGUF file itself: {path / files[0]}" if files else "name a Hugging Face checkpoint folder"
+                hint = f"pass the GGUF file itself: {path / files[0]}" if files else "pass a Hugging Face checkpoint folder"
                 raise SourceError(f"{text} has no config.json", hint)
             return cls(path.resolve().name, str(path), {})
         if kind == "file":
             with open(path, "rb") as file:
                 if file.read(4) != b"GGUF":
-                    raise SourceError(f"{text} is not a GGUF file", "name a Hugging Face folder, a hub id or a GGUF file")
+                    raise SourceError(f"{text} is not a GGUF file", "pass a Hugging Face folder, a hub id or a GGUF file")
             return cls(path.name, str(path.parent), {"gguf_file": path.name})
         if not HUB_ID.fullmatch(text) or text in (".", "..") or path.suffix == ".gguf":
-            raise SourceError(f"{text[:200]} does not exist", "name a Hugging Face folder, a hub id or a GGUF file")
+            raise SourceError(f"{text[:200]} does not exist", "pass a Hugging Face folder, a hub id or a GGUF file")
         return cls(text, text, {})
 
     def read(self, what: str, loader: Any, **options: Any) -> Any:
@@ -154,7 +154,7 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        SourceError: there is none, or it has no fast (Rust) version.
+        SourceError: the checkpoint has no tokenizer, or it has no fast (Rust) version.
     """
     tokenizer = source.read("tokenizer", AutoTokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -179,7 +179,7 @@ class StepModel(nn.Module):
         finally:
             _current.reset(token)
         if trace.attention_calls != len(layers) or not all(layer.updated for layer in layers):
-            raise UnsupportedModelError("the model has attention code of its own, outside transformers' attention interface")
+            raise UnsupportedModelError("the model has its own attention code, outside transformers' attention interface")
         return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
@@ -197,12 +197,8 @@ def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]], spare_row:
     Raises:
         UnsupportedModelError: the model does something that the graph cannot express.
     """
-    batch, rows, window, capacity = (
-        2,
-        3,
-        8,
-        16,
-    )  # all different and none of them 0 or 1, which torch.export would take for constants
+    # The sizes differ, and none is 0 or 1, because torch.export would take these for constants.
+    batch, rows, window, capacity = 2, 3, 8, 16
     caches = cache_tensors(layers)
     past = tuple(torch.zeros(batch, c.heads, capacity, c.width, dtype=model.dtype) for c in caches)
     inputs = (

@@ -30,7 +30,7 @@ class Acceptance:
         self._accepted = self._accepted * self._memory + accepted
 
     def recall(self, rate: float, tokens: float) -> None:
-        """Continue as if so many tokens had been seen, accepted at a rate; later rounds push that out."""
+        """Continue as if so many tokens had been seen, accepted at a rate; later rounds outweigh it."""
         self._seen, self._accepted = tokens, tokens * rate
 
     def fade(self) -> None:

@@ -121,7 +121,7 @@ class AdaptivePolicy(Policy):
         return step > LONG_STEP or not costs.measured
 
     def sizes(self, remaining: int) -> list[int]:
-        """Return the built k that are of use while so many tokens may be emitted; the last one may be larger than needed."""
+        """Return the built k that are needed while so many tokens may be emitted; the last one may be larger than needed."""
         built = self.costs(1).k
         return built[: sum(k < remaining - 1 for k in built) + 1] if remaining > 1 else []
 

@@ -22,7 +22,7 @@ class Lane(NamedTuple):
     """One sequence's place in the batch of a round."""
 
     tokens: list[int]  # the confirmed ones
-    sampling: SamplingState | None  # None where the slot takes no part and only lies between others that do
+    sampling: SamplingState | None  # None for a padding lane
     k: int  # tokens to draft
     proposed: list[int]  # these, where a drafter proposed them on the host
     position: int  # the cache entry that the target's first row writes

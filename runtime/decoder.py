@@ -200,7 +200,7 @@ class Decoder:
         views: Sequence[SequenceView],
         chunks: int | None,
     ) -> tuple[Choice, list[int]]:
-        """Let the drafter catch up, and return what can be drafted: the choice with the smallest built k that is of use, and
+        """Let the drafter catch up, and return what can be drafted: the choice with the smallest built k that is needed, and
         the number of tokens to draft for each request."""
         if not choice.k:
             return PLAIN, [0] * len(requests)

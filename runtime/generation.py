@@ -153,7 +153,7 @@ class Outrider:
             EngineError: from the iterator, if the logits contain NaN or infinity.
         """
         if not isinstance(params, SamplingParams):
-            raise UsageError(f"params is {params!r}", "give SamplingParams(...)")
+            raise UsageError(f"params is {params!r}", "pass SamplingParams(...)")
         tokens = self.text.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         request = self.request(tokens, params)
         self.check_drafting(k, drafter)
@@ -228,7 +228,7 @@ class Outrider:
     def _check(self, tokens: list[int], params: SamplingParams, end_ids: list[int]) -> None:
         capacity = self.build.capacity
         if not tokens:
-            raise UsageError("the prompt is empty", "give at least one token", param="prompt")
+            raise UsageError("the prompt is empty", "pass at least one token", param="prompt")
         if not all(isinstance(token, Integral) and 0 <= token < self.vocab_rows for token in tokens):
             raise UsageError(
                 f"the prompt has a token id outside 0..{self.vocab_rows - 1}", "use the bundle's own tokenizer", param="prompt"

@@ -11,8 +11,8 @@ from outrider.errors import UsageError
 
 RULES = ("rejection", "exact-match")
 
-# Of each number: its type, what it must be, and that in words. The command line takes type and words from here.
-# Where an API has no bound, ours is what fp32 can tell apart.
+# For each number: its type, a check, and the check in words. The command line takes type and words from here.
+# If an API has no bound, ours is what fp32 can tell apart.
 RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda value: value == 0 or 1e-5 <= value <= 100, "0, or from 0.00001 to 100"),
     "top_k": (int, lambda value: value >= -1, "-1 or more"),
@@ -32,7 +32,7 @@ RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 class SamplingParams:
     """How tokens are chosen and when the text ends. Draft and target are treated alike.
 
-    In this order: logit bias and bans, penalties, temperature, min_p, top_k, top_p.
+    Applied in this order: logit bias and bans, penalties, temperature, min_p, top_k, top_p.
 
     Raises:
         UsageError: a value is out of range; the message names the range.
@@ -47,25 +47,25 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted for each time that the answer has the token
     logit_bias: Mapping[int, float] | None = None  # by token id: added to the logit, -100 to 100
     seed: int | None = None  # fixes the answer; None draws one
-    # Which drafted tokens are accepted: one of RULES. None is exact-match where a seed is given, for then the answer is that of
-    # plain decoding whatever was drafted; and rejection, which accepts more, elsewhere.
+    # Which drafted tokens are accepted: one of RULES. None is exact-match where a seed is given, because then the answer
+    # equals plain decoding's whatever was drafted; elsewhere it is rejection, which accepts more.
     rule: str | None = None
     max_new_tokens: int = 256
-    min_new_tokens: int = 0  # before it no end-of-text or stop token is chosen, and no stop string looked for
+    min_new_tokens: int = 0  # before this many, no end-of-text or stop token is chosen, and stop strings are ignored
     stop: str | Iterable[str] | None = ()  # strings that end the text, and are not part of it
     stop_token_ids: Iterable[int] | None = ()  # tokens that end the text, besides the model's own
-    logprobs: int | None = None  # with each token, its logprob and those of so many most likely tokens
+    logprobs: int | None = None  # with each token, its logprob and those of this many most likely tokens
 
-    # What was checked, copied: the three above may be any collection, even one that can be read only once.
+    # Checked copies: the arguments may be any collections, even ones that can be read only once.
     stop_strings: tuple[str, ...] = field(init=False)
     stop_tokens: tuple[int, ...] = field(init=False)
     biases: dict[int, float] = field(init=False)
 
     def __post_init__(self) -> None:
         for name in RANGES:
-            value, (kind, fits, wanted) = getattr(self, name), RANGES[name]
+            value, (kind, fits, requirement) = getattr(self, name), RANGES[name]
             unset = value is None and name in ("seed", "logprobs")
-            _check(name, value, unset or (_is_number(value, kind) and fits(value)), wanted)
+            _check(name, value, unset or (_is_number(value, kind) and fits(value)), requirement)
         _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens")
         _check("rule", self.rule, self.rule is None or self.rule in RULES, " or ".join(RULES))
         strings = (self.stop,) if isinstance(self.stop, str) else _copy("stop", self.stop, tuple)
@@ -84,33 +84,33 @@ class SamplingParams:
         return self.rule == "exact-match" or (self.rule is None and self.seed is not None)
 
     def check_tokens(self, vocab_rows: int) -> None:
-        """Raise `UsageError` where a token id is none of a target with so many rows of logits."""
-        wanted = f"one of the token ids 0 to {vocab_rows - 1}"
+        """Raise `UsageError` if a token id is not below `vocab_rows`, the number of rows of the target's logits."""
+        requirement = f"one of the token ids 0 to {vocab_rows - 1}"
         for name, tokens in (("logit_bias", self.biases), ("stop_token_ids", self.stop_tokens)):
             for token in tokens:
-                _check(name, token, _is_number(token, int) and 0 <= token < vocab_rows, wanted)
+                _check(name, token, _is_number(token, int) and 0 <= token < vocab_rows, requirement)
 
 
-def _copy(name: str, given: Any, kind: type) -> Any:
+def _copy(name: str, value: Any, kind: type) -> Any:
     try:
-        return kind(given or ())
+        return kind(value or ())
     except (TypeError, ValueError):
-        raise _wrong(name, given, "a mapping of token ids to numbers" if kind is dict else "a collection") from None
+        raise _wrong(name, value, "a mapping of token ids to numbers" if kind is dict else "a collection") from None
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    """A finite number, and a whole one where `kind` is int; NumPy's are numbers too."""
+    """Return whether a value is a finite number, and a whole one if `kind` is int; NumPy's numbers count."""
     known = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    return known and value - value == 0  # not so of NaN and infinity
+    return known and value - value == 0  # false for NaN and infinity
 
 
-def _check(name: str, value: object, fits: bool, wanted: str) -> None:
+def _check(name: str, value: object, fits: bool, requirement: str) -> None:
     if not fits:
-        raise _wrong(name, value, wanted)
+        raise _wrong(name, value, requirement)
 
 
 def _wrong(name: str, value: object, requirement: str) -> UsageError:
-    return UsageError(f"{name} is {value!r}; it must be {requirement}", f"give a {name} that is {requirement}", param=name)
+    return UsageError(f"{name} is {value!r}; it must be {requirement}", f"use a {name} that is {requirement}", param=name)
 
 
 DEFAULTS = SamplingParams()

@@ -196,7 +196,7 @@ class Rounds:
             replay()
             self.device.synchronize()
             if any((now != before).any() for now, before in zip(self.launches.outputs.host.values(), decided, strict=True)):
-                raise EngineError("its replay decided otherwise than the launches themselves", "report it, please")
+                raise EngineError("the recorded round gave a different result", "please report this as a bug")
         except EngineError as error:
             warnings.warn(f"a round of k = {shape.drafted} runs as plain launches: {error}", OutriderWarning, stacklevel=2)
 

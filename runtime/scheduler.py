@@ -112,7 +112,7 @@ class Scheduler:
         return Load(len(self._running), len(self._waiting), used, *self._last)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Request:
-        """Queue a request, given by its token ids. The first to come is the first to be served.
+        """Queue a request, given by its token ids. Requests are served first come, first served.
 
         Raises:
             UsageError: it cannot be answered, alone or beside others.
@@ -157,7 +157,7 @@ class Scheduler:
         limit = self.max_waiting + len(self._decoder.slots)
         if count > limit:
             raise UsageError(
-                f"{count} answers at once are more than can ever run and wait", f"ask for at most {limit}", param="n"
+                f"{count} answers at once exceed the total capacity of {limit}", f"ask for at most {limit}", param="n"
             )
 
     def cancel(self, request: Request) -> None:

@@ -53,7 +53,7 @@ class Text:
             UsageError: the prompt is empty or is not text, or the bundle has no chat template.
         """
         if not prompt:
-            raise UsageError("the prompt is empty", "give some text", param="prompt")
+            raise UsageError("the prompt is empty", "pass some text", param="prompt")
         if chat:
             return self.encode_chat([{"role": "user", "content": prompt}])
         return self._encode(prompt, add_special_tokens=True)
@@ -73,7 +73,7 @@ class Text:
             raise UsageError("the prompt is not UTF-8 text", "convert it to UTF-8", param="prompt") from error
         tokens: list[int] = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
         if not tokens:
-            raise UsageError("the prompt has no tokens", "give some more text", param="prompt")
+            raise UsageError("the prompt has no tokens", "use a longer prompt", param="prompt")
         return tokens
 
     def token(self, token: int) -> str:

@@ -1,7 +1,7 @@
 """The response to one HTTP request, assembled from the events of its choices.
 
 Streams use FastAPI's own server-sent events, so that sse-starlette is not needed: that package also watches for SIGTERM, and by
-default ends every stream at once, where this server lets answers finish.
+default ends every stream at once, but this server lets answers finish.
 """
 
 from __future__ import annotations

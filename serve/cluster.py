@@ -52,11 +52,11 @@ class Router(RequestRouter):  # type: ignore[misc]  # Ray's types are not checke
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return groups of replicas: the least busy of a group is asked, and if none has room, the next group."""
+        """Return groups of replicas: the request goes to the least busy of a group or, if none has room, to the next group."""
         session = ""
         if pending_request is not None:
             session = pending_request.metadata.session_id
-            pending_request.routing_context.should_backoff = True  # if none has room; Ray would ask again at once
+            pending_request.routing_context.should_backoff = True  # if none has room; otherwise Ray would retry immediately
         if not session:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
@@ -72,7 +72,7 @@ class Scale:
 
     replicas: tuple[int, int]  # minimum and maximum; between them, their number follows the load
     slots: int  # requests that a replica runs at once
-    cpus: int | None  # cores of a replica; None is as many as let the maximum number of replicas fit
+    cpus: int | None  # cores of a replica; None is the most with which the maximum number of replicas fit
     gpus: int
 
 
@@ -118,7 +118,7 @@ def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> An
 
 
 def max_cores(replicas: int) -> int:
-    """Return the most cores that each of so many replicas can have on the cluster's nodes; 0 if they do not fit at all."""
+    """Return the most cores that each of `replicas` replicas can have on the cluster's nodes; 0 if they do not fit."""
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     sizes = [cores for cores in range(1, max(nodes, default=0) + 1) if sum(node // cores for node in nodes) >= replicas]
     return max(sizes, default=0)

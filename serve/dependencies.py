@@ -1,4 +1,4 @@
-"""What the routes get from the application that they belong to."""
+"""The dependencies that routes get from their application."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class EngineThread:
                 self.metrics.ended(request, "cancelled", time.perf_counter())
 
     def _deliver(self, request: Request, result: Result) -> None:
-        """Give a result to whoever submitted the request."""
+        """Pass a result to the request's sink."""
         if request not in self._active or request.sink is None:  # the probe has none
             return
         now = time.perf_counter()
@@ -296,9 +296,9 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *
     """Call a function in an event loop, from the thread."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
-    except RuntimeError:  # the loop is closed, and nobody waits for the result
+    except RuntimeError:  # the loop is closed, so the result is not needed any more
         LOGGER.debug("a result came after the server had shut down")
 
 
 def _shutting_down() -> NotReadyError:
-    return NotReadyError("the server is shutting down", "try again")
+    return NotReadyError("the server is shutting down", "try again later")

@@ -1,6 +1,6 @@
 """Checks on a request before anything reads it: host name, API key, size.
 
-Starlette's TrustedHostMiddleware would answer a wrong host in plain text, where clients of this API need an error object that
+Starlette's TrustedHostMiddleware would answer a wrong host in plain text, but clients of this API need an error object that
 says what to do.
 """
 
@@ -66,7 +66,7 @@ class Guard:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._settings.max_bytes:  # FastAPI lets this exception pass where it reads a body
+            if received > self._settings.max_bytes:  # FastAPI lets this exception pass when it reads a body
                 raise HTTPException(413, str(self._too_large()))
             return message
 

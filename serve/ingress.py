@@ -28,7 +28,7 @@ from outrider.serve.log import log_as_json
 from outrider.serve.replica import HEALTH_CHECK_PERIOD
 from outrider.serve.settings import Settings
 
-MAX_ATTEMPTS = 3  # replicas that are asked before the client gets an error
+MAX_ATTEMPTS = 3  # replicas to try before the client gets an error
 SESSION_HEADER = b"x-session-id"  # Ray's header for requests that belong together
 # The parts of a request's scope that go to a replica; the others belong to this process.
 SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers", "client")
@@ -81,7 +81,7 @@ class Ingress:
         except ClientDisconnect:
             return
         relay = Relay(send)
-        error = ApiError(503, "no replica could answer; try again", code="replica_lost")
+        error = ApiError(503, "no replica could answer; try again later", code="replica_lost")
         for _ in range(MAX_ATTEMPTS):
             try:
                 async with aclosing(self._answer(scope, body)) as messages:
@@ -129,7 +129,7 @@ class Ingress:
 
 
 class Relay:
-    """Sends a response, but holds its start back until its first body: until then another replica can be asked."""
+    """Sends a response, but holds its start back until its first body, so that until then another replica can be tried."""
 
     def __init__(self, send: Send):
         self._send = send

@@ -12,7 +12,7 @@ SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0
 
 
 class Metrics:
-    """Counters, gauges and histograms of one server; `docs/serve.md` lists them."""
+    """Counters, gauges and histograms of one server; `docs/reference/metrics.md` lists them."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()

@@ -141,7 +141,7 @@ class CompletionRequest(Common):
             UsageError: `best_of` is neither absent nor `n`.
         """
         if self.best_of not in (None, self.n):
-            raise UsageError(f"best_of is {self.best_of}; it must equal n", "give n alone", param="best_of")
+            raise UsageError(f"best_of is {self.best_of}; it must equal n", "use n alone", param="best_of")
 
 
 class ContentPart(Strict):

@@ -53,7 +53,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Report to the registry. Ray calls this periodically, routes requests after the first call, and replaces the replica
-        where it raises."""
+        if it raises."""
         engine = self._engine
         await asyncio.to_thread(engine.loaded.wait)
         try:
@@ -64,7 +64,7 @@ class Replica:
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """Yield the ASGI messages of the response to a request. Ray cancels this when the client has disconnected."""
-        if self._engine.failure is not None:  # it would fail at once, and so be the least busy and get most requests
+        if self._engine.failure is not None:  # it fails at once, so it would be the least busy and get most requests
             LOGGER.error("the engines are broken, so this replica exits", extra={"error": str(self._engine.failure)})
             os._exit(1)
         messages: asyncio.Queue[Message | None] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""The routes beside the completions: models, health, metrics and the chat page."""
+"""The routes besides the completions: models, health, metrics and the chat page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ async def models(engine: EngineDep, name: ModelName) -> Response:
     """List the one model."""
     outrider = engine.outrider
     manifest = outrider.manifest
-    draft = manifest.models.get("draft")
     model = {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "outrider",
         "max_model_len": outrider.build.capacity,
-        "draft": None if draft is None else draft.source,
+        "draft_models": [manifest.models[role].source for role in manifest.roles[1:]],
     }
     return JSONResponse({"object": "list", "data": [model]})
 

@@ -1,4 +1,4 @@
-"""What a server runs, and the limits it sets."""
+"""The settings of a server: its bundle and its limits."""
 
 from __future__ import annotations
 

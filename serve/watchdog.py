@@ -71,5 +71,5 @@ def warm_up(scheduler: Scheduler) -> None:
 
 
 def bug(error: Exception) -> EngineError:
-    """Return an error for an exception that nobody expected."""
+    """Return an error for an unexpected exception."""
     return EngineError(f"{type(error).__name__}: {error}", "please report this as a bug")

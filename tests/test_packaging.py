@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tarfile
@@ -23,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"backends", "bundle", "engines"},
     "calibration": {"backends", "bundle", "engines", "runtime"},
     "export": {"backends", "bundle", "engines"},
-    "builder": {"backends", "bundle", "calibration", "engines", "runtime", "bench"},
+    "builder": {"backends", "bundle", "calibration", "engines", "runtime"},
     "audit": {"backends", "bundle", "engines", "runtime"},
     "bench": {"backends", "bundle", "calibration", "engines", "runtime"},
     "serve": {"bundle", "engines", "runtime"},
@@ -64,6 +65,12 @@ def test_only_export_imports_torch() -> None:
 def test_every_folder_of_the_package_is_in_the_tests_above() -> None:
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "scripts"}
     assert folders == set(FOLDERS)
+
+
+def test_the_layout_table_lists_what_each_folder_may_import() -> None:
+    rows = re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    listed = {folder: set(re.findall(r"`(\w+)`", allowed)) for folder, allowed in rows if folder in FOLDERS}
+    assert listed == {folder: allowed for folder, allowed in MAY_IMPORT.items() if folder != "commands"}
 
 
 def test_every_folder_of_the_package_is_shipped() -> None:

@@ -1,4 +1,4 @@
-"""The backend `onnxruntime`: graphs and weights of the export, fused where that computes the same."""
+"""The backend `onnxruntime`: graphs and weights of the export, fused where the result stays the same."""
 
 from __future__ import annotations
 
@@ -67,4 +67,4 @@ def _device(name: str) -> Device:
         from outrider.engines.cuda import Cuda
 
         return Cuda()
-    raise UsageError(f"there is no device {name!r}", "give cpu or cuda")
+    raise UsageError(f"there is no device {name!r}", "use cpu or cuda")

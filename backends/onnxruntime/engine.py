@@ -33,7 +33,7 @@ def thread_count() -> int:
 
 
 # Draft and target take turns; with a spinning pool each, they would compete for the cores. ONNX Runtime creates its environment
-# once per process, so this runs at import. From here on it refuses any session that asks for a pool of its own, so all sessions
+# once per process, so this runs at import. From here on it refuses any session that asks for its own pool, so all sessions
 # start from `session_options`.
 onnxruntime.set_global_thread_pool_sizes(thread_count(), 1)
 
@@ -72,7 +72,7 @@ class OnnxRuntimeEngines(GraphEngines):
         if self.manifest.models[role].precision == "bf16" and isinstance(self.device, Cpu):
             raise EngineError(
                 "ONNX Runtime has no CPU kernels for bf16",
-                "export again with --precision fp32 or --precision fp16, or give --device cuda",
+                "export again with --precision fp32 or --precision fp16, or use --device cuda",
             )
         return self._engine(model_file(role), role, self.build.batch)
 
@@ -102,12 +102,12 @@ class OnnxRuntimeEngine(Engine):
         if self.skips_logits:
             expected[LOGITS_ROWS] = (DTYPES["int64"].onnxruntime, (1,))
         caches = [name for name in expected if name.startswith(("past_", "present_"))]
-        # Fused attention for several sequences has tensors of its own for each; see `fusion.fuse`.
+        # Fused attention for several sequences has separate tensors for each; see `fusion.fuse`.
         self._slots: dict[str, list[str]] = {}
         if any(f"{name}.1" in actual for name in caches):
             self._slots = {name: [name, *(f"{name}.{slot}" for slot in range(1, batch))] for name in caches}
             expected |= {each: expected[name] for name, slots in self._slots.items() for each in slots}
-            self._unused: dict[str, Buffer] = {}  # stands in for the slots that a pass has no sequence for
+            self._unused: dict[str, Buffer] = {}  # bound in place of the slots that a pass has no sequence for
         check_tensors(path, actual, expected)
 
     def _load(self, path: Path, device: Device) -> tuple[Any, Any]:
@@ -117,7 +117,7 @@ class OnnxRuntimeEngine(Engine):
         if not isinstance(device, Cpu):
             _preload()
             # Its work goes to the device's stream, in order with everything else, and is awaited once a round. Recording it
-            # is not safe: it copies from host memory of its own, whose address a recorded copy keeps after it is freed.
+            # is not safe: it copies from its own host memory, and a recorded copy keeps the address after it is freed.
             self.recordable = False
             self.spare_slots = 0  # the attention is not fused there
             providers.insert(0, (CUDA, {"user_compute_stream": str(device.stream), "use_tf32": "0"}))
@@ -162,7 +162,7 @@ class OnnxRuntimeEngine(Engine):
         return launch
 
     def _by_slot(self, name: str, cache: Buffer) -> list[Buffer]:
-        """Return the slots of a cache [N, H, C, D], and for the graph's further slots a piece of memory that nobody reads."""
+        """Return the slots of a cache [N, H, C, D], and unused memory for the graph's remaining slots."""
         count, heads, capacity, width = cache.shape
         size = heads * capacity * width
         if name not in self._unused:
@@ -176,7 +176,7 @@ class OnnxRuntimeEngine(Engine):
 def _preload() -> None:
     """Load the CUDA and cuDNN libraries that pip installed."""
     if hasattr(onnxruntime, "preload_dlls"):
-        with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find, and commands print JSON there
+        with contextlib.redirect_stdout(sys.stderr):  # it prints warnings, and commands print JSON on standard output
             onnxruntime.preload_dlls()
 
 
@@ -184,9 +184,7 @@ def _failed(error: Exception, where: str, hint: str) -> EngineError:
     """Return the `EngineError` for an exception of ONNX Runtime, which have no common base but Exception."""
     message = first_line(error)
     if "memory" in message.lower() and "alloc" in message.lower():
-        hint = (
-            "give a smaller --capacity, --batch or --max-prompt-chunk to build-engine, or stop other programs that use memory"
-        )
+        hint = "build with a smaller --capacity, --batch or --max-prompt-chunk, or stop other programs that use memory"
     return EngineError(f"ONNX Runtime {where}: {message}", hint)
 
 

@@ -16,7 +16,7 @@ from outrider.engines.precisions import PRECISIONS
 from outrider.errors import OutriderWarning
 from outrider.progress import Progress
 
-MAX_FUSED = 64  # sequences of a batch; each has attention nodes of its own in every layer
+MAX_FUSED = 64  # sequences of a batch; each has its own attention nodes in every layer
 
 Pass = tuple[Int64s, Int64s, int]
 """Token ids [B, S], positions [B], and the first slot."""
@@ -90,7 +90,7 @@ def _compare(plain: OnnxRuntimeEngines, fused: OnnxRuntimeEngines, role: str) ->
 
 
 def _passes(build: Build, vocab_rows: int) -> list[Pass]:
-    """Return passes of every kind: of all sequences, each at a position of its own; then of all but the first."""
+    """Return passes of every kind: over all sequences, each at its own position, and over all but the first."""
     random = np.random.default_rng(0)
     passes: list[Pass] = []
     position = 0

@@ -107,7 +107,7 @@ def _check_volumes(spec: BuildSpec) -> None:
         if (volume := max([*caches, spec.batch * rows * model.vocab_rows])) >= MAX_ELEMENTS:
             raise UsageError(
                 f"a tensor of the {role} would have {volume:,} elements; TensorRT's limit is {MAX_ELEMENTS:,}",
-                "give a smaller --batch, --capacity or --max-prompt-chunk",
+                "use a smaller --batch, --capacity or --max-prompt-chunk",
             )
 
 

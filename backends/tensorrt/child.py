@@ -50,7 +50,7 @@ def _work(job: Job, send: Send) -> None:
     try:
         trt = importlib.import_module(job.package.module)
         importlib.import_module("onnx")
-    except (ImportError, OSError) as error:  # an OSError where one of the package's libraries is missing
+    except (ImportError, OSError) as error:  # an OSError if one of the package's libraries is missing
         send(Report(missing=str(error)))
         return
     if not job.graph:

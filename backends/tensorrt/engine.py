@@ -114,7 +114,7 @@ class TensorRTEngine(Engine):
         free, total = self._device.memory()
         return EngineError(
             f"TensorRT failed in {where}: {self._log.last} ({free:,} of the GPU's {total:,} bytes are free)",
-            "build the bundle again; with a smaller --capacity, --batch or --max-prompt-chunk where memory is what it lacks",
+            "build the bundle again, with a smaller --capacity, --batch or --max-prompt-chunk if it ran out of memory",
         )
 
 

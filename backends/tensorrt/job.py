@@ -1,4 +1,4 @@
-"""What the builder's two processes tell each other, one line of JSON each: a `Job`, and the `Report`s on it."""
+"""The messages between the builder's two processes, one line of JSON each: a `Job`, and the `Report`s on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Facts(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """One engine to build; without a graph, only the facts are asked for."""
+    """One engine to build; without a graph, a request for the facts."""
 
     package: Package
     options: Options
@@ -42,7 +42,7 @@ class Job(msgspec.Struct):
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """What the child reports: its stage, its progress, and how it ended."""
+    """A report of the child: its stage, its progress, and how it ended."""
 
     stage: str = ""
     done: int = 0  # further parts of `PROGRESS_PARTS`

@@ -24,7 +24,7 @@ def parse(trt: Any, job: Job, network: Any, parser: Any) -> None:
             value.type.tensor_type.shape.dim[2].dim_value = job.capacity  # TensorRT only scatters into a fixed capacity
     if names:
         del model.graph.value_info[:]  # it names the capacity, too
-    if not parser.parse(model.SerializeToString(), job.graph):  # the path is where it finds the weights
+    if not parser.parse(model.SerializeToString(), job.graph):  # it looks for the weights beside this path
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
         # For an operator that it does not support, the parser's description is "false".
         reasons = [each.code().name.lower() if each.desc() == "false" else each.desc() for each in errors]
@@ -37,13 +37,13 @@ def parse(trt: Any, job: Job, network: Any, parser: Any) -> None:
 
 
 def _cache_updates(trt: Any, network: Any) -> set[tuple[str, str]]:
-    """Return the caches that are updated in place, past and present; and let attention be decomposed on the way."""
+    """Return the caches that are updated in place, past and present; and allow attention to be decomposed."""
     updates = set()
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == trt.LayerType.ATTENTION_INPUT:
-            # A fused kernel is still used where there is one. Without this, a shape that has none fails the build: any shape
-            # in fp32, and decoding with 3 query heads to a key/value head in fp16.
+            # A fused kernel is still used if there is one. Without this, a shape that has none fails the build: any shape
+            # in fp32, and decoding with 3 query heads per key/value head in fp16.
             layer.__class__ = trt.IAttentionInputLayer
             layer.attention.decomposable = True
         if layer.type == trt.LayerType.KV_CACHE_UPDATE:

@@ -40,7 +40,7 @@ TENSORRT_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options that were given, checked."""
+    """The checked options of a build."""
 
     compute_capability: tuple[str, ...] = ()  # empty is what the package chooses: 8.0 and newer
     workspace: float | None = None  # GiB of GPU memory that a kernel may use besides its inputs and outputs
@@ -51,13 +51,13 @@ class Options:
     version_compatible: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `UsageError` where a value is out of range."""
+        """Raise `UsageError` if a value is out of range."""
         if self.workspace is not None and not 0 < self.workspace < 2**20:
-            raise UsageError(f"a workspace of {self.workspace} GiB is out of range", "give for example --workspace 2")
+            raise UsageError(f"a workspace of {self.workspace} GiB is out of range", "use --workspace 2, for example")
         if self.optimization_level is not None and not 0 <= self.optimization_level <= MAX_OPTIMIZATION_LEVEL:
             raise UsageError(
                 f"there is no optimization level {self.optimization_level}",
-                f"give --optimization-level 0 to {MAX_OPTIMIZATION_LEVEL}",
+                f"use --optimization-level 0 to {MAX_OPTIMIZATION_LEVEL}",
             )
         if self.verbosity not in (None, *VERBOSITIES):
-            raise UsageError(f"there is no verbosity {self.verbosity!r}", f"give --verbosity {', '.join(VERBOSITIES)}")
+            raise UsageError(f"there is no verbosity {self.verbosity!r}", f"use --verbosity {', '.join(VERBOSITIES)}")

@@ -1,4 +1,4 @@
-"""What distinguishes the two packages."""
+"""The two TensorRT packages, and how they differ."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from outrider.errors import EngineError
 
 
 class Package(msgspec.Struct, frozen=True):
-    """One of the two packages."""
+    """A TensorRT package."""
 
     backend: str  # the name of its backend
     module: str
     title: str
     extra: str  # outrider's extra that installs it
-    builds_anywhere: bool  # False where it builds on the GPU that will run the engine, and for that one only
+    builds_anywhere: bool  # False if it builds only on the GPU that will run the engine
 
     def load(self) -> Any:
         """Return the package's module.
@@ -27,7 +27,7 @@ class Package(msgspec.Struct, frozen=True):
         """
         try:
             return importlib.import_module(self.module)
-        except (ImportError, OSError) as error:  # an OSError where one of the package's libraries is missing
+        except (ImportError, OSError) as error:  # an OSError if one of the package's libraries is missing
             raise EngineError(f"{self.module} cannot be imported: {error}", f"pip install 'outrider[{self.extra}]'") from error
 
 

@@ -40,15 +40,15 @@ def facts(package: Package, options: Options) -> Facts:
     """Return the package's release and what it can build for.
 
     Raises:
-        UsageError: it does not support a compute capability that is asked for.
-        EngineError: it cannot be imported; or it builds only where a GPU is, and there is none.
+        UsageError: it does not support a compute capability of `options`.
+        EngineError: it cannot be imported, or it needs a GPU to build and there is none.
     """
     result = _run(Job(package, options), "asking for its version").facts
     assert result is not None
     if unknown := [each for each in options.compute_capability if each not in result.compute_capabilities]:
         raise UsageError(
             f"{package.title} {result.version} does not build for compute capability {unknown[0]!r}",
-            f"give --compute-capability some of {', '.join(result.compute_capabilities)}",
+            f"pass --compute-capability some of {', '.join(result.compute_capabilities)}",
         )
     if not package.builds_anywhere and result.gpu is None:
         raise EngineError(
@@ -63,7 +63,7 @@ def build_plan(job: Job, name: str, sizes: str = "", progress: Progress = SILENT
 
     Args:
         name: the engine's name in messages.
-        sizes: the sizes that determine the memory it takes, in words.
+        sizes: the sizes that determine how much memory it needs, as text.
 
     Raises:
         EngineError: TensorRT refuses the graph (the node is named), runs out of memory, or crashes.
@@ -90,7 +90,7 @@ def _run(job: Job, task: str, sizes: str = "", progress: Progress = SILENT) -> R
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it died at once; its exit code says how
+            with suppress(BrokenPipeError):  # it has already exited; its exit code tells why
                 child.stdin.write(msgspec.json.encode(job) + b"\n")
                 child.stdin.flush()
             for line in child.stdout:
@@ -117,14 +117,14 @@ def _failure(job: Job, task: str, stage: str, sizes: str, last: Report, code: in
     title = job.package.title
     if last.missing:
         return EngineError(
-            f"what builds for {title} cannot be imported: {last.missing}", f"pip install 'outrider[{job.package.extra}]'"
+            f"{title}'s builder cannot be imported: {last.missing}", f"pip install 'outrider[{job.package.extra}]'"
         )
     if last.errno:
         return OSError(last.errno, os.strerror(last.errno), job.plan)
     if code == -signal.SIGKILL or any(sign in (last.error + tail).lower() for sign in OUT_OF_MEMORY):
         return EngineError(
             f"{title} ran out of memory while {task} ({stage}): {sizes}; {_free_memory()}: {last.error or 'it was killed'}",
-            "give a smaller --max-prompt-chunk, --batch, --capacity or --workspace, or fewer --k; or use a larger machine",
+            "use a smaller --max-prompt-chunk, --batch, --capacity or --workspace, or fewer --k; or use a larger machine",
         )
     if last.error and stage == "parsing":
         return EngineError(

@@ -6,7 +6,15 @@ Only the batch, the window of the cache, and the rows of a prompt's chunk vary w
 from __future__ import annotations
 
 from outrider.bundle.manifest import Manifest, Profile
-from outrider.engines.contract import CANDIDATES, DRAFTERS, INPUT_IDS, KEY_POSITIONS, POSITIONS, sampler_tensors, window_buckets
+from outrider.engines.contract import (
+    CANDIDATES,
+    DRAFT_SAMPLERS,
+    INPUT_IDS,
+    KEY_POSITIONS,
+    POSITIONS,
+    sampler_tensors,
+    window_buckets,
+)
 
 
 def all_profiles(
@@ -45,7 +53,7 @@ def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int, dr
     limit = min(CANDIDATES[-1], vocab_rows)
     typical = 1 if sampler == "logprobs" else min(CANDIDATES[0], vocab_rows)
     profiles: list[Profile] = []
-    for rows in [k[-1] + 1] if sampler in DRAFTERS else [1, *(each + 1 for each in k)]:
+    for rows in [k[-1] + 1] if sampler in DRAFT_SAMPLERS else [1, *(each + 1 for each in k)]:
         profile: Profile = {}
         for tensor in sampler_tensors(sampler, vocab_rows, draft_rows)[0]:
             sizes = ({"batch": b, "rows": rows, "edits": edits} for b, edits in ((1, 1), (batch, 1), (batch, vocab_rows)))

@@ -87,7 +87,7 @@ def split(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(corpora: Path, work: Path) -> None:
-    """One byte-level BPE for both models; digits stand alone, so that sums can be learned."""
+    """Train one byte-level BPE for both models. Digits are separate tokens, so that sums can be learned."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -102,7 +102,7 @@ def train_tokenizer(corpora: Path, work: Path) -> None:
 
 
 def streams(corpora: Path, work: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Per style: (training, held-out) token streams, documents parted by END."""
+    """Return (training, held-out) token streams by style, with documents separated by END."""
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     result = {}
     for style in STYLES:
@@ -116,7 +116,7 @@ def streams(corpora: Path, work: Path) -> dict[str, tuple[torch.Tensor, torch.Te
 
 
 def new_model(role: str) -> LlamaForCausalLM:
-    """A model of the shipped shape with fresh weights."""
+    """Return a model of the shipped shape with fresh weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -161,7 +161,7 @@ def held_out_loss(model: torch.nn.Module, data: dict[str, tuple[torch.Tensor, to
 
 
 def training_loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, rows: torch.Tensor) -> torch.Tensor:
-    """Mean loss per position of int64 [B, S + 1] rows: cross-entropy, or KL(teacher || model) where there is a teacher."""
+    """Return the mean loss per position of int64 [B, S + 1] rows: cross-entropy, or KL(teacher || model) with a teacher."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(rows[:, :-1]).logits.flatten(0, 1)
         if teacher is not None:

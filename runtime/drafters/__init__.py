@@ -40,7 +40,7 @@ def get(name: str) -> type[Drafter]:
         UsageError: no drafter has this name.
     """
     if name not in _REGISTRY:
-        raise UsageError(f"there is no drafter {name!r}", f"give one of {', '.join(_REGISTRY)}", param="drafter")
+        raise UsageError(f"there is no drafter {name!r}", f"use one of {', '.join(_REGISTRY)}", param="drafter")
     return _REGISTRY[name]
 
 

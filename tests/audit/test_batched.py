@@ -73,9 +73,9 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
 
 
 def test_a_bundle_with_one_slot_has_no_such_part(bundle: Path) -> None:
-    found = audit(Outrider.load(bundle), draws=10)
-    assert found.batched is None
-    assert "batched" not in found.verdicts()
+    report = audit(Outrider.load(bundle), draws=10)
+    assert report.batched is None
+    assert "batched" not in report.verdicts()
 
 
 def test_a_token_that_differs_only_in_batches_fails(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +84,14 @@ def test_a_token_that_differs_only_in_batches_fails(batched: Outrider, monkeypat
             result.tokens[-1] = 77
 
     watch(monkeypatch, swap)
-    found = audit(batched, draws=10)
-    assert found.greedy.passed
-    assert found.batched is not None
-    assert not found.batched.passed
-    assert not found.batched.near_ties
-    assert {each.speculative for each in found.batched.differences} == {77}
-    assert {each.mode for each in found.batched.differences} >= {"plain", "model, k = 4", "auto, k = auto"}
-    assert not found.passed
+    report = audit(batched, draws=10)
+    assert report.greedy.passed
+    assert report.batched is not None
+    assert not report.batched.passed
+    assert not report.batched.near_ties
+    assert {each.speculative for each in report.batched.differences} == {77}
+    assert {each.mode for each in report.batched.differences} >= {"plain", "model, k = 4", "auto, k = auto"}
+    assert not report.passed
 
 
 def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_bounded(
@@ -118,12 +118,12 @@ def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_b
     monkeypatch.setattr(session, "bind", other_kernel)
     monkeypatch.setattr(session, "_passes", {})
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
-    found = audit(batched, draws=10).batched
-    assert found is not None
-    assert found.differences == []
-    assert {each.place for each in found.near_ties} == {10}
-    assert len(found.near_ties) == 5  # plain, each k of the model, n-grams, and at random: the same tie
-    assert found.ties == found.allowed == 1
-    assert found.passed
-    found.near_ties.append(replace(found.near_ties[0], place=11))
-    assert not found.passed
+    texts = audit(batched, draws=10).batched
+    assert texts is not None
+    assert texts.differences == []
+    assert {each.place for each in texts.near_ties} == {10}
+    assert len(texts.near_ties) == 5  # plain, each k of the model, n-grams, and at random: the same tie
+    assert texts.ties == texts.allowed == 1
+    assert texts.passed
+    texts.near_ties.append(replace(texts.near_ties[0], place=11))
+    assert not texts.passed

@@ -55,7 +55,7 @@ def test_a_k_that_was_not_built_cannot_be_written_in(data: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
-def test_costs_must_be_there_where_the_machine_that_builds_is_the_one_that_runs(tensorrt: dict[str, Any], backend: str) -> None:
+def test_costs_are_required_if_engines_run_where_they_are_built(tensorrt: dict[str, Any], backend: str) -> None:
     tensorrt["build"]["backend"] = backend
     if backend == "onnxruntime":
         tensorrt["files"] |= {f"{role}/model.onnx{end}": {"sha256": "", "size": 1} for role in ROLES for end in ("", ".data")}
@@ -72,7 +72,7 @@ def test_tensorrt_plans_stand_in_for_graphs_and_costs_may_come_later(tensorrt: d
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_profiles_that_are_not_there_are_damage(tensorrt: dict[str, Any], engine: str) -> None:
+def test_missing_profiles_are_damage(tensorrt: dict[str, Any], engine: str) -> None:
     profiles: list[dict[str, Any]] = tensorrt["build"]["profiles"][engine]
     tensor = "input_ids" if engine in ROLES else "logits"
     no_rows = [profile | {tensor: [[1]] * 3} for profile in profiles]

@@ -77,7 +77,7 @@ def test_the_fused_graphs_compute_what_the_exported_ones_do(shipped_bundle: Path
     assert "the engines agree with ONNX Runtime" in done.stdout
 
 
-def test_each_sequence_of_a_batch_has_attention_of_its_own(tiny_export: Path, tmp_path: Path) -> None:
+def test_each_sequence_of_a_batch_has_its_own_attention(tiny_export: Path, tmp_path: Path) -> None:
     bundle = build(tiny_export, tmp_path / "bundle", batch=3)
     assert made_of(bundle).rewrites["target"]["attention"] == 2
     found = operators(bundle / "target" / "model.onnx")
@@ -93,7 +93,7 @@ def texts(bundle: Path) -> list[list[int]]:
     return [[t for event in loaded.generate("the quick", params, k=k) for t in event.token_ids] for k in (0, 4)]
 
 
-def test_a_graph_that_computes_otherwise_is_not_taken(
+def test_a_fused_graph_with_different_results_is_not_used(
     tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(path: Path, output: Path, *sizes: Any) -> tuple[dict[str, int], list[str]]:
@@ -110,11 +110,11 @@ def test_a_graph_that_computes_otherwise_is_not_taken(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         bundle = build(tiny_export, tmp_path / "bundle")
-    said = [str(each.message) for each in caught if each.category is OutriderWarning]
-    assert [each.split(":")[0] for each in said] == [
+    messages = [str(each.message) for each in caught if each.category is OutriderWarning]
+    assert [each.split(":")[0] for each in messages] == [
         f"the {role} stays as exported, which is slower" for role in ("target", "draft")
     ]
-    assert all("fused, its logits would differ by more than" in each for each in said)
+    assert all("fused, its logits would differ by more than" in each for each in messages)
     assert made_of(bundle).rewrites == {}
     assert "Attention" in operators(bundle / "target" / "model.onnx")
     assert texts(bundle) == texts(tiny_bundle)
@@ -137,7 +137,7 @@ def test_without_the_packages_that_fuse_it_says_what_to_install(
     open_bundle(bundle)
 
 
-def test_nothing_is_said_where_all_is_well(tiny_export: Path, tmp_path: Path) -> None:
+def test_there_is_no_warning_if_everything_is_fused(tiny_export: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bundle = build(tiny_export, tmp_path / "bundle")
@@ -148,7 +148,9 @@ def test_nothing_is_said_where_all_is_well(tiny_export: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])
-def test_a_row_has_the_same_bits_in_any_company(shipped_exports: Callable[[str], Path], tmp_path: Path, precision: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_batched(
+    shipped_exports: Callable[[str], Path], tmp_path: Path, precision: str
+) -> None:
     """Alone, or in a pass of 2, 3, 5, 9 or 64 rows: what makes speculative text plain text where activations are rounded."""
     bundle = build(shipped_exports(precision), tmp_path / "bundle", max_prompt_chunk=64)
     assert made_of(bundle).rewrites["target"]["attention"] == 6
@@ -296,7 +298,7 @@ def twisted(node: onnx.NodeProto) -> None:
         (twisted, "rotary embeddings", []),
     ],
 )
-def test_what_is_not_what_a_rewrite_is_for_is_left(
+def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
     qwen2: tuple[Path, list[tuple[int, int, int]]],
     edit: Callable[[onnx.NodeProto], None],
     lacks: str,
@@ -318,12 +320,12 @@ def test_what_is_not_what_a_rewrite_is_for_is_left(
     assert np.abs(want - plain).max() > 1e-3  # the edit shows
 
 
-def test_attention_that_is_left_is_said(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_is_not_fused_is_reported(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CachedAttention, "check", lambda self, context, **_: self._refused("it is as nobody has seen"))
-    said = "attention of 2 of 2 layers of the target stays as exported, which is slower: it is as nobody has seen"
+    message = "attention of 2 of 2 layers of the target stays as exported, which is slower: it is as nobody has seen"
     with pytest.warns(OutriderWarning) as caught:
         build(tiny_export, tmp_path / "bundle")
-    assert said in [str(each.message) for each in caught]
+    assert message in [str(each.message) for each in caught]
 
 
 def test_a_graph_that_cannot_be_rewritten_stays_as_exported(

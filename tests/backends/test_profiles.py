@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bundle.manifest import Profile
-from outrider.engines.contract import DRAFTERS, SAMPLERS, sampler_tensors, window_buckets
+from outrider.engines.contract import DRAFT_SAMPLERS, SAMPLERS, sampler_tensors, window_buckets
 
 
 def ordered(profiles: list[Profile]) -> bool:
@@ -36,7 +36,7 @@ def test_a_step_model_reads_prompts_then_runs_each_number_of_rows() -> None:
     chunk=st.integers(1, 32),
     vocabulary=st.integers(8, 200_000),
 )
-def test_every_pass_of_a_round_fits_a_profile_of_its_own(
+def test_every_pass_of_a_round_has_its_own_profile(
     k: list[int], capacity: int, batch: int, chunk: int, vocabulary: int
 ) -> None:
     steps = step_profiles(k, capacity, batch, chunk)
@@ -52,7 +52,7 @@ def test_every_pass_of_a_round_fits_a_profile_of_its_own(
         names = [tensor.name for tensor in sampler_tensors(name, vocabulary, vocabulary + 8)[0]]
         assert all(list(profile) == names for profile in profiles)
         assert all(profile["candidates"][2][0] == min(3840, vocabulary) for profile in profiles if "candidates" in names)
-        if name in DRAFTERS:
+        if name in DRAFT_SAMPLERS:
             (only,) = profiles
             assert only["logits"] == ([1, 1, vocabulary + 8], [batch, 1, vocabulary + 8], [batch, 1, vocabulary + 8])
             if name == "greedy_drafter":

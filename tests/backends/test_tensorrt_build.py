@@ -81,7 +81,7 @@ def test_options_reach_the_builder(tiny_export: Path, tmp_path: Path) -> None:
     assert made.profiles["draft"][2]["input_ids"] == ([1, 2], [3, 2], [3, 2])
 
 
-def test_a_workspace_too_small_is_the_builders_own_word(tiny_export: Path, tmp_path: Path) -> None:
+def test_the_builder_reports_a_workspace_that_is_too_small(tiny_export: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"failed while building the .* within workspace limit") as caught:
         build(tiny_export, tmp_path / "out", backend="tensorrt-rtx", options={"workspace": 1e-9})
     assert "--workspace" in caught.value.hint
@@ -121,10 +121,10 @@ def test_sizes_that_tensorrt_cannot_count_are_wrong_use(tiny_export: Path, tmp_p
 
 
 @pytest.mark.skipif(find_spec("tensorrt") is not None, reason="would show what is said without the package")
-def test_a_package_that_is_not_there_is_named_with_its_extra(tiny_export: Path, tmp_path: Path) -> None:
+def test_a_missing_package_is_reported_with_its_extra(tiny_export: Path, tmp_path: Path) -> None:
     done = run("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt")
     assert done.returncode == 1
-    assert "error: what builds for TensorRT cannot be imported: No module named 'tensorrt'" in done.stderr
+    assert "error: TensorRT's builder cannot be imported: No module named 'tensorrt'" in done.stderr
     assert "pip install 'outrider[tensorrt]'" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -139,7 +139,7 @@ def altered(export: Path, folder: Path, change: Callable[[onnx.GraphProto], None
     return copy
 
 
-def test_what_the_parser_refuses_is_named_by_its_node(tiny_export: Path, tmp_path: Path) -> None:
+def test_a_node_that_the_parser_refuses_is_named(tiny_export: Path, tmp_path: Path) -> None:
     def add_a_draw(graph: onnx.GraphProto) -> None:
         graph.node.append(onnx.helper.make_node("BitwiseNot", ["input_ids"], ["odd"], name="odd_one"))
 
@@ -232,7 +232,7 @@ def test_a_killed_command_takes_its_child_along(shipped_export: Path, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_too_little_memory_says_what_was_asked_and_what_shrinks_it(shipped_export: Path, tmp_path: Path) -> None:
+def test_too_little_memory_reports_the_sizes_and_what_reduces_them(shipped_export: Path, tmp_path: Path) -> None:
     def little() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (800 << 20, 800 << 20))
 
@@ -250,7 +250,7 @@ def test_too_little_memory_says_what_was_asked_and_what_shrinks_it(shipped_expor
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_that_finds_no_room_is_not_half_written(tiny_export: Path, tmp_path: Path) -> None:
+def test_a_plan_is_not_written_in_part_if_the_disk_is_full(tiny_export: Path, tmp_path: Path) -> None:
     def little() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 

@@ -41,7 +41,7 @@ def made(bundle: Path) -> Build:
 
 
 @pytest.mark.parametrize("command", [["generate", "--prompt", "the"], ["verify"]])
-def test_a_bundle_is_refused_where_no_gpu_is(bundle: Path, command: list[str]) -> None:
+def test_a_bundle_is_refused_without_a_gpu(bundle: Path, command: list[str]) -> None:
     name, *rest = command
     done = run(name, bundle, *rest)
     assert done.returncode == 1
@@ -69,7 +69,7 @@ def test_a_bundle_without_a_draft_has_every_plan_that_is_loaded(checkpoints: Pat
     assert "error: no NVIDIA GPU found" in done.stderr
 
 
-def test_a_plan_is_not_valid_where_no_gpu_is(bundle: Path, made: Build) -> None:
+def test_a_plan_is_not_valid_without_a_gpu(bundle: Path, made: Build) -> None:
     trt = RTX.load()
     runtime = trt.Runtime(silent_logger(trt))
     for path in plan_paths(bundle, read_manifest(bundle)).values():
@@ -97,7 +97,7 @@ class Diagnosed:
         (("UNSUPPORTED_CC", "VERSION_MISMATCH"), EngineError, "is not valid: it is of another release of the package"),
     ],
 )
-def test_a_defect_of_a_plan_is_told_from_a_machine_that_cannot_run_it(
+def test_a_defective_plan_is_distinguished_from_a_machine_that_cannot_run_it(
     flags: tuple[str, ...], error: type[EngineError], message: str
 ) -> None:
     trt = RTX.load()
@@ -106,7 +106,7 @@ def test_a_defect_of_a_plan_is_told_from_a_machine_that_cannot_run_it(
     assert type(refused.value) is error
 
 
-def test_a_cpu_is_no_place_for_it(bundle: Path) -> None:
+def test_it_does_not_run_on_a_cpu(bundle: Path) -> None:
     done = run("generate", bundle, "--prompt", "the", "--device", "cpu")
     assert done.returncode == 2
     assert "tensorrt-rtx does not run on a CPU" in done.stderr
@@ -121,7 +121,7 @@ def test_another_gpu_is_refused_with_the_command_as_a_hint(made: Build) -> None:
     check_gpu(RTX, msgspec.structs.replace(made, compute_capabilities=[]), "NVIDIA H200", "9.0")  # the plan itself must know
 
 
-def test_another_gpu_of_the_same_capability_is_refused_where_kernels_were_chosen_on_one(made: Build) -> None:
+def test_another_gpu_of_the_same_capability_is_refused_if_kernels_were_chosen_for_one(made: Build) -> None:
     on_one = msgspec.structs.replace(made, backend="tensorrt", device="NVIDIA H100 PCIe", compute_capabilities=["9.0"])
     check_gpu(TENSORRT, on_one, "NVIDIA H100 PCIe", "9.0")
     with pytest.raises(EngineError, match="built on a NVIDIA H100 PCIe; this is a NVIDIA H200"):
@@ -142,10 +142,10 @@ def test_a_missing_package_is_named_with_its_extra(bundle: Path, made: Build) ->
     assert refused.value.hint == "pip install 'outrider[tensorrt]'"
 
 
-def test_cudas_own_package_is_named_where_it_is_missing(tiny_export: Path, tmp_path: Path) -> None:
+def test_a_missing_cuda_package_is_named(tiny_export: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['cuda'] = None\nfrom outrider.cli import main; main()"
-    asked = ["build-engine", str(tiny_export), "-o", str(tmp_path / "bundle"), "--device", "cuda"]
-    command = [sys.executable, "-c", code, *asked]
+    arguments = ["build-engine", str(tiny_export), "-o", str(tmp_path / "bundle"), "--device", "cuda"]
+    command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "cuda-bindings cannot be imported" in done.stderr
@@ -153,7 +153,7 @@ def test_cudas_own_package_is_named_where_it_is_missing(tiny_export: Path, tmp_p
     assert "Traceback" not in done.stderr
 
 
-def test_onnx_runtime_on_cuda_is_refused_where_no_gpu_is(tiny_bundle: Path, tiny_export: Path, tmp_path: Path) -> None:
+def test_onnx_runtime_on_cuda_is_refused_without_a_gpu(tiny_bundle: Path, tiny_export: Path, tmp_path: Path) -> None:
     manifest = read_manifest(tiny_bundle)
     assert manifest.build is not None
     exported = msgspec.structs.replace(manifest.build, rewrites={})
@@ -170,7 +170,7 @@ def test_graphs_that_are_fused_for_the_cpu_run_there_only(tiny_bundle: Path, com
     assert (done.returncode, "fused for the CPU" in done.stderr) == (2, True)
 
 
-def test_device_is_onnx_runtimes(tiny_export: Path, tmp_path: Path) -> None:
+def test_the_device_option_is_only_for_onnx_runtime(tiny_export: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--device does not apply to the backend tensorrt-rtx"):
         build(tiny_export, tmp_path / "bundle", backend="tensorrt-rtx", device="cuda")
 
@@ -190,7 +190,7 @@ def test_each_pass_takes_the_profile_of_its_rows(batch: int) -> None:
 @pytest.mark.parametrize(
     "beyond", [{"input_ids": (1, 65)}, {"input_ids": (5, 9)}, {"key_positions": (2048,)}, {"key_positions": (32,)}]
 )
-def test_a_shape_beyond_the_profiles_says_what_to_build(beyond: dict[str, tuple[int, ...]]) -> None:
+def test_a_shape_beyond_the_profiles_is_refused_with_what_to_build(beyond: dict[str, tuple[int, ...]]) -> None:
     shapes = {"input_ids": (1, 9), "positions": (1,), "key_positions": (64,)} | beyond
     with pytest.raises(EngineError, match=r"no profile of the engine accepts input_ids \[") as refused:
         choose_profile(step_profiles(K, 1024, 4, CHUNK), shapes)
@@ -198,7 +198,7 @@ def test_a_shape_beyond_the_profiles_says_what_to_build(beyond: dict[str, tuple[
 
 
 @pytest.mark.parametrize(("rows", "candidates"), [(1, 1), (5, 256), (9, 3840)])
-def test_the_verifiers_profile_goes_by_rows_and_candidates(rows: int, candidates: int) -> None:
+def test_the_verifiers_profile_depends_on_rows_and_candidates(rows: int, candidates: int) -> None:
     profiles = sampler_profiles("verifier", K, 1, 5000, 5000)
     shapes = {
         "logits": (1, rows, 5000),

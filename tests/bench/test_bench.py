@@ -76,11 +76,11 @@ def test_every_prompt_has_its_own_numbers(results: Results) -> None:
 
 
 def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Path) -> None:
-    def heed() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started deaf to it
+    def restore_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with SIGINT ignored
 
     (tmp_path / "one.jsonl").write_text('{"workload": "support", "prompt": "Customer: I need a flight."}\n')
-    asked = [
+    options = [
         "--workload",
         tmp_path / "one.jsonl",
         "--rounds",
@@ -90,8 +90,10 @@ def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Pat
         "--report",
         tmp_path / "report",
     ]
-    arguments = [*COMMAND, "bench", str(shipped_bundle), *map(str, asked)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
+    arguments = [*COMMAND, "bench", str(shipped_bundle), *map(str, options)]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=restore_interrupts
+    ) as process:
         assert process.stderr is not None
         next(line for line in process.stderr if "measuring" in line)
         time.sleep(6)
@@ -108,13 +110,13 @@ def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Pat
 
 def cut(text: Trace, k: int) -> list[tuple[int, int]]:
     """Return the drafted and accepted tokens of each drafting round of a recorded text."""
-    at, found = 0, []
+    at, rounds = 0, []
     while at < len(text.tokens):
         drafted = min(k, text.remaining(at) - 1)
         accepted = text.accepted(at, drafted)
-        found += [(drafted, accepted)] if drafted else []
+        rounds += [(drafted, accepted)] if drafted else []
         at += accepted + 1
-    return found
+    return rounds
 
 
 def test_acceptance_of_the_rounds_is_that_of_the_recorded_texts(results: Results) -> None:
@@ -123,40 +125,40 @@ def test_acceptance_of_the_rounds_is_that_of_the_recorded_texts(results: Results
     for workload in results.workloads:
         texts = [each for each in results.traces if each.workload == workload]
         for k in (1, 2, 4, 8):
-            found = results.summary(workload, Mode(drafter="model", k=k))
+            summary = results.summary(workload, Mode(drafter="model", k=k))
             rounds = [each for text in texts for each in cut(text, k)]
-            assert found.acceptance_histogram == [2 * sum(a == at for _, a in rounds) for at in range(k + 1)]
+            assert summary.acceptance_histogram == [2 * sum(a == at for _, a in rounds) for at in range(k + 1)]
             counts = [(sum(a > at for _, a in rounds), sum(drafted > at for drafted, _ in rounds)) for at in range(k)]
-            assert found.per_position_rates == [accepted / drafted for accepted, drafted in counts]
-            assert found.mean_acceptance_length == pytest.approx(tokens_per_round(texts, k))
-            assert found.predicted_speedup is not None
-            assert found.predicted_speedup > 0
+            assert summary.per_position_rates == [accepted / drafted for accepted, drafted in counts]
+            assert summary.mean_acceptance_length == pytest.approx(tokens_per_round(texts, k))
+            assert summary.predicted_speedup is not None
+            assert summary.predicted_speedup > 0
 
 
 def test_a_text_may_end_at_the_edge_of_a_window(shipped: Outrider) -> None:
     prompt = PROMPTS[1]
     room = shipped.build.windows[0] - len(shipped.text.encode(prompt.prompt, chat=False))
-    found = measure(shipped, [prompt], rounds=1, max_new_tokens=room)
-    assert found.policies["support"]["oracle"] > 0
+    result = measure(shipped, [prompt], rounds=1, max_new_tokens=room)
+    assert result.policies["support"]["oracle"] > 0
 
 
 def test_ngrams_are_accepted_where_a_text_repeats_itself(results: Results) -> None:
-    found = results.summary("echo", Mode(drafter="ngram", k=4))
-    assert found.rounds_by_drafter["ngram"] == found.drafting_rounds > 0
-    assert found.mean_acceptance_length > 1.3
+    summary = results.summary("echo", Mode(drafter="ngram", k=4))
+    assert summary.rounds_by_drafter["ngram"] == summary.drafting_rounds > 0
+    assert summary.mean_acceptance_length > 1.3
 
 
 def test_a_trace_records_the_drafts_choice_at_each_place(shipped: Outrider) -> None:
     prompt = shipped.text.encode(PROMPTS[0].prompt, chat=False)
-    found = trace(shipped, "support", prompt, [5, 6, 7])
+    recorded = trace(shipped, "support", prompt, [5, 6, 7])
     session = shipped.sessions["draft"]
     text = [*prompt, 5, 6]
     logits = np.concatenate([session.run(np.array([text[at : at + 1]]), np.array([at]))[0].copy() for at in range(len(text))])[
         -3:
     ].astype(np.float64)
-    assert found.agrees == [int(row.argmax()) == token for row, token in zip(logits, (5, 6, 7), strict=True)]
+    assert recorded.agrees == [int(row.argmax()) == token for row, token in zip(logits, (5, 6, 7), strict=True)]
     shares = np.exp(logits - logits.max(-1, keepdims=True))
-    np.testing.assert_allclose(found.confidences, shares.max(-1) / shares.sum(-1), atol=1e-3)
+    np.testing.assert_allclose(recorded.confidences, shares.max(-1) / shares.sum(-1), atol=1e-3)
 
 
 def test_times_between_tokens_are_zero_within_a_round() -> None:
@@ -232,7 +234,7 @@ def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path
     assert "| plain |" in markdown(results)
 
 
-def test_a_comparison_calls_better_what_no_earlier_round_reached(results: Results, tmp_path: Path) -> None:
+def test_a_comparison_calls_a_mode_better_if_no_earlier_round_was_as_fast(results: Results, tmp_path: Path) -> None:
     def scaled(factor: float) -> Results:
         faster = [
             msgspec.structs.replace(
@@ -255,16 +257,16 @@ def test_a_comparison_calls_better_what_no_earlier_round_reached(results: Result
     for name, each in (("a", scaled(1)), ("b", scaled(100))):
         (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(each))
     done = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
-    said = json.loads(done.stdout)
-    found = said["changes"]
-    assert (said["only_before"], said["only_after"]) == ([], [])
-    assert {each["verdict"] for each in found} == {"better"}
-    units = {(each["mode"]["k"] == 0, each["unit"]) for each in found}
+    output = json.loads(done.stdout)
+    result = output["changes"]
+    assert (output["only_before"], output["only_after"]) == ([], [])
+    assert {each["verdict"] for each in result} == {"better"}
+    units = {(each["mode"]["k"] == 0, each["unit"]) for each in result}
     assert units == {(True, "tokens/s"), (True, "ms to the first token"), (False, "speed-up")}
-    said = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
-    assert "better" in said
-    assert f"before: {tmp_path / 'a.json'}" in said
-    assert "by chance alone, 0.1 of these 16" in " ".join(said.split())
+    page = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
+    assert "better" in page
+    assert f"before: {tmp_path / 'a.json'}" in page
+    assert "by chance alone, 0.1 of these 16" in " ".join(page.split())
 
 
 def test_a_slower_machine_does_not_make_drafting_worse(results: Results) -> None:
@@ -280,8 +282,8 @@ def test_a_slower_machine_does_not_make_drafting_worse(results: Results) -> None
         texts = [msgspec.structs.replace(each, first_token=[each.first_token[0]] * 5) for each in results.texts]
         return msgspec.structs.replace(results, summaries=each_round, texts=texts)
 
-    found = {(each.unit, each.verdict) for each in changes(repeated(1), repeated(0.5))}
-    assert found == {(unit, "within the noise") for unit in ("speed-up", "ms to the first token")} | {("tokens/s", "worse")}
+    verdicts = {(each.unit, each.verdict) for each in changes(repeated(1), repeated(0.5))}
+    assert verdicts == {(unit, "within the noise") for unit in ("speed-up", "ms to the first token")} | {("tokens/s", "worse")}
 
 
 def test_reports_of_other_things_are_not_compared(results: Results) -> None:

@@ -23,10 +23,10 @@ from outrider.tests.support import run
 
 
 def test_the_textbook_example() -> None:
-    found = account(k=4, tokens_per_pass=3, cost_ratio=6, tokens=12)
-    assert (found.target_passes, found.draft_steps) == (4, 16)
-    assert found.target_steps == pytest.approx(6.7, abs=0.05)
-    assert found.speedup == pytest.approx(1.8, abs=0.05)
+    result = account(k=4, tokens_per_pass=3, cost_ratio=6, tokens=12)
+    assert (result.target_passes, result.draft_steps) == (4, 16)
+    assert result.target_steps == pytest.approx(6.7, abs=0.05)
+    assert result.speedup == pytest.approx(1.8, abs=0.05)
     assert account(k=5, tokens_per_pass=2.5, cost_ratio=6, tokens=20).target_passes == 8
     assert account(k=5, tokens_per_pass=4, cost_ratio=6, tokens=20).target_passes == 5
 
@@ -39,9 +39,9 @@ def test_the_command_prints_it() -> None:
         "1.8 times plain decoding",
     ]
     done = run("plan", "--k", "4", "--rate", "0.8", "--cost-ratio", "4", "--pass-cost", "1.5", "--json")
-    found = json.loads(done.stdout)
-    assert found["target_passes"] == 30  # 100 / 3.36
-    assert found["target_steps"] == pytest.approx(30 * 1.5 + 120 / 4)
+    result = json.loads(done.stdout)
+    assert result["target_passes"] == 30  # 100 / 3.36
+    assert result["target_steps"] == pytest.approx(30 * 1.5 + 120 / 4)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_too_few_or_impossible_numbers_are_refused(arguments: tuple[str, ...]) -
 
 def test_a_rate_gives_every_built_k_and_where_each_breaks_even() -> None:
     table = costs()
-    found = {each.k: each for each in at_rate(table, "model", 0.8, end=40)}
-    assert list(found) == [0, *K]
-    plain = found.pop(0)
+    predictions = {each.k: each for each in at_rate(table, "model", 0.8, end=40)}
+    assert list(predictions) == [0, *K]
+    plain = predictions.pop(0)
     assert (plain.speedup, plain.mean_acceptance_length, plain.break_even) == (1, 1, None)
-    for k, each in found.items():
+    for k, each in predictions.items():
         took = table.round("model", k, k, 40, True)
         assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, k))
         assert each.speedup == pytest.approx(each.mean_acceptance_length * 6 / took)
@@ -113,34 +113,34 @@ def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
         assert each.cheaper_draft == pytest.approx(np.exp(np.log(gains).mean()))
 
 
-def like(trace: Trace, found: Prediction, table: Costs) -> float:
+def like(trace: Trace, prediction: Prediction, table: Costs) -> float:
     """What a text takes if its rounds accept as they do where it breaks even."""
-    assert found.break_even is not None
+    assert prediction.break_even is not None
     reading = table.catch_up("model", len(trace.prompt) - 2, 64)
-    rounds = replay(trace, table, FixedPolicy("model", found.k)) - reading
-    return reading + rounds * found.mean_acceptance_length / expected_tokens(found.break_even, found.k)
+    rounds = replay(trace, table, FixedPolicy("model", prediction.k)) - reading
+    return reading + rounds * prediction.mean_acceptance_length / expected_tokens(prediction.break_even, prediction.k)
 
 
 def test_the_time_to_read_a_long_prompt_is_not_made_up_for_by_acceptance() -> None:
     """Plain decoding takes 240 ms; reading 2,000 tokens 145 or, by a draft of half the cost, 72."""
     table = costs()
-    found = {each.k: each for each in of_traces(table, "model", [text(flips(0.7, 40), prompt=2000)])}
-    assert found[1].break_even is None  # 145 ms, and 20 rounds of 7 ms or more
-    assert found[4].speedup < 0.9
-    assert found[4].cheaper_draft > 1
-    assert found[4].break_even is not None
-    assert found[4].break_even > 0.75
-    assert found[0].cheaper_draft == found[0].better_draft == found[0].speedup == 1
+    predictions = {each.k: each for each in of_traces(table, "model", [text(flips(0.7, 40), prompt=2000)])}
+    assert predictions[1].break_even is None  # 145 ms, and 20 rounds of 7 ms or more
+    assert predictions[4].speedup < 0.9
+    assert predictions[4].cheaper_draft > 1
+    assert predictions[4].break_even is not None
+    assert predictions[4].break_even > 0.75
+    assert predictions[0].cheaper_draft == predictions[0].better_draft == predictions[0].speedup == 1
 
 
 def test_no_policy_beats_perfect_foresight() -> None:
     table = costs()
     ngrams = Trace("repeats", [1, 2, 3, 4] * 5, [1, 2, 3, 4] * 10, flips(0.5, 40), [0.5] * 40)
-    found = compare([text(flips(0.7)), ngrams], table)
-    for taken in found.values():
+    milliseconds = compare([text(flips(0.7)), ngrams], table)
+    for taken in milliseconds.values():
         least = taken.pop("oracle")
         assert all(time >= least for time in taken.values())
-    repeats = found["repeats"]
+    repeats = milliseconds["repeats"]
     assert repeats["ngram, k = 8"] < 0.5 * repeats["plain"]
     assert repeats["auto"] < 0.6 * repeats["plain"]
 
@@ -181,14 +181,14 @@ def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
     assert "break-even" in done.stdout
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
     plan = json.loads(run("plan", shipped_bundle, "--rate", "0.7", "--json").stdout)
-    found = plan["predictions"]
+    predictions = plan["predictions"]
     manifest = read_manifest(shipped_bundle)
     assert manifest.build is not None
-    assert [each["k"] for each in found] == [0, *manifest.build.k]
-    assert plan["best_k"][""] == max(found, key=lambda each: each["speedup"])["k"]
-    assert (found[0]["speedup"], found[0]["break_even"]) == (1, None)
+    assert [each["k"] for each in predictions] == [0, *manifest.build.k]
+    assert plan["best_k"][""] == max(predictions, key=lambda each: each["speedup"])["k"]
+    assert (predictions[0]["speedup"], predictions[0]["break_even"]) == (1, None)
     table = Costs(manifest, manifest.build)
-    assert found[1]["speedup"] == pytest.approx(at_rate(table, "model", 0.7, manifest.build.capacity // 4)[1].speedup)
+    assert predictions[1]["speedup"] == pytest.approx(at_rate(table, "model", 0.7, manifest.build.capacity // 4)[1].speedup)
     own = json.loads(run("plan", shipped_bundle, "--json").stdout)["predictions"]
     rate = manifest.build.acceptance["model"]
     assert 0.2 < rate < 1

@@ -13,7 +13,7 @@ import outrider.builder.build as build_module
 from outrider.builder.build import build_engine
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import ROLES
-from outrider.engines.contract import DRAFTERS, SAMPLERS
+from outrider.engines.contract import DRAFT_SAMPLERS, SAMPLERS
 from outrider.errors import EngineError, FolderError, UsageError
 from outrider.export.pair import export_pair
 from outrider.progress import SILENT
@@ -66,7 +66,7 @@ def test_a_cache_that_no_memory_holds_is_refused(tiny_export: Path, tmp_path: Pa
 
 
 def test_only_an_export_can_be_built(tiny_bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(FolderError, match="is a bundle already"):
+    with pytest.raises(FolderError, match="is already a bundle"):
         build(tiny_bundle, tmp_path / "bundle")
     with pytest.raises(FolderError, match="neither an export nor a bundle"):
         build(tmp_path, tmp_path / "bundle")
@@ -121,7 +121,7 @@ def test_costs_are_of_every_batch_and_of_the_samplers(tiny_export: Path, tmp_pat
     ).build
     assert made is not None
     for name, costs in made.costs.items():
-        rows = {1} if name in DRAFTERS else {1, 2, 3} | ({8} if name in ROLES else set())
+        rows = {1} if name in DRAFT_SAMPLERS else {1, 2, 3} | ({8} if name in ROLES else set())
         window = 64 if name in ROLES else 0
         assert {(cost.batch, cost.rows, cost.window) for cost in costs} == {(b, r, window) for b in (1, 2, 3) for r in rows}
     assert set(made.costs) == {*ROLES, *SAMPLERS}

@@ -120,7 +120,7 @@ def test_a_block_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_an_output_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").touch()
-    with pytest.raises(FolderError, match="exists already"), staged(tmp_path / "out"):
+    with pytest.raises(FolderError, match="already exists"), staged(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / "precious").exists()
 
@@ -136,7 +136,7 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for output in (tmp_path / "file" / "out", tmp_path / ("a" * 300) / "out"):
         with pytest.raises(FolderError, match="cannot write"), staged(output):
             pass
-    with pytest.raises(FolderError, match="exists already"), staged(tmp_path / "new" / ".."):
+    with pytest.raises(FolderError, match="already exists"), staged(tmp_path / "new" / ".."):
         pass
 
 

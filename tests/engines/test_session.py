@@ -148,7 +148,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc; shows that sessions share one pool")
-def test_both_sessions_share_one_pool_of_the_size_asked_for(tiny_bundle: Path) -> None:
+def test_both_sessions_share_one_pool_of_the_requested_size(tiny_bundle: Path) -> None:
     def started(threads: int) -> int:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-c", THREADS, str(tiny_bundle)]

@@ -77,9 +77,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "Falcon": (
         hf.FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
-        "attention code of its own",
+        "its own attention code",
     ),
-    "BLOOM": (hf.BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2), "attention code of its own"),
+    "BLOOM": (hf.BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2), "its own attention code"),
     "GPT-OSS": (hf.GptOssConfig(**EXPERTS, num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2), "s_aux"),
     "Llama, dynamic RoPE": (
         hf.LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
@@ -203,7 +203,7 @@ def build_plans(traced: Traced, *precisions: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_expressed_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_expressed_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     config, reason = REFUSED[name]
     config.save_pretrained(tmp_path)
     source = Source.parse(str(tmp_path))
@@ -242,7 +242,7 @@ def table() -> str:
         "encoder-decoder": "an encoder-decoder",
         "no key/value cache": "no key/value cache",
         "recurrent or hybrid state": "recurrent or hybrid state cannot be taken back when a draft is rejected",
-        "attention code of its own": "attention code of its own, outside transformers' attention interface",
+        "its own attention code": "its own attention code, outside transformers' attention interface",
         "s_aux": "attention sinks, which ONNX `Attention` cannot express",
         "by the length of the text": "rotary embedding scaled by the length of the text",
     }

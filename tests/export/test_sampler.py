@@ -336,7 +336,7 @@ def test_logprobs_are_those_of_the_unmodified_logits(graphs: Graphs) -> None:
     np.testing.assert_allclose(values, np.sort(want, axis=2)[:, :, ::-1][:, :, :4], atol=1e-5)
 
 
-def test_blocks_are_drawn_with_a_uniform_of_their_own(graphs: Graphs) -> None:
+def test_blocks_are_drawn_with_a_separate_uniform(graphs: Graphs) -> None:
     """One fp32 uniform over 151,936 equal tokens would leave some of them undrawable; two reach all of a block."""
     size = 151_936
     reached = set()

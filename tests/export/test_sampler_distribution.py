@@ -55,7 +55,7 @@ def emitted(
 
 def p_values(rounds: list[list[int]], p: list[npt.NDArray[np.float64]]) -> list[float]:
     """Compare the tokens of each row that enough rounds reach with its p, whatever the rows before it had."""
-    found = []
+    p_values = []
     for at, each in enumerate(p):
         counts = np.bincount([tokens[at] for tokens in rounds if len(tokens) > at], minlength=SIZE)
         if counts.sum() < ENOUGH:
@@ -66,8 +66,8 @@ def p_values(rounds: list[list[int]], p: list[npt.NDArray[np.float64]]) -> list[
         common = each * counts.sum() >= 5
         groups = [np.append(array[common], array[kept & ~common].sum()) for array in (counts, each * counts.sum())]
         observed, expected = (group[groups[1] > 0] for group in groups)
-        found.append(float(scipy.stats.chisquare(observed, expected).pvalue))
-    return found
+        p_values.append(float(scipy.stats.chisquare(observed, expected).pvalue))
+    return p_values
 
 
 SETTINGS_TRIED = [row(), row(temperature=0.6, top_p=0.9), row(top_k=8), row(temperature=1.5, min_p=0.1), row(exact_match=1)]

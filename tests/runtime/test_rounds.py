@@ -134,7 +134,7 @@ def test_a_replay_with_other_results_is_not_used(bundle: Path, synchronous: Outr
         rounds.launches.outputs.host["tokens"][0] = 77
 
     device_of(queued).spoil = spoil
-    with pytest.warns(OutriderWarning, match="its replay decided otherwise"):
+    with pytest.warns(OutriderWarning, match="the recorded round gave a different result"):
         assert answer(queued, "the quick", 4, tokens=30) == answer(synchronous, "the quick", 4, tokens=30)
 
 

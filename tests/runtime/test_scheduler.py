@@ -322,7 +322,7 @@ def test_the_queue_is_limited_and_served_in_order(batched: Outrider) -> None:
     requests = [scheduler.submit(prompt, SamplingParams(max_new_tokens=3)) for _ in range(SLOTS + 2)]
     with pytest.raises(QueueFullError, match="6 requests are waiting"):
         scheduler.submit(prompt, SamplingParams())
-    with pytest.raises(UsageError, match="more than can ever run and wait"):
+    with pytest.raises(UsageError, match="exceed the total capacity"):
         scheduler.submit_all([(prompt, SamplingParams())] * (SLOTS + 3))
     scheduler.step()
     assert (scheduler.load.running, scheduler.load.waiting) == (SLOTS, 2)

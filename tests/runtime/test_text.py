@@ -176,6 +176,6 @@ def test_bytes_that_were_no_character_do_not_stop_a_text() -> None:
     )
     newline, lead = vocabulary["<0x0A>"], vocabulary["<0xE2>"]
     for prompt in ([258], [newline, lead, 257]):
-        said = "".join(pushed(TextStream(made, prompt, ()), [newline, lead, 257, 258, lead, lead, newline, 257, 257]))
-        assert said.count("b") == 3
-        assert "c" in said
+        text = "".join(pushed(TextStream(made, prompt, ()), [newline, lead, 257, 258, lead, lead, newline, 257, 257]))
+        assert text.count("b") == 3
+        assert "c" in text

@@ -72,7 +72,7 @@ def test_a_missing_draft_model_is_refused(alone: Outrider, bundle: Path, tmp_pat
     for command in (("generate", bundle, "--prompt", "x", "--drafter", "model"), ("plan", bundle, "--rate", "0.5")):
         done = run(*command)
         assert (done.returncode, "has no draft model" in done.stderr) == (2, True)
-    with pytest.raises(UsageError, match="--draft-vocab is for a draft"):
+    with pytest.raises(UsageError, match="--draft-vocab needs a draft"):
         text = tmp_path / "text"
         text.write_text("the")
         export_pair(str(PAIR / "target"), None, tmp_path / "x", precision="fp32", draft_vocab=99, draft_vocab_text=text)

@@ -24,7 +24,7 @@ def test_an_item_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     report = Report(tmp_path)
     assert report.run("one", lambda: {"GPU": "none"}) == {"GPU": "none"}
     assert report.passed
-    assert report.run("two", lambda: fail(EngineError("it broke", "mend it"))) is None
+    assert report.run("two", lambda: fail(EngineError("it broke", "fix it"))) is None
     assert report.run("three", lambda: fail(ValueError("a bug"))) is None
     report.skip("four", "not installed")
     assert report.run("five", lambda: "done") == "done"
@@ -34,7 +34,7 @@ def test_an_item_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     text = (tmp_path / "gpu-check.md").read_text()
     for line in (
         "| one | GPU none |",
-        "| two | **failed**: it broke (hint: mend it) |",
+        "| two | **failed**: it broke (hint: fix it) |",
         "| three | **failed**: ValueError: a bug |",
         "| four | not checked: not installed |",
         "| five | done |",

@@ -82,12 +82,12 @@ def test_a_stream_is_the_same_text_in_bursts(client: openai.OpenAI, alone: Outri
     assert len(chunks) < 55  # a chunk has several tokens
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
-    found = chunks[-1].metrics["speculative_decoding"]
-    assert found["num_spec_steps"] == sum(found["acceptance_histogram"]) > 0
-    accepted = sum(at * count for at, count in enumerate(found["acceptance_histogram"]))
-    assert found["num_accepted_draft_tokens"] == accepted
-    assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / found["num_spec_steps"])
-    assert found["draft_acceptance_rate"] == pytest.approx(accepted / found["num_draft_tokens"])
+    result = chunks[-1].metrics["speculative_decoding"]
+    assert result["num_spec_steps"] == sum(result["acceptance_histogram"]) > 0
+    accepted = sum(at * count for at, count in enumerate(result["acceptance_histogram"]))
+    assert result["num_accepted_draft_tokens"] == accepted
+    assert result["mean_acceptance_length"] == pytest.approx(1 + accepted / result["num_spec_steps"])
+    assert result["draft_acceptance_rate"] == pytest.approx(accepted / result["num_draft_tokens"])
 
 
 def test_chat_goes_through_the_template(client: openai.OpenAI, alone: Outrider) -> None:
@@ -128,11 +128,11 @@ def test_stop_bias_and_logprobs(client: openai.OpenAI, alone: Outrider) -> None:
     biased = client.completions.create(
         model="target", prompt=PROMPT, temperature=0, max_tokens=3, logit_bias={str(token): 100}, logprobs=2
     )
-    found = biased.choices[0].logprobs
-    assert found is not None
-    assert found.tokens == [alone.text.token(token)] * 3
-    assert found.top_logprobs is not None
-    assert all(len(each) == 2 and max(each.values()) <= 0 for each in found.top_logprobs)
+    result = biased.choices[0].logprobs
+    assert result is not None
+    assert result.tokens == [alone.text.token(token)] * 3
+    assert result.top_logprobs is not None
+    assert all(len(each) == 2 and max(each.values()) <= 0 for each in result.top_logprobs)
     chat = client.chat.completions.create(
         model="target", messages=[{"role": "user", "content": "Hi"}], max_tokens=4, logprobs=True, top_logprobs=2
     )
@@ -263,11 +263,11 @@ def test_concurrent_clients_get_what_each_would_get_alone(client: openai.OpenAI,
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, prompts)) == want
-    found = counters(server)
-    assert found["outrider_num_requests_running"] == found["outrider_num_requests_waiting"] == 0
-    assert found["outrider_kv_cache_usage"] == 0
-    assert found["outrider_spec_decode_num_accepted_tokens_total"] > 0
-    assert found["outrider_time_to_first_token_seconds_count"] >= 12
+    result = counters(server)
+    assert result["outrider_num_requests_running"] == result["outrider_num_requests_waiting"] == 0
+    assert result["outrider_kv_cache_usage"] == 0
+    assert result["outrider_spec_decode_num_accepted_tokens_total"] > 0
+    assert result["outrider_time_to_first_token_seconds_count"] >= 12
 
 
 def test_the_dashboard_and_the_documents_name_existing_metrics(server: Server) -> None:
@@ -348,10 +348,10 @@ def test_limits(bundle: Path) -> None:
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         long = json.dumps({"model": "mine", "prompt": "Once", "max_tokens": 480, "min_tokens": 480, "n": 2}).encode()
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda _: post(server, "/v1/completions", long), range(8)))
-        assert {status for status, _ in found} <= {200, 429, 504}
-        assert 429 in {status for status, _ in found}
-        assert 504 in {status for status, _ in found}
+            result = list(pool.map(lambda _: post(server, "/v1/completions", long), range(8)))
+        assert {status for status, _ in result} <= {200, 429, 504}
+        assert 429 in {status for status, _ in result}
+        assert 504 in {status for status, _ in result}
         for _ in range(50):  # also after the last one timed out
             if counters(server)["outrider_num_requests_running"] == 0:
                 break

@@ -1,5 +1,5 @@
-"""The exported graphs rewritten for ONNX Runtime: what it has faster kernels for becomes one node.
+"""Rewrites exported graphs for ONNX Runtime: operations for which it has faster kernels become one node.
 
 Each rewrite is a class with the nodes it looks for (`pattern`), what it refuses and why (`check`), and what it puts in their
-place (`rewrite`), built on onnxscript's rewriter; the rules for norms are onnxscript's own. `fuse` applies them all.
+place (`rewrite`), built on onnxscript's rewriter; the rules for norms come from onnxscript. `fuse` applies them all.
 """

@@ -102,9 +102,8 @@ class CachedAttention(RewriteRuleClassBase):
         scale = attended.producer().attributes["scale"].as_float()
         query_input, key_input, rotary = self._unrotated(query, key)
         flat = self._packed([self._flat(op, each) for each in (query_input, key_input, value)])
-        real = rows = op.Shape(
-            self._ids, start=1, end=2
-        )  # read off the tokens, so that all layers share what is computed from it
+        # Taken from the tokens, so that all layers share what is computed from it.
+        real = rows = op.Shape(self._ids, start=1, end=2)
         if self._steady:
             rows = op.Max(real, op.Constant(value_ints=[2]))
 
@@ -148,7 +147,7 @@ class CachedAttention(RewriteRuleClassBase):
                 caches.append(tuple(node.inputs[2:]))
                 each = node.inputs[0]
             inputs.append(each)
-        # It rotates heads whose width is a multiple of 16; others must be rotated before.
+        # It only rotates heads with a width that is a multiple of 16; others must be rotated before.
         if len(caches) == 2 and caches[0] == caches[1] and query.shape[3] % 16 == 0:
             return inputs[0], inputs[1], caches[0]
         return query, key, ()
@@ -156,7 +155,7 @@ class CachedAttention(RewriteRuleClassBase):
     def _by_slot(
         self, op: Op, attend: Any, flat: list[Any], past: tuple[Any, Any], positions: Any, real: Any, rows: Any
     ) -> tuple[Any, Any, Any]:
-        """Attend to each sequence by a node of its own, over a cache of its own; everything else runs over the whole batch.
+        """Attend to each sequence with a separate node and cache; everything else runs over the whole batch.
 
         `GroupQueryAttention` verifies one sequence at a time. A pass may have fewer sequences than there are nodes; the
         remaining nodes get as few rows of zeros as they accept.
@@ -202,20 +201,20 @@ class CachedAttention(RewriteRuleClassBase):
         return caches[0], caches[1]
 
     def _padded(self, op: Op, flat: list[Any], sequences: Any, rows: Any) -> list[Any]:
-        """Append as many sequences of zeros, and as many rows of zeros to each sequence."""
+        """Append `sequences` sequences of zeros, and `rows` rows of zeros to each sequence."""
         zero = op.Constant(value_ints=[0])
         pads = op.Concat(op.Constant(value_ints=[0, 0, 0]), sequences, rows, zero, axis=0)
         return [None if each is None else op.Pad(each, pads) for each in flat]
 
     def _packed(self, flat: list[Any]) -> list[Any]:
-        """Return query, key and value, as one packed tensor where they are its parts."""
+        """Return query, key and value, as one packed tensor if they are its parts."""
         split = flat[0].producer()
         if split is None or split.op_type != "Split" or list(split.outputs) != flat:
             return flat
         return [split.inputs[0], None, None]
 
     def _flat(self, op: Op, value: Any) -> Any:
-        """Return [B, H, S, D] as [B, S, H * D]: the tensor that it was made from, where it comes from one."""
+        """Return [B, H, S, D] as [B, S, H * D]: the tensor that it was reshaped from, if there is one."""
         node = value.producer()
         if node is not None and node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
             split = node.inputs[0].producer()

@@ -12,12 +12,12 @@ from outrider.engines.contract import LOGITS, LOGITS_ROWS
 
 
 class LastRows(RewriteRuleClassBase):
-    """The product that gives the logits, for the last rows only: as many as the new input `logits_rows` says.
+    """Limits the product that yields the logits to the last rows, whose number is the new input `logits_rows`.
 
-    While a prompt is read, that is none.
+    While a prompt is read, it is 0.
     """
 
-    # Operators between that product and the logits which treat each row by itself.
+    # Operators between that product and the logits that treat each row separately.
     ROW_BY_ROW = ("Add", "Cast", "Concat", "Div", "Gather", "Identity", "Mul", "Tanh")
 
     def __init__(self, graph: ir.Graph) -> None:

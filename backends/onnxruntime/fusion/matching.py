@@ -1,4 +1,4 @@
-"""What the rewrites share: constants, shapes, and where a value comes from."""
+"""Helpers of the rewrites: constants, shapes, and the sources of values."""
 
 from __future__ import annotations
 
