@@ -105,7 +105,7 @@ def measure(
         summaries=summaries,
         texts=texts,
         parts=parts(traces, answers, costs),
-        policies=compare(traces, costs, loaded.engines.device.synchronous),
+        policies=compare(traces, costs, loaded.drafters, loaded.engines.device.synchronous),
         traces=traces,
     )
 

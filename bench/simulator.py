@@ -102,9 +102,10 @@ class SimulatedRounds:
                     break
             accepted = trace.accepted(at, count) if count else 0
             drafted = following[:accepted] + [-1] * (count - accepted)
+        emitted = following[: accepted + 1] + [-1] * (accepted == len(following))  # what follows the record is not known
         end = len(lane.tokens) + rows - 1
         self._clock.milliseconds += self._costs.round(drafter, len(drafted), rows - 1, end, True)
-        return [RoundResult(drafter if drafted else NONE, drafted, following[: accepted + 1], None)]
+        return [RoundResult(drafter if drafted else NONE, drafted, emitted, None)]
 
 
 def simulated_drafters(names: Sequence[str], costs: Costs, clock: Clock) -> dict[str, Drafter]:
@@ -167,15 +168,18 @@ def oracle(trace: Trace, costs: Costs, names: Sequence[str] | None = None) -> fl
     return least[0]
 
 
-def compare(traces: Sequence[Trace], costs: Costs, early_stopping: bool = True) -> dict[str, dict[str, float]]:
+def compare(
+    traces: Sequence[Trace], costs: Costs, names: Sequence[str], early_stopping: bool = True
+) -> dict[str, dict[str, float]]:
     """Return the milliseconds of each workload's traces, by policy: each fixed k, the adaptive ones, and `oracle`.
 
     Adaptive policies go through all the traces in their order, as a server would, and keep what they learned.
 
     Args:
+        names: the drafters that the bundle can use.
         early_stopping: whether rounds can stop drafting early, as they can on a CPU.
     """
-    names = [name for name in drafters.names() if not _on_device(name) or all(trace.agrees for trace in traces)]
+    names = [name for name in names if not _on_device(name) or all(trace.agrees for trace in traces)]
     policies: dict[str, Policy] = {"plain": FixedPolicy(NONE, 0)}
     for name in names:
         policies |= {f"{name}, k = {k}": FixedPolicy(name, k) for k in costs.k}

@@ -225,6 +225,7 @@ def _plan_from_texts(manifest: Manifest, build: Build, drafter: str, bench: Path
     from outrider.bench.planner import of_traces
     from outrider.bench.results import read
     from outrider.bench.simulator import compare
+    from outrider.runtime import drafters
     from outrider.runtime.costs import Costs
     from outrider.runtime.drafters.base import NONE
 
@@ -243,7 +244,7 @@ def _plan_from_texts(manifest: Manifest, build: Build, drafter: str, bench: Path
     return _Plan(
         of_traces(costs, drafter, results.traces),
         measured=measured,
-        policies=compare(results.traces, costs, early_stopping=build.device == "cpu"),
+        policies=compare(results.traces, costs, drafters.available(manifest), early_stopping=build.device == "cpu"),
     )
 
 

@@ -187,10 +187,8 @@ class Decoder:
                 offers[name] = Offer(drafter.pending(slot.index, request.tokens), None)
             elif (proposal := drafter.propose(slot.index, request.tokens, self._k[-1])) is not None:
                 offers[name] = Offer(drafter.pending(slot.index, request.tokens), proposal)
-        stats = request.stats
-        return SequenceView(
-            len(request.tokens), stats.emitted, request.remaining, request.sampling.greedy, offers, request.acceptance
-        )
+        emitted, tokens = request.stats.emitted, request.tokens
+        return SequenceView(len(tokens), emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
 
     def _plan(
         self,
@@ -216,7 +214,7 @@ class Decoder:
                 count = 0
             elif offer.proposal is not None:
                 count = min(count, len(offer.proposal.tokens))
-            elif offer.pending and count and not self._catch_up(choice.drafter, request, slot, chunks):
+            if count and offer is not None and offer.pending and not self._catch_up(choice.drafter, request, slot, chunks):
                 count = 0
             counts.append(count)
         return (Choice(choice.drafter, self._size(max(counts))), counts) if any(counts) else (PLAIN, counts)

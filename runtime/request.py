@@ -61,7 +61,7 @@ class Request:
         self.finish_reason: str | None = None
         self.sink: Callable[[Event | OutriderError], None] | None = None  # free for whoever submits it
         # Every position that is left holds one token, and the last round's own token needs none.
-        self._limit = min(params.max_new_tokens, capacity - len(prompt) + 1)
+        self.limit = min(params.max_new_tokens, capacity - len(prompt) + 1)
         self._stream = stream
 
     @property
@@ -72,7 +72,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """The number of tokens that may still be emitted."""
-        return self._limit - self.stats.emitted
+        return self.limit - self.stats.emitted
 
     def take(self, result: RoundResult) -> Event:
         """Count a round, and return the part of it that is emitted."""

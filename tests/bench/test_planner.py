@@ -136,7 +136,7 @@ def test_the_time_to_read_a_long_prompt_is_not_made_up_for_by_acceptance() -> No
 def test_no_policy_beats_perfect_foresight() -> None:
     table = costs()
     ngrams = Trace("repeats", [1, 2, 3, 4] * 5, [1, 2, 3, 4] * 10, flips(0.5, 40), [0.5] * 40)
-    milliseconds = compare([text(flips(0.7)), ngrams], table)
+    milliseconds = compare([text(flips(0.7)), ngrams], table, ["model", "ngram"])
     for taken in milliseconds.values():
         least = taken.pop("oracle")
         assert all(time >= least for time in taken.values())
