@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -116,4 +115,4 @@ class ForcedAcceptance:
     def __call__(self, launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
         rejected = np.flatnonzero(self._random.random(len(result.drafted)) >= self._rate)
         accepted = int(rejected[0]) if len(rejected) else len(result.drafted)
-        return replace(result, tokens=[*result.drafted[:accepted], result.tokens[-1]])
+        return result._replace(tokens=[*result.drafted[:accepted], result.tokens[-1]])
