@@ -145,3 +145,11 @@ def test_totals_are_the_sums_of_the_counters() -> None:
     one.add(other)
     assert (one.prompt_tokens, one.seconds, one.rounds, one.emitted) == (7, 2.0, 2, 5)
     assert (one.drafted_at, one.accepted_at) == ([2, 1, 1], [2, 1, 0])
+
+
+def test_the_time_in_which_the_draft_reads_the_prompt_is_not_of_the_rounds(shipped: Outrider) -> None:
+    prompt = "The old man walked along the road, and the dog ran on before him. " * 12
+    (*_, last) = shipped.generate(prompt, SamplingParams(max_new_tokens=2), k=1)
+    stats = last.stats
+    assert 0 < stats.draft_prompt_seconds < stats.prompt_seconds < stats.seconds
+    assert 0 <= stats.outside_engines < 1

@@ -427,3 +427,28 @@ def test_a_failed_round_is_run_again_for_each_request_alone(
                 failed.append(event)
     assert got == alone[0, 0]
     assert [str(each) for each in failed] == ["it broke"]
+
+
+def test_a_request_that_is_moved_leaves_no_nan_behind(tmp_path: Path) -> None:
+    """Its prompt is half read, and nobody has seen yet that its cache contains NaN; another request gets the slot it left."""
+    outrider = Outrider.load(build(broken_export(tmp_path, token=77), tmp_path / "three", batch=3), slots=None)
+    scheduler = Scheduler(outrider, k=2)
+
+    def params(count: int) -> SamplingParams:
+        return SamplingParams(max_new_tokens=count, min_new_tokens=count, logit_bias={77: -100.0})
+
+    scheduler.submit([5, 9], params(60))
+    second = scheduler.submit([5, 9, 4], params(12))
+    third = scheduler.submit([77, *[5] * 150], params(3))
+    while second.finish_reason is None:
+        scheduler.step()
+    scheduler.step()
+    assert third.slot is not None
+    assert third.slot.index == 1
+    assert third.slot.unread
+    fourth = scheduler.submit([5] * 40, params(5))
+    failed = []
+    while scheduler.busy:
+        failed += [request for request, result in scheduler.step() if isinstance(result, EngineError)]
+    assert failed == [third]
+    assert fourth.finish_reason == "length"
