@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -446,6 +447,8 @@ def test_a_request_that_is_moved_leaves_no_nan_behind(tmp_path: Path) -> None:
     assert third.slot is not None
     assert third.slot.index == 1
     assert third.slot.unread
+    # Some kernels never look at entries behind a text; to others, a masked NaN is a NaN.
+    assert all(np.isfinite(values[2]).all() for values in outrider.sessions["target"].cache().values())
     fourth = scheduler.submit([5] * 40, params(5))
     failed = []
     while scheduler.busy:
