@@ -42,6 +42,11 @@ def names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
+def devices() -> tuple[str, ...]:
+    """Return what `--device` may name for some backend."""
+    return tuple(dict.fromkeys(device for backend in _BACKENDS.values() for device in backend.devices))
+
+
 REFERENCE = OnnxRuntimeBackend()  # the default, and what engines of the others are compared with
 for _backend in (REFERENCE, RTX_BACKEND, TENSORRT_BACKEND):
     register(_backend)

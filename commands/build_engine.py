@@ -10,7 +10,7 @@ import click
 
 from outrider.backends import registry
 from outrider.backends.base import Option
-from outrider.commands.options import GroupedCommand, GroupedOption, backend, sizes
+from outrider.commands.options import GroupedCommand, GroupedOption, Registered, backend, sizes
 from outrider.commands.output import bundle_table, console, progress_bar
 
 ENGINES = "Engines"
@@ -94,7 +94,7 @@ def _backend_options(command: Any) -> Any:
     "--device",
     cls=GroupedOption,
     group=ENGINES,
-    type=click.Choice(sorted({device for devices in DEVICES.values() for device in devices})),
+    type=Registered(registry.devices),
     help=f"{' and '.join(DEVICES)} only: the device to measure on, and to run on by default.  [default: cpu]",
 )
 @_backend_options

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from outrider.backends import registry
+from outrider.commands.options import Registered
 from outrider.commands.output import bundle_table, console, progress_bar
 
 
@@ -13,8 +15,8 @@ from outrider.commands.output import bundle_table, console, progress_bar
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="The device to measure an onnxruntime bundle on, and to run it on by default from then on.  [default: unchanged]",
+    type=Registered(registry.devices),
+    help="The device to measure on, if the backend has a choice, and to run on by default from then on.  [default: unchanged]",
 )
 def command(bundle: Path, device: str | None) -> None:
     """Measure the costs of a bundle's passes on this machine, and write them into the bundle.

@@ -79,6 +79,6 @@ drafter = click.option(
 )
 device = click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Where to run an onnxruntime bundle.  [default: the device it was built for]",
+    type=Registered(registry.devices),
+    help="Where to run the bundle, if its backend has a choice.  [default: the device it was built for]",
 )

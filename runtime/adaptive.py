@@ -80,6 +80,8 @@ class AdaptivePolicy(Policy):
         self._confidence = {name: Confidence() for name in self._on_device}
         self.pace = Pace()
         self._plain_time = 0.0  # milliseconds of plain decoding since a drafter was last tried
+        self._plain_round = 0.0  # of one such round
+        self._probe_choice, self._probe_price = PLAIN, 0.0  # what is tried after so many of these milliseconds
         self._previous: Choice | None = None  # without probes and proposals from the host
         self._per_token = 0.0  # its milliseconds for a token
         self._size = 0  # sequences of the last round
@@ -108,7 +110,7 @@ class AdaptivePolicy(Policy):
         if proposed != PLAIN:
             return proposed
         if best == PLAIN:
-            return self._probe(batch, sizes)
+            return self._probe()
         if self.may_stop and batch.size == 1 and self._long_steps(best.drafter, batch):
             self.early_stopping = True
             return Choice(best.drafter, sizes[-1])  # `keep_drafting` decides where it ends
@@ -130,6 +132,8 @@ class AdaptivePolicy(Policy):
         self._age, self._built = 0, len(sizes)
         best, self._per_token = self._steady(batch, sizes)
         self._previous = best
+        if best == PLAIN:
+            self._price_probe(batch, sizes)
         upkeep = 0.0  # the drafter of the rounds to come has to read what a proposal's round emits
         if best.k:
             kind = drafters.get(best.drafter)
@@ -189,20 +193,23 @@ class AdaptivePolicy(Policy):
                     best_choice, best_saving = choice, saved
         return best_choice
 
-    def _probe(self, batch: Batch, sizes: list[int]) -> Choice:
+    def _probe(self) -> Choice:
         """Return plain decoding, or now and then a round that tries the most promising drafter again."""
-        names = [name for name in self._on_device if any(name in sequence.offers for sequence in batch.sequences)]
-        if not names or not sizes:
-            return PLAIN
-        name = names[0] if len(names) == 1 else max(names, key=lambda name: self._history[name].optimistic)
-        plain, probe = self._time(PLAIN, batch), Choice(name, sizes[0])
-        self._plain_time += plain
-        price = max(self._time(probe, batch) - plain, 0.0) + self._catch_up(name, batch)
-        budget = PROBING * min(self._history[name].optimistic / USEFUL, 1.0)
-        if price > budget * self._plain_time and not self._probe_again:
+        self._plain_time += self._plain_round
+        if self._probe_choice == PLAIN or (self._probe_price > self._plain_time and not self._probe_again):
             return PLAIN
         self._plain_time = 0.0
-        return probe
+        return self._probe_choice
+
+    def _price_probe(self, batch: Batch, sizes: list[int]) -> None:
+        """Note what a probe would be, and after how many milliseconds of plain decoding it is worth its price."""
+        self._plain_round, self._probe_choice = self._time(PLAIN, batch), PLAIN
+        names = [name for name in self._on_device if any(name in sequence.offers for sequence in batch.sequences)]
+        if names and sizes:
+            name = names[0] if len(names) == 1 else max(names, key=lambda name: self._history[name].optimistic)
+            self._probe_choice = Choice(name, sizes[0])
+            price = max(self._time(self._probe_choice, batch) - self._plain_round, 0.0) + self._catch_up(name, batch)
+            self._probe_price = price / (PROBING * min(self._history[name].optimistic / USEFUL, 1.0))
 
     def time(self, choice: Choice, sequences: Sequence[SequenceView]) -> float:
         """Return the milliseconds that a round is expected to take."""
