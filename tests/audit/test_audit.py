@@ -144,10 +144,10 @@ def audited(outrider: Outrider, draws: int = 100) -> Audit:
     [
         ("verifier", accept_more(0.8), 100),  # too little for so few draws to see in a distribution
         ("verifier", swap("ArgMax", "ArgMin"), 25),  # wrong in plain decoding, too
-        ("greedy_verifier", swap("ArgMax", "ArgMin"), 25),
-        ("greedy_drafter", swap("ArgMax", "ArgMin"), 25),
+        pytest.param("greedy_verifier", swap("ArgMax", "ArgMin"), 25, marks=pytest.mark.slow),
+        pytest.param("greedy_drafter", swap("ArgMax", "ArgMin"), 25, marks=pytest.mark.slow),
         ("verifier", swap("ScatterElements", "Identity", ["logits"]), 25),  # no bans, no penalties
-        ("drafter", swap("ScatterElements", "Identity", ["logits"]), 25),
+        pytest.param("drafter", swap("ScatterElements", "Identity", ["logits"]), 25, marks=pytest.mark.slow),
         ("logprobs", swap("LogSoftmax", "Identity", ["logits"]), 25),
     ],
 )
