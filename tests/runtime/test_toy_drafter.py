@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from outrider.audit import audit as audit_module
 from outrider.audit.audit import SAMPLED, audit
+from outrider.audit.prompts import PROMPTS
 from outrider.cli import main
 from outrider.runtime import drafters
 from outrider.runtime.generation import Outrider
@@ -40,6 +41,7 @@ def test_its_text_is_that_of_plain_decoding(shipped_bundle: Path, prompt: str, p
 
 def test_it_passes_the_audit_which_finds_a_wrong_sampler(shipped_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "SAMPLED", SAMPLED[-1:])  # what concerns other drafters has tests of its own
+    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
     report = audit(Outrider.load(shipped_bundle), draws=200)
     assert report.greedy.passed
     assert all(cell.passed for cell in report.sampled if cell.k == "repeat")
