@@ -159,11 +159,8 @@ class AdaptivePolicy(Policy):
             late = self._catch_up(name, batch) / horizon
             rates = [(sequence.acceptance[name].rate, sequence.remaining - 1) for sequence in drafting]
             for k in sizes:
-                tokens = float(batch.size - len(drafting))
-                for rate, limit in rates:
-                    tokens += expected_tokens(rate, k if k < limit else limit)
                 choice = Choice(name, k)
-                times[choice] = time = self._time(choice, batch) / tokens + late
+                times[choice] = time = self._time(choice, batch) / _emitted(batch.size, rates, k) + late
                 if time < least:
                     best, least = choice, time
         previous = self._previous
@@ -185,10 +182,7 @@ class AdaptivePolicy(Policy):
             if not rates:
                 continue
             for choice, time in self._proposal_times[name]:
-                k, tokens = choice.k, float(batch.size - len(rates))
-                for rate, limit in rates:
-                    tokens += expected_tokens(rate, k if k < limit else limit)
-                saved = tokens * self._per_token - time
+                saved = _emitted(batch.size, rates, choice.k) * self._per_token - time
                 if saved > best_saving:
                     best_choice, best_saving = choice, saved
         return best_choice
@@ -293,3 +287,12 @@ class AdaptivePolicy(Policy):
                 right = matching(offer.proposal.tokens, result.tokens)
                 self.by_evidence(name, offer.proposal.evidence).observe(shown, right)
                 self._history[name].observe(shown, right)
+
+
+def _emitted(size: int, rates: Sequence[tuple[float, int]], k: int) -> float:
+    """Return the tokens that a round of so many sequences is expected to emit, of which those with a rate draft k tokens, or
+    their limit where that is less."""
+    tokens = float(size - len(rates))
+    for rate, limit in rates:
+        tokens += expected_tokens(rate, k if k < limit else limit)
+    return tokens
