@@ -1,7 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -q -c $(or $(CONSTRAINTS),constraints.txt)
+# Modules are compiled when they are first imported: compiling all of torch's takes as long as unpacking it.
+PIP := $(BIN)/python -m pip install -q --no-compile -c $(or $(CONSTRAINTS),constraints.txt)
 PAIR := examples/tiny-pair
 DEMO := build/demo
 PROMPT := Customer: Hi, I would like to book a table for two in San Jose.

@@ -13,6 +13,7 @@ import click
 
 import outrider
 from outrider.commands import bench, build_engine, calibrate, export, generate, inspect, plan, serve, verify
+from outrider.commands.output import printable
 from outrider.errors import OutriderError, OutriderWarning, UsageError
 
 # The extra to install if a package is missing, for packages that `export,cpu` does not bring.
@@ -77,7 +78,7 @@ def _show_warning(
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

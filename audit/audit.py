@@ -183,9 +183,9 @@ class Cell:
             seed = (self.number << 48) + (mode_id << 32) + index
             request = observed.request(self.prompt, replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS))
             request.acceptance = policy.begin()
-            decoder.begin(slot, request, slot.shared(self.prompt))
+            decoder.slots.begin(slot, request, slot.shared(self.prompt))
             while slot.unread:
-                decoder.prefill(slot)
+                decoder.slots.prefill(slot)
             tokens: list[int] = []
             while request.finish_reason is None:
                 (result,) = decoder.round([request], policy, allowed)

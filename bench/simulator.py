@@ -132,7 +132,7 @@ def replay(trace: Trace, costs: Costs, policy: Policy) -> float:
     request = Request(list(trace.prompt), params, SamplingState(params, [], [], VOCABULARY), None, VOCABULARY)
     request.acceptance = policy.begin()
     slot = decoder.slots[0]
-    decoder.begin(slot, request)
+    decoder.slots.begin(slot, request)
     slot.cached = len(request.tokens) - 1
     while request.stats.emitted < len(trace.tokens):
         (result,) = decoder.round([request], policy, policy.names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 from outrider.backends import registry
 from outrider.backends.base import Backend, BuildSpec
 from outrider.backends.open import open_bundle
-from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
+from outrider.bundle.folder import digest_all, read_manifest, staged, unchanged, write_whole
 from outrider.bundle.manifest import MANIFEST, Build, Manifest
 from outrider.calibration.acceptance import measure_acceptance
 from outrider.calibration.passes import measure
@@ -65,7 +66,8 @@ def build_engine(
     _check_options(chosen, options)
     _check_device(chosen, device)
     with staged(output) as folder:
-        build = chosen.build(spec, folder, progress)
+        with unchanged(source) as intact:
+            build = chosen.build(replace(spec, source=intact), folder, progress)
         manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
         try:
             build = _measured(folder, manifest, build, progress)
@@ -90,13 +92,14 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
         EngineError: an engine does not run here.
         UsageError: the backend does not run on that device.
     """
-    manifest, build = open_bundle(bundle, progress)
-    if device is not None:
-        _check_device(registry.get(build.backend), device)
-        build = msgspec.structs.replace(build, device=device)
-    write_whole(bundle / MANIFEST, manifest.encode())  # an unwritable bundle fails here, not after minutes of measuring
-    sealed = msgspec.structs.replace(manifest, build=_measured(bundle, manifest, build, progress))
-    write_whole(bundle / MANIFEST, sealed.encode())
+    write_whole(bundle / MANIFEST, read_manifest(bundle).encode())  # what cannot be written fails now, not after measuring
+    with unchanged(bundle) as folder:
+        manifest, build = open_bundle(folder, progress)
+        if device is not None:
+            _check_device(registry.get(build.backend), device)
+            build = msgspec.structs.replace(build, device=device)
+        sealed = msgspec.structs.replace(manifest, build=_measured(folder, manifest, build, progress))
+    write_whole(folder / MANIFEST, sealed.encode())
     return sealed
 
 

@@ -6,7 +6,8 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +19,7 @@ from outrider.progress import SILENT, Progress
 
 BLOCK = 1 << 22
 UNFINISHED = f".{MANIFEST}.partial"  # beside a manifest that is being replaced
+FOLLOW_LINKS = "if you trust where it leads, copy the folder with what its links lead to: cp -rL FOLDER COPY"
 
 
 @contextmanager
@@ -76,11 +78,29 @@ def write_error(destination: Path, error: OSError) -> FolderError:
     return FolderError(f"cannot write {destination}: {error.strerror or error}", "choose an output that can be written")
 
 
+def _open(path: Path) -> int:
+    """Return a descriptor of a regular file for reading, without waiting for a writer as a named pipe would.
+
+    Raises:
+        FolderError: it is something else.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FolderError(f"{path} is not a regular file", "do not use this folder")
+    return descriptor
+
+
 def digest(path: Path, progress: Progress = SILENT) -> FileEntry:
-    """Return the size and SHA-256 of one file."""
+    """Return the size and SHA-256 of one file.
+
+    Raises:
+        FolderError: it is not a regular file.
+    """
     sha256 = hashlib.sha256()
     size = 0
-    with open(path, "rb") as file:
+    with open(_open(path), "rb") as file:
         while block := file.read(BLOCK):
             sha256.update(block)
             size += len(block)
@@ -119,8 +139,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         if not (folder / MANIFEST).resolve(strict=True).is_relative_to(folder.resolve()):
-            raise FolderError(f"{folder / MANIFEST} is a link that leaves the folder", "do not use this folder")
-        manifest = decode_manifest((folder / MANIFEST).read_bytes())
+            raise FolderError(f"{folder / MANIFEST} is a link that leaves the folder", FOLLOW_LINKS)
+        with open(_open(folder / MANIFEST), "rb") as file:
+            manifest = decode_manifest(file.read())
     except OSError as error:
         raise FolderError(
             f"{folder} is neither an export nor a bundle: {MANIFEST}: {error.strerror}",
@@ -133,32 +154,87 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-class FolderWatch:
-    """Notices when a file of a folder is changed in place.
+@contextmanager
+def unchanged(folder: Path) -> Iterator[Path]:
+    """Yield a folder, with the links on the way to it resolved; then check that nothing in it was changed or replaced.
 
-    Every file is kept open. Replacing one by another file of the same name is harmless and not reported, because
-    processes that opened the first one keep it.
+    Engines are opened by their paths after their digests were taken. Without this check, both could be of different files.
+
+    Raises:
+        FolderError: the folder has no manifest that can be read, or something was changed or replaced meanwhile.
+    """
+    folder = Path(os.path.realpath(folder))
+    names = read_manifest(folder).files
+    before = _statuses(folder, names)
+
+    def check(cause: Exception | None = None) -> None:
+        if _statuses(folder, names) != before:
+            message = f"{folder} was changed or replaced while it was being read"
+            raise FolderError(message, "run this again when nothing writes there any more") from cause
+
+    try:
+        yield folder
+    except Exception as error:  # a missing file, or a digest that differs, is a consequence
+        check(error)
+        raise
+    check()
+
+
+def _statuses(folder: Path, names: Iterable[str]) -> list[tuple[int, ...]]:
+    """Return what identifies a folder, its files of these names, and the folders between; nothing for what is missing.
+
+    The time of the last change of the status tells when something is renamed away and back again.
+    """
+    files = [folder / MANIFEST, *(folder / name for name in names)]
+    statuses: list[tuple[int, ...]] = []
+    for path in sorted({*files, *(parent for file in files for parent in file.parents if parent.is_relative_to(folder))}):
+        try:
+            status = path.stat()
+        except (OSError, ValueError):  # a ValueError is a NUL in the name
+            statuses.append(())
+        else:
+            times = status.st_mtime_ns, status.st_ctime_ns
+            statuses.append((status.st_dev, status.st_ino, status.st_size, *times))
+    return statuses
+
+
+class FolderWatch:
+    """Notices when a file of a folder is changed in place, and when the folder is replaced.
+
+    Every file is kept open. Only a change in place harms processes that have loaded the files: those that opened a file keep it
+    when another is renamed into its place.
     """
 
     def __init__(self, folder: Path):
         """Open every file of the folder.
 
         Raises:
-            FolderError: there is no manifest, or a file is missing.
+            FolderError: there is no manifest, or a file is missing or is not a regular file.
         """
-        self._files: dict[str, tuple[int, tuple[int, int]]] = {}
-        for name in read_manifest(folder).files:
+        self._manifest = folder / MANIFEST
+        self._files: dict[str, tuple[int, os.stat_result]] = {}
+        for name in (MANIFEST, *read_manifest(folder).files):
             try:
-                descriptor = os.open(folder / name, os.O_RDONLY)
-            except OSError as error:
+                descriptor = _open(folder / name)
+            except (OSError, ValueError) as error:
                 self.close()
-                raise FolderError(f"{folder / name}: {error.strerror}", "build the bundle again") from error
-            self._files[name] = descriptor, _size_and_time(descriptor)
+                raise FolderError(f"{folder / name} cannot be read: {error}", "build the bundle again") from error
+            self._files[name] = descriptor, os.fstat(descriptor)
 
     def changed(self) -> str | None:
-        """Return the first file that has been written to or truncated since, if there is one."""
-        files = self._files.items()
-        return next((name for name, (descriptor, before) in files if _size_and_time(descriptor) != before), None)
+        """Return the first file but the manifest that has been written to or truncated since, if there is one."""
+        for name, (descriptor, before) in self._files.items():
+            now = os.fstat(descriptor)
+            if name != MANIFEST and (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                return name
+        return None
+
+    def replaced(self) -> bool:
+        """Return whether another folder, or nothing, is in the folder's place now, or has another manifest."""
+        try:
+            return not os.path.samestat(self._manifest.stat(), self._files[MANIFEST][1])
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Close the files."""
@@ -167,16 +243,11 @@ class FolderWatch:
         self._files.clear()
 
 
-def _size_and_time(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns
-
-
 def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> None:
     """Check that a folder has exactly the files of its manifest, each inside the folder and with its digest.
 
     Raises:
-        FolderError: a file is missing, is a link to outside, differs, or is not in the manifest.
+        FolderError: a file is missing, is a link to outside or no regular file, differs, or is not in the manifest.
     """
     again = "copy the folder again from its source, or build it again"
     root = folder.resolve()
@@ -185,7 +256,7 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
         path = folder / name
         try:
             if not path.resolve(strict=True).is_relative_to(root):
-                raise FolderError(f"{path} is a link that leaves the folder", "do not use this folder")
+                raise FolderError(f"{path} is a link that leaves the folder", FOLLOW_LINKS)
             size = path.stat().st_size
             if size != entry.size:
                 raise FolderError(f"{path} has {size:,} bytes; the manifest says {entry.size:,}", again)
@@ -197,5 +268,5 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
             raise FolderError(f"{folder}/{MANIFEST} names an impossible path: {name!r}", again) from error
     listed = {folder / name for name in (*manifest.files, MANIFEST)}
     for path in sorted(folder.rglob("*")):
-        if path not in listed and not path.is_dir() and path != folder / UNFINISHED:
+        if path not in listed and (path.is_symlink() or not path.is_dir()) and path != folder / UNFINISHED:
             raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from its source")

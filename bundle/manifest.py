@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, SAMPLERS, window_buckets
+from outrider.engines.precisions import PRECISIONS
 from outrider.errors import FolderError
 
 SCHEMA_VERSION = 4
@@ -81,7 +82,7 @@ class Model(Struct, frozen=True):
 
     source: str
     architecture: str
-    parameters: int
+    parameters: Positive
     precision: str  # fp32, fp16, bf16, int4 or int8; the last two apply to weights, and everything else is fp32
     vocab_rows: Positive  # width of the logits, padding included
     max_positions: Positive | None  # the longest text that the model supports; None if it has no limit
@@ -219,6 +220,9 @@ def _check(manifest: Manifest) -> None:
     """Check what types alone cannot express, and raise `FolderError`."""
     if set(manifest.models) not in ({"target"}, set(ROLES)):
         raise damaged(f"it names the models {sorted(manifest.models)}, not {' and '.join(ROLES)}")
+    for role, model in manifest.models.items():
+        if model.precision not in PRECISIONS:
+            raise damaged(f"{model.precision!r} is not one of {', '.join(PRECISIONS)} - at `$.models.{role}.precision`")
     rows = manifest.models["target"].vocab_rows
     if not all(0 <= token < rows for token in manifest.generation.eos_token_ids):
         raise damaged("an end-of-text id is not in the vocabulary - at `$.generation.eos_token_ids`")

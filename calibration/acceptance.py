@@ -25,7 +25,7 @@ def measure_acceptance(folder: Path, manifest: Manifest, build: Build, progress:
         EngineError: an engine does not run here, or the logits contain NaN or infinity.
         UsageError: the chat template refuses a prompt.
     """
-    with Outrider(open_engines(folder, manifest, build), Text(folder, manifest)) as outrider:
+    with Outrider(open_engines(folder, manifest, build), Text.load(folder, manifest)) as outrider:
         drafters = {name: each for name, each in outrider.decoder.drafters.items() if isinstance(each, DeviceDrafter)}
         chat = CHAT_TEMPLATE in manifest.files
         prompts = [outrider.text.encode(prompt.prompt, chat=chat) for prompt in load(SHIPPED, each=1)] if drafters else []

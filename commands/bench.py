@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from outrider.commands.options import device, sizes
-from outrider.commands.output import console, progress_bar
+from outrider.commands.output import console, print_json, printable, progress_bar
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def command(
 
     results = _measure(bundle, workload, each, report, device, options)
     if as_json:  # printed before the report is written, which may fail on a full disk
-        click.echo(msgspec.json.encode(results).decode())
+        print_json(msgspec.json.encode(results))
     else:
         screen = console()
         for table in _tables(results):
@@ -130,17 +130,16 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
     only_before, only_after = sorted(measured[0] - measured[1]), sorted(measured[1] - measured[0])
     if as_json:
         result = {"changes": compared, "only_before": only_before, "only_after": only_after}
-        click.echo(msgspec.json.encode(result).decode())
+        print_json(msgspec.json.encode(result))
         return
     for name, path, results in zip(("before", "after"), paths, reports, strict=True):
         models = f"{results.target} drafted by {results.draft}" if results.draft else results.target
-        click.echo(
-            f"{name}: {path}, {models}, {results.precision}, {results.backend}, {results.rounds} rounds on {results.date}"
-        )
+        what = f"{models}, {results.precision}, {results.backend}, {results.rounds} rounds on {results.date}"
+        click.echo(printable(f"{name}: {path}, {what}"))
     console().print(_changes_table(compared))
     for path, missing in zip(paths, (only_before, only_after), strict=True):
         if missing:
-            click.echo(f"only in {path}: {'; '.join(missing)}")
+            click.echo(printable(f"only in {path}: {'; '.join(missing)}"))
 
 
 def _tables(results: Results) -> list[Any]:

@@ -11,7 +11,7 @@ import click
 from outrider.backends import registry
 from outrider.backends.base import Option
 from outrider.commands.options import GroupedCommand, GroupedOption, Registered, backend, sizes
-from outrider.commands.output import bundle_table, console, progress_bar
+from outrider.commands.output import bundle_table, console, print_json, progress_bar
 
 ENGINES = "Engines"
 DEVICES = {name: registry.get(name).devices for name in registry.names() if registry.get(name).devices}
@@ -128,7 +128,7 @@ def command(
             progress=progress,
         )
     if as_json:
-        click.echo(manifest.encode().decode(), nl=False)
+        print_json(manifest.encode())
     else:
         console().print(bundle_table(manifest))
         click.echo(f"wrote {output}")

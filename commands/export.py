@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outrider.commands.output import progress_bar
+from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def command(
             progress=progress,
         )
     if as_json:
-        click.echo(manifest.encode().decode(), nl=False)
+        print_json(manifest.encode())
         return
     for role, model in manifest.models.items():
         _print_model(role, model)

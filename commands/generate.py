@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from outrider.commands.options import GroupedCommand, GroupedOption, device, drafter, number_or_auto
-from outrider.commands.output import console, progress_bar
+from outrider.commands.output import console, printable, progress_bar
 from outrider.errors import UsageError
 from outrider.runtime.params import DEFAULTS, RANGES, RULES, SamplingParams
 
@@ -54,6 +56,13 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--prompt", cls=GroupedOption, group=PROMPT, metavar="TEXT", help="The prompt.  [default: all of standard input]")
 @click.option("--chat", cls=GroupedOption, group=PROMPT, is_flag=True, help="Apply the bundle's chat template to the prompt.")
+@click.option(
+    "--allow-special-tokens",
+    cls=GroupedOption,
+    group=PROMPT,
+    is_flag=True,
+    help="With --chat: let text of the prompt become special tokens.",
+)
 @number("temperature", SAMPLING, "Divide the logits by this; 0 is greedy decoding.")
 @number("top_p", SAMPLING, "Keep the smallest set of tokens whose probabilities add up to this.")
 @number("top_k", SAMPLING, "Keep this many of the most likely tokens; 0 or -1 keeps all.")
@@ -124,6 +133,7 @@ def command(
     bundle: Path,
     prompt: str | None,
     chat: bool,
+    allow_special_tokens: bool,
     k: int | str,
     drafter: str | None,
     device: str | None,
@@ -136,17 +146,38 @@ def command(
         raise UsageError("--show and --json cannot be combined", "leave one of them out")
     if params["logprobs"] is not None and not as_json:
         raise UsageError("logprobs appear only in JSON output", "add --json")
+    if allow_special_tokens and not chat:
+        raise UsageError("--allow-special-tokens needs --chat", "leave it out: only chat messages are restricted")
     sampling = SamplingParams(**params)
     from outrider.runtime.generation import Outrider
 
     text = _read_prompt() if prompt is None else prompt
     with progress_bar() as progress:
         loaded = Outrider.load(bundle, progress, device=device)
-    events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat)
+    with _without_stacks_of_libraries():
+        events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat, allow_special_tokens=allow_special_tokens)
     if as_json:
         _print_json(events)
     else:
         _print_text(events, show)
+
+
+@contextmanager
+def _without_stacks_of_libraries() -> Iterator[None]:
+    """Discard what is printed on standard error: a tokenizer that fails prints its stack, and then raises an exception."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # the parent process closed it
+        yield
+        return
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _read_prompt() -> str:
@@ -159,10 +190,11 @@ def _read_prompt() -> str:
 
 
 def _print_text(events: Iterator[Event], show: bool) -> None:
-    screen = console() if show else None
+    screen, terminal = console() if show else None, sys.stdout.isatty()
     event = None
     for event in events:
         for text, from_draft in event.pieces:
+            text = printable(text) if terminal else text
             if screen is None:
                 click.echo(text.encode("utf-8", "replace"), nl=False)
             else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.commands.output import bundle_table, console, progress_bar
+from outrider.commands.output import bundle_table, console, print_json, progress_bar
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
@@ -23,7 +23,7 @@ def command(bundle: Path, as_json: bool) -> None:
     with progress_bar() as progress:
         manifest, _ = open_bundle(bundle, progress)
     if as_json:
-        click.echo(manifest.encode().decode(), nl=False)
+        print_json(manifest.encode())
         return
     screen = console()
     screen.print(bundle_table(manifest))

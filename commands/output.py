@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,48 +18,102 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
+    from rich.text import Text
 
     from outrider.bundle.manifest import Build, Manifest
+
+
+def printable(text: str) -> str:
+    """Return text with everything escaped that a terminal would obey instead of showing it, but for line breaks and tabs."""
+    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+
+
+def print_json(encoded: bytes) -> None:
+    """Print JSON on standard output in ASCII, because a terminal obeys some of the characters beyond it."""
+    click.echo(re.sub(r"[^\n -~]", lambda found: json.dumps(found[0])[1:-1], encoded.decode()).removesuffix("\n"))
 
 
 def console() -> Console:
     """Return a console on standard output. Markup is off, because names of workloads and models may look like it."""
     from rich.console import Console
 
+    class Escaping(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
     options: Any = {"soft_wrap": True} if sys.stdout.isatty() else {"width": 100, "soft_wrap": False}
-    return Console(markup=False, emoji=False, **options)
+    return Escaping(markup=False, emoji=False, **options)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Report progress on standard error: as a bar on a terminal, as one line per stage elsewhere."""
+    """Report progress on standard error: as a bar on a terminal, as one line per stage elsewhere.
+
+    An interrupt that comes meanwhile is raised again at the next stage, if a library has swallowed it.
+    """
     if not sys.stderr.isatty():
-        yield Lines()
+        with _interrupts(Lines()) as lines:
+            yield lines
         return
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        yield Bar(bars, bars.add_task("", total=None))
+    name = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with (
+        Bars(*columns, console=Console(stderr=True), transient=True) as bars,
+        _interrupts(Bar(bars, bars.add_task("", total=None))) as bar,
+    ):
+        yield bar
 
 
-class Lines(Progress):
+class Interruptible(Progress):
+    """Progress that knows whether the user has interrupted the command."""
+
+    interrupted = False
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts(progress: Interruptible) -> Iterator[Progress]:
+    """Note interrupts: in some of torch's callbacks, Python prints an exception and goes on."""
+
+    def interrupt(number: int, frame: object) -> None:
+        progress.interrupted = True
+        raise KeyboardInterrupt
+
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.default_int_handler:
+        yield progress
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield progress
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class Lines(Interruptible):
     """Progress as one line per stage."""
 
     def stage(self, name: str, total: int | None = None) -> None:
-        click.echo(f"{name} ...", err=True)
+        super().stage(name, total)
+        click.echo(f"{printable(name)} ...", err=True)
 
 
-class Bar(Progress):
+class Bar(Interruptible):
     """Progress as one bar, which restarts with each stage. It pulses while the total is unknown."""
 
     def __init__(self, bars: Bars, task: TaskID):
         self._bars, self._task = bars, task
 
     def stage(self, name: str, total: int | None = None) -> None:
-        self._bars.reset(self._task, description=name, total=total)
+        super().stage(name, total)
+        self._bars.reset(self._task, description=printable(name), total=total)
 
     def advance(self, size: int) -> None:
         self._bars.advance(self._task, size)

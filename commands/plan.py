@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.commands.options import GroupedCommand, GroupedOption
-from outrider.commands.output import console
+from outrider.commands.output import console, print_json, printable
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _plan_from_numbers(
     tokens = 100 if tokens is None else tokens
     result = account(k, mean_accepted, cost_ratio, tokens, 1.0 if pass_cost is None else pass_cost)
     if as_json:
-        click.echo(msgspec.json.encode(result).decode())
+        print_json(msgspec.json.encode(result))
         return
     click.echo(f"{result.target_passes} target passes, {result.draft_steps} draft steps")
     click.echo(f"{result.target_steps:.1f} target-step equivalents for {tokens} tokens, {mean_accepted:.2f} per pass")
@@ -168,7 +168,7 @@ class _Plan:
             "best_k": {workload: each.k for workload, each in best(self.predictions).items()},
             "policies": self.policies,
         }
-        click.echo(msgspec.json.encode(result).decode())
+        print_json(msgspec.json.encode(result))
 
     def print(self) -> None:
         from rich.table import Table
@@ -183,7 +183,7 @@ class _Plan:
         fastest = best(self.predictions)
         console().print(_table(self.predictions, fastest, self.measured))
         for line in _advice(fastest):
-            click.echo(line)
+            click.echo(printable(line))
         if self.policies:
             table = Table(*REGRET_HEADS, title="k = auto, replayed on the same texts with these costs", title_justify="left")
             for cells in regrets(self.policies):

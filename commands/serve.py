@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
 
 @click.command("serve")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all, and needs keys.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on; 0 picks a free one."
 )
@@ -41,6 +42,7 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
     metavar="FILE",
     help=f"Require one of these API keys, one per line. ${KEYS} may have more, separated by commas.",
 )
+@click.option("--no-auth", is_flag=True, help="Serve everyone who can reach an address that is not loopback, without keys.")
 @click.option(
     "--k", default="auto", show_default=True, callback=number_or_auto, help="Draft tokens per round; see outrider generate."
 )
@@ -58,6 +60,7 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
     "--drain", type=click.IntRange(min=0), default=30, show_default=True, help="Seconds for answers to finish after SIGTERM."
 )
 @click.option("--log-prompts", is_flag=True, help="Log prompts; by default no text of a request is logged.")
+@click.option("--allow-special-tokens", is_flag=True, help="Let text of chat messages become special tokens.")
 @click.option("--ray", is_flag=True, help="Run replicas in the Ray cluster at $RAY_ADDRESS, or in a local one.")
 @click.option(
     "--replicas",
@@ -76,6 +79,7 @@ def command(
     port: int,
     model_name: str,
     api_key_file: Path | None,
+    no_auth: bool,
     k: int | str,
     drafter: str | None,
     max_waiting: int,
@@ -85,6 +89,7 @@ def command(
     timeout: float,
     drain: int,
     log_prompts: bool,
+    allow_special_tokens: bool,
     ray: bool,
     replicas: tuple[int, int],
     cpus: int | None,
@@ -115,11 +120,12 @@ def command(
         timeout=timeout,
         model=model_name,
         keys=keys,
-        hosts=() if keys or host not in LOOPBACK else LOOPBACK,
+        hosts=_hosts(host, bool(keys), no_auth),
         max_bytes=max_body,
         max_choices=max_choices,
         max_prompt=max_prompt,
         log_prompts=log_prompts,
+        allow_special_tokens=allow_special_tokens,
     )
     log_as_json()
     if ray:
@@ -137,20 +143,59 @@ def _run(settings: Settings, host: str, port: int, drain: int) -> None:
     import uvicorn
 
     from outrider.serve.app import create_app
-    from outrider.serve.engine import EngineThread
-
-    engine = EngineThread.from_settings(settings)
-    app = create_app(settings, engine)
+    from outrider.serve.connections import HEAD_SECONDS, Connection, listen
+    from outrider.serve.engine import LOGGER, EngineThread
 
     class Draining(uvicorn.Server):
         """Ends answers that do not finish in time with an error that asks for a retry; uvicorn would cut them off."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            LOGGER.info(f"running on http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}")
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             asyncio.get_running_loop().call_later(drain, engine.end)
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=drain + 5)
-    Draining(config).run()
+    listeners = listen(host, port)
+    engine = EngineThread.from_settings(settings)
+    config = uvicorn.Config(
+        create_app(settings, engine),
+        loop="asyncio",  # others do not accept through a `Listener`
+        http=Connection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=HEAD_SECONDS,
+        # uvicorn would trust this machine, and so let its users choose whose requests they send.
+        proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
+        timeout_graceful_shutdown=drain + 5,
+    )
+    Draining(config).run(sockets=[*listeners])
+
+
+def _hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:
+    """Return the host names that the server answers to; none if it answers to any.
+
+    Raises:
+        UsageError: strangers can reach the address, and nothing says that they may.
+    """
+    if keys and no_auth:
+        raise UsageError("with API keys, --no-auth has no meaning", "leave out one of them")
+    if keys:
+        return ()
+    try:
+        addresses = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise UsageError(f"{host!r} is not an address of this machine: {error.strerror}", "choose another --host") from error
+    if all(ip_address(each).is_loopback for each in addresses):
+        return tuple(dict.fromkeys((host, *LOOPBACK)))
+    if not no_auth:
+        raise UsageError(
+            f"others can reach {host}, and there are no API keys",
+            f"give keys by --api-key-file or ${KEYS}, or add --no-auth to serve everyone",
+        )
+    return ()
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:
@@ -160,7 +205,8 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         raise UsageError(f"${KEYS} is set but contains no key", "add keys, or unset it to serve everyone")
     if path is not None:
         try:
-            keys += path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()  # some editors write a byte-order mark
+            keys += [line for line in lines if not line.lstrip().startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read {path}: {error}", "use a file with one key per line") from error
         if not any(key.strip() for key in keys):

@@ -49,8 +49,9 @@ def command(
 def _compare_engines(bundle: Path, export: Path, device: str | None, as_json: bool) -> bool:
     from outrider.audit.engines import compare_engines
     from outrider.backends.open import open_bundle, open_engines
+    from outrider.bundle.folder import unchanged
 
-    with progress_bar() as progress:
+    with progress_bar() as progress, unchanged(bundle) as bundle, unchanged(export) as export:
         engines = open_engines(bundle, *open_bundle(bundle, progress), device)
         results = list(compare_engines(engines, export, progress))
     passed = all(each.passed for each in results)

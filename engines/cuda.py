@@ -5,6 +5,7 @@ All calls go through `cuda-bindings`, which ships the CUDA runtime; neither torc
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -150,13 +151,21 @@ class Cuda(Device):
         checked(runtime.cudaStreamSynchronize(self.stream))
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
+        if checked(runtime.cudaStreamIsCapturing(self.stream)) != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone:
+            raise EngineError("the stream is being recorded already", "nothing needs to be done: the launches run one by one")
         mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        checked(runtime.cudaStreamBeginCapture(self.stream, mode))
+        collects = gc.isenabled()
+        gc.disable()  # it may find memory of the GPU to free, which ends a capture
         try:
-            for launch in launches:
-                launch()
+            checked(runtime.cudaStreamBeginCapture(self.stream, mode))
+            try:
+                for launch in launches:
+                    launch()
+            finally:
+                error, graph = runtime.cudaStreamEndCapture(self.stream)  # also where a launch failed
         finally:
-            error, graph = runtime.cudaStreamEndCapture(self.stream)  # also where a launch failed
+            if collects:
+                gc.enable()
         if error == SUCCESS:
             error, recorded = runtime.cudaGraphInstantiate(graph, 0)
             runtime.cudaGraphDestroy(graph)

@@ -33,7 +33,7 @@ from outrider.bundle.manifest import (
 )
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import CONTRACT_VERSION
-from outrider.errors import UnsupportedModelError, UsageError
+from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.parity import (
     Exported,
     check_perplexity,
@@ -88,33 +88,39 @@ def export_pair(
         FolderError: the output cannot be written.
     """
     rounding = Rounding.from_options(precision, head_precision, method, calibration)
-    if (draft_vocab is None) != (draft_vocab_text is None):
-        raise UsageError("--draft-vocab and --draft-vocab-text go together", "use both or neither")
-    if draft is None and draft_vocab is not None:
-        raise UsageError("--draft-vocab needs a draft", "add --draft, or leave --draft-vocab out")
+    shortening = _shortening(draft, draft_vocab, draft_vocab_text)
     sources = {role: Source.parse(name) for role, name in (("target", target), ("draft", draft)) if name is not None}
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():
             read_config(source)
         progress.stage("reading the vocabularies")
         tokenizers = {role: load_tokenizer(source) for role, source in sources.items()}
-        vocab_tokens = max(
-            check_same_vocabulary(tokenizers["target"].vocabulary(), each.vocabulary()) for each in tokenizers.values()
-        )
-        tokens = max(tokenizers["target"].vocabulary()) + 1
+        vocabulary = tokenizers["target"].vocabulary()
+        vocab_tokens = max(check_same_vocabulary(vocabulary, each.vocabulary()) for each in tokenizers.values())
+        tokens = max(vocabulary) + 1
         job = _Job(sources["target"], "target", tokenizers["target"], tokens, folder, precision, rounding, None, progress)
         entry, generation = _export_model(job)
         models = {"target": entry}
-        if "draft" in sources:
+        for role in sources.keys() - models.keys():
             short = None
-            if draft_vocab is not None and draft_vocab_text is not None:
-                ends = generation.eos_token_ids
-                short = frequent_tokens(tokenizers["draft"].json, draft_vocab_text, draft_vocab, tokens, ends)
-            rounding = rounding.for_draft(head_precision) if rounding is not None else None
-            job = _Job(sources["draft"], "draft", tokenizers["draft"], tokens, folder, precision, rounding, short, progress)
-            models["draft"], _ = _export_model(job)
+            if shortening is not None:
+                short = frequent_tokens(tokenizers[role].json, *shortening, tokens, generation.eos_token_ids)
+            own = rounding.for_draft(head_precision) if rounding is not None else None
+            job = _Job(sources[role], role, tokenizers[role], tokens, folder, precision, own, short, progress)
+            models[role], _ = _export_model(job)
         _write_text(folder, tokenizers["target"])
         return _seal(folder, vocab_tokens, models, generation, progress)
+
+
+def _shortening(draft: str | None, tokens: int | None, text: Path | None) -> tuple[Path, int] | None:
+    """Return the text whose most frequent tokens a short head keeps, and their number; None if the head is not shortened."""
+    if (tokens is None) != (text is None):
+        raise UsageError("--draft-vocab and --draft-vocab-text go together", "use both or neither")
+    if tokens is None or text is None:
+        return None
+    if draft is None:
+        raise UsageError("--draft-vocab needs a draft", "add --draft, or leave --draft-vocab out")
+    return text, tokens
 
 
 def _seal(folder: Path, vocab_tokens: int, models: dict[str, Model], generation: Generation, progress: Progress) -> Manifest:
@@ -162,6 +168,7 @@ def _export_model(job: _Job) -> tuple[Model, Generation]:
     architecture = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    _check_numbers(job.source.name, rows, defaults, positions)
     known = torch.ones(rows, dtype=torch.bool)
     if job.short is not None:
         shorten(model, job.short)
@@ -199,6 +206,16 @@ def _export_model(job: _Job) -> tuple[Model, Generation]:
         head_tokens=None if job.short is None else len(job.short),
     )
     return entry, defaults
+
+
+def _check_numbers(name: str, rows: int, defaults: Generation, positions: int | None) -> None:
+    """Refuse numbers of a configuration that no manifest may have."""
+    hint = "correct the checkpoint's config.json and generation_config.json, or download it again"
+    if positions is not None and positions < 3:  # a round with one drafted token takes as many
+        raise SourceError(f"{name} has {positions} positions (max_position_embeddings); it takes at least 3", hint)
+    for token in defaults.eos_token_ids:
+        if not 0 <= token < rows:
+            raise SourceError(f"{name} ends texts with token {token} (eos_token_id), and has {rows:,} rows of logits", hint)
 
 
 def _head_rows(model: PreTrainedModel, job: _Job) -> int:

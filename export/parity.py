@@ -20,7 +20,7 @@ from outrider.bundle.manifest import Parity
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
 from outrider.engines.precisions import PRECISIONS
-from outrider.errors import ParityError, UnsupportedModelError
+from outrider.errors import ParityError, SourceError, UnsupportedModelError
 from outrider.export.heldout import TEXT
 from outrider.export.rounding import Rounding
 from outrider.export.source import TokenizerFiles
@@ -52,10 +52,19 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[Floats, lis
         Logits, float32 [S, V], and (key/value heads, key width, value width) of each layer.
 
     Raises:
+        SourceError: the model does not run.
         UnsupportedModelError: the model's state is not one key/value cache per layer.
     """
-    with torch.no_grad():
-        output = model(tokens, use_cache=True)
+    try:
+        with torch.no_grad():
+            output = model(tokens, use_cache=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # models raise errors of any type where their configuration contradicts itself
+        raise SourceError(
+            f"{type(model).__name__} does not run: {first_line(error)[:300]}",
+            "check the sizes in the checkpoint's config.json, such as those of its rotary embedding, or download it again",
+        ) from error
     cache = getattr(output, "past_key_values", None)
     if cache is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no key/value cache")

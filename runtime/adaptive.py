@@ -84,7 +84,7 @@ class AdaptivePolicy(Policy):
         self._probe_choice, self._probe_price = PLAIN, 0.0  # what is tried after so many of these milliseconds
         self._previous: Choice | None = None  # without probes and proposals from the host
         self._per_token = 0.0  # its milliseconds for a token
-        self._size = 0  # sequences of the last round
+        self._batch = Batch((), 0, 0, 0, True, True)  # of the last round
         self._age = 0  # rounds since the steady choices were compared
         self._built = 0  # sizes that they were compared for
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
@@ -96,9 +96,9 @@ class AdaptivePolicy(Policy):
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         batch = Batch.of(sequences)
         self.early_stopping = False
-        if batch.new or batch.size != self._size:
+        if batch.new or batch.size != self._batch.size:
             self._previous, self._probe_again = None, False  # other requests do not continue with these ones' choice
-        self._size = batch.size
+        self._batch = batch
         if self.pace.overdue:
             return PLAIN
         sizes = self.sizes(batch.remaining)
@@ -151,16 +151,19 @@ class AdaptivePolicy(Policy):
         """
         best, least = PLAIN, self._time(PLAIN, batch) / batch.size
         times = {PLAIN: least}
-        horizon = batch.size * max(min(HORIZON, batch.remaining), 1)
         for name in self._on_device:
-            drafting = [sequence for sequence in batch.sequences if name in sequence.offers]
-            if not drafting:
-                continue
-            late = self._catch_up(name, batch) / horizon
-            rates = [(sequence.acceptance[name].rate, sequence.remaining - 1) for sequence in drafting]
-            for k in sizes:
+            offered = [sequence for sequence in batch.sequences if name in sequence.offers]
+            behind = any(sequence.offers[name].pending for sequence in offered)
+            drafting, late = offered, 0.0
+            for k in sizes if offered else ():
                 choice = Choice(name, k)
-                times[choice] = time = self._time(choice, batch) / _emitted(batch.size, rates, k) + late
+                time = self._time(choice, batch)
+                if behind:
+                    drafting = [each for each in offered if self._worth_catching_up(choice, each, time / batch.size)]
+                    horizon = sum([min(HORIZON, sequence.remaining) for sequence in drafting])
+                    late = self._catch_up(name, drafting) / max(horizon, 1)
+                rates = [(sequence.acceptance[name].rate, sequence.remaining - 1, 1) for sequence in drafting]
+                times[choice] = time = time / _emitted(batch.size, rates, k) + late
                 if time < least:
                     best, least = choice, time
         previous = self._previous
@@ -173,14 +176,15 @@ class AdaptivePolicy(Policy):
         as many tokens by the best steady choice; `PLAIN` if none saves any."""
         best_choice, best_saving = PLAIN, 0.0
         for name in self._on_host:
-            rates = []  # of each proposal, with the tokens that can be emitted of it
+            proposals: dict[tuple[Hashable, int], int] = {}  # how many, by evidence and tokens that can be emitted
             for sequence in batch.sequences:
                 offer = sequence.offers.get(name)
                 if offer is not None and offer.proposal is not None:
-                    limit = min(len(offer.proposal.tokens), sequence.remaining - 1)
-                    rates.append((self.by_evidence(name, offer.proposal.evidence).rate, limit))
-            if not rates:
+                    key = offer.proposal.evidence, min(len(offer.proposal.tokens), sequence.remaining - 1)
+                    proposals[key] = proposals.get(key, 0) + 1
+            if not proposals:
                 continue
+            rates = [(self.by_evidence(name, evidence).rate, limit, n) for (evidence, limit), n in proposals.items()]
             for choice, time in self._proposal_times[name]:
                 saved = _emitted(batch.size, rates, choice.k) * self._per_token - time
                 if saved > best_saving:
@@ -202,7 +206,8 @@ class AdaptivePolicy(Policy):
         if names and sizes:
             name = names[0] if len(names) == 1 else max(names, key=lambda name: self._history[name].optimistic)
             self._probe_choice = Choice(name, sizes[0])
-            price = max(self._time(self._probe_choice, batch) - self._plain_round, 0.0) + self._catch_up(name, batch)
+            late = self._catch_up(name, batch.sequences)
+            price = max(self._time(self._probe_choice, batch) - self._plain_round, 0.0) + late
             self._probe_price = price / (PROBING * min(self._history[name].optimistic / USEFUL, 1.0))
 
     def time(self, choice: Choice, sequences: Sequence[SequenceView]) -> float:
@@ -212,13 +217,26 @@ class AdaptivePolicy(Policy):
     def _time(self, choice: Choice, batch: Batch) -> float:
         return self._predicted(choice, choice.k, batch) * self.pace.ratio(choice, batch.size)
 
-    def _catch_up(self, name: str, batch: Batch) -> float:
+    def _catch_up(self, name: str, sequences: Sequence[SequenceView]) -> float:
         """The time that a drafter takes to catch up. It is not timed by itself, so the pace of plain decoding goes for it."""
-        tokens = 0
-        for sequence in batch.sequences:
-            if name in sequence.offers:
-                tokens += sequence.offers[name].pending
-        return self.costs(1).catch_up(name, tokens, batch.end) * self.pace.shared if tokens else 0.0
+        time = 0.0
+        for sequence in sequences:
+            if name in sequence.offers and (pending := sequence.offers[name].pending):
+                time += self.costs(1).catch_up(name, pending, sequence.length)
+        return time * self.pace.shared
+
+    def worth_catching_up(self, choice: Choice, sequence: SequenceView) -> bool:
+        if choice != self._previous or self._batch.size == 1:
+            return True  # it was compared with this sequence's price, or is a probe, whose price was paid
+        return self._worth_catching_up(choice, sequence, self._time(choice, self._batch) / self._batch.size)
+
+    def _worth_catching_up(self, choice: Choice, sequence: SequenceView, share: float) -> bool:
+        """Whether drafting saves more of a sequence's rounds, each at its share of the milliseconds, than catching up takes."""
+        if not sequence.offers[choice.drafter].pending:
+            return True
+        rate, limit = sequence.acceptance[choice.drafter].rate, min(choice.k, sequence.remaining - 1)
+        saved = min(HORIZON, sequence.remaining) * (1 - 1 / expected_tokens(rate, limit))
+        return self._catch_up(choice.drafter, [sequence]) < saved * share
 
     def _predicted(self, choice: Choice, drafted: int, batch: Batch) -> float:
         """The time of a round by the costs alone."""
@@ -289,10 +307,13 @@ class AdaptivePolicy(Policy):
                 self._history[name].observe(shown, right)
 
 
-def _emitted(size: int, rates: Sequence[tuple[float, int]], k: int) -> float:
-    """Return the tokens that a round of so many sequences is expected to emit, of which those with a rate draft k tokens, or
-    their limit where that is less."""
-    tokens = float(size - len(rates))
-    for rate, limit in rates:
-        tokens += expected_tokens(rate, k if k < limit else limit)
+def _emitted(size: int, rates: Sequence[tuple[float, int, int]], k: int) -> float:
+    """Return the tokens that a round of so many sequences is expected to emit.
+
+    Args:
+        rates: of those that draft: their rate, the most tokens that they can draft if that is less than k, and their number.
+    """
+    tokens = float(size)
+    for rate, limit, count in rates:
+        tokens += count * (expected_tokens(rate, k if k < limit else limit) - 1)
     return tokens

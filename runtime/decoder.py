@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.buffers import Lane
@@ -22,6 +20,7 @@ from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult, Stop
+from outrider.runtime.slots import Slot, Slots
 
 
 class Runner(Protocol):
@@ -31,31 +30,6 @@ class Runner(Protocol):
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
     ) -> list[RoundResult | EngineError | None]:
         """Run one round; see `Rounds.run`."""
-
-
-class Slot:
-    """A place in the caches, and the tokens whose entries it holds.
-
-    `tokens` are those of the request that has the slot or had it last; the first `cached` of them are in the target's cache, at
-    their own index. Whatever a rejected token left behind them is overwritten by the next round, which writes from a smaller
-    position.
-    """
-
-    def __init__(self, index: int):
-        self.index = index
-        self.tokens: list[int] = []
-        self.cached = 0
-        self.finite = True  # whether all logits computed from the caches were finite so far
-
-    def shared(self, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt the target's cache holds."""
-        limit = min(self.cached, len(prompt))
-        return next((at for at in range(limit) if self.tokens[at] != prompt[at]), limit)
-
-    @property
-    def unread(self) -> int:
-        """The number of confirmed tokens that the target has yet to read; the last one is left to the next round."""
-        return max(len(self.tokens) - 1 - self.cached, 0)
 
 
 class Decoder:
@@ -76,70 +50,11 @@ class Decoder:
         self.target = target
         self.rounds = rounds
         self.drafters = drafters
-        self.slots = [Slot(index) for index in range(target.batch)]
+        self.slots = Slots(target, drafters, max_prompt_chunk)
+        self._on_device = {name for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
         self._k = sorted({0, *k})
-        self._chunk = max_prompt_chunk
         self._clock = clock
         self._engine_seconds = engine_seconds
-        self._launched = False  # whether something was launched that may still run
-
-    # Slots
-
-    def begin(self, slot: Slot, request: Request, shared: int = 0) -> None:
-        """Give a slot to a request whose first `shared` tokens its caches hold."""
-        for drafter in self.drafters.values():
-            drafter.truncate(slot.index, shared)
-        slot.tokens, slot.cached, slot.finite = request.tokens, min(shared, len(request.tokens) - 1), False
-        request.slot = slot
-
-    def release(self, slot: Slot) -> None:
-        """Take a slot from its request. Its caches keep their tokens, unless they may contain NaN."""
-        if not slot.finite:
-            self.clear(slot)
-
-    def forget(self, slot: Slot) -> None:
-        """Let later requests overwrite a slot's caches."""
-        if not slot.finite:
-            self.clear(slot)
-        slot.tokens, slot.cached = [], 0
-        for drafter in self.drafters.values():
-            drafter.truncate(slot.index, 0)
-
-    def clear(self, slot: Slot) -> None:
-        """Zero a slot's caches, which may contain NaN: a masked value still multiplies."""
-        self.target.clear(slot.index)
-        for drafter in self.drafters.values():
-            drafter.clear(slot.index)
-        slot.tokens, slot.cached, slot.finite = [], 0, True
-
-    def move(self, source: Slot, target: Slot) -> None:
-        """Move what a slot holds to another one, whose own content is lost."""
-        self.target.move(source.index, target.index, source.cached)
-        for drafter in self.drafters.values():
-            drafter.move(source.index, target.index)
-        self._launched = True
-        source.index, target.index = target.index, source.index
-        self.slots[source.index], self.slots[target.index] = source, target
-        target.tokens, target.cached = [], 0
-        if not source.finite:
-            self.clear(target)  # the entries that the source left there may contain NaN
-
-    def prefill(self, slot: Slot) -> None:
-        """Read the next chunk of a prompt into the target's cache."""
-        chunk = slot.tokens[slot.cached : min(slot.cached + self._chunk, len(slot.tokens) - 1)]
-        self.target.write(np.array([chunk], dtype=np.int64), np.array([slot.cached], dtype=np.int64), slot.index)
-        slot.cached += len(chunk)
-        self._launched = True
-        if not slot.unread:
-            self._synchronize()  # the time of the prompt ends here
-
-    def _synchronize(self) -> None:
-        """Wait for what was launched outside rounds; a round itself needs one wait and no more."""
-        if self._launched:
-            self.target.device.synchronize()
-            self._launched = False
-
-    # Rounds
 
     def round(
         self, requests: Sequence[Request], policy: Policy, names: Sequence[str], chunks: int | None = None
@@ -159,11 +74,11 @@ class Decoder:
         """
         slots = [slot for request in requests if (slot := request.slot) is not None]
         views = [self._view(request, slot, names) for request, slot in zip(requests, slots, strict=True)]
-        choice, counts = self._plan(policy.choose(views), requests, slots, views, chunks)
+        choice, counts = self._plan(policy, requests, slots, views, chunks)
         lanes, first = self._lanes(choice, requests, slots, views, counts)
         confidences: list[float] = []
         stop = self._stop(policy, choice, views, confidences)
-        self._synchronize()  # what was launched before must not count towards the time of this round
+        self.slots.synchronize()  # what was launched before must not count towards the time of this round
         started = self._clock()
         decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
         milliseconds = 1000 * (self._clock() - started)
@@ -180,19 +95,19 @@ class Decoder:
         return results
 
     def _view(self, request: Request, slot: Slot, names: Sequence[str]) -> SequenceView:
-        offers = {}
+        offers, index, tokens = {}, slot.index, request.tokens
         for name in names:
             drafter = self.drafters[name]
-            if isinstance(drafter, DeviceDrafter):
-                offers[name] = Offer(drafter.pending(slot.index, request.tokens), None)
-            elif (proposal := drafter.propose(slot.index, request.tokens, self._k[-1])) is not None:
-                offers[name] = Offer(drafter.pending(slot.index, request.tokens), proposal)
-        emitted, tokens = request.stats.emitted, request.tokens
+            if name in self._on_device:
+                offers[name] = Offer(drafter.pending(index, tokens), None)
+            elif (proposal := drafter.propose(index, tokens, self._k[-1])) is not None:
+                offers[name] = Offer(drafter.pending(index, tokens), proposal)
+        emitted = request.stats.emitted
         return SequenceView(len(tokens), emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
 
     def _plan(
         self,
-        choice: Choice,
+        policy: Policy,
         requests: Sequence[Request],
         slots: Sequence[Slot],
         views: Sequence[SequenceView],
@@ -200,13 +115,15 @@ class Decoder:
     ) -> tuple[Choice, list[int]]:
         """Let the drafter catch up, and return what can be drafted: the choice with the smallest built k that is needed, and
         the number of tokens to draft for each request."""
+        choice = policy.choose(views)
         if not choice.k:
             return PLAIN, [0] * len(requests)
         first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
-        longest = max(slot.cached + 1 for slot in self.slots[first : last + 1])
+        longest = max([slot.cached + 1 for slot in self.slots.between(first, last)])
         room = self.target.capacity - longest  # rows that fit behind the last confirmed token's own
         built = [size for size in self._k if size <= min(choice.k, room)]
-        limit = next((size for size in built if size >= max(view.remaining for view in views) - 1), built[-1])
+        most = max([view.remaining for view in views]) - 1
+        limit = next((size for size in built if size >= most), built[-1])
         counts = []
         for request, slot, view in zip(requests, slots, views, strict=True):
             count, offer = min(limit, view.remaining - 1), view.offers.get(choice.drafter)
@@ -214,8 +131,9 @@ class Decoder:
                 count = 0
             elif offer.proposal is not None:
                 count = min(count, len(offer.proposal.tokens))
-            if count and offer is not None and offer.pending and not self._catch_up(choice.drafter, request, slot, chunks):
-                count = 0
+            if count and offer is not None and offer.pending:
+                ready = policy.worth_catching_up(choice, view) and self._catch_up(choice.drafter, request, slot, chunks)
+                count = count if ready else 0
             counts.append(count)
         return (Choice(choice.drafter, self._size(max(counts))), counts) if any(counts) else (PLAIN, counts)
 
@@ -223,9 +141,9 @@ class Decoder:
         """Return whether the drafter has processed all tokens."""
         drafter, stats, started, engines = self.drafters[name], request.stats, self._clock(), self._engine_seconds()
         drafter.catch_up(slot.index, request.tokens, chunks)
-        self._launched = True
+        self.slots.launched = True
         if not stats.rounds:  # then it reads the prompt, which is not part of the rounds' time
-            self._synchronize()
+            self.slots.synchronize()
             seconds = self._clock() - started
             stats.draft_prompt_seconds += seconds
             stats.prompt_seconds += seconds
@@ -241,8 +159,8 @@ class Decoder:
         counts: Sequence[int],
     ) -> tuple[list[Lane], int]:
         """Return the lanes of a round, one for each slot from the first to the last one in use, and the first slot."""
-        first = min(slot.index for slot in slots)
-        lanes = [Lane([], None, 0, [], slot.cached) for slot in self.slots[first : max(slot.index for slot in slots) + 1]]
+        first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
+        lanes = [Lane([], None, 0, [], slot.cached) for slot in self.slots.between(first, last)]
         for request, slot, view, count in zip(requests, slots, views, counts, strict=True):
             proposal = view.offers[choice.drafter].proposal if count else None
             proposed = [] if proposal is None else proposal.tokens[:count]
@@ -251,7 +169,7 @@ class Decoder:
 
     def _stop(self, policy: Policy, choice: Choice, views: Sequence[SequenceView], confidences: list[float]) -> Stop | None:
         """Return what ends drafting early, for a round of one request whose policy asks for it."""
-        if len(views) > 1 or not (policy.early_stopping and isinstance(self.drafters.get(choice.drafter), DeviceDrafter)):
+        if len(views) > 1 or not (policy.early_stopping and choice.drafter in self._on_device):
             return None
 
         def stop(confidence: float) -> int | None:

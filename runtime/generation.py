@@ -11,6 +11,7 @@ from pathlib import Path
 
 from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines
+from outrider.bundle.folder import unchanged
 from outrider.errors import OutriderError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
@@ -86,18 +87,18 @@ class Outrider:
             slots: sequences to make caches for, at most the batch that the bundle was built for; None is all of them.
 
         Raises:
-            FolderError: the bundle is missing, damaged, or of a newer schema.
+            FolderError: the bundle is missing, damaged, of a newer schema, or was replaced meanwhile.
             EngineError: its backend is not installed, does not run here, or refuses an engine.
             UsageError: the backend does not run on that device, or the bundle was built for fewer slots.
         """
-        folder = Path(bundle)
-        manifest, build = open_bundle(folder, progress)
-        slots = build.batch if slots is None else slots
-        if not 1 <= slots <= build.batch:
-            raise UsageError(
-                f"this bundle was built for a batch of {build.batch}, not {slots}", f"build it with --batch {slots}"
-            )
-        return cls(open_engines(folder, manifest, build, device), Text(folder, manifest), slots)
+        with unchanged(Path(bundle)) as folder:
+            manifest, build = open_bundle(folder, progress)
+            slots = build.batch if slots is None else slots
+            if not 1 <= slots <= build.batch:
+                raise UsageError(
+                    f"this bundle was built for a batch of {build.batch}, not {slots}", f"build it with --batch {slots}"
+                )
+            return cls(open_engines(folder, manifest, build, device), Text.load(folder, manifest), slots)
 
     def observed(self, observer: Observer, policy: Policy | None = None) -> Outrider:
         """Return the same loaded models and caches with an observer, and perhaps another policy. Use one of the two at a
@@ -137,6 +138,7 @@ class Outrider:
         k: int | str = AUTO,
         drafter: str | None = None,
         chat: bool = False,
+        allow_special_tokens: bool = False,
     ) -> Iterator[Event]:
         """Generate the continuation of a prompt (text, or token ids), with one event for each round.
 
@@ -147,6 +149,7 @@ class Outrider:
             drafter: where they come from: a drafter's name, such as "model" or "ngram", or "auto", whichever is fastest at the
                 time. None is "auto" if k is, and otherwise the first drafter that the bundle can use.
             chat: put the prompt into the bundle's chat template.
+            allow_special_tokens: with `chat`, let text of the prompt become special tokens, such as those that begin a turn.
 
         Raises:
             UsageError: at once, before the first event, if an argument is wrong.
@@ -154,7 +157,11 @@ class Outrider:
         """
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {params!r}", "pass SamplingParams(...)")
-        tokens = self.text.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            limit = self.build.capacity
+            tokens = self.text.encode(prompt, chat=chat, limit=limit, allow_special_tokens=allow_special_tokens)
+        else:
+            tokens = list(prompt)
         request = self.request(tokens, params)
         self.check_drafting(k, drafter)
         if k == AUTO and params.seed is not None and params.temperature > 0 and not params.exact:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -10,6 +11,7 @@ from typing import Any
 from outrider.errors import UsageError
 
 RULES = ("rejection", "exact-match")
+MAX_STOP = 1000  # characters of a stop string: each new token is searched for all of them, while other requests wait
 
 # For each number: its type, a check, and the check in words. The command line takes type and words from here.
 # If an API has no bound, ours is what fp32 can tell apart.
@@ -70,7 +72,7 @@ class SamplingParams:
         _check("rule", self.rule, self.rule is None or self.rule in RULES, " or ".join(RULES))
         strings = (self.stop,) if isinstance(self.stop, str) else _copy("stop", self.stop, tuple)
         for text in strings:
-            _check("stop", text, isinstance(text, str) and text != "", "text, and not empty")
+            _check("stop", text, isinstance(text, str) and 0 < len(text) <= MAX_STOP, f"text of 1 to {MAX_STOP:,} characters")
         biases = _copy("logit_bias", self.logit_bias, dict)
         for bias in biases.values():
             _check("logit_bias", bias, _is_number(bias, float) and -100 <= bias <= 100, "from -100 to 100")
@@ -110,7 +112,8 @@ def _check(name: str, value: object, fits: bool, requirement: str) -> None:
 
 
 def _wrong(name: str, value: object, requirement: str) -> UsageError:
-    return UsageError(f"{name} is {value!r}; it must be {requirement}", f"use a {name} that is {requirement}", param=name)
+    shown = reprlib.repr(value)  # at most some characters
+    return UsageError(f"{name} is {shown}; it must be {requirement}", f"use a {name} that is {requirement}", param=name)
 
 
 DEFAULTS = SamplingParams()

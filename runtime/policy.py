@@ -45,6 +45,10 @@ class Policy(ABC):
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         """Return how the next round drafts."""
 
+    def worth_catching_up(self, choice: Choice, sequence: SequenceView) -> bool:
+        """Return whether the chosen drafter is to process what is pending of a sequence, to draft for that one, too."""
+        return True
+
     def keep_drafting(self, confidences: list[float], choice: Choice, sequence: SequenceView) -> bool:
         """Return whether a round that has drafted some tokens with such confidences is to draft another one."""
         return True

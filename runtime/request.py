@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from outrider.runtime.stats import Stats
 from outrider.runtime.text import Piece, TextStream
 
 if TYPE_CHECKING:
-    from outrider.runtime.decoder import Slot
+    from outrider.runtime.slots import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class Request:
         self.tokens = list(prompt)  # the confirmed ones: the prompt, and what was emitted
         self.stats = Stats(prompt_tokens=len(prompt))
         self.acceptance: dict[str, Acceptance] = {}  # estimates by drafter
+        self.owner: Hashable = None  # whose share of the slots and of the queue it takes
         self.submitted = 0.0  # by the scheduler's clock, in seconds
         self.admitted: float | None = None
         self.slot: Slot | None = None

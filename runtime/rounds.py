@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from outrider.runtime.launches import Launches
 from outrider.runtime.sampling import Logprobs
 
 MAX_RECORDED = 64  # rounds kept recorded; each holds some memory of the device
+RECORD_AT = 3  # rounds of a shape after which it is recorded: that takes two more, and many shapes are never seen again
 
 Stop = Callable[[float], "int | None"]
 """Takes the drafter's confidence in each token but the last; returns the rows of the target's pass if drafting is to stop
@@ -70,7 +72,8 @@ class Rounds:
         self.record = record
         self.seconds = 0.0
         self._observer = observer
-        self._recorded: dict[Shape, Launch] = {}
+        self._recorded: dict[Shape, Launch] = {}  # in the order of their last use
+        self._seen: Counter[Shape] = Counter()  # rounds of shapes that are not recorded
 
     def run(
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
@@ -147,8 +150,10 @@ class Rounds:
         if self.device.synchronous:
             return self._advance_one_by_one(shape, steps, begin, active, stop)
         started = time.perf_counter()
-        if begin == 0 and self.record and shape in self._recorded:
-            self._recorded[shape]()
+        replay = self._recorded.pop(shape, None) if begin == 0 and self.record else None
+        if replay is not None:
+            self._recorded[shape] = replay
+            replay()
             self.device.synchronize()
         else:
             self._launch_all(steps[begin:])
@@ -156,8 +161,10 @@ class Rounds:
         for at in range(begin, len(steps)):
             if not _decided(steps[at], active):
                 return Pause(at)
-        if begin == 0 and self.record and shape not in self._recorded:
-            self._record(shape, steps)
+        if begin == 0 and self.record and replay is None:
+            self._seen[shape] += 1
+            if self._seen[shape] == RECORD_AT:
+                self._record(shape, steps)
         return None
 
     def _advance_one_by_one(
@@ -189,7 +196,8 @@ class Rounds:
     def _record(self, shape: Shape, steps: list[Step]) -> None:
         """Record a round that has just run, to be replayed from now on if the replay decides as the launches did."""
         while len(self._recorded) >= MAX_RECORDED:
-            del self._recorded[next(iter(self._recorded))]
+            least_recent = next(iter(self._recorded))
+            del self._recorded[least_recent], self._seen[least_recent]
         decided = [values.copy() for values in self.launches.outputs.host.values()]
         try:
             replay = self.device.capture([*(step.launch for step in steps), self.launches.outputs.download])

@@ -8,18 +8,18 @@ postprocess   what is emitted, and which slots are free again
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.runtime.choice import AUTO
-from outrider.runtime.decoder import Slot
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import Policy
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds import RoundResult
+from outrider.runtime.slots import Slot
 
 if TYPE_CHECKING:
     from outrider.runtime.generation import Outrider
@@ -50,7 +50,11 @@ class Load:
 
 
 class Scheduler:
-    """Runs one step at a time, from one thread. What a request gets does not depend on the others."""
+    """Runs one step at a time, from one thread. What a request gets does not depend on the others.
+
+    Slots and places in the queue are shared fairly among the owners of requests: a free slot goes to the owner that runs the
+    fewest, and a full queue makes room for an owner that has fewer waiting than another.
+    """
 
     def __init__(
         self,
@@ -77,24 +81,27 @@ class Scheduler:
         self.outrider = outrider
         self.max_waiting = max_waiting
         self._decoder = outrider.decoder
+        self._slots = outrider.decoder.slots
         self._drafters = outrider.allowed_drafters(k, drafter)
         self._policy = policy or outrider.policy_for(k, drafter)
         self._clock = clock
+        self.displaced: list[Request] = []  # lost their place in the queue to another owner's; for the caller to take
         self._waiting: deque[Request] = deque()
-        for slot in self._decoder.slots:
-            self._decoder.forget(slot)
+        self._turns: dict[Hashable, int] = {}  # by owner: the number of the last admission
+        for slot in self._slots:
+            self._slots.forget(slot)
         self._forget()
 
     def reset(self) -> None:
         """Drop the requests that have a slot, and what their caches hold. Those that wait keep waiting."""
         for request in self._running:
             request.slot = None
-        for slot in self._decoder.slots:
-            self._decoder.clear(slot)
+        for slot in self._slots:
+            self._slots.clear(slot)
         self._forget()
 
     def _forget(self) -> None:
-        self._free = list(self._decoder.slots)  # those first whose caches are to be overwritten first
+        self._free = list(self._slots)  # those first whose caches are to be overwritten first
         self._running: list[Request] = []  # in the order of admission
         self._reading: deque[Request] = deque()  # those whose prompts are not read yet; they take turns
         self._last = (0, 0)
@@ -107,21 +114,35 @@ class Scheduler:
     @property
     def load(self) -> Load:
         """How busy the scheduler is now."""
-        slots, capacity = self._decoder.slots, self.outrider.build.capacity
-        used = sum(len(request.tokens) for request in self._running) / (len(slots) * capacity)
+        capacity = self.outrider.build.capacity
+        used = sum(len(request.tokens) for request in self._running) / (len(self._slots) * capacity)
         return Load(len(self._running), len(self._waiting), used, *self._last)
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> Request:
-        """Queue a request, given by its token ids. Requests are served first come, first served.
+    @property
+    def room(self) -> int:
+        """How many more requests would find a place."""
+        return self.places - len(self._waiting)
+
+    @property
+    def places(self) -> int:
+        """How many requests may wait now, those that do included: as many more as there are free slots."""
+        return self.max_waiting + len(self._free)
+
+    def waiting(self) -> Counter[Hashable]:
+        """Return how many requests of each owner wait. Any thread may ask."""
+        return Counter(request.owner for request in list(self._waiting))
+
+    def submit(self, prompt: list[int], params: SamplingParams, owner: Hashable = None) -> Request:
+        """Queue a request, given by its token ids. The requests of one owner are served first come, first served.
 
         Raises:
             UsageError: it cannot be answered, alone or beside others.
             QueueFullError: too many are waiting.
         """
-        return self.submit_all([(prompt, params)])[0]
+        return self.submit_all([(prompt, params)], owner)[0]
 
-    def submit_all(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Request]:
-        """Queue all of them, or none.
+    def submit_all(self, requests: Sequence[tuple[list[int], SamplingParams]], owner: Hashable = None) -> list[Request]:
+        """Queue all of them, or none. Owners get fair shares; anything that identifies one will do.
 
         Raises:
             UsageError: one cannot be answered, alone or beside others, or there will never be room for so many at once.
@@ -136,25 +157,43 @@ class Scheduler:
                     "leave out the rule or the seed",
                     param="rule",
                 )
-        return self.enqueue([self.outrider.request(prompt, params) for prompt, params in requests])
+        return self.enqueue([self.outrider.request(prompt, params) for prompt, params in requests], owner)
 
-    def enqueue(self, requests: Sequence[Request]) -> list[Request]:
-        """Queue requests that were checked, all of them or none.
+    def enqueue(self, requests: Sequence[Request], owner: Hashable = None) -> list[Request]:
+        """Queue requests that were checked, all of them or none; see `submit_all`.
 
         Raises:
             UsageError: there will never be room for so many at once.
             QueueFullError: too many are waiting.
         """
         self._check_count(len(requests))
-        if len(self._waiting) + len(requests) > self.max_waiting + len(self._free):
-            raise QueueFullError(f"the queue is full: {len(self._waiting)} requests are waiting", "try again later")
+        self._make_room(len(requests), owner)
         for request in requests:
-            request.submitted = self._clock()
+            request.owner, request.submitted = owner, self._clock()
         self._waiting += requests
         return list(requests)
 
+    def _make_room(self, count: int, owner: Hashable) -> None:
+        """Displace the latest requests of those that have most waiting, until `count` find a place.
+
+        An owner loses none while it has no more waiting than the newcomer will have (buffer stealing, McKenney 1990).
+        """
+        missing = count - self.room
+        waiting = self.waiting()
+        limit = waiting[owner] + count
+        displaced: list[Request] = []
+        while len(displaced) < missing:
+            most = max(waiting, key=waiting.__getitem__, default=owner)
+            if waiting[most] <= limit:
+                raise QueueFullError(f"the queue is full: {len(self._waiting)} requests are waiting", "try again later")
+            displaced.append([each for each in self._waiting if each.owner == most][waiting[most] - 1])
+            waiting[most] -= 1
+        for request in displaced:
+            self.cancel(request)
+        self.displaced += displaced
+
     def _check_count(self, count: int) -> None:
-        limit = self.max_waiting + len(self._decoder.slots)
+        limit = self.max_waiting + len(self._slots)
         if count > limit:
             raise UsageError(
                 f"{count} answers at once exceed the total capacity of {limit}", f"ask for at most {limit}", param="n"
@@ -174,12 +213,12 @@ class Scheduler:
 
     def _schedule(self) -> Plan:
         while self._waiting and self._free:
-            request = self._waiting.popleft()
+            request = self._next()
             request.admitted = self._clock()
             request.acceptance = self._policy.begin()
             slot = self._best_slot(request.prompt)
             self._free.remove(slot)
-            self._decoder.begin(slot, request, slot.shared(request.prompt))
+            self._slots.begin(slot, request, slot.shared(request.prompt))
             request.stats.cached_tokens = slot.cached
             self._running.append(request)
             if slot.unread:
@@ -191,6 +230,16 @@ class Scheduler:
         reading = self._reading[0]
         self._reading.rotate(-1)  # long prompts do not hold up short ones
         return Plan(reading, [request for request in self._running if request not in self._reading])
+
+    def _next(self) -> Request:
+        """Take a request from the queue: of the owner that runs the fewest, and among these of the one whose turn was first."""
+        running = Counter(request.owner for request in self._running)
+        request = min(self._waiting, key=lambda each: (running[each.owner], self._turns.get(each.owner, -1)))
+        self._waiting.remove(request)
+        present = {each.owner for each in (*self._waiting, *self._running)}
+        turn = max(self._turns.values(), default=-1) + 1
+        self._turns = {owner: last for owner, last in self._turns.items() if owner in present} | {request.owner: turn}
+        return request
 
     def _best_slot(self, prompt: list[int]) -> Slot:
         """The free slot whose cache holds most of a prompt's beginning, or else the one that has been free for longest."""
@@ -206,7 +255,7 @@ class Scheduler:
         used = sorted((request.slot for request in self._running if request.slot is not None), key=lambda slot: slot.index)
         while gaps := [slot for slot in self._free if used[0].index < slot.index < used[0].index + len(used)]:
             last, gap = used[-1], gaps[0]
-            self._decoder.move(last, gap)
+            self._slots.move(last, gap)
             self._free.remove(gap)
             self._free.insert(0, gap)
             used.sort(key=lambda slot: slot.index)
@@ -229,7 +278,7 @@ class Scheduler:
         """Read a chunk of a prompt."""
         assert request.slot is not None
         try:
-            self._decoder.prefill(request.slot)
+            self._slots.prefill(request.slot)
         except EngineError as error:
             return error
         if not request.slot.unread:
@@ -259,7 +308,12 @@ class Scheduler:
                 self._release(request)
                 emitted.append((request, result))
                 continue
-            event = request.take(result)
+            try:
+                event = request.take(result)
+            except EngineError as error:  # the tokenizer's
+                self._release(request)
+                emitted.append((request, error))
+                continue
             request.stats.seconds = self._clock() - (request.admitted or 0.0)
             if event.finish_reason is not None:
                 self._release(request)
@@ -269,7 +323,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         slot, request.slot = request.slot, None
         assert slot is not None
-        self._decoder.release(slot)
+        self._slots.release(slot)
         self._free.append(slot)  # what its cache holds may be the beginning of a prompt to come
         self._running.remove(request)
         if request in self._reading:

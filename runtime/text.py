@@ -3,135 +3,228 @@
 from __future__ import annotations
 
 import functools
-import json
-from datetime import datetime
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
-from outrider.errors import FolderError, UsageError
+from outrider.errors import EngineError, FolderError, UsageError
+from outrider.runtime import prompt_length
+from outrider.runtime.chat_template import ChatTemplate, Messages
+from outrider.runtime.special_tokens import Aliases, control_tokens
 
 # How many of the prompt's last tokens the decoder sees. No character is longer, and the cost of decoding an incomplete run of
 # bytes grows with the square of its length.
 PROMPT_CONTEXT = 64
+PLAIN = "\ue004"  # a character for private use, which is part of no token
 
 Piece = tuple[str, bool]
 """Text, and whether the token that completed it came from the draft."""
 
 
+class PromptTooLongError(UsageError):
+    """A prompt has more tokens than it may have."""
+
+
 class Text:
     """A bundle's tokenizer and chat template."""
 
-    def __init__(self, folder: Path, manifest: Manifest):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
+        """Take both; the tokenizer is set to encode whole texts."""
+        self.tokenizer: Any = tokenizer
+        self.template = template
+        tokenizer.no_truncation()  # some checkpoints' files silently truncate every text
+        tokenizer.no_padding()
+
+    @classmethod
+    def load(cls, folder: Path, manifest: Manifest) -> Text:
         """Load both from a bundle's folder.
 
         Raises:
-            FolderError: the tokenizer cannot be read.
+            FolderError: one of them cannot be read.
         """
+        path = folder / TOKENIZER
         try:
-            self.tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER))
-            self.tokenizer.no_truncation()  # some checkpoints' files silently truncate every text
-            self.tokenizer.no_padding()
-        except Exception as error:  # tokenizers raises bare Exceptions
-            raise FolderError(f"{folder / TOKENIZER} cannot be read: {error}", "rebuild the bundle") from error
-        self._special_tokens = manifest.generation.special_tokens
-        template = folder / CHAT_TEMPLATE
-        self._template_source = template.read_text(encoding="utf-8") if CHAT_TEMPLATE in manifest.files else None
+            tokenizer = Tokenizer.from_file(str(path))
+            if CHAT_TEMPLATE not in manifest.files:
+                return cls(tokenizer, None)
+            path = folder / CHAT_TEMPLATE
+            return cls(tokenizer, ChatTemplate(path.read_text(encoding="utf-8"), manifest.generation.special_tokens))
+        except BaseException as error:  # tokenizers raises bare Exceptions
+            if not isinstance(error, Exception) and not _panicked(error):
+                raise
+            raise FolderError(f"{path} cannot be read: {error}", "rebuild the bundle") from error
 
-    def encode(self, prompt: str, *, chat: bool) -> list[int]:
+    def encode(self, prompt: str, *, chat: bool, limit: int | None = None, allow_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a prompt, as it is or as a user's message in the chat template.
+
+        Args:
+            limit: tokens. A prompt that has more for certain is refused without being tokenized; others may have more.
+            allow_special_tokens: see `encode_chat`. A prompt as it is may always contain special tokens.
 
         Raises:
             UsageError: the prompt is empty or is not text, or the bundle has no chat template.
+            PromptTooLongError: it has more than `limit` tokens.
         """
         if not prompt:
             raise UsageError("the prompt is empty", "pass some text", param="prompt")
         if chat:
-            return self.encode_chat([{"role": "user", "content": prompt}])
-        return self._encode(prompt, add_special_tokens=True)
+            messages = [{"role": "user", "content": prompt}]
+            return self.encode_chat(messages, limit=limit, allow_special_tokens=allow_special_tokens)
+        self._check(prompt, limit)
+        return _encode(self.tokenizer, prompt, add_special_tokens=True)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Messages, *, limit: int | None = None, allow_special_tokens: bool = False) -> list[int]:
         """Return the token ids of messages in the chat template.
 
-        Raises:
-            UsageError: there is no chat template, it rejects the messages, or they are not text.
-        """
-        return self._encode(self.render(messages), add_special_tokens=False)
+        Args:
+            limit: see `encode`.
+            allow_special_tokens: whether text of a message can be a special token, or another that the template writes,
+                and so for instance begin a turn. By default it is encoded as the characters that it consists of.
 
-    def _encode(self, prompt: str, add_special_tokens: bool) -> list[int]:
+        Raises:
+            UsageError: there is no chat template, it rejects the messages or changes special tokens in them, or they are
+                not text.
+            PromptTooLongError: they have more than `limit` tokens.
+        """
+        rendered = self.render(messages)
+        self._check(rendered, limit)
+        if allow_special_tokens or not self._control_tokens:
+            return _encode(self.tokenizer, rendered, add_special_tokens=False)
+        if not self._has_control_tokens(messages):
+            if self._writes_more(rendered, messages):
+                raise _changed()
+            return _encode(self.tokenizer, rendered, add_special_tokens=False)
+        aliases = self._aliases
+        with_placeholders = self._render_changed(messages, aliases.hide)
+        # Where the template changes them, nobody can tell which tokens are its own.
+        if aliases.show(with_placeholders) != rendered or self._writes_more(with_placeholders, messages):
+            raise _changed()
+        return _encode(aliases.tokenizer, aliases.protect(with_placeholders), add_special_tokens=False)
+
+    def _writes_more(self, rendered: str, messages: Messages) -> bool:
+        """Return whether the template has made control tokens of a chat's messages that do not contain any: in lower case, say,
+        or by joining parts of them. In plain messages of the same words there is nothing that could become one."""
+        plain = self._render_changed(messages, lambda text: re.sub(r"[^\w\s]", PLAIN, text))
+        return any(rendered.count(token) > plain.count(token) for token in self._control_tokens)
+
+    def _render_changed(self, messages: Messages, change: Callable[[str], str]) -> str:
+        """Return messages in the template after a change to their text; nothing if the template rejects them."""
+        try:
+            return self.render([each | {"content": change(each["content"])} for each in messages])
+        except UsageError:
+            return ""
+
+    def _check(self, prompt: str, limit: int | None) -> None:
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UsageError("the prompt is not UTF-8 text", "convert it to UTF-8", param="prompt") from error
-        tokens: list[int] = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
-        if not tokens:
-            raise UsageError("the prompt has no tokens", "use a longer prompt", param="prompt")
-        return tokens
+        if limit is None or len(prompt) <= limit or self._bound is None:
+            return
+        if (count := self._bound.tokens(prompt)) > limit:
+            raise PromptTooLongError(
+                f"the prompt has at least {count:,} tokens; the limit is {limit:,}",
+                "shorten it, or build the bundle with a larger capacity",
+                param="prompt",
+            )
+
+    @functools.cached_property
+    def _bound(self) -> prompt_length.Bound | None:
+        return prompt_length.bound(self.tokenizer)
+
+    @functools.cached_property
+    def _control_tokens(self) -> list[str]:
+        written = "" if self.template is None else self.template.samples()
+        return control_tokens(self.tokenizer.get_added_tokens_decoder().values(), written)
+
+    def _has_control_tokens(self, messages: Messages) -> bool:
+        """Return whether a message contains the text of a control token, before or after normalization."""
+        texts = [each.get("content", "") for each in messages]
+        if self._normalizes_tokens:
+            texts += [self.tokenizer.normalizer.normalize_str(text) for text in texts]
+        return any(token in text for text in texts for token in self._control_tokens)
+
+    @functools.cached_property
+    def _normalizes_tokens(self) -> bool:
+        """Whether added tokens are looked for in normalized text; most tokenizers look for them in the text as it is."""
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return self.tokenizer.normalizer is not None and any(token.normalized for token in added)
+
+    @functools.cached_property
+    def _aliases(self) -> Aliases:
+        try:
+            return Aliases(self.tokenizer, self._control_tokens)
+        except ValueError as error:
+            raise UsageError(
+                f"the messages contain special tokens, and {error}", "remove them from the text", param="chat"
+            ) from error
 
     def token(self, token: int) -> str:
         """Return the text of one token; U+FFFD stands for bytes that are not a whole character."""
-        text: str = self.tokenizer.decode([token], skip_special_tokens=False)
+        text: str = _decode(self.tokenizer.decode, [token], skip_special_tokens=False)
         return text
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: Messages) -> str:
         """Return the messages in the bundle's chat template, ready for the assistant's turn.
 
         Raises:
             UsageError: there is no chat template, or it rejects the messages.
         """
-        if self._template_source is None:
+        if self.template is None:
             raise UsageError(
                 "this bundle has no chat template", "write the prompt as the model expects it, without a template", param="chat"
             )
-        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        try:
-            return self._template.render({**self._special_tokens, **variables})
-        except Exception as error:  # a template is a program and may fail in any way
-            reason = " ".join(str(error).split())
-            raise UsageError(
-                f"the chat template rejects the messages: {reason}",
-                "change them, or write the prompt without a template",
-                param="chat",
-            ) from error
-
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        """The compiled chat template, made when it is first needed: compiling takes longer than most renderings."""
-        assert self._template_source is not None
-        return _chat_environment().from_string(self._template_source)
+        return self.template.render(messages)
 
 
-def _chat_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return a sandbox with what transformers offers to chat templates, since those of checkpoints rely on it."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+def _changed() -> UsageError:
+    return UsageError(
+        "the messages contain special tokens, which the chat template changes", "remove them from the text", param="chat"
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
-class _Generation(jinja2.ext.Extension):
-    """Ignore `{% generation %}`, which marks the assistant's part for training, and keep its contents."""
+def _encode(tokenizer: Any, prompt: str, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of a prompt. Only `encode_batch` and its variants let other threads run meanwhile."""
+    try:
+        (encoded,) = tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
+    except BaseException as error:
+        if not _panicked(error):
+            raise
+        raise UsageError(
+            f"the tokenizer fails on the prompt: {_line(error)}", "shorten or change it", param="prompt"
+        ) from error
+    tokens: list[int] = encoded.ids
+    if not tokens:
+        raise UsageError("the prompt has no tokens", "use a longer prompt", param="prompt")
+    return tokens
 
-    tags = {"generation"}  # noqa: RUF012  # the form that jinja2 asks for
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _decode(call: Callable[..., str | None], *arguments: Any, **named: Any) -> Any:
+    """Call a method of the tokenizer that returns text.
+
+    Raises:
+        EngineError: the tokenizer fails.
+    """
+    try:
+        return call(*arguments, **named)
+    except BaseException as error:
+        if not _panicked(error):
+            raise
+        raise EngineError(f"the tokenizer fails on the answer: {_line(error)}", "export and build the bundle again") from error
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _panicked(error: BaseException) -> bool:
+    """Whether Rust code has panicked: that is no Exception, and no module exports it."""
+    return type(error).__name__ == "PanicException"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 class TextStream:
@@ -144,8 +237,11 @@ class TextStream:
         self._undecoded: list[int] = []
         for token in prompt[-PROMPT_CONTEXT:]:  # the answer's first text may depend on it: a space, the rest of a character
             self._step(token)
-        self._echo: str = tokenizer.decode(self._undecoded)  # the part of the prompt that the decoder has yet to return
+        self._echo: str = _decode(
+            tokenizer.decode, self._undecoded
+        )  # the part of the prompt that the decoder has yet to return
         self.stop = stop
+        self._overlaps = [0] * len(stop)  # for each, how many of its first characters the text ends with
         self._held: list[Piece] = []
         self._from_draft = False
         self.stopped = False
@@ -182,14 +278,15 @@ class TextStream:
         if matches:
             self.stopped = True
             return self._release(min(matches))
-        withheld = max((_overlap(held, stop) for stop in self.stop), default=0)
-        return self._release(len(held) - withheld)
+        known = zip(self.stop, self._overlaps, strict=True)
+        self._overlaps = [_overlap(held, stop, before + len(text)) for stop, before in known]
+        return self._release(len(held) - max(self._overlaps, default=0))
 
     def finish(self) -> list[Piece]:
         """Return the text still held back when generation ends without a stop string; half a character comes as U+FFFD."""
         pieces = [] if self.stopped else self._release(sum(len(piece) for piece, _ in self._held))
         if self._undecoded and not self.stopped:
-            rest = self._tokenizer.decode(self._undecoded, skip_special_tokens=True).removeprefix(self._echo)
+            rest = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True).removeprefix(self._echo)
             pieces += [(rest, self._from_draft)] if rest else []
         return pieces
 
@@ -197,9 +294,11 @@ class TextStream:
         """Return the text that this token completes, or None."""
         self._undecoded.append(token)
         try:
-            text: str | None = self._decoder.step(self._tokenizer, token)
+            text: str | None = _decode(self._decoder.step, self._tokenizer, token)
+        except EngineError:
+            raise
         except Exception:  # the decoder raises this when later bytes change text that it has already returned
-            text = self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+            text = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True)
             self._decoder = DecodeStream(skip_special_tokens=True)
         if text is not None:
             self._undecoded.clear()
@@ -218,6 +317,6 @@ class TextStream:
         return released
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+def _overlap(text: str, stop: str, limit: int) -> int:
+    """Return the length of the longest suffix of `text`, of at most `limit` characters, that is a proper prefix of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1, limit), 0, -1) if text.endswith(stop[:size])), 0)

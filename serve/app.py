@@ -14,19 +14,26 @@ from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.serve import chat, completions, routes
 from outrider.serve.engine import EngineThread
-from outrider.serve.errors import ApiError, on_api_error, on_http_error, on_invalid_body, on_library_error
+from outrider.serve.errors import on_bug, on_http_error, on_invalid_body, on_library_error
 from outrider.serve.guard import Guard
 from outrider.serve.settings import Settings
 
 
 def create_app(settings: Settings, engine: EngineThread) -> FastAPI:
     """Return the application, whose lifespan starts and stops the engine thread."""
-    app = FastAPI(title="Outrider", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Outrider",
+        version=__version__,
+        lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # the redirect would go to whatever the Host header says
+    )
     app.state.settings, app.state.engine = settings, engine
     app.add_middleware(Guard, settings=settings, metrics=engine.metrics)
-    app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(OutriderError, on_library_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_bug)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     for module in (completions, chat, routes):
         app.include_router(module.router)

@@ -12,20 +12,23 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
+from starlette.types import Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
+from outrider.runtime.text import PromptTooLongError
 from outrider.serve import protocol
-from outrider.serve.engine import EngineThread, Result
-from outrider.serve.errors import ApiError, api_error
+from outrider.serve.engine import EngineThread, Result, TimedOutError
+from outrider.serve.errors import ApiError, api_error, unknown_model
+from outrider.serve.prompts_child import Job
 from outrider.serve.settings import Settings
 
 LOGGER = logging.getLogger("outrider.serve")
@@ -51,9 +54,7 @@ class ResponseAssembler(ABC, Generic[Body]):
             NotReadyError: the bundle is not loaded.
         """
         if body.model not in (None, model):
-            raise ApiError(
-                404, f"the model {body.model!r} does not exist; this server has {model!r}", "model", "model_not_found"
-            )
+            raise unknown_model(body.model or "", model)
         outrider = engine.outrider
         self.text, self.capacity = outrider.text, outrider.build.capacity
         self.body, self._http, self._path = body, http, http.url.path
@@ -82,6 +83,26 @@ class ResponseAssembler(ABC, Generic[Body]):
         """Return choices that a stream begins with."""
         return []
 
+    async def encode(self, *, texts: Sequence[str] = (), messages: Sequence[dict[str, str]] = ()) -> list[list[int]]:
+        """Return the token ids of each text, or those of a chat's messages, within the server's limits.
+
+        Raises:
+            ApiError: a limit of the server is exceeded.
+            UsageError, QueueFullError, EngineError: see `PromptEncoder.encode`.
+            TimedOutError: its turn does not come in time.
+        """
+        self._check_choices(len(texts) or 1)
+        settings, owner = self._settings, self._http.state.owner
+        job = Job(settings.max_prompt or self.capacity, texts, messages, settings.allow_special_tokens)
+        scheduler = self._engine.scheduler
+        try:
+            async with asyncio.timeout(settings.timeout):
+                return await self._engine.prompts.encode(job, scheduler.places, scheduler.waiting(), owner)
+        except PromptTooLongError as error:
+            raise ApiError(400, str(error), self.prompt_field, "context_length_exceeded") from error
+        except TimeoutError as error:
+            raise TimedOutError("the prompt was not read in time", "try again later") from error
+
     async def respond(self, prompts: list[list[int]]) -> Response:
         """Submit the prompts, all or none, and return the response, whole or as a stream.
 
@@ -97,15 +118,19 @@ class ResponseAssembler(ABC, Generic[Body]):
             for params in [self.params(prompt)]
             for seed in self.body.seeds()
         ]
-        self._requests = await self._engine.submit(requests, lambda *result: self._results.put_nowait(result))
+        owner = self._http.state.owner
+        self._requests = await self._engine.submit(requests, lambda *result: self._results.put_nowait(result), owner)
         if self.body.stream:
-            return EventSourceResponse(self._stream(), headers={"Cache-Control": "no-cache"})
+            return _Stream(self._stream(), self._cancel)
         choices = [self.choice(index, events) for index, events in enumerate(await self._collect())]
         return JSONResponse(self._envelope(self.object_name, choices=choices, **self._totals()))
 
+    def _check_choices(self, prompts: int) -> None:
+        if prompts * self.body.n > (limit := self._settings.max_choices):
+            raise ApiError(400, f"{prompts} prompts times n = {self.body.n} exceeds the limit of {limit} choices", "n")
+
     def _check_limits(self, prompts: list[list[int]]) -> None:
-        if len(prompts) * self.body.n > (limit := self._settings.max_choices):
-            raise ApiError(400, f"{len(prompts)} prompts times n = {self.body.n} exceeds the limit of {limit} choices", "n")
+        self._check_choices(len(prompts))
         limit = self._settings.max_prompt or self.capacity
         for prompt in prompts:
             if len(prompt) > limit:
@@ -210,6 +235,20 @@ class ResponseAssembler(ABC, Generic[Body]):
         if self._settings.log_prompts:
             fields["prompts"] = self.body.model_dump(include={"prompt", "messages"})
         LOGGER.info("answered", extra=fields)
+
+
+class _Stream(EventSourceResponse):
+    """A stream that also ends well if its client leaves before it has begun: then its chunks are never asked for."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], end: Callable[[], None]):
+        super().__init__(chunks, headers={"Cache-Control": "no-cache"})
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 def sse(body: dict[str, Any]) -> bytes:

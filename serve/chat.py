@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,12 @@ from fastapi.responses import Response
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.serve.assembler import ResponseAssembler
+from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.errors import CHAT_PATH, ApiError
 from outrider.serve.protocol import ChatRequest, chat_logprobs, finish_reason
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class ChatAssembler(ResponseAssembler[ChatRequest]):
@@ -67,4 +67,4 @@ async def chat_completions(
     assembler = ChatAssembler(http, body, engine, settings, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    return await assembler.respond([await asyncio.to_thread(body.prompt, assembler.text)])
+    return await assembler.respond(await assembler.encode(messages=body.template_messages()))

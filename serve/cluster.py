@@ -96,7 +96,7 @@ def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> An
         name="replica",
         ray_actor_options={"num_cpus": cpus, "num_gpus": scale.gpus},
         max_ongoing_requests=scale.slots + 1,  # the next request is there when a slot becomes free
-        max_queued_requests=max(settings.max_waiting, 1),
+        max_queued_requests=-1,  # an ingress limits what it holds, also when all slots answer what came through another
         health_check_period_s=HEALTH_CHECK_PERIOD,
         request_router_config=RequestRouterConfig(request_router_class=Router),
         graceful_shutdown_timeout_s=drain,
@@ -114,7 +114,8 @@ def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> An
         max_ongoing_requests=10_000,  # the replicas set the limit
         graceful_shutdown_timeout_s=drain + 10,  # longer than a replica's, to report which answers were cut off
     )
-    return ingress.bind(settings, replica.bind(settings, registry), registry)
+    places = maximum * scale.slots + settings.max_waiting
+    return ingress.bind(settings, replica.bind(settings, registry), registry, places)
 
 
 def max_cores(replicas: int) -> int:

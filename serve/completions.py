@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +12,11 @@ from fastapi.responses import Response
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.serve.assembler import ResponseAssembler
+from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.protocol import CompletionLogprobs, CompletionRequest, finish_reason
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class CompletionAssembler(ResponseAssembler[CompletionRequest]):
@@ -59,4 +59,4 @@ async def completions(
     """Continue one or several prompts."""
     assembler = CompletionAssembler(http, body, engine, settings, model)
     body.check_best_of()
-    return await assembler.respond(await asyncio.to_thread(body.prompts, assembler.text))
+    return await assembler.respond(body.token_ids() or await assembler.encode(texts=body.texts()))

@@ -7,19 +7,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from outrider.bundle.folder import FolderWatch
-from outrider.errors import EngineError, OutriderError
+from outrider.errors import EngineError, FolderError, OutriderError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
-from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.scheduler import QueueFullError, Scheduler
 from outrider.serve.metrics import Metrics
+from outrider.serve.prompts import PromptEncoder
 from outrider.serve.settings import Settings
 from outrider.serve.watchdog import Watchdog, bug, warm_up
 
@@ -49,6 +50,7 @@ class EngineThread:
             timeout: seconds from the submission of a request to its last token.
         """
         self.metrics = metrics
+        self.prompts = PromptEncoder()
         self.failure: OutriderError | None = None  # why the engines cannot be used any more
         self.loaded = threading.Event()  # set when the bundle is ready or has failed to load
         self._bundle, self._load, self._timeout = bundle, load, timeout
@@ -59,6 +61,7 @@ class EngineThread:
         self._active: dict[Request, float | None] = {}  # requests that have a sink, and when their first token came
         self._ending = False
         self._step_started: float | None = None
+        self._replaced = False  # whether another bundle is in this one's place
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -79,6 +82,7 @@ class EngineThread:
         self.end()
         if self._scheduler is not None:
             self._thread.join(timeout=30)
+        self.prompts.close()
 
     def end(self) -> None:
         """Fail all unfinished requests with an error that asks the client to retry, and refuse new ones."""
@@ -122,7 +126,10 @@ class EngineThread:
             raise NotReadyError("an engine step has hung", "restart the server")
 
     async def submit(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], deliver: Callable[[int, Result], None]
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        deliver: Callable[[int, Result], None],
+        owner: Hashable = None,
     ) -> list[Request]:
         """Queue all of the requests, or none.
 
@@ -130,6 +137,7 @@ class EngineThread:
             requests: token ids and parameters of each.
             deliver: called in the event loop with the index of a request and each of its results, of which the last is an
                 event with a finish reason or an error.
+            owner: see `Scheduler.submit_all`.
 
         Raises:
             UsageError: a request cannot be answered.
@@ -142,7 +150,7 @@ class EngineThread:
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[list[Request]] = loop.create_future()
         sinks = [partial(_call_soon, loop, deliver, index) for index in range(len(requests))]
-        self._inbox.put(partial(self._submit, requests, sinks, partial(_call_soon, loop, _settle, accepted)))
+        self._inbox.put(partial(self._submit, requests, owner, sinks, partial(_call_soon, loop, _settle, accepted)))
         try:
             return await asyncio.shield(accepted)
         except asyncio.CancelledError:  # the client has disconnected meanwhile
@@ -163,14 +171,17 @@ class EngineThread:
         try:
             watch = FolderWatch(self._bundle)
             scheduler = self._load()
+            if watch.replaced():
+                raise FolderError(f"{self._bundle} was replaced while it was being loaded", "restart the server")
             warm_up(scheduler)
+            self.prompts.start(scheduler.outrider.text)
             self._scheduler, self._watchdog = scheduler, Watchdog(scheduler)
             LOGGER.info("ready")
         except OutriderError as error:
             self.failure = error
             LOGGER.error("the bundle could not be loaded", extra={"error": str(error), "hint": error.hint})
             return
-        except Exception as error:  # a bug; /health reports it
+        except BaseException as error:  # a bug, or a panic of a library in Rust; /health reports it
             self.failure = bug(error)
             LOGGER.exception("the bundle could not be loaded")
             return
@@ -179,7 +190,7 @@ class EngineThread:
         while not self._ending:
             try:
                 self._turn(scheduler, watch)
-            except Exception as error:  # a bug must not end the server: fail the requests that have a slot, and go on
+            except BaseException as error:  # a bug must not end the server: fail the requests that have a slot, and go on
                 LOGGER.exception("a step failed")
                 self._recover(scheduler, bug(error))
         self._fail_all(_shutting_down())
@@ -207,6 +218,9 @@ class EngineThread:
         if (changed := watch.changed()) is not None:  # weights may be mapped from that file, so these results may be wrong
             self._break(EngineError(f"{changed} was changed under the running server", "restart it on an intact bundle"))
             return
+        if not self._replaced and watch.replaced():
+            self._replaced = True
+            LOGGER.warning("the bundle was replaced; this server goes on with the one that it loaded until it is restarted")
         for request, result in results:
             self._deliver(request, result)
         self._time_out(scheduler)
@@ -232,11 +246,12 @@ class EngineThread:
     def _submit(
         self,
         requests: Sequence[tuple[list[int], SamplingParams]],
+        owner: Hashable,
         sinks: Sequence[Callable[[Result], None]],
         settle: Callable[[list[Request] | OutriderError], None],
     ) -> None:
         try:
-            accepted = self.scheduler.submit_all(requests)
+            accepted = self.scheduler.submit_all(requests, owner)
         except OutriderError as error:
             settle(error)
         except Exception as error:  # a bug must end this request, not the thread
@@ -247,6 +262,11 @@ class EngineThread:
                 request.sink = sink
                 self._active[request] = None
             settle(accepted)
+            while self.scheduler.displaced:
+                request = self.scheduler.displaced.pop()
+                self._deliver(
+                    request, QueueFullError("the queue is full, and others have fewer requests in it", "try again later")
+                )
 
     def _cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -18,20 +18,21 @@ from outrider.serve.protocol import ChatRequest, CompletionRequest
 
 LOGGER = logging.getLogger("outrider.serve")
 CHAT_PATH = "/v1/chat/completions"
+TYPE_NAME = re.compile(r"str|int|list\[.+\]|constrained-.+")  # pydantic's names for the types of a union, in a location
 
 
-class ApiError(Exception):
-    """A response that is an error."""
+class ApiError(HTTPException):
+    """A response that is an error. FastAPI lets it pass where it is raised while a body is read."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         """Describe the error; `param` is the request's field at fault."""
-        super().__init__(message)
+        super().__init__(status, message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        message = str(self).encode("utf-8", "replace").decode()  # it may quote a client's invalid text
+        message = self.detail.encode("utf-8", "replace").decode()  # it may quote a client's invalid text
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -60,10 +61,9 @@ def api_error(error: OutriderError, path: str) -> ApiError:
     return ApiError(500, str(error), code="engine_error")
 
 
-async def on_api_error(_: Request, error: Exception) -> Response:
-    """Handle an `ApiError`."""
-    assert isinstance(error, ApiError)
-    return error.response()
+def unknown_model(name: str, model: str) -> ApiError:
+    """Return the error for a request to another model than the server's."""
+    return ApiError(404, f"the model {name!r} does not exist; this server has {model!r}", "model", "model_not_found")
 
 
 async def on_library_error(request: Request, error: Exception) -> Response:
@@ -73,18 +73,28 @@ async def on_library_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(_: Request, error: Exception) -> Response:
-    """Handle an error of the framework, such as an unknown path."""
+    """Handle an `ApiError`, or an error of the framework, such as an unknown path."""
+    if isinstance(error, ApiError):
+        return error.response()
     assert isinstance(error, HTTPException)
     response = ApiError(error.status_code, str(error.detail)).response()
     response.headers.update(error.headers or {})
     return response
 
 
+async def on_bug(_: Request, error: Exception) -> Response:
+    """Answer a request that failed for a reason that nobody thought of. The server's log has the traceback."""
+    return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error").response()
+
+
 async def on_invalid_body(_: Request, error: Exception) -> Response:
     """Handle a body that is not a valid request, naming the first field at fault."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    location = [str(each) for each in first["loc"] if each != "body"]
+    errors = error.errors()
+    # What may have several types has an error for each. The one that describes the body goes deepest, or is not about a type.
+    same_field = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
+    first = max(same_field, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
+    location = [str(each) for each in first["loc"] if each != "body" and not TYPE_NAME.fullmatch(str(each))]
     name = ".".join(location) or None
     if first["type"] == "json_invalid":
         refusal = ApiError(400, "the body is not JSON")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -11,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, ge
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,15 +33,18 @@ MAX_ATTEMPTS = 3  # replicas to try before the client gets an error
 SESSION_HEADER = b"x-session-id"  # Ray's header for requests that belong together
 # The parts of a request's scope that go to a replica; the others belong to this process.
 SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers", "client")
+QUEUE_FULL = ApiError(429, "too many requests are waiting; try again later", code="queue_full")
 LOGGER = logging.getLogger("outrider.serve")
 
 
 class Ingress:
     """The deployment that Ray's proxies send HTTP requests to."""
 
-    def __init__(self, settings: Settings, replicas: DeploymentHandle, registry: DeploymentHandle):
+    def __init__(self, settings: Settings, replicas: DeploymentHandle, registry: DeploymentHandle, places: int):
+        """Pass requests on to replicas; `places` is how many may run and wait. Their owners share them fairly."""
         log_as_json()
-        self._settings, self._replicas, self._registry = settings, replicas, registry
+        self._settings, self._replicas, self._registry, self._places = settings, replicas, registry, places
+        self._in_flight: Counter[str] = Counter()  # requests by owner
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return Starlette(
@@ -75,11 +79,23 @@ class Ingress:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request through a replica; a lost one is replaced by another until something has been sent."""
-        try:
-            body = await Request(scope, receive).body()
-        except ClientDisconnect:
+        """Answer a request through a replica, unless its owner has too many."""
+        owner: str = scope["state"]["owner"]
+        # An owner may have as many as are left (dynamic thresholds, Choudhury and Hahne 1998): some always are for one that
+        # comes later, and n busy owners come to have one part in n + 1 each. Ray serves what waits in the order of arrival.
+        if self._in_flight[owner] >= self._places - self._in_flight.total():
+            await QUEUE_FULL.response()(scope, receive, send)
             return
+        self._in_flight[owner] += 1
+        try:
+            await self._retry(scope, await Request(scope, receive).body(), receive, send)
+        except ClientDisconnect:
+            pass
+        finally:
+            self._in_flight -= Counter({owner: 1})  # also forgets an owner that has none left
+
+    async def _retry(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Answer a request through a replica; a lost one is replaced by another until something has been sent."""
         relay = Relay(send)
         error = ApiError(503, "no replica could answer; try again later", code="replica_lost")
         for _ in range(MAX_ATTEMPTS):
@@ -89,9 +105,6 @@ class Ingress:
                         await relay.send(message)
                         if relay.finished:
                             return
-            except BackPressureError:
-                error = ApiError(429, "too many requests are waiting; try again later", code="queue_full")
-                break
             except TimeoutError:
                 error = ApiError(504, "the answer took too long; ask for fewer tokens", code="timeout")
                 break

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from outrider.errors import UsageError
 from outrider.runtime.params import SamplingParams
@@ -16,10 +18,21 @@ from outrider.runtime.text import Text
 
 # The difference between the seeds of a request's choices: 2^64 divided by the golden ratio, which spreads them out.
 SEED_STEP = 0x9E3779B97F4A7C15
+# A body is checked in the event loop, and all streams wait meanwhile. So the number of its parts is limited, it is checked
+# before they are, and a list is read up to its first error.
+MAX_PROMPTS = 2048
+MAX_PARTS = 2048  # of all messages of a chat; a message counts, too
+MAX_ENTRIES = 1024  # of an object
+
+
+def _check_count(count: int, limit: int, things: str) -> None:
+    if count > limit:
+        context = {"count": f"{count:,}", "limit": f"{limit:,}", "things": things}
+        raise PydanticCustomError("too_long", "there are {count} {things}; the limit is {limit}", context)
 
 
 class Strict(BaseModel):
-    """Part of a request: types are not converted, and unknown fields are errors; a null counts as absent."""
+    """Part of a request: types are not converted, and the first unknown field is an error; a null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -28,7 +41,10 @@ class Strict(BaseModel):
     def _without_nulls(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if value is not None}
+        fields = {name: values[name] for name in cls.model_fields if values.get(name) is not None}
+        unknown = (name for name, value in values.items() if name not in cls.model_fields and value is not None)
+        # A lone surrogate would be an error about text, instead of about an unknown field.
+        return fields | {name.encode(errors="replace").decode(): None for name in islice(unknown, 1)}
 
 
 class StreamOptions(Strict):
@@ -52,23 +68,30 @@ class Common(Strict):
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] = []
+    stop: str | Annotated[list[str], Field(max_length=16, fail_fast=True)] = []
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[Annotated[int, Field(strict=False)], float] = Field(default={}, max_length=1024)
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] = Field(default={}, max_length=MAX_ENTRIES)
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    stop_token_ids: list[int] = Field(default=[], max_length=256)
+    stop_token_ids: list[int] = Field(default=[], max_length=256, fail_fast=True)
     return_origin: bool = False
     # Accepted, without effect on the answer.
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] = Field(default={}, max_length=MAX_ENTRIES)
     store: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
+
+    @field_validator("logit_bias", "metadata", mode="before")
+    @classmethod
+    def _few_entries(cls, entries: Any) -> Any:
+        if isinstance(entries, dict):
+            _check_count(len(entries), MAX_ENTRIES, "entries")
+        return entries
 
     @model_validator(mode="after")
     def _stream_options_of_streams(self) -> Self:
@@ -109,30 +132,48 @@ class Common(Strict):
         return [None if self.seed is None else (self.seed + index * SEED_STEP) % 2**64 for index in range(self.n)]
 
 
+def _kind_of_prompt(prompt: Any) -> str | None:
+    """Return the tag of the type that a prompt should have, or None if its items are none of these or are mixed."""
+    if not isinstance(prompt, list):
+        return "str" if isinstance(prompt, str) else None
+    first, *others = set(map(type, prompt)) or {str}
+    return None if others else {str: "list[str]", int: "list[int]", list: "list[list[int]]"}.get(first)
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("list[str]")]
+    | Annotated[TokenIds, Tag("list[int]")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("list[list[int]]")],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be text, a list of texts, a list of token ids, or a list of such lists",
+    ),
+]
+
+
 class CompletionRequest(Common):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     max_tokens: int = 16
     logprobs: int | None = None
     echo: Literal[False] = False
     best_of: int | None = None
 
-    def prompts(self, text: Text) -> list[list[int]]:
-        """Return the token ids of each prompt.
+    def texts(self) -> list[str]:
+        """Return the prompts that are text."""
+        return [self.prompt] if isinstance(self.prompt, str) else [each for each in self.prompt if isinstance(each, str)]
 
-        Raises:
-            UsageError: a prompt is empty or is not text.
-        """
+    def token_ids(self) -> list[list[int]]:
+        """Return the prompts that are token ids; no others are beside them."""
         if isinstance(self.prompt, str):
-            return [text.encode(self.prompt, chat=False)]
-        if all(isinstance(each, int) for each in self.prompt):
-            return [[each for each in self.prompt if isinstance(each, int)]]
-        return [
-            text.encode(each, chat=False) if isinstance(each, str) else each
-            for each in self.prompt
-            if not isinstance(each, int)
-        ]
+            return []
+        if isinstance(next(iter(self.prompt), 0), int):
+            return [cast(list[int], self.prompt)]
+        return [each for each in self.prompt if isinstance(each, list)]
 
     def check_best_of(self) -> None:
         """Check that no answers would have to be ranked.
@@ -155,7 +196,7 @@ class Message(Strict):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
     name: str | None = None
 
     @property
@@ -181,21 +222,26 @@ class ChatRequest(Common):
         "chat": "messages",
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
 
-    def prompt(self, text: Text) -> list[int]:
-        """Return the token ids of the messages in the chat template.
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_parts(cls, messages: Any) -> Any:
+        if isinstance(messages, list):
+            contents = [each.get("content") for each in messages[:MAX_PARTS] if isinstance(each, dict)]
+            parts = sum(len(each) for each in contents if isinstance(each, list))
+            _check_count(len(messages) + parts, MAX_PARTS, "messages and parts of messages")
+        return messages
 
-        Raises:
-            UsageError: there is no chat template, or it rejects the messages.
-        """
+    def template_messages(self) -> list[dict[str, str]]:
+        """Return the messages as chat templates expect them."""
         roles = {"developer": "system"}
-        return text.encode_chat([{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages])
+        return [{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages]
 
 
 def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, Any]:

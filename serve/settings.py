@@ -23,3 +23,4 @@ class Settings:
     max_choices: int = 16  # per request: prompts times n
     max_prompt: int | None = None  # tokens; None is the bundle's capacity
     log_prompts: bool = False
+    allow_special_tokens: bool = False  # whether text of chat messages may be special tokens

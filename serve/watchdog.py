@@ -70,6 +70,6 @@ def warm_up(scheduler: Scheduler) -> None:
                 raise result
 
 
-def bug(error: Exception) -> EngineError:
+def bug(error: BaseException) -> EngineError:
     """Return an error for an unexpected exception."""
     return EngineError(f"{type(error).__name__}: {error}", "please report this as a bug")

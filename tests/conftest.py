@@ -16,7 +16,7 @@ from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs
-from outrider.tests.support import PAIR, build, llama, write_checkpoint
+from outrider.tests.support import PAIR, broken_export, build, llama, write_checkpoint
 
 torch.set_num_threads(2)
 
@@ -83,6 +83,18 @@ def tiny_export(checkpoints: Path, once: Once) -> Path:
 def tiny_bundle(tiny_export: Path, once: Once) -> Path:
     """Return the bundle of the tiny random pair."""
     return once("tiny-bundle", lambda output: build(tiny_export, output))
+
+
+@pytest.fixture(scope="session")
+def broken(once: Once) -> Path:
+    """Return an export in which some tokens lead to logits that contain NaN."""
+    return once("broken-onnx", broken_export)
+
+
+@pytest.fixture(scope="session")
+def broken_bundle(broken: Path, once: Once) -> Path:
+    """Return the bundle of that export."""
+    return once("broken-bundle", lambda output: build(broken, output))
 
 
 @pytest.fixture(scope="session")

@@ -130,4 +130,4 @@ class DeferredEngines(OnnxRuntimeEngines):
 def deferred(bundle: Path, max_candidates: int | None = None, slots: int = 1) -> Outrider:
     """A bundle loaded onto such a device."""
     manifest, build = open_bundle(bundle)
-    return Outrider(DeferredEngines(bundle, manifest, build, max_candidates), Text(bundle, manifest), slots)
+    return Outrider(DeferredEngines(bundle, manifest, build, max_candidates), Text.load(bundle, manifest), slots)

@@ -103,21 +103,20 @@ def prefill(session: Session, tokens: list[int], chunk: int) -> None:
         session.write(np.array([tokens[at : at + chunk]], dtype=np.int64), np.array([at], dtype=np.int64))
 
 
-def broken_export(folder: Path, token: int) -> Path:
-    """An export whose target has a NaN embedding of `token`, put there after the export's own check."""
+BROKEN = 77  # a token
+BROKEN_TEXT = "a"
+
+
+def broken_export(export: Path) -> None:
+    """An export whose target has NaN embeddings of two tokens, put there after the export's own check."""
     model = llama(tie_word_embeddings=False)
-    checkpoint = str(write_checkpoint(folder / "target", model))
-    export = folder / "onnx"
+    checkpoint = str(write_checkpoint(export.with_name("broken-checkpoint"), model))
     export_pair(checkpoint, checkpoint, export, precision="fp32")
     weights = export / "target" / "model.onnx.data"
     data = weights.read_bytes()
-    row = model.model.embed_tokens.weight[token].detach().numpy()
-    assert data.count(row.tobytes()) == 1
-    weights.write_bytes(data.replace(row.tobytes(), np.full_like(row, np.nan).tobytes()))
+    for token in (BROKEN, *tokenizer().encode(BROKEN_TEXT).ids):
+        row = model.model.embed_tokens.weight[token].detach().numpy()
+        assert data.count(row.tobytes()) == 1
+        data = data.replace(row.tobytes(), np.full_like(row, np.nan).tobytes())
+    weights.write_bytes(data)
     reseal(export)
-    return export
-
-
-def broken_bundle(folder: Path, token: int) -> Path:
-    """The bundle of such an export."""
-    return build(broken_export(folder, token), folder / "bundle")

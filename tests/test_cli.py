@@ -10,8 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import TOKENIZER
 from outrider.commands.generate import GROUPS
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import RANGES, SamplingParams
@@ -79,6 +81,23 @@ def test_a_full_cache_says_so(shipped_bundle: Path, tmp_path: Path) -> None:
 
 def test_show_colours_the_text_by_origin_on_a_terminal(shipped_bundle: Path) -> None:
     arguments = ["generate", str(shipped_bundle), "--prompt", "Customer: Hi", "--max-new-tokens", "24", "--k", "4", "--show"]
+    out = on_terminal(arguments)
+    assert b"\x1b[32m" in out  # accepted draft
+    assert b"\x1b[33m" in out  # target's own
+    assert b"mean acceptance length" in out
+
+
+def test_a_terminal_obeys_no_control_character_of_the_text(shipped_bundle: Path) -> None:
+    escape = tokenizers.Tokenizer.from_file(str(shipped_bundle / TOKENIZER)).encode("\x1b", add_special_tokens=False).ids
+    arguments = ["generate", str(shipped_bundle), "--prompt", "x", "--max-new-tokens", "2", "--logit-bias", f"{escape[0]}:100"]
+    assert b"\x1b" in run(*arguments).stdout.encode()
+    out = on_terminal(arguments)
+    assert b"\\x1b" in out
+    assert b"\x1b" not in out
+
+
+def on_terminal(arguments: list[str]) -> bytes:
+    """Return what a command prints on a terminal, if it succeeds."""
     main, child = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, *arguments], stdout=child, stderr=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm-256color"}
@@ -95,9 +114,7 @@ def test_show_colours_the_text_by_origin_on_a_terminal(shipped_bundle: Path) -> 
         out += block
     os.close(main)
     assert process.wait() == 0
-    assert b"\x1b[32m" in out  # accepted draft
-    assert b"\x1b[33m" in out  # target's own
-    assert b"mean acceptance length" in out
+    return out
 
 
 def test_help_lists_the_stages() -> None:

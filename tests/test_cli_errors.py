@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from outrider.bundle.folder import read_manifest
-from outrider.tests.support import COMMAND, PAIR, broken_bundle, llama, run, tokenizer, write_checkpoint
+from outrider.tests.support import BROKEN_TEXT, COMMAND, PAIR, llama, run, tokenizer, write_checkpoint
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, message: str, option: str = "") -> None:
@@ -122,10 +123,32 @@ def kill_in_the_middle(arguments: list[str], stage: str, folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
-def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    def restore_interrupts() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs start with SIGINT ignored
+SWALLOWED = """
+import os, signal
+from outrider.commands.output import progress_bar
+with progress_bar() as progress:
+    progress.stage("one")
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+    progress.stage("two")
+"""
 
+
+def restore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs start with SIGINT ignored
+
+
+def test_an_interrupt_that_a_library_swallows_ends_the_next_stage() -> None:
+    command = [sys.executable, "-c", SWALLOWED]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=restore_interrupts)
+    assert done.returncode != 0
+    assert "one ..." in done.stderr
+    assert "two ..." not in done.stderr
+
+
+def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     arguments = ["export", "--target", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "-o", str(tmp_path / "out")]
     with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=restore_interrupts) as process:
         assert process.stderr is not None
@@ -190,9 +213,8 @@ def test_verify_without_a_bundle_or_with_too_few_draws(tiny_export: Path, tiny_b
 
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["--show"]])
-def test_logits_with_nan(tmp_path: Path, options: list[str]) -> None:
-    bundle = broken_bundle(tmp_path, token=tokenizer().encode("a").ids[0])
-    done = run("generate", bundle, "--prompt", "a", *options)
+def test_logits_with_nan(broken_bundle: Path, options: list[str]) -> None:
+    done = run("generate", broken_bundle, "--prompt", BROKEN_TEXT, *options)
     refused(done, 1, "contain NaN or infinity")
 
 

@@ -16,13 +16,15 @@ import pytest
 from outrider.audit.engines import compare_engines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.tensorrt.backend import plan_file
+from outrider.backends.tensorrt.package import RTX
 from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.rounds import RECORD_AT
 from outrider.runtime.scheduler import Scheduler
-from outrider.tests.support import PAIR, broken_export, build, reseal
+from outrider.tests.support import BROKEN, PAIR, build, reseal
 
 K = (1, 2, 4, 8)
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
@@ -45,6 +47,11 @@ def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
     package = pytest.importorskip({"tensorrt-rtx": "tensorrt_rtx"}.get(name, name), reason=f"{name} is not installed")
     if name == "onnxruntime" and "CUDAExecutionProvider" not in package.get_available_providers():
         pytest.skip("this onnxruntime is the package without CUDA")
+    if name == RTX.backend:
+        from outrider.engines.cuda import Cuda  # which needs a package that other machines lack
+
+        if (reason := RTX.unsupported(Cuda().compute_capability)) is not None:
+            pytest.skip(reason)
     return {"backend": name, "device": "cuda"} if name == "onnxruntime" else {"backend": name}
 
 
@@ -86,7 +93,7 @@ def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings:
     rounds.record = True
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a round that cannot be recorded
-        for _ in range(3):  # the second and third time all is replayed, after every other shape was recorded
+        for _ in range(RECORD_AT + 2):  # the last two times all is replayed, after every other shape was recorded
             assert {k: tokens(loaded, k, **settings) for k in (0, *K)} == plain
             recorded = dict(rounds._recorded)
     assert recorded == rounds._recorded
@@ -130,11 +137,11 @@ def test_the_cache_is_written_in_place(loaded: Outrider) -> None:
 
 
 @pytest.mark.gpu("a NaN stops the request, and the next one is as if nothing had been")
-def test_logits_with_nan_stop_the_request(backend: dict[str, Any], tmp_path: Path) -> None:
-    outrider = Outrider.load(build(broken_export(tmp_path, token=77), tmp_path / "bundle", **backend))
+def test_logits_with_nan_stop_the_request(backend: dict[str, Any], broken: Path, tmp_path: Path) -> None:
+    outrider = Outrider.load(build(broken, tmp_path / "bundle", **backend))
     want = tokens(outrider, 4, max_new_tokens=9)
     with pytest.raises(EngineError, match="contain NaN or infinity"):
-        list(outrider.generate([5, 77, 9], SamplingParams(max_new_tokens=4), k=4))
+        list(outrider.generate([5, BROKEN, 9], SamplingParams(max_new_tokens=4), k=4))
     assert tokens(outrider, 4, max_new_tokens=9) == want
 
 

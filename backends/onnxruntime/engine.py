@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,6 +23,8 @@ from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+CUDA_LIBRARY = "libonnxruntime_providers_cuda.so"
+LIBRARIES = ("libcudart", "libcublas*", "libcufft", "libcurand", "libnvJitLink", "libnvrtc*", "libcudnn*")  # that it needs
 UNUSED_POSITIONS = 2  # rows that attention writes, at most, for a slot without a sequence
 
 
@@ -129,8 +133,8 @@ class OnnxRuntimeEngine(Engine):
             raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
         if len(providers) > 1 and session.get_providers()[0] != CUDA:
             raise EngineError(
-                "this ONNX Runtime does not start CUDA: it is the package without CUDA, or CUDA or cuDNN is not installed",
-                "pip uninstall onnxruntime, then pip install 'outrider[cuda]'",
+                f"this ONNX Runtime does not start CUDA: {why_no_cuda()}",
+                "pip uninstall onnxruntime, then pip install 'outrider[cuda]', which has CUDA and cuDNN",
             )
         return session, options
 
@@ -175,9 +179,48 @@ class OnnxRuntimeEngine(Engine):
 @functools.cache
 def _preload() -> None:
     """Load the CUDA and cuDNN libraries that pip installed."""
+    preload_libraries(_nvidia_folders())
     if hasattr(onnxruntime, "preload_dlls"):
         with contextlib.redirect_stdout(sys.stderr):  # it prints warnings, and commands print JSON on standard output
             onnxruntime.preload_dlls()
+
+
+def _nvidia_folders() -> list[Path]:
+    """Return where NVIDIA's wheels are, torch's among them. ONNX Runtime looks for them beside its own package only."""
+    spec = importlib.util.find_spec("nvidia")
+    beside = Path(onnxruntime.__file__).parents[1] / "nvidia"
+    return [] if spec is None else [Path(each) for each in spec.submodule_search_locations or () if Path(each) != beside]
+
+
+def preload_libraries(folders: Iterable[Path]) -> None:
+    """Load the shared libraries of NVIDIA's wheels, each after those that it needs."""
+    waiting = [library for folder in folders for name in LIBRARIES for library in sorted(folder.glob(f"*/lib/{name}.so.*"))]
+    while waiting:
+        left = [library for library in waiting if not _loaded(library)]
+        if len(left) == len(waiting):  # what is missing is not here; ONNX Runtime says so if it needs that
+            return
+        waiting = left
+
+
+def _loaded(library: Path) -> bool:
+    try:
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
+
+
+def why_no_cuda() -> str:
+    """Return why ONNX Runtime's part for CUDA cannot be loaded, in the words of the system's loader."""
+    folder = Path(onnxruntime.__file__).parent / "capi"
+    if not (folder / CUDA_LIBRARY).exists():
+        return "it is the package without CUDA"
+    try:
+        for name in ("libonnxruntime_providers_shared.so", CUDA_LIBRARY):
+            ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return str(error)
+    return "its log on standard error has the reason"
 
 
 def _failed(error: Exception, where: str, hint: str) -> EngineError:

@@ -121,7 +121,7 @@ def _capabilities(known: Facts, options: Options) -> list[str]:
 def _device(known: Facts, options: Options) -> str:
     if known.gpu is not None:
         return known.gpu.name
-    capabilities = ", ".join(options.compute_capability) or "8.0 and newer, by the default of the package"
+    capabilities = ", ".join(options.compute_capability) or "8.0, 8.6, 8.9 and 12.x, by the default of the package"
     return f"GPUs of compute capability {capabilities}"
 
 

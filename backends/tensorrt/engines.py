@@ -14,7 +14,7 @@ import numpy as np
 from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
 from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, silent_logger
-from outrider.backends.tensorrt.package import Package
+from outrider.backends.tensorrt.package import OTHER_BACKENDS, Package
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.contract import Tensor
 from outrider.engines.cuda import Cuda
@@ -125,7 +125,7 @@ def check_validity(trt: Any, runtime: Any, path: Path, data: Any, hint: str) -> 
     message = ", ".join(INVALID.get(flag, flag) for flag in reasons) or "the package gives no reason"
     if OF_THE_PLAN & set(reasons):
         raise EngineError(f"{path} is not valid: {message}", hint)
-    raise DeviceError(f"{path} does not run here: {message}", hint)
+    raise DeviceError(f"{path} does not run here: {message}", OTHER_BACKENDS if "UNSUPPORTED_CC" in reasons else hint)
 
 
 def check_plan(path: Path, plan: Any, tensors: Iterable[Tensor]) -> None:
@@ -161,11 +161,13 @@ def check_version(package: Package, build: Build, version: str) -> None:
 
 
 def check_gpu(package: Package, build: Build, name: str, compute_capability: str) -> None:
-    """Refuse a GPU that the bundle was not built for.
+    """Refuse a GPU that the package does not run on, or that the bundle was not built for.
 
     Raises:
-        DeviceError: it was built for others.
+        DeviceError: it is one.
     """
+    if (reason := package.unsupported(compute_capability)) is not None:
+        raise DeviceError(reason, OTHER_BACKENDS)
     capabilities = build.compute_capabilities
     if capabilities and compute_capability not in capabilities:
         raise DeviceError(

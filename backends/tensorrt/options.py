@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.backends.base import Option
+from outrider.backends.tensorrt.package import RTX_GPUS
 from outrider.errors import UsageError
 
 VERBOSITIES = ("error", "warning", "info", "verbose")
@@ -24,7 +25,7 @@ SHARED = (
 RTX_OPTIONS = (
     Option(
         "compute_capability",
-        "The GPUs to build for, such as 8.9,12.0.  [default: 8.0 and newer]",
+        f"The GPUs to build for, such as 8.9,12.0: of {RTX_GPUS}.  [default: all of these from 8.0 on]",
         type=tuple,
         metavar="LIST",
     ),
@@ -42,7 +43,7 @@ TENSORRT_OPTIONS = (
 class Options:
     """The checked options of a build."""
 
-    compute_capability: tuple[str, ...] = ()  # empty is what the package chooses: 8.0 and newer
+    compute_capability: tuple[str, ...] = ()  # empty is what the package chooses: all that it runs on, from 8.0 on
     workspace: float | None = None  # GiB of GPU memory that a kernel may use besides its inputs and outputs
     optimization_level: int | None = None
     verbosity: str | None = None  # of `VERBOSITIES`

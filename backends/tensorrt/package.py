@@ -18,6 +18,14 @@ class Package(msgspec.Struct, frozen=True):
     title: str
     extra: str  # outrider's extra that installs it
     builds_anywhere: bool  # False if it builds only on the GPU that will run the engine
+    capabilities: tuple[str, ...] = ()  # compute capabilities of the GPUs that it runs on, whole or major; empty is any
+    gpus: str = ""  # the same in words
+
+    def unsupported(self, compute_capability: str) -> str | None:
+        """Return why the package does not run on GPUs of a compute capability; None if it does."""
+        if not self.capabilities or {compute_capability, compute_capability.split(".")[0]} & set(self.capabilities):
+            return None
+        return f"{self.title} does not run on compute capability {compute_capability}: it runs on {self.gpus}"
 
     def load(self) -> Any:
         """Return the package's module.
@@ -31,5 +39,10 @@ class Package(msgspec.Struct, frozen=True):
             raise EngineError(f"{self.module} cannot be imported: {error}", f"pip install 'outrider[{self.extra}]'") from error
 
 
-RTX = Package("tensorrt-rtx", "tensorrt_rtx", "TensorRT-RTX", "rtx", builds_anywhere=True)
+# As TensorRT-RTX 1.7.1 maps them; it calls a plan invalid on any other GPU, whatever the plan was built for.
+RTX_CAPABILITIES = "7.5", "8.0", "8.6", "8.9", "12"
+RTX_GPUS = "7.5, 8.0, 8.6, 8.9, 12.0, 12.1 and later 12.x; not 9.0 or 10.x"
+OTHER_BACKENDS = "on this GPU, use a bundle built with --backend onnxruntime --device cuda, or with --backend tensorrt"
+
+RTX = Package("tensorrt-rtx", "tensorrt_rtx", "TensorRT-RTX", "rtx", True, RTX_CAPABILITIES, RTX_GPUS)
 TENSORRT = Package("tensorrt", "tensorrt", "TensorRT", "tensorrt", builds_anywhere=False)

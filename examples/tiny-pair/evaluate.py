@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Acceptance of the shipped pair by workload, on the beginnings of held-out documents; prints the model card's table.
+"""Measure the acceptance of the shipped pair by workload, on the beginnings of held-out documents.
+
+Prints the table of the model card:
 
 make demo && .venv/bin/python examples/tiny-pair/evaluate.py build/demo/bundle
 """

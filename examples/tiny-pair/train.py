@@ -8,8 +8,8 @@
 
 `publish` writes both models in fp16 beside this script, and `heldout.jsonl`, the beginnings of held-out documents.
 
-DIR holds stories, support, math and code as `NAME.jsonl.gz`, one `{"text"}` a line. The code part is topped up with
-the Python standard library's own source. Needs `outrider[export]` and a C++ compiler; two cores take under two hours.
+DIR has stories, support, math and code as `NAME.jsonl.gz`, with one `{"text"}` object per line. The source of the Python
+standard library is added to the code. Needs `outrider[export]` and a C++ compiler; two cores take under two hours.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ PEAK_RATE = {"target": 2e-3, "draft": 4e-3}
 
 
 def documents(corpora: Path, style: str) -> list[str]:
-    """All texts of one style, in a fixed order."""
+    """Return all documents of one style, in a fixed order."""
     with gzip.open(corpora / f"{style}.jsonl.gz", "rt", encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
     return texts + standard_library() if style == "code" else texts
 
 
 def standard_library() -> list[str]:
-    """Top-level modules of the running Python, in pieces of about 2,000 characters cut between definitions."""
+    """Return the top-level modules of the running Python, in pieces of about 2,000 characters, split between definitions."""
     pieces: list[str] = []
     total = 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -81,7 +81,7 @@ def standard_library() -> list[str]:
 
 
 def split(texts: list[str]) -> tuple[list[str], list[str]]:
-    """(training, held-out) documents."""
+    """Split documents into training and held-out ones."""
     held = [text for index, text in enumerate(texts) if index % HELD_OUT == 0]
     return [text for index, text in enumerate(texts) if index % HELD_OUT], held
 
@@ -130,7 +130,7 @@ def new_model(role: str) -> LlamaForCausalLM:
 
 
 def batches(data: dict[str, tuple[torch.Tensor, torch.Tensor]], steps: int) -> Iterator[torch.Tensor]:
-    """Yields int64 [BATCH, CONTEXT + 1] windows, styles mixed by their share."""
+    """Yield int64 [BATCH, CONTEXT + 1] windows, with styles mixed by their share."""
     random = torch.Generator().manual_seed(1)
     names, shares = list(STYLES), torch.tensor(list(STYLES.values()))
     for _ in range(steps):
@@ -144,7 +144,7 @@ def batches(data: dict[str, tuple[torch.Tensor, torch.Tensor]], steps: int) -> I
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, data: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
-    """Mean cross-entropy per style, nats per token, over at most 32 windows of held-out text."""
+    """Return the mean cross-entropy by style, in nats per token, over at most 32 windows of held-out text."""
     losses = {}
     for style, (_, stream) in data.items():
         count = min(32, (len(stream) - 1) // CONTEXT)
@@ -174,7 +174,10 @@ def training_loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, row
 
 
 def train(role: str, corpora: Path, work: Path, tokens: float) -> None:
-    """AdamW, warm-up then cosine to a tenth; the draft's loss is its KL divergence from the target at temperature 1."""
+    """Train a model with AdamW: warm-up, then cosine decay to a tenth.
+
+    The draft's loss is its KL divergence from the target at temperature 1.
+    """
     data = streams(corpora, work)
     model = new_model(role)
     teacher = LlamaForCausalLM.from_pretrained(work / "target").eval() if role == "draft" else None

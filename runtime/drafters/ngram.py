@@ -51,8 +51,8 @@ class NgramIndex:
             if start is None:
                 continue
             proposed = text[start : start + k]
-            while len(proposed) < k:  # the text repeats itself, so the proposal continues as itself
-                proposed.append(proposed[len(proposed) - (len(text) - start)])
+            if len(proposed) < k:  # the text repeats what lies behind the match, so the proposal goes on repeating it
+                proposed = (proposed * (k // len(proposed) + 1))[:k]
             return Proposal(proposed, length)
         return None
 

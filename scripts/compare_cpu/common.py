@@ -1,4 +1,4 @@
-"""What the programs that are compared have in common: jobs, answers, and folders that are made once."""
+"""Types and helpers that all compared programs share: jobs, answers, and folders that are created once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTEXT = 2048
 THREADS = len(os.sched_getaffinity(0))
 K = (1, 2, 3, 4)
 
-Job = dict[str, Any]  # all that the process of a program needs, as JSON
+Job = dict[str, Any]  # everything that the process of a program needs, as JSON
 Arrivals = list[tuple[float, int]]
 Answer = Callable[[list[int], int, Any], tuple[Arrivals, float | None]]
 """Answer a prompt's token ids with a number of new tokens at one k.
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 def make_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """Return a folder, after calling `make` for it if it does not exist. A failure leaves no folder."""
+    """Return a folder, and call `make` to create it if it does not exist. If `make` fails, no folder remains."""
     if not path.exists():
         print(f"making {path}", file=sys.stderr, flush=True)
         unfinished = path.with_name(path.name + ".unfinished")

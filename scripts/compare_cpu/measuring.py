@@ -1,4 +1,4 @@
-"""Running programs in processes of their own, and finding the best settings of each peer."""
+"""Run each program in a separate process, and find the best settings of each peer."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Run(NamedTuple):
 
 
 class Journal:
-    """A file of what each process wrote, so that a run of hours can be stopped and continued."""
+    """A record of what each process wrote, so that a run of several hours can be stopped and resumed."""
 
     def __init__(self, path: Path, setup: dict[str, Any]):
         """Open or create the journal at `path`.
 
         Args:
-            setup: what measurements must have in common, beside the job, to be part of one run.
+            setup: what all measurements of one run have in common besides the job, such as the machine and versions.
         """
         self.path, self.setup = path, setup
         self._recorded: dict[str, list[list[Line]]] = defaultdict(list)  # by job, the output of each process
@@ -54,10 +54,10 @@ class Journal:
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def run(self, job: Job, label: str) -> list[Line]:
-        """Return the lines that a process wrote for this job: the next that are on record, or those of a new process."""
+        """Return the lines that a process wrote for this job, from the record or else from a new process."""
         if recorded := self._recorded[json.dumps(job)]:
             return recorded.pop(0)
-        command = [sys.executable, "-P", "-m", "outrider.scripts.compare_cpu.worker"]  # -P: not what lies in this folder
+        command = [sys.executable, "-P", "-m", "outrider.scripts.compare_cpu.worker"]  # -P: no imports from this folder
         done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{label} failed:\n{done.stderr[-2000:]}")

@@ -80,9 +80,9 @@ def _introduction(result: Result, plain: Row) -> list[str]:
         "Each peer runs at its defaults, and at the settings that were fastest in an earlier round. These were tried:"
         f" {'; '.join(f'{name}: {_tried(name)}' for name in result['weights_of'])}.",
         "",
-        f"Weights: Outrider as named; {weights}. llama.cpp's Python package drafts by looking up the prompt; drafting by a"
-        " model is done by this script, with the same package. The processes of Outrider and transformers hold both models in"
-        " every row; the others hold the draft model only where it drafts.",
+        f"Weights: Outrider as named; {weights}. llama.cpp's Python package drafts by looking up the prompt; drafting with"
+        " the draft model is done by this script, with the same package. The processes of Outrider and transformers hold both"
+        " models in every row; the others hold the draft model only where it drafts.",
     ]
 
 

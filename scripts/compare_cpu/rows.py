@@ -92,5 +92,5 @@ def _speculative_goals(
         theirs = fastest(rows, workload)
         if theirs is not None:
             kind = " speculative" if only_drafting else ""
-            goal = f"{label}, against the fastest{kind} of {name} ({theirs.label})"
+            goal = f"{label}, against {name}'s fastest{kind} mode ({theirs.label})"
             yield goal, f"at least {threshold}", spread(best.speedup(theirs, workload))

@@ -9,6 +9,8 @@ import statistics
 import subprocess
 import time
 
+from outrider.backends.tensorrt.package import RTX
+
 PACKAGES = ("tensorrt_rtx", "tensorrt", "onnxruntime", "cuda.bindings", "torch", "transformers")
 BACKENDS = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt", "onnxruntime": "onnxruntime"}  # backend -> package
 
@@ -52,6 +54,10 @@ def missing(backend: str) -> str | None:
         return str(error)
     if backend == "onnxruntime" and "CUDAExecutionProvider" not in package.get_available_providers():
         return "the installed onnxruntime has no CUDA"
+    if backend == RTX.backend:
+        from outrider.engines.cuda import Cuda
+
+        return RTX.unsupported(Cuda().compute_capability)
     return None
 
 

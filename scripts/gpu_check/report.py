@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Report:
-    """Items, each of which may fail. They are printed as they finish, and kept for the report."""
+    """Collects items, each of which may fail, and prints them as they finish."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -50,7 +50,7 @@ class Report:
         return result
 
     def skip(self, name: str, reason: str) -> None:
-        """Note that an item was not run."""
+        """Record that an item was not run."""
         self.items.append({"item": name, "ok": None, "seconds": 0, "result": None, "error": reason})
         print(f"== {name}\n   not checked: {reason}", flush=True)
 

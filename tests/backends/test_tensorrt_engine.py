@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.tensorrt.engine import choose_profile, silent_logger
 from outrider.backends.tensorrt.engines import check_gpu, check_validity, check_version, plan_paths
-from outrider.backends.tensorrt.package import RTX, TENSORRT
+from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build
@@ -104,6 +105,7 @@ def test_a_defective_plan_is_distinguished_from_a_machine_that_cannot_run_it(
     with pytest.raises(EngineError, match=message) as refused:
         check_validity(trt, Diagnosed(trt, *flags), Path("model.plan"), b"", "build it again")
     assert type(refused.value) is error
+    assert ("--backend onnxruntime" in refused.value.hint) == (flags == ("UNSUPPORTED_CC",))
 
 
 def test_it_does_not_run_on_a_cpu(bundle: Path) -> None:
@@ -114,11 +116,25 @@ def test_it_does_not_run_on_a_cpu(bundle: Path) -> None:
 
 def test_another_gpu_is_refused_with_the_command_as_a_hint(made: Build) -> None:
     check_gpu(RTX, made, "NVIDIA GeForce RTX 4090", "8.9")
-    with pytest.raises(EngineError, match=r"compute capability 8\.6, 8\.9; this one, NVIDIA H200, has 9\.0") as refused:
-        check_gpu(RTX, made, "NVIDIA H200", "9.0")
+    with pytest.raises(EngineError, match=r"compute capability 8\.6, 8\.9; this one, NVIDIA A100, has 8\.0") as refused:
+        check_gpu(RTX, made, "NVIDIA A100", "8.0")
     assert "outrider build-engine" in refused.value.hint
     assert "--backend tensorrt-rtx" in refused.value.hint
-    check_gpu(RTX, msgspec.structs.replace(made, compute_capabilities=[]), "NVIDIA H200", "9.0")  # the plan itself must know
+    check_gpu(RTX, msgspec.structs.replace(made, compute_capabilities=[]), "NVIDIA A100", "8.0")  # the plan itself must know
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [("7.5", True), ("12.1", True), ("12.3", True), ("9.0", False), ("10.0", False)]
+)
+def test_a_gpu_that_the_package_does_not_run_on_gets_the_backends_that_do(made: Build, capability: str, runs: bool) -> None:
+    anywhere = msgspec.structs.replace(made, compute_capabilities=[])
+    if runs:
+        check_gpu(RTX, anywhere, "a GPU", capability)
+        return
+    with pytest.raises(DeviceError, match=re.escape(f"it runs on {RTX_GPUS}")) as refused:
+        check_gpu(RTX, anywhere, "a GPU", capability)
+    assert "--backend onnxruntime --device cuda" in refused.value.hint
+    assert "build-engine" not in refused.value.hint
 
 
 def test_another_gpu_of_the_same_capability_is_refused_if_kernels_were_chosen_for_one(made: Build) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from outrider.backends.open import open_bundle
-from outrider.bundle.folder import read_manifest, staged
-from outrider.bundle.manifest import MANIFEST
+from outrider.bundle.folder import FolderWatch, read_manifest, staged
+from outrider.bundle.manifest import MANIFEST, FileEntry
 from outrider.errors import FolderError
 from outrider.runtime.generation import Outrider
+from outrider.tests.support import build
 
 
 @pytest.fixture
@@ -26,6 +30,12 @@ def copy(tiny_bundle: Path, tmp_path: Path) -> Path:
 
 def rewrite(folder: Path, **changes: object) -> None:
     (folder / MANIFEST).write_bytes(msgspec.structs.replace(read_manifest(folder), **changes).encode())
+
+
+def bind_socket(path: Path) -> None:
+    """Make a socket in a folder, whose whole path may be too long for a socket's name."""
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)
 
 
 def test_a_sealed_bundle_opens(copy: Path) -> None:
@@ -98,6 +108,48 @@ def test_a_file_that_the_manifest_does_not_know_is_refused(copy: Path) -> None:
 def test_a_link_that_leaves_the_folder_is_refused(copy: Path, tmp_path: Path) -> None:
     (copy / "tokenizer.json").rename(tmp_path / "elsewhere.json")
     (copy / "tokenizer.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(FolderError, match="link that leaves the folder"):
+        open_bundle(copy)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "tokenizer.json", "target/model.onnx.data"])
+@pytest.mark.parametrize("special", [os.mkfifo, bind_socket, Path.mkdir])
+def test_what_is_no_regular_file_is_refused_without_waiting(copy: Path, name: str, special: Callable[[Path], object]) -> None:
+    files = read_manifest(copy).files
+    rewrite(copy, files={**files, "tokenizer.json": FileEntry(sha256="0" * 64, size=0)})  # the size of a pipe
+    (copy / name).unlink()
+    special(copy / name)
+    for read in (open_bundle, FolderWatch):
+        with pytest.raises(FolderError, match=r"not a regular file|cannot be read|neither an export nor|bytes; the"):
+            read(copy)
+
+
+@pytest.mark.parametrize("special", [os.mkfifo, bind_socket])
+def test_an_export_with_a_pipe_or_a_socket_is_not_built(
+    tiny_export: Path, tmp_path: Path, special: Callable[[Path], object]
+) -> None:
+    export = Path(shutil.copytree(tiny_export, tmp_path / "onnx"))
+    special(export / "more")
+    with pytest.raises(FolderError, match="more is not in the manifest"):
+        build(export, tmp_path / "out")
+    (export / "more").unlink()
+    (export / MANIFEST).unlink()
+    special(export / MANIFEST)
+    with pytest.raises(FolderError, match=r"is not a regular file|neither an export nor a bundle"):
+        build(export, tmp_path / "out")
+
+
+def test_a_link_to_a_folder_is_refused_inside_a_bundle_and_followed_to_one(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(copy)
+    open_bundle(tmp_path / "current")
+    (tmp_path / "elsewhere").mkdir()
+    for destination in (tmp_path / "elsewhere", copy / "target", tmp_path / "absent"):
+        (copy / "more").symlink_to(destination)
+        with pytest.raises(FolderError, match="more is not in the manifest"):
+            open_bundle(copy)
+        (copy / "more").unlink()
+    (copy / "target").rename(tmp_path / "target")
+    (copy / "target").symlink_to(tmp_path / "target")
     with pytest.raises(FolderError, match="link that leaves the folder"):
         open_bundle(copy)
 

@@ -219,18 +219,23 @@ def table() -> str:
     lines = [
         "# Supported models",
         "",
+        "`outrider export` supports the architectures in the first table and refuses those in the second. An architecture that",
+        "is in neither is untested. If its graph does not compute what the checkpoint does, the export fails.",
+        "",
         "`make test-all` writes this page (`tests/export/test_architectures.py`). It exports a tiny random model of each",
         f"architecture in fp32, runs it on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))} tokens, and compares it",
         "with eager transformers.",
         "",
-        "- *Logits differ by at most*: the largest difference, rounded up to a power of ten. More than 1e-4, or another",
-        "  argmax in any row, fails the run.",
-        "- *Fused for ONNX Runtime*: what `build-engine` rewrites in the graph, which then gives the same logits within 1e-4.",
-        "- *Builds in TensorRT-RTX*: an engine builds with every profile (a prompt's chunk; 1, 2, 3, 5 and 9 rows). These",
-        "  builds need no GPU, and nothing has run them yet.",
+        "- *Logit difference*: the largest difference, rounded up to a power of ten. If it exceeds 1e-4, or if any row has",
+        "  another argmax, the test fails.",
+        "- *Fused for ONNX Runtime*: what `build-engine` rewrites in the graph. The logits stay the same within 1e-4.",
+        "- *Builds with TensorRT-RTX*: the precisions in which an engine builds with every profile (a prompt chunk; 1, 2, 3, 5",
+        "  and 9 rows). These builds need no GPU. The engines have not run yet.",
         "",
-        "| architecture | class | logits differ by at most | same argmax | of note in the graph | fused for ONNX Runtime |"
-        " builds in TensorRT-RTX |",
+        "## Supported",
+        "",
+        "| architecture | class | logit difference | same argmax | notable operators | fused for ONNX Runtime |"
+        " builds with TensorRT-RTX |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, (difference, class_name, operators) in _figures.items():
@@ -241,7 +246,7 @@ def table() -> str:
     reasons = {
         "encoder-decoder": "an encoder-decoder",
         "no key/value cache": "no key/value cache",
-        "recurrent or hybrid state": "recurrent or hybrid state cannot be taken back when a draft is rejected",
+        "recurrent or hybrid state": "recurrent or hybrid state cannot be rolled back when a draft is rejected",
         "its own attention code": "its own attention code, outside transformers' attention interface",
         "s_aux": "attention sinks, which ONNX `Attention` cannot express",
         "by the length of the text": "rotary embedding scaled by the length of the text",

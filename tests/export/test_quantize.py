@@ -18,7 +18,7 @@ import transformers as hf
 from onnx import TensorProto, numpy_helper
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from outrider.audit.audit import audit
+from outrider.audit.audit import DRAWS, audit
 from outrider.backends.onnxruntime.engine import session_options
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.errors import ParityError, UsageError
@@ -161,12 +161,14 @@ def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "precision", [precision if precision == "int4" else pytest.param(precision, marks=pytest.mark.slow) for precision in BITS]
+    ("precision", "draws"), [("int4", 50), *(pytest.param(each, DRAWS, marks=pytest.mark.slow) for each in BITS)]
 )
-def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: str) -> None:
+def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: str, draws: int) -> None:
+    """Few draws are enough for all but the controls: the samplers are those of fp32, whose audit tests them."""
     bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=2)
-    found = audit(Outrider.load(bundle, slots=None))
-    assert found.passed, found.as_dict()
+    found = audit(Outrider.load(bundle, slots=None), draws=draws)
+    failed = {name for name, passed in found.verdicts().items() if not passed}
+    assert failed <= ({"controls"} if draws < DRAWS else set()), found.as_dict()
     for texts in (found.greedy, found.batched):
         assert texts is not None
         assert texts.near_ties == []  # bit-identical

@@ -6,16 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.pair import export_pair
 from outrider.export.source import Source, load_model, load_tokenizer, read_config
 from outrider.tests.support import END, llama, tokenizer, write_checkpoint
 
@@ -113,6 +116,45 @@ def test_a_bad_tokenizer_is_refused(folder: Path, damage: str) -> None:
         load(folder)
 
 
+def neox() -> GPTNeoXForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 320}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, bos_token_id=None, eos_token_id=0, max_position_embeddings=256))
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        # The rotary embedding is wider than the head, which only a run of the model finds.
+        (neox, {"rotary_pct": 2.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}}),
+        (llama, {"num_attention_heads": 5}),  # the hidden size is not a multiple
+        (llama, {"num_key_value_heads": 3}),
+        (llama, {"num_key_value_heads": 0}),
+        (llama, {"head_dim": 4}),
+        (llama, {"head_dim": 7}),
+        (llama, {"hidden_size": 16}),
+        (llama, {"vocab_size": 100}),
+        (llama, {"num_hidden_layers": 0}),
+        (llama, {"num_hidden_layers": -1}),
+        (llama, {"num_hidden_layers": 3}),
+        (llama, {"max_position_embeddings": 2}),
+        (llama, {"max_position_embeddings": -5}),
+        (llama, {"eos_token_id": 320}),
+        (llama, {"eos_token_id": [0, -1]}),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_or_the_weights_is_refused(
+    tmp_path: Path, make: Callable[[], PreTrainedModel], changes: dict[str, Any]
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", make())
+    (folder / "generation_config.json").unlink(missing_ok=True)  # its end of text goes before the other
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises((SourceError, UnsupportedModelError)) as caught:
+        export_pair(str(folder), None, tmp_path / "out", precision="fp32")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
 def write_gguf(path: Path) -> Qwen2ForCausalLM:
     """A tiny Qwen2 as llama.cpp would write it, and the same model in transformers."""
     torch.manual_seed(0)
@@ -183,6 +225,7 @@ def test_a_truncated_gguf_is_refused(tmp_path: Path, keep: int) -> None:
 
 
 HUB = """
+from outrider.export.pair import export_pair
 from outrider.export.source import Source, load_model, load_tokenizer, read_config
 source = Source.parse("someone/some-model")
 read_config(source)

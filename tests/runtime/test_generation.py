@@ -15,7 +15,7 @@ from outrider.runtime.drafters.base import NONE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.stats import Stats
-from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
+from outrider.tests.support import BROKEN, build, llama, reseal, write_checkpoint
 
 
 def text_of(outrider: Outrider, prompt: str, *, k: int | str = "auto", **params: Any) -> str:
@@ -103,12 +103,12 @@ def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None
         next(abandoned)
 
 
-def test_logits_with_nan_stop_the_request(tmp_path: Path) -> None:
-    outrider = Outrider.load(broken_bundle(tmp_path, token=300))
+def test_logits_with_nan_stop_the_request(broken_bundle: Path) -> None:
+    outrider = Outrider.load(broken_bundle)
     assert ids_of(outrider, [1, 2], max_new_tokens=1)
     before = ids_of(outrider, [1, 2, 3], max_new_tokens=1)
     with pytest.raises(EngineError, match="contain NaN or infinity"):
-        ids_of(outrider, [1, 2, 3, 4, 300], max_new_tokens=3)
+        ids_of(outrider, [1, 2, 3, 4, BROKEN], max_new_tokens=3)
     assert ids_of(outrider, [1, 2, 3], max_new_tokens=1) == before  # the NaN in the cache is gone
 
 

@@ -24,7 +24,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "min_new_tokens": ([0, 256], [-1, 257, None]),
     "logprobs": ([None, 0, 20], [-1, 21, 1.0]),
     "rule": (["rejection", "exact-match", None], ["", "typical", 1]),
-    "stop": ([(), None, "a", ["a", "b"]], ["", ["a", ""], [1], 5]),
+    "stop": ([(), None, "a", ["a", "b"], "a" * 1000], ["", ["a", ""], [1], 5, "a" * 1001]),
     "stop_token_ids": ([(), None, [1], {2}], [5]),
     "logit_bias": ([{}, None, {1: 100, 2: -100.0}], [{1: 101}, {1: math.nan}, {1: "1"}, [1], 5]),
 }
@@ -39,6 +39,7 @@ def test_ranges(name: str) -> None:
         with pytest.raises(UsageError, match=f"{name} is .*; it must be ") as caught:
             SamplingParams(**{name: value})
         assert caught.value.hint
+        assert len(str(caught.value)) < 200
 
 
 def test_every_range_is_tested() -> None:

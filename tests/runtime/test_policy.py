@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from outrider.bench.simulator import Trace, oracle, replay
 from outrider.bundle.manifest import Cost
 from outrider.runtime.acceptance import Acceptance
-from outrider.runtime.adaptive import AdaptivePolicy, Batch
+from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.drafters.base import NONE, Proposal
@@ -146,7 +146,7 @@ def test_catching_up_takes_what_rounds_take_of_what_the_costs_say() -> None:
     policy = adaptive(table)
     for _ in range(8):
         observe(policy, PLAIN, view(policy), 0, 0, 2 * table.round(NONE, 0, 0, 40, True))
-    late = Batch.of([view(policy, pending=100)])
+    late = [view(policy, pending=100)]
     assert policy._catch_up(MODEL, late) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
 
 
@@ -294,6 +294,19 @@ def test_a_draft_that_was_left_behind_is_worth_its_catching_up_or_not() -> None:
     assert fresh.choose([view(fresh, 4000, 20, pending=4000)]).drafter == NONE
     assert fresh.choose([view(fresh, 4000, 20, pending=3998, emitted=0)]).drafter == NONE
     assert fresh.choose([view(fresh, 8, 20, pending=6, emitted=0)]).drafter == MODEL
+
+
+def test_a_short_answer_does_not_hold_up_others_while_its_prompt_is_read_for_the_draft() -> None:
+    """Reading 160 tokens takes 12 ms: an answer of 100 tokens is worth it, and one of two, beside three others, is not."""
+    table = costs(acceptance=0.8)
+    policy = adaptive(table)
+    ready, long, short = view(policy), view(policy, 200, 100, pending=160), view(policy, 200, 2, pending=160)
+    choice = policy.choose([ready, ready, long, short])
+    assert choice.drafter == MODEL
+    assert [policy.worth_catching_up(choice, each) for each in (long, short)] == [True, False]
+    late = [view(policy, 200, 2, pending=160)] * 4
+    assert policy.choose(late) == PLAIN, "nor is any of them alone"
+    assert policy.choose([view(policy, 200, 100, pending=160)] * 4).drafter == MODEL
 
 
 def test_without_measured_costs_it_goes_by_what_rounds_take() -> None:

@@ -19,8 +19,9 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.host_sampler import decide_on_host
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.rounds import RECORD_AT
 from outrider.tests.deferred import Deferred, DeferredEngine, deferred
-from outrider.tests.support import broken_bundle, build, llama, reseal, write_checkpoint
+from outrider.tests.support import BROKEN, build, llama, reseal, write_checkpoint
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -94,7 +95,8 @@ def device_of(outrider: Outrider) -> Deferred:
 def test_a_recorded_round_is_one_launch_and_one_wait(bundle: Path) -> None:
     queued = deferred(bundle)
     device = device_of(queued)
-    answer(queued, "the quick", 4, tokens=40)
+    for _ in range(RECORD_AT):
+        answer(queued, "the quick", 4, tokens=40)
     recorded, waits, replayed = device.recorded, device.waits, device.replayed
     events = list(queued.generate("the quick", SamplingParams(max_new_tokens=40), k=4))
     assert device.recorded == recorded  # nothing new to record: the same shapes
@@ -106,7 +108,7 @@ def test_a_recorded_round_is_one_launch_and_one_wait(bundle: Path) -> None:
 def test_each_k_and_window_is_recorded_once(bundle: Path) -> None:
     queued = deferred(bundle)
     device = device_of(queued)
-    for k in (1, 4):
+    for k in (1, 4) * 2:
         answer(queued, "the quick", k, tokens=100)
     shapes = set(queued.rounds._recorded)
     assert device.recorded == len(shapes)
@@ -147,19 +149,38 @@ def test_engines_that_must_not_be_recorded_are_not(
     assert device_of(queued).recorded == 0
 
 
-def test_the_number_of_recorded_rounds_is_limited(bundle: Path, synchronous: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_recorded_when_its_shape_comes_for_the_third_time(bundle: Path) -> None:
+    queued = deferred(bundle)
+    device = device_of(queued)
+    for recorded in (0, 0, 1, 1):
+        list(queued.generate([5, 6], SamplingParams(max_new_tokens=1), k=0))
+        assert device.recorded == recorded
+    assert device.replayed == 2  # once to check it, once in place of launches
+
+
+def test_the_rounds_used_least_recently_make_room(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.runtime.rounds.MAX_RECORDED", 2)
     queued = deferred(bundle)
-    assert answer(queued, "the quick", 4) == answer(synchronous, "the quick", 4)
-    assert len(queued.rounds._recorded) == 2
+    device = device_of(queued)
+
+    def replays(**params: Any) -> int:
+        before = device.replayed
+        list(queued.generate([5, 6], SamplingParams(max_new_tokens=1, **params), k=0))
+        return device.replayed - before
+
+    greedy, sampled, scored = dict[str, Any](), {"temperature": 1.0, "seed": 1}, {"logprobs": 2}
+    for params in (greedy, greedy, greedy, sampled, sampled, sampled, greedy, scored, scored, scored):
+        replays(**params)
+    assert device.recorded == 3
+    assert [replays(**params) for params in (greedy, scored, sampled)] == [1, 1, 0]
 
 
-def test_logits_with_nan_stop_the_request(tmp_path: Path) -> None:
-    queued = deferred(broken_bundle(tmp_path, token=77))
+def test_logits_with_nan_stop_the_request(broken_bundle: Path) -> None:
+    queued = deferred(broken_bundle)
     with pytest.raises(EngineError, match="contain NaN or infinity"):
-        list(queued.generate([5, 77, 9], SamplingParams(max_new_tokens=4), k=4))
+        list(queued.generate([5, BROKEN, 9], SamplingParams(max_new_tokens=4), k=4))
     assert all(np.isfinite(values).all() for session in queued.sessions.values() for values in session.cache().values())
-    assert answer(queued, [5, 9], 4, tokens=9) == answer(Outrider.load(tmp_path / "bundle"), [5, 9], 4, tokens=9)
+    assert answer(queued, [5, 9], 4, tokens=9) == answer(Outrider.load(broken_bundle), [5, 9], 4, tokens=9)
 
 
 def test_rounds_up_to_the_last_cache_position(bundle: Path, synchronous: Outrider, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult, Rounds
 from outrider.runtime.scheduler import QueueFullError, Scheduler
 from outrider.tests.deferred import deferred
-from outrider.tests.support import broken_export, build, reseal
+from outrider.tests.support import BROKEN, build, reseal
 
 SLOTS = 4
 CAPACITY = 159  # with the spare position, so that a slot's cache begins at an aligned address
@@ -314,7 +314,9 @@ def test_the_rejection_rule_in_a_batch(batched: Outrider, monkeypatch: pytest.Mo
     while scheduler.busy:
         scheduler.step()
     assert watch.checked > 300
-    assert watch.disagreed <= 1  # where fp32 and float64 draw neighbouring tokens
+    # In fp32 and float64, top_p may keep one token more or less: in 21 of 34,200 decisions of this kind. So five in a run of
+    # about 700 are less likely than 1 in 2,000; a fault that the audit plants shows more than ten times.
+    assert watch.disagreed < 5
 
 
 def test_the_queue_is_limited_and_served_in_order(batched: Outrider) -> None:
@@ -336,6 +338,66 @@ def test_the_queue_is_limited_and_served_in_order(batched: Outrider) -> None:
     while scheduler.busy:
         ended += [request for request, event in scheduler.step() if isinstance(event, Event) and event.finish_reason]
     assert ended == requests[1:]
+
+
+def test_owners_get_fair_shares_of_the_slots(batched: Outrider) -> None:
+    """A free slot goes to the owner that runs the fewest; among these, owners take turns."""
+    scheduler = Scheduler(batched)
+    ids = batched.text.encode("Once", chat=False)
+    params = SamplingParams(max_new_tokens=8, min_new_tokens=8)
+    greedy = scheduler.submit_all([(ids, params)] * 12, "greedy")
+    scheduler.step()
+    late = [scheduler.submit(ids, params, owner) for owner in ("late", "later", "late")]
+    scheduler.cancel(greedy[0])
+    scheduler.step()
+    assert [each.running for each in late] == [True, False, False]
+    scheduler.cancel(greedy[1])
+    scheduler.step()
+    assert [each.running for each in late] == [True, True, False]
+    scheduler.cancel(greedy[2])  # each runs one
+    scheduler.step()
+    assert (late[2].running, greedy[4].running) == (False, True)  # greedy's last turn was before late's
+    while scheduler.busy:
+        scheduler.step()
+    assert all(each.finish_reason == "length" for each in (*late, *greedy[3:]))
+
+
+def test_owners_take_turns_at_a_single_slot(tiny: Outrider) -> None:
+    scheduler = Scheduler(tiny)
+    params = SamplingParams(max_new_tokens=4, min_new_tokens=4)
+    requests = {scheduler.submit([5, 6], params, "first"): f"first {at}" for at in range(4)}
+    scheduler.step()
+    requests |= {scheduler.submit([5, 6], params, "second"): f"second {at}" for at in range(2)}
+    ended = []
+    while scheduler.busy:
+        ended += [requests[request] for request, event in scheduler.step() if isinstance(event, Event) and event.finish_reason]
+    assert ended == ["first 0", "second 0", "first 1", "second 1", "first 2", "first 3"]
+
+
+def test_a_full_queue_makes_room_for_an_owner_with_fewer_requests(batched: Outrider) -> None:
+    scheduler = Scheduler(batched, max_waiting=6)
+    request = (batched.text.encode("Once", chat=False), SamplingParams(max_new_tokens=3))
+    scheduler.submit_all([request] * SLOTS, "greedy")
+    scheduler.step()
+    greedy = scheduler.submit_all([request] * 6, "greedy")
+    with pytest.raises(QueueFullError):
+        scheduler.submit(*request, "greedy")
+    late = scheduler.submit_all([request] * 2, "late")
+    assert scheduler.displaced == greedy[:3:-1]
+    assert all(each.cancelled for each in scheduler.displaced)
+    with pytest.raises(QueueFullError):  # all or none
+        scheduler.submit_all([request] * 3, "later")
+    assert scheduler.load.waiting == 6
+    scheduler.submit(*request, "late")  # three each
+    for owner in ("greedy", "late"):
+        with pytest.raises(QueueFullError):
+            scheduler.submit(*request, owner)
+    others = [scheduler.submit(*request, owner) for owner in range(4)]  # one each
+    with pytest.raises(QueueFullError):
+        scheduler.submit(*request, "last")
+    while scheduler.busy:
+        scheduler.step()
+    assert all(each.finish_reason == "length" for each in (*late[:1], *greedy[:1], *others))
 
 
 def test_answers_that_would_depend_on_the_batch_are_refused(batched: Outrider) -> None:
@@ -362,14 +424,14 @@ def test_a_bundle_with_one_slot_serves_one_request_at_a_time(tiny: Outrider) -> 
         Outrider.load(tiny.engines.folder, slots=2)
 
 
-def test_a_request_with_nan_logits_fails_and_the_others_go_on(tmp_path: Path) -> None:
-    bundle = build(broken_export(tmp_path, token=77), tmp_path / "bundle", batch=3)
+def test_a_request_with_nan_logits_fails_and_the_others_go_on(broken: Path, tmp_path: Path) -> None:
+    bundle = build(broken, tmp_path / "bundle", batch=3)
     batched = Outrider.load(bundle, slots=None)
     params = SamplingParams(max_new_tokens=20)
     want = [token for event in Outrider.load(bundle).generate([5, 6, 7], params, k=0) for token in event.token_ids]
     for k in (0, 2, "auto"):
         scheduler = Scheduler(batched, k=k)
-        good, bad, other = (scheduler.submit(prompt, params) for prompt in ([5, 6, 7], [5, 77, 9], [5, 6, 7]))
+        good, bad, other = (scheduler.submit(prompt, params) for prompt in ([5, 6, 7], [5, BROKEN, 9], [5, 6, 7]))
         got: dict[int, list[int]] = {id(good): [], id(other): []}
         failed = []
         while scheduler.busy:
@@ -430,17 +492,17 @@ def test_a_failed_round_is_run_again_for_each_request_alone(
     assert [str(each) for each in failed] == ["it broke"]
 
 
-def test_a_request_that_is_moved_leaves_no_nan_behind(tmp_path: Path) -> None:
+def test_a_request_that_is_moved_leaves_no_nan_behind(broken: Path, tmp_path: Path) -> None:
     """Its prompt is half read, and nobody has seen yet that its cache contains NaN; another request gets the slot it left."""
-    outrider = Outrider.load(build(broken_export(tmp_path, token=77), tmp_path / "three", batch=3), slots=None)
+    outrider = Outrider.load(build(broken, tmp_path / "three", batch=3), slots=None)
     scheduler = Scheduler(outrider, k=2)
 
     def params(count: int) -> SamplingParams:
-        return SamplingParams(max_new_tokens=count, min_new_tokens=count, logit_bias={77: -100.0})
+        return SamplingParams(max_new_tokens=count, min_new_tokens=count, logit_bias={BROKEN: -100.0})
 
     scheduler.submit([5, 9], params(60))
     second = scheduler.submit([5, 9, 4], params(12))
-    third = scheduler.submit([77, *[5] * 150], params(3))
+    third = scheduler.submit([BROKEN, *[5] * 150], params(3))
     while second.finish_reason is None:
         scheduler.step()
     scheduler.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def test_what_only_looked_like_a_stop_string_comes_out() -> None:
     texts = pushed(TextStream(made, [], ("quiz",)), made.encode("the quick qui").ids)
     assert "".join(texts) == "the quick qui"
     assert texts[-1] == "qui"  # held back until the end
+
+
+def test_no_more_is_held_back_than_may_become_a_stop_string() -> None:
+    made, stops = tokenizer(vocab_size=258), ("aabaac", "abab", "bbbb", "baabb")
+    for seed in range(50):
+        stream, text, shown = TextStream(made, [], stops), "", ""
+        for letter in random.Random(seed).choices("ab", k=60):
+            text += letter
+            shown += "".join(piece for piece, _ in stream.push(made.encode(letter).ids[0], from_draft=False))
+            if stream.stopped:
+                assert shown == text[: min(text.index(stop) for stop in stops if stop in text)]
+                break
+            ends = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+            assert shown == text[: len(text) - max(ends, default=0)]
 
 
 @pytest.mark.parametrize("prompt", ["say ", "ends in \ufffd", "🙂", "a\ufffd\ufffd"])
@@ -164,7 +179,7 @@ def templated(bundle: Path, loaded: Outrider, template: str, folder: Path, made:
     (folder / TOKENIZER).write_text(made or (bundle / TOKENIZER).read_text())
     generation = Generation(eos_token_ids=[0], special_tokens={"bos_token": "<s>", "messages": "no"})
     files = {**loaded.manifest.files, CHAT_TEMPLATE: loaded.manifest.files[TOKENIZER]}
-    return Text(folder, msgspec.structs.replace(loaded.manifest, generation=generation, files=files))
+    return Text.load(folder, msgspec.structs.replace(loaded.manifest, generation=generation, files=files))
 
 
 def test_bytes_that_were_no_character_do_not_stop_a_text() -> None:

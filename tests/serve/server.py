@@ -47,8 +47,10 @@ def fetch(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Mes
 class Server:
     """`outrider serve` in a process of its own, on a free port."""
 
-    def __init__(self, bundle: Path, *options: str, env: dict[str, str] | None = None):
+    def __init__(self, bundle: Path, *options: str, env: dict[str, str] | None = None, max_files: int | None = None):
         command = [*COMMAND, "serve", str(bundle), "--port", "0", *options]
+        if max_files is not None:
+            command = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *map(str, command)]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
         )
@@ -92,9 +94,9 @@ class Server:
 
 
 @contextmanager
-def serving(bundle: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Run a server, and wait until it is ready."""
-    server = Server(bundle, *options, env=env)
+def serving(bundle: Path, *options: str, env: dict[str, str] | None = None, max_files: int | None = None) -> Iterator[Server]:
+    """Run a server, which may open as many files as that, and wait until it is ready."""
+    server = Server(bundle, *options, env=env, max_files=max_files)
     try:
         server.ready()
         yield server

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import select
 import shutil
 import socket
 import subprocess
@@ -13,7 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +39,12 @@ def free_port() -> int:
         return port
 
 
-class Deployed:
-    """An application that `outrider serve --ray` has deployed to a cluster."""
+class Served:
+    """An application at a port of its own."""
 
-    def __init__(self, cluster: Cluster):
-        self.cluster = cluster
+    def __init__(self) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-
-    def deploy(self, bundle: Path, *options: str) -> None:
-        command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(self.port), "--drain", "10", *options]
-        done = subprocess.run(
-            command, env={**os.environ, "RAY_ADDRESS": self.cluster.address}, capture_output=True, text=True, timeout=180
-        )
-        assert done.returncode == 0, done.stderr
 
     def replicas(self) -> set[str]:
         """Return the names of the replicas in the metrics."""
@@ -65,6 +59,21 @@ class Deployed:
                 return replicas
             time.sleep(0.5)
         raise AssertionError(f"the replicas are {replicas}, not {number}")
+
+
+class Deployed(Served):
+    """One that `outrider serve --ray` has deployed to a cluster."""
+
+    def __init__(self, cluster: Cluster):
+        super().__init__()
+        self.cluster = cluster
+
+    def deploy(self, bundle: Path, *options: str) -> None:
+        command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(self.port), "--drain", "10", *options]
+        done = subprocess.run(
+            command, env={**os.environ, "RAY_ADDRESS": self.cluster.address}, capture_output=True, text=True, timeout=180
+        )
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +104,7 @@ def deployed(bundle: Path) -> Iterator[Deployed]:
         cluster.shutdown()
 
 
-def ask(deployed: Deployed, prompt: str, stream: bool) -> tuple[str, bool]:
+def ask(deployed: Served, prompt: str, stream: bool) -> tuple[str, bool]:
     """Return the text, and whether it is complete; if not, the error asked for a retry."""
     body: dict[str, Any] = {"model": "target", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     text = ""
@@ -118,7 +127,7 @@ def ask(deployed: Deployed, prompt: str, stream: bool) -> tuple[str, bool]:
 
 
 @contextmanager
-def clients(deployed: Deployed, texts: dict[str, str]) -> Iterator[list[bool]]:
+def clients(deployed: Served, texts: dict[str, str]) -> Iterator[list[bool]]:
     """Run six clients that check their answers, and yield a growing list with whether each answer was complete."""
     ended = threading.Event()
     complete: list[bool] = []
@@ -164,6 +173,38 @@ def test_replicas_answer_as_one_server(deployed: Deployed, texts: dict[str, str]
     assert (status, json.loads(answer)["error"]["param"]) == (400, "echo")
     status, _, answer = fetch(f"{deployed.url}/v1/completions", b" " * (2 << 20))
     assert (status, json.loads(answer)["error"]["code"]) == (413, "body_too_large")
+
+
+def test_one_client_cannot_fill_the_queue(deployed: Deployed, bundle: Path) -> None:
+    """Without keys, each address has a share."""
+    deployed.deploy(bundle, "--replicas", "2", "--max-waiting", "8")  # with 8 slots, there are 16 places at each ingress
+    deployed.wait_for_replicas(2)
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 200, "min_tokens": 200}).encode()
+
+    def status(address: str) -> int:
+        connection = HTTPConnection("127.0.0.1", deployed.port, source_address=(address, 0))
+        with closing(connection):
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            return connection.getresponse().status
+
+    with ThreadPoolExecutor(44) as pool:
+        greedy = [pool.submit(status, "127.0.0.1") for _ in range(40)]
+        time.sleep(1)
+        assert list(pool.map(status, ["127.0.0.2"] * 4)) == [200] * 4
+        assert {each.result() for each in greedy} == {200, 429}
+    lines = "POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}"
+    with ExitStack() as stack:  # a body that does not come has a place, too; without one, it is not waited for
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", deployed.port))) for _ in range(40)]
+        for each in slow:
+            each.sendall("\r\n".join([*lines, "", ""]).encode())
+        for _ in range(50):
+            answered = select.select(slow, [], [], 0)[0]
+            if len(answered) >= 24:  # an address alone may have half of the places of both, or of one if all come to that
+                break
+            time.sleep(0.1)
+        assert {each.recv(12) for each in answered} == {b"HTTP/1.1 429"}
+        assert 24 <= len(answered) <= 32
+        assert status("127.0.0.2") == 200
 
 
 def test_a_session_stays_on_its_replica(deployed: Deployed) -> None:
@@ -222,22 +263,20 @@ def test_a_bundle_is_replaced_under_load(deployed: Deployed, bundle: Path, texts
     deployed.wait_for_replicas(None, frozenset(before))
 
 
-def test_the_number_of_replicas_follows_the_load(deployed: Deployed, bundle: Path, texts: dict[str, str]) -> None:
-    deployed.deploy(bundle, "--replicas", "1")
-    deployed.wait_for_replicas(1)
-    deployed.deploy(bundle, "--replicas", "1:2")
-    deployed.wait_for_replicas(1)
-    with clients(deployed, texts):
-        deployed.wait_for_replicas(2)
-
-
-def test_without_a_cluster_it_starts_and_stops_one(bundle: Path) -> None:
-    port = free_port()
-    command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(port), "--cpus", "1"]
+@pytest.mark.parametrize("loaded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_without_a_cluster_it_starts_one_whose_replicas_follow_the_load_and_stops_it(
+    bundle: Path, texts: dict[str, str], loaded: bool
+) -> None:
+    served = Served()
+    command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(served.port), "--cpus", "1", "--replicas", "1:2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         assert any("running on" in line for line in server.stderr)
-        assert fetch(f"http://127.0.0.1:{port}/health")[0] == 200
+        assert fetch(f"{served.url}/health")[0] == 200
+        served.wait_for_replicas(1)
+        if loaded:
+            with clients(served, texts):
+                served.wait_for_replicas(2)
         server.terminate()
         assert server.wait(timeout=60) == 0, server.stderr.read()
 

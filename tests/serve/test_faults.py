@@ -16,19 +16,17 @@ import pytest
 
 from outrider.engines.session import Session
 from outrider.errors import EngineError, OutriderError
-from outrider.runtime.decoder import Decoder
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.slots import Slots
 from outrider.serve.engine import EngineThread, NotReadyError
 from outrider.serve.metrics import Metrics
 from outrider.serve.watchdog import MAX_FAILED_STEPS
 from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
-from outrider.tests.support import broken_export, build
-
-POISON = 77
+from outrider.tests.support import BROKEN, build
 
 
 def complete(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
@@ -36,17 +34,17 @@ def complete(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
     return status, json.loads(answer)
 
 
-def test_a_prompt_with_nan_logits_fails_alone(tmp_path: Path) -> None:
-    bundle = build(broken_export(tmp_path, POISON), tmp_path / "bundle", k=[1, 2], capacity=127, batch=2)
+def test_a_prompt_with_nan_logits_fails_alone(broken: Path, tmp_path: Path) -> None:
+    bundle = build(broken, tmp_path / "bundle", k=[1, 2], capacity=127, batch=2)
     good = {"prompt": [5, 6, 7], "max_tokens": 40, "min_tokens": 40}
     with serving(bundle) as server, ThreadPoolExecutor(8) as pool:
         status, want = complete(server, **good)
         assert status == 200
         for _ in range(3 * MAX_FAILED_STEPS):  # no other request is there, so every step fails
-            status, answer = complete(server, prompt=[5, POISON, 7], max_tokens=5)
+            status, answer = complete(server, prompt=[5, BROKEN, 7], max_tokens=5)
             assert (status, "NaN or infinity" in answer["error"]["message"]) == (500, True)
         assert server.health()[0] == 200
-        bodies = [good, {"prompt": [5, POISON, 7], "max_tokens": 5}] * 8
+        bodies = [good, {"prompt": [5, BROKEN, 7], "max_tokens": 5}] * 8
         for (status, answer), each in zip(pool.map(lambda each: complete(server, **each), bodies), bodies, strict=True):
             assert status == (200 if each is good else 500)
             assert each is not good or answer["choices"][0]["text"] == want["choices"][0]["text"]
@@ -58,7 +56,7 @@ def test_a_prompt_with_nan_logits_fails_alone(tmp_path: Path) -> None:
     [
         (Rounds, "run", EngineError("the device is gone", "restart the server")),
         (Session, "write", EngineError("the device is gone", "restart the server")),  # only prompts fail
-        (Decoder, "prefill", RuntimeError("the device is gone")),  # a bug, not a backend's error
+        (Slots, "prefill", RuntimeError("the device is gone")),  # a bug, not a backend's error
     ],
     ids=["rounds", "prompts", "a bug"],
 )

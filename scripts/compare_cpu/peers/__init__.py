@@ -1,8 +1,8 @@
 """One module per program that is compared: how to prepare its models, and how to run it.
 
-A module has `NAME`, `PACKAGE` and `load(job)`. A peer, which is every program but Outrider, also has `WEIGHTS`, what it runs on
-in words; `SETTINGS`, the settings that are tried before the rounds; `DEFAULTS`, the settings it has by default; and
-`prepare(folder, pair)`. In settings, k = 0 is plain decoding and k = None is the peer's own default.
+A module has `NAME`, `PACKAGE` and `load(job)`. A peer, which is any program but Outrider, also has `WEIGHTS`, a description of
+its weights; `SETTINGS`, the settings to try before the rounds; `DEFAULTS`, its default settings; and `prepare(folder, pair)`.
+In settings, k = 0 is plain decoding and k = None is the peer's own default.
 """
 
 from __future__ import annotations

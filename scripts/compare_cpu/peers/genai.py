@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI, on models from its own builder."""
+"""ONNX Runtime GenAI, on models that its own builder makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "chat", "special", "added")
 
 
 def prepare(folder: Path, pair: Pair) -> Job:
-    """Build both models from transformers' checkpoints, and a folder that joins them for speculative decoding."""
+    """Build both models from the transformers checkpoints, and a folder that combines them for speculative decoding."""
     checkpoints = Path(transformers.prepare(folder, pair)["folder"])
 
     def build(path: Path) -> None:

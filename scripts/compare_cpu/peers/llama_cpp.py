@@ -1,6 +1,6 @@
-"""llama.cpp, by its Python package, on the GGUF files.
+"""llama.cpp, through its Python package, on the GGUF files.
 
-By itself the package drafts by looking up the prompt, for 10 tokens. Drafting by a model is done here, with the same package.
+The package drafts by looking up the prompt, 10 tokens by default. This module adds drafting with a model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from outrider.scripts.compare_cpu.common import CONTEXT, THREADS, Answer, Arrivals, Job, Pair
 
 NAME, PACKAGE, WEIGHTS = "llama.cpp", "llama-cpp-python", "the GGUF files"
-# One process each, because it keeps other logits when it drafts.
+# One process each, because the package stores different logits when it drafts.
 SETTINGS: list[Job] = [{"threads": THREADS, "k": [k]} for k in (0, 1, 2, 3, 4, 8, "lookup 2", "lookup 10")]
 DEFAULTS: list[Job] = [{"k": [0]}, {"k": ["lookup 10"]}]
 
@@ -23,7 +23,7 @@ def prepare(folder: Path, pair: Pair) -> Job:
 
 
 def load(job: Job) -> Answer:
-    """Load the target, and what drafts at the job's only k."""
+    """Load the target, and the draft model or lookup that the job's only k needs."""
     import numpy as np
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
@@ -56,7 +56,7 @@ def load(job: Job) -> Answer:
         passes.clear()
         started, arrivals = time.perf_counter(), list[tuple[float, int]]()
         if draft is not None:
-            next(draft.generate(ids, temp=0.0))  # otherwise it would read the prompt after the first token
+            next(draft.generate(ids, temp=0.0))  # otherwise the draft would read the prompt after the first token
         passes_before = 0
         for _, _ in zip(target.generate(ids, temp=0.0, reset=False), range(tokens), strict=False):
             now = time.perf_counter() - started

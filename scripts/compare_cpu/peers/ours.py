@@ -56,5 +56,5 @@ def encode(job: Job, prompts: list[str]) -> list[list[int]]:
     from outrider.runtime.text import Text
 
     bundle = Path(job["bundle"])
-    text = Text(bundle, open_bundle(bundle)[0])
+    text = Text.load(bundle, open_bundle(bundle)[0])
     return [text.encode(prompt, chat=True) for prompt in prompts]

@@ -32,7 +32,7 @@ def prepare(folder: Path, pair: Pair) -> Job:
 
 
 class Clock:
-    """A streamer, to which transformers hands the tokens of each pass; notes when they arrive."""
+    """A streamer that records when transformers delivers the tokens of each pass."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()

@@ -1,0 +1,86 @@
+"""Chat templates: programs of a checkpoint's author, run in a sandbox."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from outrider.errors import UsageError
+
+Messages = Sequence[dict[str, str]]
+TURNS: Messages = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
+SAMPLES = (TURNS, ({"role": "system", "content": "0"}, *TURNS))  # many templates accept no system message
+
+
+class ChatTemplate:
+    """A bundle's chat template. Nothing bounds how long one runs: `serve` runs it in a process that it can end."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]):
+        """Keep a template with the variables it may use besides the messages, such as `bos_token`."""
+        self.source, self.special_tokens = source, special_tokens
+
+    def render(self, messages: Messages) -> str:
+        """Return the messages in the template, ready for the assistant's turn.
+
+        Raises:
+            UsageError: the template rejects the messages.
+        """
+        variables = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return self._template.render({**self.special_tokens, **variables})
+        except Exception as error:  # a template is a program and may fail in any way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UsageError(
+                f"the chat template rejects the messages: {reason}",
+                "change them, or write the prompt without a template",
+                param="chat",
+            ) from error
+
+    def samples(self) -> str:
+        """Return small conversations in the template, those that it does not reject."""
+        rendered = []
+        for messages in SAMPLES:
+            try:
+                rendered.append(self.render(messages))
+            except UsageError:
+                continue
+        return "".join(rendered)
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        """The compiled template, made when it is first needed: compiling takes longer than most renderings."""
+        return _environment().from_string(self.source)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Return a sandbox with what transformers offers to chat templates, since those of checkpoints rely on it."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """Ignore `{% generation %}`, which marks the assistant's part for training, and keep its contents."""
+
+    tags = {"generation"}  # noqa: RUF012  # the form that jinja2 asks for
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

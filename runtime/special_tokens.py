@@ -1,0 +1,93 @@
+"""Keeps the text of chat messages from becoming control tokens, such as those that begin a turn."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from outrider.runtime.prompt_length import BYTES
+
+
+def control_tokens(added: Iterable[AddedToken], written: str) -> list[str]:
+    """Return the texts of the tokens that only a chat template may write.
+
+    These are the special tokens, and those that `written`, small conversations in the template, contains: some tokenizers
+    do not mark the tokens that begin a turn as special. White space, words and single bytes stay text.
+    """
+    special, others = [], []
+    for token in added:
+        text = token.content
+        if text in BYTES:
+            continue
+        if token.special:
+            special.append(text)
+        elif text.strip() and not text.strip().isalnum() and text in written:
+            others.append(text)
+    return [text for text in special + others if text]
+
+
+class Aliases:
+    """Other names for control tokens, which no message can contain, and a tokenizer that knows them by these names only.
+
+    A chat is rendered with placeholders for the control tokens in its messages. What is left of them in the result is the
+    template's own. It gets the aliases, the placeholders become the messages' text again, and one call encodes the whole:
+    so nothing else about the tokens changes, neither at the seams nor in words.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control: list[str]):
+        """Make the tokenizer, a second one in memory.
+
+        Raises:
+            ValueError: the tokens cannot be renamed in this tokenizer.
+        """
+        nonce = secrets.token_hex(8)  # whoever could guess the names could forge the tokens
+        # The first and last characters are for private use: normalizers leave them alone, and they are not part of a word.
+        self._aliases = {text: f"\ue000{nonce}{index}\ue001" for index, text in enumerate(control)}
+        self._placeholders = {text: f"\ue002{nonce}{index}\ue003" for index, text in enumerate(control)}
+        self.tokenizer = _renamed(tokenizer, self._aliases)
+
+    def hide(self, text: str) -> str:
+        """Return a message's text with placeholders for its control tokens."""
+        return _replace(text, self._placeholders)
+
+    def show(self, rendered: str) -> str:
+        """Return a text whose placeholders are the messages' text again."""
+        return _replace(rendered, {placeholder: text for text, placeholder in self._placeholders.items()})
+
+    def protect(self, rendered: str) -> str:
+        """Return a rendered chat for `tokenizer`, made from one with placeholders."""
+        return self.show(_replace(rendered, self._aliases))
+
+
+def _replace(text: str, names: dict[str, str]) -> str:
+    """Replace names by others, of several that begin at the same place the longest, as tokenizers do."""
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(pattern, lambda match: names[match.group()], text)
+
+
+def _renamed(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
+    """Return a tokenizer in which tokens have other texts, and the same ids."""
+    description: dict[str, Any] = json.loads(tokenizer.to_str())
+    for token in description["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = description["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(text, text): index for text, index in model["vocab"].items()}
+        model["unk_token"] = names.get(model.get("unk_token"), model.get("unk_token"))
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+    if "merges" in model:  # none may make such a token from ordinary text
+        pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
+    try:
+        renamed = Tokenizer.from_str(json.dumps(description))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ValueError(f"the tokenizer's control tokens cannot be renamed: {error}") from error
+    if any(renamed.token_to_id(name) != tokenizer.token_to_id(text) for text, name in names.items()):
+        raise ValueError("the tokenizer's control tokens cannot be renamed")
+    return renamed

@@ -1,0 +1,1 @@
+"""What `scripts/soak` runs: a server, good clients, hostile clients, and the report."""

@@ -1,0 +1,71 @@
+"""The bodies of requests: how many bytes of them are held at once, and how their JSON is read."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from outrider.serve.errors import ApiError
+
+HELD_BYTES = 64 << 20  # of all bodies; more where a few could not be as large as they may
+
+
+class BodyBudget:
+    """The bytes of all bodies that are held, while they come and until they are answered. Their owners share them fairly."""
+
+    def __init__(self, max_bytes: int):
+        """Take the most bytes that one body may have."""
+        self._limit = max(HELD_BYTES, 4 * max_bytes)
+        self._held: Counter[str] = Counter()  # bytes by owner
+
+    @contextmanager
+    def share(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """Provide a function that takes bytes for one body, until the block ends; it raises `ApiError` if there are too few."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            # An owner may have as many as are left, as with the places of `Ingress`.
+            if size and self._held[owner] + size > self._limit - self._held.total():
+                raise ApiError(
+                    429, "the bodies of your unanswered requests are too large; try again later", code="too_many_bytes"
+                )
+            self._held[owner] += size
+            taken += size
+
+        try:
+            yield take
+        finally:
+            self._held -= Counter({owner: taken})  # also forgets an owner that has none left
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        # The values of a body are many new objects and none is garbage, so to look for garbage among them takes longer than
+        # to make and check them. This lasts until the event loop turns to something else.
+        gc.disable()
+        asyncio.get_running_loop().call_soon(gc.enable)
+        return json.loads(body)
+
+
+class JsonRoute(APIRoute):
+    """A route whose requests are JSON, and are read quickly: all streams wait meanwhile."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that answers a request."""
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive))
+
+        return answer

@@ -1,0 +1,99 @@
+"""The child process of `prompts`: it renders chat templates and tokenizes, and a time limit ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from tokenizers import Tokenizer
+
+from outrider.errors import UsageError
+from outrider.runtime.chat_template import ChatTemplate
+from outrider.runtime.text import PromptTooLongError, Text
+
+TEMPLATE_SECONDS = 5.0  # for small conversations in the template
+JOB_SECONDS = 10.0  # for the prompts of one request
+TIME_LIMIT = getattr(signal, "SIGALRM", signal.SIGTERM)  # what ends the child at a limit; Windows has no such timers
+MEMORY = 4 << 30  # bytes of address space
+NICE = 5  # the engines come first
+
+
+class Source(msgspec.Struct):
+    """A bundle's tokenizer and chat template."""
+
+    tokenizer: str  # in JSON
+    template: str | None
+    special_tokens: dict[str, str]
+
+
+class Job(msgspec.Struct):
+    """The prompts of one request: texts, or else the messages of a chat."""
+
+    limit: int  # tokens of each
+    texts: Sequence[str] = ()
+    messages: Sequence[dict[str, str]] = ()
+    allow_special_tokens: bool = False
+
+
+class Reply(msgspec.Struct):
+    """The prompts' token ids, or the `UsageError`."""
+
+    tokens: list[list[int]] = []
+    error: str = ""
+    hint: str = ""
+    param: str | None = None
+    too_long: bool = False
+
+
+def main() -> None:
+    """Read the source, then answer jobs until standard input ends. Each is a line of JSON, and so is each reply."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent may receive them, too, and lets requests finish
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        import resource
+
+        os.nice(NICE)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    lines, replies = sys.stdin.buffer, sys.stdout.buffer
+    source = msgspec.json.decode(lines.readline(), type=Source)
+    template = None if source.template is None else ChatTemplate(source.template, source.special_tokens)
+    text = Text(Tokenizer.from_str(source.tokenizer), template)
+    if template is not None:
+        _limit(TEMPLATE_SECONDS)
+        template.samples()
+        _limit(0)
+    replies.write(b"\n")
+    replies.flush()
+    while line := lines.readline():
+        _limit(JOB_SECONDS)
+        reply = _reply(text, msgspec.json.decode(line, type=Job))
+        _limit(0)
+        replies.write(msgspec.json.encode(reply) + b"\n")
+        replies.flush()
+
+
+def _limit(seconds: float) -> None:
+    """End this process after so many seconds; 0 lifts the limit. The system does it, so nothing that runs can prevent it."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _reply(text: Text, job: Job) -> Reply:
+    limit, allow = job.limit, job.allow_special_tokens
+    try:
+        if job.messages:
+            prompts = [text.encode_chat(job.messages, limit=limit, allow_special_tokens=allow)]
+        else:
+            prompts = [text.encode(each, chat=False, limit=limit) for each in job.texts]
+        if (longest := max(map(len, prompts))) > limit:  # they are not sent only to be refused
+            raise PromptTooLongError(f"the prompt has {longest:,} tokens; this server's limit is {limit:,}", "shorten it")
+    except UsageError as error:
+        return Reply([], str(error), error.hint, error.param, isinstance(error, PromptTooLongError))
+    return Reply(prompts)
+
+
+if __name__ == "__main__":
+    main()
