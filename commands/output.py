@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -49,11 +51,11 @@ def console() -> Console:
 def progress_bar() -> Iterator[Progress]:
     """Report progress on standard error: as a bar on a terminal, as one line per stage elsewhere.
 
-    An interrupt that comes meanwhile is raised again at the next stage, if a library has swallowed it.
+    An interrupt that comes meanwhile ends the command wherever it comes.
     """
     if not sys.stderr.isatty():
-        with _interrupts(Lines()) as lines:
-            yield lines
+        with _interrupts():
+            yield Lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -63,56 +65,44 @@ def progress_bar() -> Iterator[Progress]:
     columns = (SpinnerColumn(), name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with (
         Bars(*columns, console=Console(stderr=True), transient=True) as bars,
-        _interrupts(Bar(bars, bars.add_task("", total=None))) as bar,
+        _interrupts(),
     ):
-        yield bar
-
-
-class Interruptible(Progress):
-    """Progress that knows whether the user has interrupted the command."""
-
-    interrupted = False
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt
+        yield Bar(bars, bars.add_task("", total=None))
 
 
 @contextmanager
-def _interrupts(progress: Interruptible) -> Iterator[Progress]:
-    """Note interrupts: in some of torch's callbacks, Python prints an exception and goes on."""
+def _interrupts() -> Iterator[None]:
+    """Raise an interrupt again that came where Python cannot raise: in a destructor, or a callback of torch's."""
 
-    def interrupt(number: int, frame: object) -> None:
-        progress.interrupted = True
-        raise KeyboardInterrupt
+    def ignored(report: sys.UnraisableHookArgs) -> None:
+        if report.exc_type is not KeyboardInterrupt:
+            previous(report)
+            return
+        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
 
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler:
-        yield progress
-        return
-    signal.signal(signal.SIGINT, interrupt)
+    previous, sys.unraisablehook = sys.unraisablehook, ignored
     try:
-        yield progress
+        yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        sys.unraisablehook = previous
 
 
-class Lines(Interruptible):
+class Lines(Progress):
     """Progress as one line per stage."""
 
     def stage(self, name: str, total: int | None = None) -> None:
-        super().stage(name, total)
         click.echo(f"{printable(name)} ...", err=True)
 
 
-class Bar(Interruptible):
+class Bar(Progress):
     """Progress as one bar, which restarts with each stage. It pulses while the total is unknown."""
 
     def __init__(self, bars: Bars, task: TaskID):
         self._bars, self._task = bars, task
 
     def stage(self, name: str, total: int | None = None) -> None:
-        super().stage(name, total)
         self._bars.reset(self._task, description=printable(name), total=total)
 
     def advance(self, size: int) -> None:
