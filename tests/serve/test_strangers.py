@@ -18,18 +18,21 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from outrider.serve.app import create_app
+from outrider.serve.bodies import count_values
 from outrider.serve.engine import EngineThread
 from outrider.serve.protocol import ChatRequest, CompletionRequest
 from outrider.serve.settings import Settings
 from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
 from outrider.tests.support import run
 
-MANY = 250_000
+MANY = 30_000
 PROMPT_TYPES = "prompt: Input should be text, a list of texts, a list of token ids, or a list of such lists"
 SHORT = json.dumps({"prompt": "Once", "max_tokens": 2}).encode()
 PAGE, HEALTH = (f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for path in ("/", "/health"))
@@ -329,9 +332,9 @@ def count_errors(kind: type[BaseModel], fields: dict[str, Any]) -> int:
         ({"prompt": [[]] * MANY}, "prompt", "at most 2048 items"),
         ({"prompt": [""] * MANY}, "prompt", "at most 2048 items"),
         ({"prompt": [[1], *[["a"] * MANY]]}, "prompt", "prompt.1.0: Input should be a valid integer"),
-        ({"prompt": [1] * MANY}, "prompt", "the prompt has 250,000 tokens"),
-        ({"messages": [{}] * MANY}, "messages", "250,000 messages and parts of messages; the limit is 2,048"),
-        ({"messages": [{"role": "user", "content": [1] * MANY}]}, "messages", "250,001 messages and parts"),
+        ({"prompt": [1] * MANY}, "prompt", "the prompt has 30,000 tokens"),
+        ({"messages": [{}] * MANY}, "messages", "30,000 messages and parts of messages; the limit is 2,048"),
+        ({"messages": [{"role": "user", "content": [1] * MANY}]}, "messages", "30,001 messages and parts"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 9}] * 2000}, "messages", "20,000 messages"),
         ({"messages": [{"role": "nobody", "content": 1}] * 2000}, "messages", "messages.0.role: Input should be 'system'"),
         ({"prompt": "x", "logit_bias": {f"x{at}": "a" for at in range(50_000)}}, "logit_bias", "50,000 entries"),
@@ -352,6 +355,33 @@ def test_a_body_of_many_values_is_refused_at_the_first_error(
     assert (status, error["param"]) == (400, param), error
     assert message in error["message"]
     assert count_errors(kind, fields) <= 3
+
+
+def test_a_body_of_more_values_than_its_size_allows_is_refused_before_it_is_read(server: Server) -> None:
+    body = json.dumps({"prompt": [1] * 70_000}, separators=(",", ":")).encode()
+    status, _, answer = fetch(f"{server.url}/v1/completions", body)
+    assert (status, json.loads(answer)["error"]["code"]) == (400, "too_many_values")
+
+
+@pytest.mark.parametrize("text", ['\\", [', "[{,:", "\\\\,", "é{["])
+def test_a_text_is_one_value_whatever_it_has(server: Server, text: str) -> None:
+    prompt = text * (900_000 // len(json.dumps(text, ensure_ascii=False)))
+    status, _, answer = fetch(f"{server.url}/v1/completions", json.dumps({"prompt": prompt}, ensure_ascii=False).encode())
+    assert (status, json.loads(answer)["error"]["code"]) == (400, "context_length_exceeded"), answer
+
+
+def values(document: Any) -> int:
+    parts = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
+    return 1 + sum(map(values, parts))
+
+
+TEXTS = st.text(st.sampled_from('a"\\,[]{}:\né'))
+
+
+@given(st.recursive(st.integers() | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)), st.booleans())
+def test_the_bound_on_the_number_of_values(document: Any, ascii_only: bool) -> None:
+    bound = count_values(json.dumps(document, ensure_ascii=ascii_only).encode())
+    assert values(document) <= bound <= 2 * values(document)
 
 
 def test_as_many_messages_as_there_may_be(server: Server) -> None:
