@@ -22,6 +22,18 @@ UNFINISHED = f".{MANIFEST}.partial"  # beside a manifest that is being replaced
 FOLLOW_LINKS = "if you trust where it leads, copy the folder with what its links lead to: cp -rL FOLDER COPY"
 
 
+def check_absent(destination: Path) -> Path:
+    """Return the absolute path of a destination, without `..`, which nothing can be renamed to.
+
+    Raises:
+        FolderError: it exists.
+    """
+    final = Path(os.path.abspath(destination))
+    if os.path.lexists(final):
+        raise FolderError(f"{destination} already exists", f"choose another output, or remove it: rm -r {destination}")
+    return final
+
+
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
     """Yield a folder to write into, which becomes `destination` when the block succeeds and is removed when it does not.
@@ -32,9 +44,7 @@ def staged(destination: Path) -> Iterator[Path]:
     Raises:
         FolderError: the destination exists, cannot be written, or is being written; or the disk is full.
     """
-    final = Path(os.path.abspath(destination))  # without `..`, which nothing can be renamed to
-    if os.path.lexists(final):
-        raise FolderError(f"{destination} already exists", f"choose another output, or remove it: rm -r {destination}")
+    final = check_absent(destination)
     parent, name = final.parent, final.name
     partial, lock = parent / f".{name}.partial", filelock.FileLock(parent / f".{name}.lock", timeout=0)
     created: list[Path] = []

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outrider.bundle.folder import check_absent
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
+from outrider.export.source import Source
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Model
@@ -67,6 +69,11 @@ def command(
     as_json: bool,
 ) -> None:
     """Export a pair of checkpoints, or a target alone, as standard ONNX, and check each graph against its checkpoint."""
+    # Before the libraries are imported, which takes up to ten seconds.
+    check_absent(output)
+    for source in (target, draft):
+        if source is not None:
+            Source.parse(source)
     from outrider.export.pair import export_pair
 
     with progress_bar() as progress:

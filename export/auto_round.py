@@ -11,9 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from outrider.errors import UnsupportedModelError, UsageError
+from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.rounding import Rounding
 from outrider.export.short_head import output_head
-from outrider.export.source import TokenizerFiles
 
 PIECE_TOKENS, MAX_PIECES = 512, 128  # of the calibration text
 BATCH = 8  # pieces per step

@@ -34,6 +34,7 @@ from outrider.bundle.manifest import (
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
+from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.parity import (
     Exported,
     check_perplexity,
@@ -47,7 +48,7 @@ from outrider.export.quantize import pack, quantize_model
 from outrider.export.rounding import Rounding
 from outrider.export.sampler import sampler
 from outrider.export.short_head import frequent_tokens, shorten
-from outrider.export.source import Source, TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
+from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.export.vocabulary import check_same_vocabulary
 from outrider.progress import SILENT, Progress

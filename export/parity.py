@@ -21,9 +21,9 @@ from outrider.engines.arrays import Floats
 from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import ParityError, SourceError, UnsupportedModelError
+from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.heldout import TEXT
 from outrider.export.rounding import Rounding
-from outrider.export.source import TokenizerFiles
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows per run: shapes of prefill, decoding and verification
 CAPACITY = 32

@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.bundle.manifest import Quantization
 from outrider.export.auto_round import tune
+from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.rounding import BITS, Rounding
 from outrider.export.short_head import output_head
-from outrider.export.source import TokenizerFiles
 from outrider.export.step_model import OPSET
 
 MIN_IMPORTANCE = 0.05  # of a weight, where a block's greatest weight has 1

@@ -1,24 +1,18 @@
-"""Load a model and its tokenizer from a Hugging Face folder, a hub id, or a GGUF file."""
+"""Where a checkpoint is: a Hugging Face folder, a hub id, or a GGUF file.
+
+Nothing here imports torch or transformers, so that a wrong path is an error at once.
+"""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-from outrider.bundle.manifest import Generation
-from outrider.engines.precisions import PRECISIONS
-from outrider.errors import OutriderError, SourceError, UnsupportedModelError
+from outrider.errors import OutriderError, SourceError
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,105 +66,3 @@ class Source:
                 if Path(self.location).exists()
                 else "check the path, or the hub id and the connection to the hub",
             ) from error
-
-
-def read_config(source: Source) -> Any:
-    """Read the model's configuration, and refuse models whose state is not a key/value cache.
-
-    Raises:
-        UnsupportedModelError: an encoder-decoder, recurrent or hybrid state, or a rotary embedding that depends on the length
-            of the text. Whatever else is unsupported fails in tracing.
-    """
-    config = source.read("configuration", AutoConfig)
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"{source.name} ({kind}) is not a causal language model in transformers")
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    text = config.get_text_config()  # the same object, except in multimodal models
-    layer_types = set(getattr(text, "layer_types", None) or [])
-    if model._is_stateful or any("attention" not in layer or "linear" in layer for layer in layer_types):
-        raise UnsupportedModelError(
-            f"{source.name} ({kind}) keeps recurrent or hybrid state, which cannot be rolled back when a draft is rejected"
-        )
-    rope = getattr(text, "rope_parameters", None) or {}
-    ropes = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
-    for entry in ropes:
-        if entry.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            raise UnsupportedModelError(
-                f"{source.name} ({kind}) scales its rotary embedding by the length of the text ({entry['rope_type']}),"
-                " which one graph cannot express"
-            )
-    return config
-
-
-def load_model(source: Source, precision: str) -> PreTrainedModel:
-    """Load the model on the CPU, in fp32 if its weights are to be quantized and else in `precision`.
-
-    Raises:
-        SourceError: the model cannot be read, or weights are missing or have the wrong shape.
-    """
-    model, report = source.read(
-        "weights",
-        AutoModelForCausalLM,
-        dtype=getattr(torch, PRECISIONS[precision].dtype),  # weights are quantized after loading
-        attn_implementation="eager",
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, by name
-    )
-    missing = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
-    if missing:
-        raise SourceError(
-            f"{len(missing)} weights of {source.name} are missing or have the wrong shape; the first is {missing[0]}",
-            "download the checkpoint again",
-        )
-    if hasattr(model, "set_experts_implementation") and getattr(model.config, "num_experts_per_tok", None):
-        model.set_experts_implementation("batched_mm")  # the default, grouped_mm, cannot be exported to ONNX
-    model.requires_grad_(False)
-    loaded: PreTrainedModel = model.eval()
-    return loaded
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """The parts of a tokenizer that a bundle contains, as plain data."""
-
-    json: str  # the contents of tokenizer.json
-    chat_template: str | None
-    special_tokens: dict[str, str]
-    eos_token_id: int | None
-
-    def vocabulary(self) -> dict[int, str]:
-        """Return the tokens by id, including added tokens."""
-        data = json.loads(self.json)
-        model = data["model"]["vocab"]
-        tokens = model.items() if isinstance(model, dict) else ((entry[0], index) for index, entry in enumerate(model))
-        vocabulary = {index: token for token, index in tokens}
-        return vocabulary | {added["id"]: added["content"] for added in data["added_tokens"]}
-
-
-def load_tokenizer(source: Source) -> TokenizerFiles:
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        SourceError: the checkpoint has no tokenizer, or it has no fast (Rust) version.
-    """
-    tokenizer = source.read("tokenizer", AutoTokenizer)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise SourceError(f"{source.name} has only a slow tokenizer, without a tokenizer.json", "convert it with transformers")
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    special = {name: str(getattr(tokenizer, name)) for name in SPECIAL_TOKENS if getattr(tokenizer, name, None)}
-    return TokenizerFiles(backend.to_str(), template, special, tokenizer.eos_token_id)
-
-
-def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Generation:
-    """Return the end-of-text ids from the generation configuration, or else from the model's, or else from the tokenizer."""
-    configs = (model.generation_config, model.config, model.config.get_text_config())
-    declared = [getattr(config, "eos_token_id", None) for config in configs]
-    eos = next((eos for eos in (*declared, tokenizer.eos_token_id) if eos is not None), None)
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
-    return Generation(eos_token_ids=ids, special_tokens=tokenizer.special_tokens)

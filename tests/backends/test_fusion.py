@@ -26,10 +26,11 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build
 from outrider.errors import OutriderWarning
+from outrider.export.checkpoint import load_tokenizer
 from outrider.export.parity import CHUNKS, Exported, reference
 from outrider.export.quantize import pack, quantize_model
 from outrider.export.rounding import Rounding
-from outrider.export.source import Source, load_tokenizer
+from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams

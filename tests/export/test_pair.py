@@ -118,7 +118,7 @@ def test_peak_memory_is_under_two_and_a_half_times_the_model(checkpoints: Path, 
     """Beyond the memory of the libraries and of a tiny export, which does not depend on the size of the model."""
     import torch
 
-    big = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=16)
+    big = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16)
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     write_checkpoint(tmp_path / "big", big.to(dtype))
     arguments = [str(checkpoints / "target"), str(tmp_path / "big"), str(tmp_path), precision]

@@ -22,11 +22,12 @@ from outrider.audit.audit import DRAWS, audit
 from outrider.backends.onnxruntime.engine import session_options
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.errors import ParityError, UsageError
+from outrider.export.checkpoint import load_model, load_tokenizer
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported, reference, sample_tokens
 from outrider.export.quantize import MIN_IMPORTANCE, SCALE_FACTORS, dequantize, pack, quantize, quantize_model
 from outrider.export.rounding import Rounding
-from outrider.export.source import Source, load_model, load_tokenizer
+from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.tests.export.test_architectures import COMMON, CONFIGS
@@ -256,13 +257,19 @@ def test_console_and_tensorrt(tmp_path: Path) -> None:
     assert "target: 3,072 weights stay in fp32" in done.stdout
     assert "beginning with model.layers.0.mlp.down_proj.weight" in done.stdout
     pytest.importorskip("tensorrt_rtx", reason="would show that quantized models build: pip install 'outrider[rtx]'")
-    export_pair(str(model), str(model), tmp_path / "int8", precision="int8")
-    for precision in BITS:
-        bundle = tmp_path / f"{precision}-bundle"
-        build(tmp_path / precision, bundle, backend="tensorrt-rtx", capacity=100, k=[2], batch=1)
-        manifest = read_manifest(bundle)
-        check_files(bundle, manifest)
-        assert manifest.models["target"].precision == precision
+    bundle = build(tmp_path / "int4", tmp_path / "bundle", backend="tensorrt-rtx", capacity=100, k=[2], batch=1)
+    manifest = read_manifest(bundle)
+    check_files(bundle, manifest)
+    assert manifest.models["target"].precision == "int4"
+
+
+@pytest.mark.slow
+def test_tensorrt_builds_int8(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="would show that quantized models build: pip install 'outrider[rtx]'")
+    model = str(write_checkpoint(tmp_path / "model", llama(hidden_size=64, num_hidden_layers=1)))
+    export_pair(model, None, tmp_path / "int8", precision="int8")
+    bundle = build(tmp_path / "int8", tmp_path / "bundle", backend="tensorrt-rtx", capacity=100, k=[2], batch=1)
+    assert read_manifest(bundle).models["target"].precision == "int8"
 
 
 @pytest.mark.parametrize(

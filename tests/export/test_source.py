@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.checkpoint import load_model, load_tokenizer, read_config
 from outrider.export.pair import export_pair
-from outrider.export.source import Source, load_model, load_tokenizer, read_config
+from outrider.export.source import Source
 from outrider.tests.support import END, llama, tokenizer, write_checkpoint
 
 
@@ -226,7 +227,8 @@ def test_a_truncated_gguf_is_refused(tmp_path: Path, keep: int) -> None:
 
 HUB = """
 from outrider.export.pair import export_pair
-from outrider.export.source import Source, load_model, load_tokenizer, read_config
+from outrider.export.checkpoint import load_model, load_tokenizer, read_config
+from outrider.export.source import Source
 source = Source.parse("someone/some-model")
 read_config(source)
 print(source.name, load_model(source, "fp32").num_parameters(), len(load_tokenizer(source).vocabulary()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import VocabularyMismatchError
-from outrider.export.source import TokenizerFiles
+from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.vocabulary import check_same_vocabulary
 from outrider.tests.support import END, tokenizer
 
