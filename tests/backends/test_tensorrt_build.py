@@ -33,7 +33,7 @@ trt: Any = pytest.importorskip("tensorrt_rtx", reason="would show that the engin
 KNOWN = "7.5, 8.0, 8.6, 8.9, 12.0"
 
 
-# Every architecture builds in one of the precisions each (tests/export/test_architectures.py); the pair in all takes minutes.
+# Five architectures build in one of the precisions each (tests/export/test_architectures.py); the pair in all takes minutes.
 @pytest.mark.parametrize(
     "precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("fp32", marks=pytest.mark.slow)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -16,6 +17,8 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.tests.support import COMMAND, build, reseal
 
@@ -25,12 +28,16 @@ TEMPLATE = (
 )
 
 
-def chat_bundle(export: Path, output: Path, **options: Any) -> Path:
-    """Build the shipped pair with a chat template, for batches of four."""
-    bundle = build(export, output, **({"k": [1, 2, 4], "capacity": 511, "batch": 4} | options))
-    (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
-    reseal(bundle)
-    return bundle
+def chat_bundle(export: Path, output: Path, batch: int = 4, capacity: int = 511) -> Path:
+    """Copy a bundle of the shipped pair with a chat template. It is built once, beside the export."""
+    made = export.with_name(f"chat-bundle-{batch}-{capacity}")
+    with filelock.FileLock(f"{made}.lock"):
+        if not made.exists():
+            partial = build(export, export.with_name(f"{made.name}.making"), k=[1, 2, 4], capacity=capacity, batch=batch)
+            (partial / CHAT_TEMPLATE).write_text(TEMPLATE)
+            reseal(partial)
+            partial.rename(made)
+    return Path(shutil.copytree(made, output))
 
 
 def fetch(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Message, bytes]:

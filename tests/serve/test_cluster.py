@@ -97,7 +97,7 @@ def deployed(bundle: Path) -> Iterator[Deployed]:
         cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
         cluster.wait_for_nodes()
         deployed = Deployed(cluster)
-        deployed.deploy(bundle, "--replicas", "2")
+        deployed.deploy(bundle, "--replicas", "2", "--max-waiting", "8")  # with 8 slots, there are 16 places at each ingress
         deployed.wait_for_replicas(2)
         yield deployed
     finally:
@@ -175,10 +175,8 @@ def test_replicas_answer_as_one_server(deployed: Deployed, texts: dict[str, str]
     assert (status, json.loads(answer)["error"]["code"]) == (413, "body_too_large")
 
 
-def test_one_client_cannot_fill_the_queue(deployed: Deployed, bundle: Path) -> None:
+def test_one_client_cannot_fill_the_queue(deployed: Deployed) -> None:
     """Without keys, each address has a share."""
-    deployed.deploy(bundle, "--replicas", "2", "--max-waiting", "8")  # with 8 slots, there are 16 places at each ingress
-    deployed.wait_for_replicas(2)
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 200, "min_tokens": 200}).encode()
 
     def status(address: str) -> int:
@@ -281,6 +279,7 @@ def test_without_a_cluster_it_starts_one_whose_replicas_follow_the_load_and_stop
         assert server.wait(timeout=60) == 0, server.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_bundle_that_cannot_be_loaded_is_a_one_line_error(deployed: Deployed, bundle: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(bundle, tmp_path / "broken"))
     with open(broken / "tokenizer.json", "a") as file:
