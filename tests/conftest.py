@@ -23,6 +23,10 @@ torch.set_num_threads(2)
 Once = Callable[[str, Callable[[Path], object]], Path]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exports", type=Path, help="folder of ready-made exports, for the tests marked gpu")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need a GPU where there is none, saying what they would show."""
     marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]

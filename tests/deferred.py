@@ -81,9 +81,11 @@ class Deferred(Cpu):
             raise EngineError(self.refusal, "none")
         recording: list[Launch] = []
         self.recording = recording
-        for launch in launches:
-            launch()
-        self.recording = None
+        try:
+            for launch in launches:
+                launch()
+        finally:
+            self.recording = None
         self.recorded += 1
 
         def replay() -> None:

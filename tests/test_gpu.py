@@ -19,12 +19,12 @@ from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.package import RTX
 from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError
-from outrider.export.pair import export_pair
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.rounds import RECORD_AT
 from outrider.runtime.scheduler import Scheduler
-from outrider.tests.support import BROKEN, PAIR, build, reseal
+from outrider.scripts.gpu_check.stages.exports import EXPORTS
+from outrider.tests.support import BROKEN, build, reseal
 
 K = (1, 2, 4, 8)
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
@@ -32,12 +32,14 @@ SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.9}, 
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shipped pair in two precisions."""
-    folder = tmp_path_factory.mktemp("gpu")
-    for precision in ("fp16", "fp32"):
-        export_pair(str(PAIR / "target"), str(PAIR / "draft"), folder / precision, precision=precision)
-    return {precision: folder / precision for precision in ("fp16", "fp32")}
+def exports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped pair in two precisions, its target alone, and a pair whose logits may contain NaN."""
+    folder = request.config.getoption("--exports") or tmp_path_factory.mktemp("gpu")
+    names = ("fp16", "fp32", "alone", "broken")
+    for path in (folder / f"onnx-{name}" for name in names):
+        if not path.exists():
+            EXPORTS[path.name](path)
+    return {name: folder / f"onnx-{name}" for name in names}
 
 
 @pytest.fixture(scope="module", params=["tensorrt-rtx", "tensorrt", "onnxruntime"])
@@ -58,7 +60,7 @@ def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def bundles(exports: dict[str, Path], backend: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("built")
-    return {name: build(source, folder / name, capacity=256, k=list(K), **backend) for name, source in exports.items()}
+    return {name: build(exports[name], folder / name, capacity=256, k=list(K), **backend) for name in ("fp16", "fp32")}
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +139,8 @@ def test_the_cache_is_written_in_place(loaded: Outrider) -> None:
 
 
 @pytest.mark.gpu("a NaN stops the request, and the next one is as if nothing had been")
-def test_logits_with_nan_stop_the_request(backend: dict[str, Any], broken: Path, tmp_path: Path) -> None:
-    outrider = Outrider.load(build(broken, tmp_path / "bundle", **backend))
+def test_logits_with_nan_stop_the_request(backend: dict[str, Any], exports: dict[str, Path], tmp_path: Path) -> None:
+    outrider = Outrider.load(build(exports["broken"], tmp_path / "bundle", **backend))
     want = tokens(outrider, 4, max_new_tokens=9)
     with pytest.raises(EngineError, match="contain NaN or infinity"):
         list(outrider.generate([5, BROKEN, 9], SamplingParams(max_new_tokens=4), k=4))
@@ -191,9 +193,10 @@ def test_what_was_not_built_for_this_gpu_is_refused(backend: dict[str, Any], exp
 
 
 @pytest.mark.gpu("a bundle without a draft loads, and decodes the same text as the pair's target")
-def test_a_bundle_without_a_draft_loads(loaded: Outrider, backend: dict[str, Any], tmp_path: Path) -> None:
-    export_pair(str(PAIR / "target"), None, tmp_path / "onnx", precision="fp16")
-    with Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle", capacity=256, k=list(K), **backend)) as alone:
+def test_a_bundle_without_a_draft_loads(
+    loaded: Outrider, backend: dict[str, Any], exports: dict[str, Path], tmp_path: Path
+) -> None:
+    with Outrider.load(build(exports["alone"], tmp_path / "bundle", capacity=256, k=list(K), **backend)) as alone:
         assert tokens(alone, 0, temperature=0.0) == tokens(loaded, 0, temperature=0.0)
 
 

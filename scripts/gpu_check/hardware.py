@@ -1,4 +1,4 @@
-"""The GPU, the packages, and which backends can be checked."""
+"""The GPU, the packages beside it, and how fast its memory is."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ import statistics
 import subprocess
 import time
 
-from outrider.backends.tensorrt.package import RTX
+from cuda.bindings import runtime
+
+from outrider.engines.cuda import ON_DEVICE, Cuda, checked
+from outrider.engines.device import Buffer, Launch
 
 PACKAGES = ("tensorrt_rtx", "tensorrt", "onnxruntime", "cuda.bindings", "torch", "transformers")
-BACKENDS = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt", "onnxruntime": "onnxruntime"}  # backend -> package
 
 
 def machine() -> dict[str, str]:
     """Return the GPU, its driver, and the versions of the packages.
 
     Raises:
-        EngineError: there is no GPU.
+        DeviceError: there is no GPU.
     """
-    from cuda.bindings import runtime
-
-    from outrider.engines.cuda import Cuda
-
     gpu = Cuda()
     _, cuda = runtime.cudaDriverGetVersion()
     versions = {}
@@ -35,10 +33,11 @@ def machine() -> dict[str, str]:
             versions[package] = "not installed"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which(query[0]) else "unknown"
+    free, total = gpu.memory()
     return {
         "GPU": gpu.name,
         "compute capability": gpu.compute_capability,
-        "memory": f"{gpu.memory()[1] / 2**30:.0f} GiB",
+        "memory": f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free",
         "driver": driver,
         "driver's CUDA": str(cuda),
         **versions,
@@ -46,38 +45,33 @@ def machine() -> dict[str, str]:
     }
 
 
-def missing(backend: str) -> str | None:
-    """Return why a backend cannot be checked; None if it can."""
-    try:
-        package = importlib.import_module(BACKENDS[backend])
-    except (ImportError, OSError) as error:
-        return str(error)
-    if backend == "onnxruntime" and "CUDAExecutionProvider" not in package.get_available_providers():
-        return "the installed onnxruntime has no CUDA"
-    if backend == RTX.backend:
-        from outrider.engines.cuda import Cuda
+def fill(gpu: Cuda, buffer: Buffer, value: int) -> Launch:
+    """Prepare a kernel that sets every byte of a buffer."""
 
-        return RTX.unsupported(Cuda().compute_capability)
-    return None
+    def launch() -> None:
+        checked(runtime.cudaMemsetAsync(buffer.address, value, buffer.nbytes, gpu.stream))
+
+    return launch
 
 
-def bandwidth() -> float:
-    """Return the GB/s that a copy within the GPU's memory reads and writes, the median of ten.
+def copy(gpu: Cuda, target: Buffer, source: Buffer) -> Launch:
+    """Prepare a copy within the device."""
 
-    Raises:
-        EngineError: there is no GPU.
-    """
-    from cuda.bindings import runtime
+    def launch() -> None:
+        checked(runtime.cudaMemcpyAsync(target.address, source.address, source.nbytes, ON_DEVICE, gpu.stream))
 
-    from outrider.engines.cuda import ON_DEVICE, Cuda, checked
+    return launch
 
-    gpu, size = Cuda(), 1 << 30
+
+def bandwidth(gpu: Cuda | None = None) -> float:
+    """Return the GB/s that a copy within the GPU's memory reads and writes, the median of ten."""
+    gpu, size = gpu or Cuda(), 1 << 30
     source, target = (gpu.zeros((size,), "uint8", "a copy") for _ in range(2))
-    rates = []
+    whole, rates = copy(gpu, target, source), []
     for _ in range(11):  # the first is a warm-up
         gpu.synchronize()
         started = time.perf_counter()
-        checked(runtime.cudaMemcpyAsync(target.address, source.address, size, ON_DEVICE, gpu.stream))
+        whole()
         gpu.synchronize()
         rates.append(2 * size / (time.perf_counter() - started) / 1e9)
     return round(statistics.median(rates[1:]), 1)
