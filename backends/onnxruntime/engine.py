@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import onnxruntime
 
 from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
+from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs, run_options
 from outrider.bundle.manifest import model_file, sampler_file
 from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
 from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch, host_buffer
@@ -23,6 +25,7 @@ from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+CUDA_GRAPH = "enable_cuda_graph"  # an option of CUDA's provider
 CUDA_LIBRARY = "libonnxruntime_providers_cuda.so"
 LIBRARIES = ("libcudart", "libcublas*", "libcufft", "libcurand", "libnvJitLink", "libnvrtc*", "libcudnn*")  # that it needs
 UNUSED_POSITIONS = 2  # rows that attention writes, at most, for a slot without a sequence
@@ -69,6 +72,43 @@ def optimize(path: Path, output: Path) -> None:
         raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
 
 
+def inference_session(path: Path, device: Device, record_placement: bool = False) -> Any:
+    """Return a session of ONNX Runtime on a device: on CUDA one that can record its runs, if the graph allows that.
+
+    Args:
+        record_placement: whether `get_provider_graph_assignment_info` will be asked.
+
+    Raises:
+        EngineError: ONNX Runtime refuses the graph, or does not start CUDA.
+    """
+    options = session_options()
+    if record_placement:
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if isinstance(device, Cpu):
+        return _session(path, options, [CPU])
+    _preload()
+    # Caches and buffers are allocated by Outrider; the rest is small, and to double it each time would take what they need.
+    cuda = {"user_compute_stream": str(device.stream), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+    try:
+        session = _session(path, options, [(CUDA, cuda | {CUDA_GRAPH: "1"}), CPU])
+    except EngineError:  # some node has to run on the CPU, or nothing helps
+        session = _session(path, options, [(CUDA, cuda), CPU])
+    if session.get_providers()[0] != CUDA:
+        raise EngineError(
+            f"this ONNX Runtime does not start CUDA: {why_no_cuda()}",
+            "pip uninstall onnxruntime, then pip install 'outrider[cuda]', which has CUDA and cuDNN",
+        )
+    return session
+
+
+def _session(path: Path, options: Any, providers: list[Any]) -> Any:
+    try:
+        # Without the fallback: it would print on standard output, and go on without the options.
+        return onnxruntime.InferenceSession(str(path), options, providers=providers, enable_fallback=False)
+    except Exception as error:
+        raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
+
+
 class OnnxRuntimeEngines(GraphEngines):
     """A bundle's graphs, as ONNX Runtime loads them."""
 
@@ -99,7 +139,18 @@ class OnnxRuntimeEngine(Engine):
         Raises:
             EngineError: ONNX Runtime refuses the graph, or it has other tensors.
         """
-        self._session, self._options = self._load(path, device)
+        self._session = inference_session(path, device)
+        self._graphs: CudaGraphs | None = None
+        self._options = None  # empty ones would cost time in every run
+        if not isinstance(device, Cpu):
+            # Its work goes to the device's stream, in order with everything else, and is awaited once a round. Recording that
+            # is not safe: ONNX Runtime copies from its own host memory, and a recorded copy keeps the address after it is
+            # freed. It has its own way to record a run.
+            self.recordable = False
+            self.spare_slots = 0  # the attention is not fused there
+            records = self._session.get_provider_options()[CUDA].get(CUDA_GRAPH) == "1"
+            self._graphs = CudaGraphs(self._session, device) if records else None
+            self._options = run_options(graph=None)
         actual = {each.name: (each.type, _sizes(each.shape)) for each in self._inputs_and_outputs()}
         expected = {each.name: (DTYPES[each.dtype].onnxruntime, _sizes(each.shape)) for each in tensors}
         self.skips_logits = LOGITS in expected and LOGITS_ROWS in actual
@@ -113,30 +164,6 @@ class OnnxRuntimeEngine(Engine):
             expected |= {each: expected[name] for name, slots in self._slots.items() for each in slots}
             self._unused: dict[str, Buffer] = {}  # bound in place of the slots that a pass has no sequence for
         check_tensors(path, actual, expected)
-
-    def _load(self, path: Path, device: Device) -> tuple[Any, Any]:
-        """Return a session, and the options of its runs."""
-        providers: list[Any] = [CPU]
-        options = None  # empty ones would cost time in every run
-        if not isinstance(device, Cpu):
-            _preload()
-            # Its work goes to the device's stream, in order with everything else, and is awaited once a round. Recording it
-            # is not safe: it copies from its own host memory, and a recorded copy keeps the address after it is freed.
-            self.recordable = False
-            self.spare_slots = 0  # the attention is not fused there
-            providers.insert(0, (CUDA, {"user_compute_stream": str(device.stream), "use_tf32": "0"}))
-            options = onnxruntime.RunOptions()
-            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        try:
-            session = onnxruntime.InferenceSession(str(path), session_options(), providers=providers)
-        except Exception as error:
-            raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
-        if len(providers) > 1 and session.get_providers()[0] != CUDA:
-            raise EngineError(
-                f"this ONNX Runtime does not start CUDA: {why_no_cuda()}",
-                "pip uninstall onnxruntime, then pip install 'outrider[cuda]', which has CUDA and cuDNN",
-            )
-        return session, options
 
     def _inputs_and_outputs(self) -> list[Any]:
         return [*self._session.get_inputs(), *self._session.get_outputs()]
@@ -155,11 +182,15 @@ class OnnxRuntimeEngine(Engine):
         except Exception as error:
             raise _failed(error, "refuses a tensor", "build the bundle again, with this onnxruntime") from error
         references = dict(tensors)
+        run: Launch = partial(self._session.run_with_iobinding, binding, self._options)
+        if self._graphs is not None:
+            computed = [tensors[each.name] for each in self._session.get_outputs() if not each.name.startswith("present_")]
+            run = self._graphs.launch(binding, computed)
 
         def launch() -> None:
             assert references  # keeps the buffers alive as long as the launch
             try:
-                self._session.run_with_iobinding(binding, self._options)
+                run()
             except Exception as error:
                 raise _failed(error, "failed in a run", "build the bundle again") from error
 
