@@ -34,8 +34,10 @@ class OnnxRuntimeBackend(Backend):
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
         """Return the graphs as ONNX Runtime loads them; see `Backend.open`."""
         device = device or build.device
-        if device == "cuda" and any(build.rewrites.values()):
-            raise UsageError("this bundle's graphs are fused for the CPU", "build the export again with --device cuda")
+        if device != build.device and any(build.rewrites.values()):
+            raise UsageError(
+                f"this bundle's graphs are fused for {build.device}", f"build the export again with --device {device}"
+            )
         package_version()
         from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 

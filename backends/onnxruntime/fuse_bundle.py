@@ -28,10 +28,12 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
     Returns:
         For each model that was rewritten, how often each rewrite was applied.
     """
-    if build.device != "cpu" or build.batch > MAX_FUSED:
-        return {}  # on CUDA the exported attention has fused kernels
-    if any(model.precision == "bf16" for model in manifest.models.values()):
-        return {}  # the CPU has no kernels for it, which opening the engines reports
+    on_cpu = build.device == "cpu"
+    precisions = {model.precision for model in manifest.models.values()}
+    if on_cpu and ("bf16" in precisions or build.batch > MAX_FUSED):
+        return {}  # the CPU has no kernels for bf16, which opening the engines reports
+    if not on_cpu and not precisions <= {"fp16", "bf16"}:
+        return {}  # FlashAttention is for these
     try:
         import outrider.backends.onnxruntime.fusion.fuse  # noqa: F401
     except ImportError as error:
@@ -58,18 +60,26 @@ class _Different(Exception):
 
 def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: str, progress: Progress) -> dict[str, int]:
     """Fuse one model, compare it with the exported one, and put it in its place."""
+    from outrider.backends.onnxruntime.fusion.causal import without_masks
     from outrider.backends.onnxruntime.fusion.fuse import fuse
 
     progress.stage(f"fusing the {role}")
     fused, final = folder / "fused" / "model.onnx", folder / "final" / model_file(role)
     for path in (fused, final):
         path.parent.mkdir(parents=True)
-    counts, left_out = fuse(source / model_file(role), fused, build.capacity, role == "target", build.batch)
-    optimize(fused, final)
+    left_out: list[str] = []
+    if build.device == "cpu":
+        counts, left_out = fuse(source / model_file(role), fused, build.capacity, role == "target", build.batch)
+        optimize(fused, final)
+    else:
+        counts = without_masks(source / model_file(role), final)
+        if not counts:
+            return {}
     shutil.rmtree(fused.parent)
-    progress.stage(f"comparing the fused {role} with the exported one")
-    plain = OnnxRuntimeEngines(source, manifest, build, Cpu())
-    _compare(plain, OnnxRuntimeEngines(folder / "final", manifest, build, Cpu()), role)
+    if manifest.models[role].precision != "bf16":  # the CPU has no kernels for it; `outrider verify --engines` compares on CUDA
+        progress.stage(f"comparing the fused {role} with the exported one")
+        plain = OnnxRuntimeEngines(source, manifest, build, Cpu())
+        _compare(plain, OnnxRuntimeEngines(folder / "final", manifest, build, Cpu()), role)
     if left_out:
         _warn(f"{left_out[0]} of the {role} stays as exported, which is slower: {'; '.join(left_out[1:])}")
     for name in (final.name, final.name + ".data"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import shutil
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cohere2Config
 
+from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 from outrider.backends.onnxruntime.fusion.attention import CachedAttention, SpareRow
 from outrider.backends.onnxruntime.fusion.fuse import fuse
 from outrider.backends.onnxruntime.fusion.logits import LastRows
@@ -32,6 +34,7 @@ from outrider.export.quantize import pack, quantize_model
 from outrider.export.rounding import Rounding
 from outrider.export.source import Source
 from outrider.export.step_model import trace
+from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export.test_architectures import COMMON, CONFIGS, WINDOW
@@ -86,6 +89,22 @@ def test_each_sequence_of_a_batch_has_its_own_attention(tiny_export: Path, tmp_p
     assert not found.keys() & {"Attention", "TensorScatter"}
     plain = operators(build(tiny_export, tmp_path / "plain") / "target" / "model.onnx")
     assert found["MatMul"] == plain["MatMul"]
+
+
+@pytest.mark.parametrize(("precision", "rewritten"), [("fp16", True), ("fp32", False)])
+def test_for_cuda_attention_has_no_mask(
+    shipped_exports: Callable[[str], Path], tmp_path: Path, precision: str, rewritten: bool
+) -> None:
+    """It is compared with the exported one over ragged batches on the CPU, whose kernels have the same semantics."""
+    export = shipped_exports(precision)
+    folder, manifest = Path(shutil.copytree(export, tmp_path / "bundle")), read_manifest(export)
+    build = Build("onnxruntime", "", "cuda", k=[1, 4], capacity=128, batch=3, max_prompt_chunk=16, windows=[64, 128])
+    counts = fuse_bundle(export, folder, manifest, build, SILENT)
+    assert counts == ({role: {"attention without a mask": n} for role, n in (("target", 6), ("draft", 2))} if rewritten else {})
+    graph = onnx.load(folder / "target" / "model.onnx", load_external_data=False).graph
+    attention = [node for node in graph.node if node.op_type == "Attention"]
+    assert [(len(node.input), node.input[3] == "") for node in attention] == [(7, True) if rewritten else (4, False)] * 6
+    assert ("LessOrEqual" in operators(folder / "target" / "model.onnx")) != rewritten
 
 
 def texts(bundle: Path) -> list[list[int]]:

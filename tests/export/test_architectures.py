@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers as hf
 
+from outrider.backends.onnxruntime.fusion.causal import without_masks
 from outrider.backends.onnxruntime.fusion.fuse import fuse
 from outrider.backends.tensorrt.job import Job
 from outrider.backends.tensorrt.options import Options
@@ -159,6 +160,17 @@ def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced) -> None:
         last = np.concatenate([got[max(end - most, start) : end] for start, end in pairwise([0, *accumulate(CHUNKS)])])
         some = Fused(fused, traced.layers, "fp32", most).logits(traced.tokens)
         np.testing.assert_allclose(some, last, atol=1e-5)
+
+
+def test_without_masks_for_cuda_it_computes_the_same(traced: Traced) -> None:
+    causal = traced.graph.with_name("causal.onnx")
+    counts = without_masks(traced.graph, causal)
+    if traced.name in ("Gemma-2", "Mistral, sliding window"):  # written out; a window
+        assert counts == {}
+        return
+    assert counts == {"attention without a mask": len(traced.layers) if traced.name != "Gemma-3" else 1}
+    got = Exported(causal, traced.layers, "fp32").logits(traced.tokens)
+    assert float(np.abs(traced.want - got).max()) <= 1e-4
 
 
 @pytest.mark.parametrize("traced", ["Qwen2", "Gemma-2", "Gemma-3", "GPT-2", "Qwen3-MoE"], indirect=True)
