@@ -48,6 +48,9 @@ class Engines(ABC):
             EngineError: the backend refuses it, or it is not what the manifest says.
         """
 
+    def prepare(self, sessions: Mapping[str, Session], progress: Progress) -> None:  # noqa: B027  # most need nothing
+        """Do what would otherwise delay the first requests: nothing, unless a backend compiles kernels for shapes it meets."""
+
 
 class GraphEngines(Engines):
     """Engines whose step models are graphs that run over bound buffers, so that one `Session` serves all of them."""

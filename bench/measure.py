@@ -17,7 +17,7 @@ from outrider.bench.results import SCHEMA, Mode, Results
 from outrider.bench.simulator import Trace, compare
 from outrider.bench.summary import PLAIN, Answer, Answers, parts, summarize
 from outrider.bundle.manifest import Build
-from outrider.calibration.passes import Pass, Stopwatch, sampler_rows, sampling, steps
+from outrider.calibration.passes import Pass, Stopwatch, Timed, sampler_rows, sampling, steps
 from outrider.calibration.workloads import Prompt
 from outrider.engines.device import Device
 from outrider.errors import EngineError, UsageError
@@ -172,7 +172,7 @@ def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
     """Return a stopwatch over the passes that rounds make on texts of up to `longest` tokens, with the loaded engines."""
     build = loaded.build
     reached = _windows(build, 1, longest)
-    passes: dict[Pass, Callable[[], None]] = {}
+    passes: dict[Pass, Timed] = {}
     for role, session in loaded.sessions.items():
         passes |= steps(session, role, build, reached)
     for name, engine in loaded.samplers.items():

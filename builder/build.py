@@ -12,7 +12,7 @@ import msgspec
 
 from outrider.backends import registry
 from outrider.backends.base import Backend, BuildSpec
-from outrider.backends.open import open_bundle
+from outrider.backends.open import open_bundle, open_engines
 from outrider.bundle.folder import digest_all, read_manifest, staged, unchanged, write_whole
 from outrider.bundle.manifest import MANIFEST, Build, Manifest
 from outrider.calibration.acceptance import measure_acceptance
@@ -105,7 +105,7 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
 
 def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:
     """Return `build` with its costs and acceptance measured."""
-    build = msgspec.structs.replace(build, costs=measure(folder, manifest, build, progress))
+    build = msgspec.structs.replace(build, costs=measure(open_engines(folder, manifest, build), progress))
     gc.collect()  # launches own buffers, some in reference cycles, and both models are in memory next
     try:
         return msgspec.structs.replace(build, acceptance=measure_acceptance(folder, manifest, build, progress))

@@ -6,41 +6,50 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from outrider.backends.open import open_engines
+from outrider.backends.base import Engines
 from outrider.bundle.manifest import Build, Cost, Manifest
 from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, sampler_tensors
-from outrider.engines.device import Device, Engine, host_buffer
+from outrider.engines.device import Device, Engine, Launch, host_buffer
 from outrider.engines.session import Session
+from outrider.errors import EngineError
 from outrider.progress import Progress
 
 TIMED_RUNS = 7
+RECORDED = 8  # passes in one recording, so that the wait for its end counts little
 
 Pass = tuple[str, int, int, int]
 """Engine, rows, window and batch."""
 
 
+class Timed(NamedTuple):
+    """What is timed of a pass."""
+
+    run: Callable[[], None]  # returns when all is done
+    passes: int = 1  # that a run makes
+
+
 class Stopwatch:
     """Times passes in turn, so that a machine that slows down affects all of them alike."""
 
-    def __init__(self, passes: Mapping[Pass, Callable[[], None]]):
+    def __init__(self, passes: Mapping[Pass, Timed]):
         self._passes = passes
         self._times: dict[Pass, list[float]] = {each: [] for each in passes}
-        for run in passes.values():
-            run()  # the first run binds buffers and touches memory
+        for timed in passes.values():
+            timed.run()  # the first run binds buffers and touches memory
 
     def run(self, times: int = 1, wanted: Callable[[Pass], bool] = lambda _: True) -> None:
         """Run each wanted pass `times` times."""
         for _ in range(times):
-            for each, run in self._passes.items():
+            for each, timed in self._passes.items():
                 if not wanted(each):
                     continue
                 started = time.perf_counter()
-                run()
-                self._times[each].append(max(round(1000 * (time.perf_counter() - started), 4), 1e-4))
+                timed.run()
+                self._times[each].append(max(round(1000 * (time.perf_counter() - started) / timed.passes, 4), 1e-4))
 
     def costs(self) -> dict[str, list[Cost]]:
         """Return the costs measured so far, by engine."""
@@ -60,8 +69,10 @@ class Stopwatch:
         return dict(costs)
 
 
-def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, list[Cost]]:
+def measure(engines: Engines, progress: Progress) -> dict[str, list[Cost]]:
     """Return the cost of every pass that a round may make, by engine. This also checks that every engine runs.
+
+    Where rounds are recorded, it is the cost of a pass in a recording.
 
     Passes of the models are measured at the end of every window, and a prompt's chunk in the smallest and the largest window
     that hold it; all for batch sizes that double up to the bundle's.
@@ -69,7 +80,7 @@ def measure(folder: Path, manifest: Manifest, build: Build, progress: Progress) 
     Raises:
         EngineError: an engine does not run here.
     """
-    engines = open_engines(folder, manifest, build)
+    manifest, build = engines.manifest, engines.build
     batches = [2**power for power in range(build.batch.bit_length())]
     batches += [build.batch] if build.batch not in batches else []
     batches.reverse()  # the largest first, so that a lack of memory shows at once
@@ -101,11 +112,11 @@ def _rows(build: Build) -> list[int]:
     return sorted({1, 2, *(k + 1 for k in build.k)})
 
 
-def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> dict[Pass, Callable[[], None]]:
+def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> dict[Pass, Timed]:
     """Return the passes of a model that rounds and prompts make, each at the end of its window."""
     chunk = build.max_prompt_chunk
     holding = [window for window in build.windows if window >= chunk]
-    passes: dict[Pass, Callable[[], None]] = {}
+    passes: dict[Pass, Timed] = {}
     for window in windows:
         sizes = [rows for rows in _rows(build) if rows <= window]
         sizes += [chunk] if chunk not in sizes and window in (holding[0], holding[-1]) else []
@@ -119,8 +130,8 @@ def sampler_rows(name: str, build: Build) -> list[int]:
     return [1] if name in DRAFT_SAMPLERS else _rows(build)
 
 
-def _step(session: Session, rows: int, position: int, logits: bool) -> Callable[[], None]:
-    """Return a call that runs one pass of `rows` rows."""
+def _step(session: Session, rows: int, position: int, logits: bool) -> Timed:
+    """Return one pass of `rows` rows."""
     ids = np.zeros((session.batch, rows), dtype=np.int64)
     positions = np.full(session.batch, position, dtype=np.int64)
 
@@ -128,12 +139,33 @@ def _step(session: Session, rows: int, position: int, logits: bool) -> Callable[
         session.write(ids, positions, logits=logits)
         session.device.synchronize()
 
-    return run
+    return _recorded(session.device, session.engine, run, lambda: session.prepare(ids, positions, logits=logits))
+
+
+def _recorded(device: Device, engine: Engine, run: Callable[[], None], launch: Callable[[], Launch]) -> Timed:
+    """Return a run as it is in a recorded round, where the device records and the engine allows it.
+
+    Args:
+        launch: returns the run without a wait.
+    """
+    if device.synchronous or not engine.recordable:
+        return Timed(run)
+    run()  # only what has run is recorded
+    try:
+        replay = device.capture([launch()] * RECORDED)
+    except EngineError:  # rounds are not recorded then, either
+        return Timed(run)
+
+    def run_recorded() -> None:
+        replay()
+        device.synchronize()
+
+    return Timed(run_recorded, RECORDED)
 
 
 def sampling(
     engine: Engine, device: Device, name: str, manifest: Manifest, build: Build, rows: int, batch: int
-) -> dict[Pass, Callable[[], None]]:
+) -> dict[Pass, Timed]:
     """Return the run of a sampler over `rows` rows, at temperature 1 and top_p 0.9 unless it is greedy."""
     sizes = {"batch": batch, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
     inputs, outputs = sampler_tensors(name, *manifest.widths)
@@ -155,4 +187,4 @@ def sampling(
         launch()
         device.synchronize()
 
-    return {(name, rows, 0, batch): run}
+    return {(name, rows, 0, batch): _recorded(device, engine, run, lambda: launch)}

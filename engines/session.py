@@ -61,7 +61,7 @@ class Session:
         self.max_rows = max_rows
         self.vocab_rows = vocab_rows
         self.seconds = 0.0
-        self._windows = windows
+        self.windows = windows
         self._tensors = cache_tensors(layers)
         dtype, purpose = PRECISIONS[precision].dtype, f"a cache of {batch} x {capacity:,} positions"
         self._cache = {
@@ -99,7 +99,7 @@ class Session:
                 f" {self.batch}x{self.max_rows} rows and a capacity of {self.capacity}",
                 "build the bundle with a larger --capacity or --max-prompt-chunk",
             )
-        return self._windows[bisect_left(self._windows, end)]
+        return self.windows[bisect_left(self.windows, end)]
 
     def bind(self, input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
         """Prepare a pass over the caller's buffers.
@@ -135,15 +135,10 @@ class Session:
             self._logits = self.device.zeros((size,), "float32", "the logits of a pass")
         return self._logits
 
-    def write(self, input_ids: Int64s, positions: Int64s, first: int = 0, logits: bool = False) -> None:
-        """Run one pass from host arrays: write the keys and values of `input_ids` [N, S] from `positions` [N] on.
+    def prepare(self, input_ids: Int64s, positions: Int64s, first: int = 0, logits: bool = False) -> Launch:
+        """Put `input_ids` [N, S] and `positions` [N] where a pass reads them, and return the pass, which waits for nothing.
 
-        Args:
-            first: the slot of the first sequence; the others follow it.
-            logits: whether to compute the logits; engines that can leave them out do so otherwise.
-
-        Raises:
-            EngineError: the rows do not fit, or the backend failed.
+        Args and errors are those of `write`.
         """
         batch, rows = input_ids.shape
         if not 0 <= first <= self.batch - batch:
@@ -168,6 +163,19 @@ class Session:
         self.device.synchronize()  # the previous pass may still be reading the arrays
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
         self._arena.host[POSITIONS][:batch] = positions
+        return launch
+
+    def write(self, input_ids: Int64s, positions: Int64s, first: int = 0, logits: bool = False) -> None:
+        """Run one pass from host arrays: write the keys and values of `input_ids` [N, S] from `positions` [N] on.
+
+        Args:
+            first: the slot of the first sequence; the others follow it.
+            logits: whether to compute the logits; engines that can leave them out do so otherwise.
+
+        Raises:
+            EngineError: the rows do not fit, or the backend failed.
+        """
+        launch = self.prepare(input_ids, positions, first, logits)
         started = time.perf_counter()
         self._arena.upload()
         launch()

@@ -98,7 +98,9 @@ class Outrider:
                 raise UsageError(
                     f"this bundle was built for a batch of {build.batch}, not {slots}", f"build it with --batch {slots}"
                 )
-            return cls(open_engines(folder, manifest, build, device), Text.load(folder, manifest), slots)
+            loaded = cls(open_engines(folder, manifest, build, device), Text.load(folder, manifest), slots)
+            loaded.engines.prepare(loaded.sessions, progress)
+            return loaded
 
     def observed(self, observer: Observer, policy: Policy | None = None) -> Outrider:
         """Return the same loaded models and caches with an observer, and perhaps another policy. Use one of the two at a

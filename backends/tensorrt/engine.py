@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from outrider.backends.tensorrt.runtime_cache import RuntimeCache
 from outrider.bundle.manifest import Profile
 from outrider.engines.contract import CANDIDATES, INPUT_IDS
 from outrider.engines.cuda import Cuda
@@ -30,7 +32,13 @@ class TensorRTEngine(Engine):
     round has just run.
     """
 
-    def __init__(self, trt: Any, log: Any, plan: Any, profiles: list[Profile], device: Cuda, scratch: Buffer):
+    def __init__(self, trt: Any, log: Any, plan: Any, profiles: list[Profile], device: Cuda, scratch: Buffer, kernels: Path):
+        """Prepare a plan with the profiles that it was built with.
+
+        Args:
+            scratch: the working memory of all contexts.
+            kernels: the file for the kernels that TensorRT-RTX compiles.
+        """
         self._trt = trt
         self._log = log
         self._plan = plan
@@ -39,7 +47,8 @@ class TensorRTEngine(Engine):
         self._scratch = scratch
         self._contexts: dict[int, Context] = {}
         self._values: dict[tuple[int, ...], Buffer] = {}  # of shape tensors: one address for each value
-        self._cache: Any = None
+        self._kernels = kernels
+        self.runtime_cache: RuntimeCache | None = None  # of TensorRT-RTX, once there is a context
         if any("candidates" in profile for profile in profiles):
             self.max_candidates = CANDIDATES[-1]
 
@@ -95,9 +104,8 @@ class TensorRTEngine(Engine):
         else:  # TensorRT-RTX compiles kernels for each shape on this GPU
             config = self._plan.create_runtime_config()
             config.set_execution_context_allocation_strategy(strategy)
-            if self._cache is None:
-                self._cache = config.create_runtime_cache()
-            config.set_runtime_cache(self._cache)
+            self.runtime_cache = self.runtime_cache or RuntimeCache(config.create_runtime_cache(), self._kernels)
+            config.set_runtime_cache(self.runtime_cache.cache)
             # At once for the shapes of rounds, or a recorded round would keep the fallback kernels; in the background for the
             # many lengths that a prompt's last chunk may have.
             low, _, high = self._profiles[profile].get(INPUT_IDS, ([0, 0], [0, 0], [0, 0]))

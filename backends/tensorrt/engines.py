@@ -5,7 +5,7 @@ TensorRT neither checks cache writes beyond the capacity (sessions do) nor repor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
 from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, silent_logger
 from outrider.backends.tensorrt.package import OTHER_BACKENDS, Package
+from outrider.backends.tensorrt.runtime_cache import cache_file
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.contract import Tensor
 from outrider.engines.cuda import Cuda
 from outrider.engines.device import Engine
 from outrider.engines.precisions import DTYPES
+from outrider.engines.session import Session
 from outrider.errors import DeviceError, EngineError
+from outrider.progress import Progress
 
 REBUILD = "build it again on this machine, or for it: outrider build-engine EXPORT -o BUNDLE --backend {} ..."
 INVALID = {  # TensorRT-RTX's diagnostics of a plan, as sentences
@@ -75,9 +78,19 @@ class TensorRTEngines(GraphEngines):
 
     def _engine(self, name: str) -> Engine:
         if name not in self._engines:
-            profiles = self.build.profiles[name]
-            self._engines[name] = TensorRTEngine(self._trt, self._log, self._plans[name], profiles, self.device, self._scratch)
+            plan, profiles = self._plans[name], self.build.profiles[name]
+            kernels = cache_file(self.folder, self.manifest, plan_file(name))
+            self._engines[name] = TensorRTEngine(self._trt, self._log, plan, profiles, self.device, self._scratch, kernels)
         return self._engines[name]
+
+    def prepare(self, sessions: Mapping[str, Session], progress: Progress) -> None:
+        """Have TensorRT-RTX compile the kernels of all rounds, and keep them for the next time; see `Engines.prepare`."""
+        if hasattr(self._trt, "DynamicShapesKernelSpecializationStrategy"):
+            for role, session in sessions.items():
+                warm(role, session, [low for low, high in self.build.rows(role) if low == high], progress)
+            for engine in self._engines.values():
+                if engine.runtime_cache is not None:
+                    engine.runtime_cache.save()
 
     def _load(self, name: str, path: Path) -> Any:
         """Return a plan, which must have the tensors that the manifest describes."""
@@ -101,6 +114,24 @@ class TensorRTEngines(GraphEngines):
         if getattr(plan, "streamable_weights_size", 0) > 0:  # built so, because the weights did not fit
             plan.weight_streaming_budget_v2 = plan.get_weight_streaming_automatic_budget()
         return plan
+
+
+def warm(role: str, session: Session, rows: Sequence[int], progress: Progress) -> None:
+    """Run every pass that rounds make, in every window and for every number of sequences, and forget what it wrote."""
+    passes = [
+        (batch, count, window)
+        for batch in range(1, session.batch + 1)
+        for window in session.windows
+        for count in rows
+        if count <= window
+    ]
+    progress.stage(f"compiling the kernels of the {role}", len(passes))
+    for batch, count, window in passes:
+        session.write(np.zeros((batch, count), np.int64), np.full(batch, window - count), logits=True)
+        session.device.synchronize()
+        progress.advance(1)
+    for slot in range(session.batch):
+        session.clear(slot)
 
 
 def plan_paths(folder: Path, manifest: Manifest) -> dict[str, Path]:

@@ -13,14 +13,19 @@ import numpy as np
 import pytest
 
 from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.engine import choose_profile, silent_logger
-from outrider.backends.tensorrt.engines import check_gpu, check_validity, check_version, plan_paths
+from outrider.backends.tensorrt.engines import check_gpu, check_validity, check_version, plan_paths, warm
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
-from outrider.bundle.folder import read_manifest
+from outrider.backends.tensorrt.runtime_cache import RuntimeCache, cache_file
+from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import Build
+from outrider.engines.device import Buffer, Launch
 from outrider.errors import DeviceError, EngineError, UsageError
 from outrider.export.pair import export_pair
+from outrider.progress import SILENT
+from outrider.runtime.generation import Outrider
 from outrider.tests.support import build, run
 
 pytest.importorskip("tensorrt_rtx", reason="would show what a TensorRT-RTX bundle is refused for: pip install 'outrider[rtx]'")
@@ -230,3 +235,51 @@ def test_the_verifiers_profile_depends_on_rows_and_candidates(rows: int, candida
     assert profiles[choose_profile(profiles, shapes)]["logits"][0][1] == rows
     with pytest.raises(EngineError, match="no profile"):
         choose_profile(profiles, shapes | {"candidates": [3841]})
+
+
+class Kernels:
+    """A runtime cache as far as files go; it takes only what begins with "kernels"."""
+
+    def __init__(self, content: bytes = b""):
+        self.content = content
+
+    def serialize(self) -> memoryview:
+        return memoryview(self.content)
+
+    def deserialize(self, blob: bytes) -> bool:
+        taken = blob.startswith(b"kernels")
+        self.content = blob if taken else self.content
+        return taken
+
+
+def test_kernels_are_kept_beside_the_bundle_and_read_again(bundle: Path) -> None:
+    manifest = read_manifest(bundle)
+    file = cache_file(bundle, manifest, plan_file("target"))
+    assert file.parent.parent == bundle.parent
+    assert file != cache_file(bundle, manifest, plan_file("draft"))
+    first = RuntimeCache(Kernels(), file)
+    assert first.cache.content == b""
+    first.cache.content = b"kernels of a GPU"
+    first.save()
+    assert RuntimeCache(Kernels(), file).cache.content == b"kernels of a GPU"
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    file.write_bytes(b"of another GPU")
+    assert RuntimeCache(Kernels(b"own"), file).cache.content == b"own"
+    check_files(bundle, manifest)  # the bundle is as it was sealed
+    RuntimeCache(Kernels(b"kernels"), Path("/proc/nothing/kernels.bin")).save()  # no place for them is no error
+
+
+def test_every_shape_of_a_round_is_run_at_load_and_leaves_nothing_in_the_cache(tiny_export: Path, tmp_path: Path) -> None:
+    built = build(tiny_export, tmp_path / "bundle", k=[1, 4], capacity=256, batch=2)
+    with Outrider.load(built, slots=None) as outrider:
+        session, shapes = outrider.sessions["target"], list[tuple[int, ...]]()
+        bind = session.bind
+
+        def watched(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
+            shapes.append((*input_ids.shape, window))
+            return bind(input_ids, positions, logits, window, first)
+
+        session.bind = watched  # type: ignore[method-assign]
+        warm("target", session, [1, 2, 5], SILENT)
+        assert sorted(shapes) == [(batch, rows, window) for batch in (1, 2) for rows in (1, 2, 5) for window in session.windows]
+        assert all((values == 0).all() for values in session.cache().values())

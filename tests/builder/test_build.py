@@ -10,15 +10,18 @@ import msgspec
 import pytest
 
 import outrider.builder.build as build_module
+from outrider.backends.open import open_bundle
 from outrider.builder.build import build_engine
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import ROLES
+from outrider.calibration.passes import measure
 from outrider.engines.contract import DRAFT_SAMPLERS, SAMPLERS
 from outrider.errors import EngineError, FolderError, UsageError
 from outrider.export.pair import export_pair
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.tests.deferred import DeferredEngines
 from outrider.tests.support import build, run
 
 
@@ -162,3 +165,15 @@ def test_an_acceptance_that_cannot_be_measured_again_is_kept(tiny_bundle: Path, 
     assert manifest.build is not None
     known = msgspec.structs.replace(manifest.build, acceptance={"model": 0.7})
     assert build_module._measured(tiny_bundle, manifest, known, SILENT).acceptance == {"model": 0.7}
+
+
+@pytest.mark.parametrize("refusal", [None, "not here"])
+def test_where_rounds_are_recorded_passes_are_measured_in_recordings(tiny_bundle: Path, refusal: str | None) -> None:
+    engines = DeferredEngines(tiny_bundle, *open_bundle(tiny_bundle))
+    engines.device.refusal = refusal
+    costs = measure(engines, SILENT)
+    passes = sum(map(len, costs.values()))
+    assert {name: {(each.rows, each.window) for each in some} for name, some in costs.items()} == {
+        name: {(each.rows, each.window) for each in some if each.batch == 1} for name, some in engines.build.costs.items()
+    }
+    assert (engines.device.recorded, engines.device.replayed) == ((passes, passes * 8) if refusal is None else (0, 0))

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 
+from outrider.backends.onnxruntime.backend import MASK_FREE
 from outrider.backends.onnxruntime.fusion.attention import sliding_window
 from outrider.backends.onnxruntime.fusion.matching import Op, refused, source
 
@@ -23,7 +24,7 @@ class CausalAttention(RewriteRuleClassBase):
     """
 
     def __init__(self) -> None:
-        super().__init__("attention without a mask")
+        super().__init__(MASK_FREE)
 
     def pattern(
         self, op: Op, query: Any, present_key: Any, present_value: Any, mask: Any, start: Any, end: Any, axes: Any
