@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.bundle.folder import check_absent
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
-from outrider.export.source import Source
+from outrider.export.arguments import Arguments
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Model
@@ -69,26 +68,20 @@ def command(
     as_json: bool,
 ) -> None:
     """Export a pair of checkpoints, or a target alone, as standard ONNX, and check each graph against its checkpoint."""
-    # Before the libraries are imported, which takes up to ten seconds.
-    check_absent(output)
-    for source in (target, draft):
-        if source is not None:
-            Source.parse(source)
-    from outrider.export.pair import export_pair
-
+    options: dict[str, Any] = {
+        "precision": precision,
+        "head_precision": head_precision,
+        "method": method,
+        "calibration": calibration,
+        "draft_vocab": draft_vocab,
+        "draft_vocab_text": draft_vocab_text,
+    }
+    Arguments.check(target, draft, output, **options)  # wrong ones are an error before the libraries are imported
     with progress_bar() as progress:
-        manifest = export_pair(
-            target,
-            draft,
-            output,
-            precision=precision,
-            head_precision=head_precision,
-            method=method,
-            calibration=calibration,
-            draft_vocab=draft_vocab,
-            draft_vocab_text=draft_vocab_text,
-            progress=progress,
-        )
+        progress.stage("importing torch and transformers")
+        from outrider.export.pair import export_pair
+
+        manifest = export_pair(target, draft, output, progress=progress, **options)
     if as_json:
         print_json(manifest.encode())
         return

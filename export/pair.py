@@ -33,7 +33,8 @@ from outrider.bundle.manifest import (
 )
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import CONTRACT_VERSION
-from outrider.errors import SourceError, UnsupportedModelError, UsageError
+from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.arguments import Arguments
 from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.parity import (
     Exported,
@@ -88,9 +89,18 @@ def export_pair(
         SourceError, UnsupportedModelError, VocabularyMismatchError, ParityError: the pair cannot be exported.
         FolderError: the output cannot be written.
     """
-    rounding = Rounding.from_options(precision, head_precision, method, calibration)
-    shortening = _shortening(draft, draft_vocab, draft_vocab_text)
-    sources = {role: Source.parse(name) for role, name in (("target", target), ("draft", draft)) if name is not None}
+    arguments = Arguments.check(
+        target,
+        draft,
+        output,
+        precision=precision,
+        head_precision=head_precision,
+        method=method,
+        calibration=calibration,
+        draft_vocab=draft_vocab,
+        draft_vocab_text=draft_vocab_text,
+    )
+    sources, rounding, shortening = arguments.sources, arguments.rounding, arguments.shortening
     with staged(output) as folder, _quiet_libraries():
         for source in sources.values():
             read_config(source)
@@ -111,17 +121,6 @@ def export_pair(
             models[role], _ = _export_model(job)
         _write_text(folder, tokenizers["target"])
         return _seal(folder, vocab_tokens, models, generation, progress)
-
-
-def _shortening(draft: str | None, tokens: int | None, text: Path | None) -> tuple[Path, int] | None:
-    """Return the text whose most frequent tokens a short head keeps, and their number; None if the head is not shortened."""
-    if (tokens is None) != (text is None):
-        raise UsageError("--draft-vocab and --draft-vocab-text go together", "use both or neither")
-    if tokens is None or text is None:
-        return None
-    if draft is None:
-        raise UsageError("--draft-vocab needs a draft", "add --draft, or leave --draft-vocab out")
-    return text, tokens
 
 
 def _seal(folder: Path, vocab_tokens: int, models: dict[str, Model], generation: Generation, progress: Progress) -> Manifest:

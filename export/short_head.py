@@ -59,19 +59,14 @@ def frequent_tokens(tokenizer: str, text: Path, count: int, tokens: int, always:
         always: ids to include in any case.
 
     Raises:
-        UsageError: the text cannot be read, or `count` does not fit the vocabulary.
+        UsageError: `count` does not fit the vocabulary.
     """
     if not len(set(always)) < count < tokens:
         raise UsageError(
             f"--draft-vocab {count} does not fit a vocabulary of {tokens:,}",
             f"use a number from {len(set(always)) + 1} to {tokens - 1:,}",
         )
-    try:
-        ids = Tokenizer.from_str(tokenizer).encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot read {text} as text: {error}", "use a UTF-8 text similar to what the pair will write"
-        ) from error
+    ids = Tokenizer.from_str(tokenizer).encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     counts = np.bincount(ids, minlength=tokens)[:tokens].astype(np.int64)
     counts[always] = np.iinfo(np.int64).max
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))

@@ -28,6 +28,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -145,7 +146,13 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
             raise UsageError(
                 f"this machine has too few cores for {replicas} replicas with {cpus} each", "ask for fewer, or set RAY_ADDRESS"
             )
-        serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=host, port=port))
+        try:
+            serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=host, port=port))
+        except RayError as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise EngineError(
+                f"the proxies do not start: {reason}", "see the logs of Ray, and whether the port is free on all nodes"
+            ) from error
         try:
             serve.run(application(settings, scale, scale.cpus or available or 1, drain), name=APPLICATION)
         except RuntimeError as error:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from outrider.bundle.folder import read_manifest
+from outrider.cli import main
 from outrider.tests.support import BROKEN_TEXT, COMMAND, PAIR, llama, run, tokenizer, write_checkpoint
 
 
@@ -35,6 +37,12 @@ def export(tmp_path: Path, target: Path | str = PAIR / "target", draft: Path | s
     return run("export", "--target", target, "--draft", draft, "-o", tmp_path / "out", **options)
 
 
+def export_here(tmp_path: Path, target: Path = PAIR / "target", draft: Path = PAIR / "draft") -> Any:
+    """Run the command in this process, which has imported torch already."""
+    done = CliRunner().invoke(main, ["export", "--target", str(target), "--draft", str(draft), "-o", str(tmp_path / "out")])
+    return subprocess.CompletedProcess([], done.exit_code, done.stdout, done.stderr)
+
+
 def nothing_written(folder: Path) -> bool:
     return not any(path.name in ("out", ".out.partial") for path in folder.iterdir())
 
@@ -48,7 +56,7 @@ def test_truncated_checkpoint(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(PAIR / "target", tmp_path / "cut"))
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    refused(export(tmp_path, target=copy), 1, "cannot read the weights of cut")
+    refused(export_here(tmp_path, target=copy), 1, "cannot read the weights of cut")
     assert nothing_written(tmp_path)
 
 
@@ -56,13 +64,13 @@ def test_unknown_architecture(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(PAIR / "target", tmp_path / "odd"))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"model_type": "no_such_model", "architectures": ["NoSuchModel"]}))
-    refused(export(tmp_path, draft=copy), 1, "no_such_model")
+    refused(export_here(tmp_path, draft=copy), 1, "no_such_model")
     assert nothing_written(tmp_path)
 
 
 def test_vocabulary_mismatch(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "other", llama(), tokenizer())
-    refused(export(tmp_path, draft=tmp_path / "other"), 1, "different tokenizers: token ")
+    refused(export_here(tmp_path, draft=tmp_path / "other"), 1, "different tokenizers: token ")
     assert nothing_written(tmp_path)
 
 
