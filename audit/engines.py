@@ -1,4 +1,9 @@
-"""`outrider verify --engines`: a bundle's engines compared with ONNX Runtime on the CPU, from the same inputs."""
+"""`outrider verify --engines`: a bundle's engines compared with ONNX Runtime on the CPU, from the same inputs.
+
+Polygraphy's comparator is not used. It runs TensorRT and ONNX Runtime by runners of its own, one pass at a time, and compares
+numbers. Here every backend runs through the sessions that serve requests, each pass reads what the passes before it left in the
+cache, and of samplers it is the choices that are compared: rounding may turn one where two tokens are nearly as likely.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from outrider.backends.tensorrt.job import PROGRESS_PARTS, Facts, Gpu, Job, Refused, Report
-from outrider.backends.tensorrt.network import configure, parse, save_timing_cache
+from outrider.backends.tensorrt.network import configure, create, import_polygraphy, parse, save_timing_cache
 
 LONGEST = "Computing profile costs"  # the phase in which TensorRT compiles, which takes nearly all of the time
 NO_GPU = ("cudaError 35:", "cudaError 100:")  # logged by both packages on every machine without a driver or a GPU
@@ -50,6 +50,7 @@ def _work(job: Job, send: Send) -> None:
     try:
         trt = importlib.import_module(job.package.module)
         importlib.import_module("onnx")
+        import_polygraphy(job.package)
     except (ImportError, OSError) as error:  # an OSError if one of the package's libraries is missing
         send(Report(missing=str(error)))
         return
@@ -58,15 +59,12 @@ def _work(job: Job, send: Send) -> None:
         return
     log = _logger(trt, job.options.verbosity)
     with open(job.plan, "wb") as plan:
-        builder = trt.Builder(log)
-        typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # TensorRT 11 has nothing else
-        network = builder.create_network(0 if typed is None else 1 << int(typed))
+        builder, network = create(trt, log)
         parser = trt.OnnxParser(network, log)
         send(Report(stage="parsing"))
         parse(trt, job, network, parser)
-        config = configure(trt, job, builder, network)
-        monitor = _monitor(trt, send)
-        config.progress_monitor = monitor
+        monitor = _monitor(trt, send)  # the configuration does not keep it alive
+        config = configure(trt, job, builder, network, monitor)
         send(Report(stage="compiling"))
         _compile(trt, builder, network, config, plan, log.errors)
         save_timing_cache(job.options.timing_cache, config)

@@ -1,12 +1,40 @@
-"""One graph as TensorRT's network, and the configuration that it is built with."""
+"""One graph as TensorRT's network, and the configuration that it is built with.
+
+Both are made with Polygraphy's loaders, except for what these cannot do. They parse a graph from its file, where here its
+caches first get a fixed capacity; they log the parser's errors instead of returning them with their nodes; they do not look
+whether a timing cache was accepted; and they build in memory, where a plan is written as a stream here.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.backends.tensorrt.job import Job, Refused
+from outrider.backends.tensorrt.package import RTX, Package
 from outrider.engines.contract import INPUT_IDS
+
+if TYPE_CHECKING:
+    from polygraphy.backend.trt import Profile
+
+
+def import_polygraphy(package: Package) -> None:
+    """Import Polygraphy, which chooses the package when it is first imported."""
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(package == RTX))
+    import polygraphy.backend.trt  # noqa: F401
+
+
+def create(trt: Any, log: Any) -> tuple[Any, Any]:
+    """Return a builder, and an empty network with the types of the graph. Polygraphy logs to `log` from now on."""
+    from polygraphy.backend.trt import create_network, util
+    from polygraphy.logger import G_LOGGER
+
+    util.TRT_LOGGER = log
+    G_LOGGER.module_severity = G_LOGGER.ERROR  # below, it prints the configuration
+    typed = hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # TensorRT 11 has nothing else
+    builder, network = create_network(strongly_typed=typed)
+    return builder, network
 
 
 def parse(trt: Any, job: Job, network: Any, parser: Any) -> None:
@@ -37,65 +65,66 @@ def parse(trt: Any, job: Job, network: Any, parser: Any) -> None:
 
 
 def _cache_updates(trt: Any, network: Any) -> set[tuple[str, str]]:
-    """Return the caches that are updated in place, past and present; and allow attention to be decomposed."""
+    """Return the caches that are updated in place, past and present."""
     updates = set()
     for index in range(network.num_layers):
         layer = network.get_layer(index)
-        if layer.type == trt.LayerType.ATTENTION_INPUT:
-            # A fused kernel is still used if there is one. Without this, a shape that has none fails the build: any shape
-            # in fp32, and decoding with 3 query heads per key/value head in fp16.
-            layer.__class__ = trt.IAttentionInputLayer
-            layer.attention.decomposable = True
         if layer.type == trt.LayerType.KV_CACHE_UPDATE:
             layer.__class__ = trt.IKVCacheUpdateLayer
             updates.add((layer.get_input(0).name, layer.get_output(0).name))
     return updates
 
 
-def configure(trt: Any, job: Job, builder: Any, network: Any) -> Any:
+def configure(trt: Any, job: Job, builder: Any, network: Any, monitor: Any) -> Any:
     """Return the builder's configuration: flags, options and optimization profiles.
 
     Raises:
         Refused: the package refuses an option or a profile.
     """
-    options, config = job.options, builder.create_builder_config()
+    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+    from polygraphy.backend.trt import CreateConfig, set_decomposable_attentions
+    from polygraphy.exception import PolygraphyException
+
+    # A fused kernel is still used if there is one. Without this, a shape that has none fails the build: any shape in fp32, and
+    # decoding with 3 query heads per key/value head in fp16.
+    set_decomposable_attentions((builder, network))
+    options = job.options
+    limits = {} if options.workspace is None else {trt.MemoryPoolType.WORKSPACE: int(options.workspace * 2**30)}
+    capabilities = [tuple(map(int, each.split("."))) for each in options.compute_capability]
+    settings = {
+        "profiles": [_profile(job, shapes, network) for shapes in job.profiles],
+        "memory_pool_limits": limits,
+        "builder_optimization_level": options.optimization_level,
+        "hardware_compatibility_level": trt.HardwareCompatibilityLevel.AMPERE_PLUS if options.hardware_compatible else None,
+        "version_compatible": options.version_compatible,
+        "weight_streaming": job.stream_weights,
+        "progress_monitor": monitor,
+        "profiling_verbosity": trt.ProfilingVerbosity.LAYER_NAMES_ONLY,  # the package's default, but not Polygraphy's
+    }
+    try:
+        made = CreateConfigRTX(compute_capabilities=capabilities or None, **settings) if job.package == RTX else None
+        config = (made or CreateConfig(**settings))(builder, network)
+    except PolygraphyException as error:
+        raise Refused(str(error)) from error
     config.clear_flag(trt.BuilderFlag.TF32)  # fp32 is there to compare with, and TF32 keeps 10 bits
     config.set_flag(trt.BuilderFlag.STRICT_NANS)  # the samplers look for NaN
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # a run that allocates memory cannot be recorded
-    if options.workspace is not None:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, int(options.workspace * 2**30))
-    if options.optimization_level is not None:
-        config.builder_optimization_level = options.optimization_level
-    if options.compute_capability:
-        config.num_compute_capabilities = len(options.compute_capability)
-        for index, each in enumerate(options.compute_capability):
-            if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{each.replace('.', '')}"), index):
-                raise Refused(f"compute capability {each} is refused")
-    if options.hardware_compatible:
-        config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
-    if options.version_compatible:
-        config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
-    if job.stream_weights:
-        config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
     _load_timing_cache(options.timing_cache, config)
-    _add_profiles(job, builder, network, config)
     return config
 
 
-def _add_profiles(job: Job, builder: Any, network: Any, config: Any) -> None:
-    for shapes in job.profiles:
-        profile = builder.create_optimization_profile()
-        for index in range(network.num_inputs):
-            tensor = network.get_input(index)
-            if tensor.name in shapes:
-                set_shape = profile.set_shape_input if tensor.is_shape_tensor else profile.set_shape
-                set_shape(tensor.name, *shapes[tensor.name])
-        for cache in job.cache:
-            batches = [shape[0] for shape in shapes[INPUT_IDS]]
-            profile.set_shape(cache.past, *([batch, cache.heads, job.capacity, cache.width] for batch in batches))
-        if config.add_optimization_profile(profile) < 0:
-            raise Refused(f"the profile {shapes} is refused")
+def _profile(job: Job, shapes: dict[str, Any], network: Any) -> Profile:
+    from polygraphy.backend.trt import Profile
+
+    profile = Profile()
+    names = {network.get_input(index).name for index in range(network.num_inputs)}
+    for name in names & shapes.keys():
+        profile.add(name, *shapes[name])
+    for cache in job.cache:
+        batches = [shape[0] for shape in shapes[INPUT_IDS]]
+        profile.add(cache.past, *([batch, cache.heads, job.capacity, cache.width] for batch in batches))
+    return profile
 
 
 def _load_timing_cache(file: str | None, config: Any) -> None:

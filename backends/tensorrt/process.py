@@ -2,9 +2,6 @@
 
 The parent writes a `Job` to the child's standard input and keeps it open: when it closes, the child ends. The child answers
 with `Report`s.
-
-Polygraphy's loaders are not used: they log parser errors instead of returning them with their nodes, build in memory (a plan
-here is written as a stream), and know neither TensorRT-RTX's compute capabilities nor caches that are updated in place.
 """
 
 from __future__ import annotations
