@@ -23,6 +23,23 @@ MANY = MEGABYTE // 4  # items of a list, each of which would be an error or a pr
 KINDS = ("huge prompts", "idle connections", "a greedy key")
 
 
+def _encoded(name: str, fields: dict[str, Any]) -> tuple[str, str, bytes]:
+    """Return a name for what a body is, the path that it goes to, and the body."""
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    return name, path, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+# Encoded once: good clients are in the same process, and would wait for it.
+HUGE_BODIES = [
+    _encoded("huge prompt", {"prompt": "word " * (MEGABYTE // 5), "max_tokens": 8}),
+    _encoded("huge prompt", {"prompt": COMBINING * (MEGABYTE // len(COMBINING.encode())), "max_tokens": 8}),
+    _encoded("huge list", {"prompt": [{}] * MANY}),
+    _encoded("huge list", {"prompt": [[]] * MANY}),
+    _encoded("huge list", {"messages": [{"role": "user", "content": [1] * MANY}]}),
+]
+GREEDY_BODY = _encoded("greedy key", {"prompt": "Once upon a time", "max_tokens": 256})
+
+
 class Hostile:
     """Hostile clients in threads. `replies` counts what they got: a status, or what became of the connection."""
 
@@ -33,12 +50,10 @@ class Hostile:
         self._stopped = threading.Event()
         self.replies: Counter[str] = Counter()
 
-    def _post(self, name: str, fields: dict[str, Any]) -> None:
+    def _post(self, name: str, path: str, body: bytes) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=60)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {GREEDY_KEY}"}
         try:
-            body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-            path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
             connection.request("POST", path, body, headers)
             response = connection.getresponse()
             response.read()
@@ -49,14 +64,11 @@ class Hostile:
             connection.close()
 
     def _huge(self) -> None:
-        for text in ("word " * (MEGABYTE // 5), COMBINING * (MEGABYTE // len(COMBINING.encode()))):
-            self._post("huge prompt", {"prompt": text, "max_tokens": 8})
-        self._post("huge list", {"prompt": [{}] * MANY})
-        self._post("huge list", {"prompt": [[]] * MANY})
-        self._post("huge list", {"messages": [{"role": "user", "content": [1] * MANY}]})
+        for each in HUGE_BODIES:
+            self._post(*each)
 
     def _greedy(self) -> None:
-        self._post("greedy key", {"prompt": "Once upon a time", "max_tokens": 256})
+        self._post(*GREEDY_BODY)
 
     def _idle(self) -> None:
         connections: list[socket.socket] = []
