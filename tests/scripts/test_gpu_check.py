@@ -80,6 +80,28 @@ def test_without_a_gpu_each_stage_says_so(tmp_path: Path) -> None:
     assert f"wrote {tmp_path / 'out' / 'gpu-check.json'}" in done.stdout
 
 
+ONLY_NUMPY_AND_CUDA = """
+import importlib.abc, runpy, sys
+
+class Others(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in {"msgspec", "onnx", "onnxruntime", "tokenizers", "torch", "transformers", "click"}:
+            raise ImportError(f"{name} is not installed")
+
+sys.meta_path.insert(0, Others())
+import outrider.scripts.gpu_check.stages.device
+script, *sys.argv[1:] = sys.argv[1:]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="shows what it says without a GPU")
+def test_the_stage_of_the_device_needs_numpy_and_the_bindings_only(tmp_path: Path) -> None:
+    arguments = [str(ROOT / "scripts" / "gpu-check"), "--inside", "device", "--out", str(tmp_path), "--work", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", ONLY_NUMPY_AND_CUDA, *arguments], capture_output=True, text=True)
+    assert "no NVIDIA GPU found" in done.stdout, done.stderr
+
+
 def test_exports_that_are_there_are_used(tmp_path: Path) -> None:
     for name in EXPORTS:
         (tmp_path / "ready" / name).mkdir(parents=True)

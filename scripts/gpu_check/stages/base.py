@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from outrider import Outrider
 from outrider.scripts.gpu_check.report import Report
-from outrider.scripts.gpu_check.timing import time_bundle
 
 ROOT = Path(__file__).resolve().parents[3]
 PAIR = ROOT / "examples" / "tiny-pair"
@@ -106,7 +104,9 @@ def check_audit(report: Report, backend: str, folders: Folders) -> None:
 
 def check_speed(report: Report, backend: str, folders: Folders) -> None:
     """Time plain and speculative decoding."""
-    from outrider.scripts.gpu_check.hardware import bandwidth  # which needs a package that the stage of exports does not
+    from outrider import Outrider  # these need packages that other stages do not
+    from outrider.scripts.gpu_check.hardware import bandwidth
+    from outrider.scripts.gpu_check.timing import time_bundle
 
     bundle = folders.work / f"{backend}-{PRECISION}"
     rate = report.run("copy bandwidth, GB/s", bandwidth)
