@@ -247,8 +247,8 @@ def test_weights_with_nan_fail_the_export(checkpoints: Path, tmp_path: Path) -> 
         export_pair(str(tmp_path / "target"), str(checkpoints / "draft"), tmp_path / "onnx", precision="int4")
 
 
-def test_console_and_tensorrt(tmp_path: Path) -> None:
-    """The output of `export` for a pair with a layer of 48 inputs; TensorRT-RTX builds it, as no layer is a single block."""
+def test_what_export_says(tmp_path: Path) -> None:
+    """For a pair with a layer of 48 inputs."""
     model = write_checkpoint(tmp_path / "model", llama(hidden_size=64, num_hidden_layers=1))
     done = run("export", "--target", model, "--draft", model, "-o", tmp_path / "int4", "--precision", "int4")
     assert done.returncode == 0, done.stderr
@@ -256,20 +256,19 @@ def test_console_and_tensorrt(tmp_path: Path) -> None:
     assert "draft: perplexity 3" in done.stdout  # 320 tokens, all about equally likely
     assert "target: 3,072 weights stay in fp32" in done.stdout
     assert "beginning with model.layers.0.mlp.down_proj.weight" in done.stdout
-    pytest.importorskip("tensorrt_rtx", reason="would show that quantized models build: pip install 'outrider[rtx]'")
-    bundle = build(tmp_path / "int4", tmp_path / "bundle", backend="tensorrt-rtx", capacity=100, k=[2], batch=1)
-    manifest = read_manifest(bundle)
-    check_files(bundle, manifest)
-    assert manifest.models["target"].precision == "int4"
 
 
 @pytest.mark.slow
-def test_tensorrt_builds_int8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", BITS)
+def test_tensorrt_builds_it(tmp_path: Path, precision: str) -> None:
+    """As no layer is a single block."""
     pytest.importorskip("tensorrt_rtx", reason="would show that quantized models build: pip install 'outrider[rtx]'")
     model = str(write_checkpoint(tmp_path / "model", llama(hidden_size=64, num_hidden_layers=1)))
-    export_pair(model, None, tmp_path / "int8", precision="int8")
-    bundle = build(tmp_path / "int8", tmp_path / "bundle", backend="tensorrt-rtx", capacity=100, k=[2], batch=1)
-    assert read_manifest(bundle).models["target"].precision == "int8"
+    export_pair(model, None, tmp_path / "onnx", precision=precision)
+    bundle = build(tmp_path / "onnx", tmp_path / "bundle", backend="tensorrt-rtx", capacity=100, k=[2], batch=1)
+    manifest = read_manifest(bundle)
+    check_files(bundle, manifest)
+    assert manifest.models["target"].precision == precision
 
 
 @pytest.mark.parametrize(
