@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -68,20 +68,22 @@ def command(
     as_json: bool,
 ) -> None:
     """Export a pair of checkpoints, or a target alone, as standard ONNX, and check each graph against its checkpoint."""
-    options: dict[str, Any] = {
-        "precision": precision,
-        "head_precision": head_precision,
-        "method": method,
-        "calibration": calibration,
-        "draft_vocab": draft_vocab,
-        "draft_vocab_text": draft_vocab_text,
-    }
-    Arguments.check(target, draft, output, **options)  # wrong ones are an error before the libraries are imported
+    arguments = Arguments.check(  # wrong ones are an error before the libraries are imported
+        target,
+        draft,
+        output,
+        precision=precision,
+        head_precision=head_precision,
+        method=method,
+        calibration=calibration,
+        draft_vocab=draft_vocab,
+        draft_vocab_text=draft_vocab_text,
+    )
     with progress_bar() as progress:
         progress.stage("importing torch and transformers")
-        from outrider.export.pair import export_pair
+        from outrider.export.pair import export
 
-        manifest = export_pair(target, draft, output, progress=progress, **options)
+        manifest = export(arguments, progress)
     if as_json:
         print_json(manifest.encode())
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Required, TypedDict, Unpack
 
 from outrider.bundle.folder import check_absent
 from outrider.errors import UsageError
@@ -11,28 +12,30 @@ from outrider.export.rounding import Rounding
 from outrider.export.source import Source
 
 
+class Options(TypedDict, total=False):
+    """How the models of a pair are exported."""
+
+    precision: Required[str]  # fp32, fp16, bf16, int8 or int4
+    head_precision: str | None  # of the output head, for int8 and int4
+    method: str | None  # how to round weights, rtn or auto-round, for int8 and int4
+    calibration: Path | None  # a text file, for auto-round
+    draft_vocab: int | None  # the number of tokens that the draft may propose: the most frequent ones of `draft_vocab_text`
+    draft_vocab_text: Path | None  # a text file
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """The arguments of an export that agree with each other."""
 
+    output: Path
+    precision: str
+    head_precision: str | None
     sources: dict[str, Source]  # by role; without a draft, the target alone
     rounding: Rounding | None  # None if weights are not quantized
     shortening: tuple[Path, int] | None  # the text whose most frequent tokens the draft may propose, and their number
 
     @classmethod
-    def check(
-        cls,
-        target: str,
-        draft: str | None,
-        output: Path,
-        *,
-        precision: str,
-        head_precision: str | None = None,
-        method: str | None = None,
-        calibration: Path | None = None,
-        draft_vocab: int | None = None,
-        draft_vocab_text: Path | None = None,
-    ) -> Arguments:
+    def check(cls, target: str, draft: str | None, output: Path, **options: Unpack[Options]) -> Arguments:
         """Check the arguments of `export_pair`.
 
         Raises:
@@ -40,11 +43,12 @@ class Arguments:
             SourceError: a checkpoint is not there.
             FolderError: the output exists.
         """
-        rounding = Rounding.from_options(precision, head_precision, method, calibration)
-        shortening = _shortening(draft, draft_vocab, draft_vocab_text)
+        precision, head_precision = options["precision"], options.get("head_precision")
+        rounding = Rounding.from_options(precision, head_precision, options.get("method"), options.get("calibration"))
+        shortening = _shortening(draft, options.get("draft_vocab"), options.get("draft_vocab_text"))
         sources = {role: Source.parse(name) for role, name in (("target", target), ("draft", draft)) if name is not None}
         check_absent(output)
-        return cls(sources, rounding, shortening)
+        return cls(output, precision, head_precision, sources, rounding, shortening)
 
 
 def _shortening(draft: str | None, tokens: int | None, text: Path | None) -> tuple[Path, int] | None:

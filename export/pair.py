@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import msgspec
 import numpy as np
@@ -34,7 +35,7 @@ from outrider.bundle.manifest import (
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import CONTRACT_VERSION
 from outrider.errors import SourceError, UnsupportedModelError
-from outrider.export.arguments import Arguments
+from outrider.export.arguments import Arguments, Options
 from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.parity import (
     Exported,
@@ -56,52 +57,33 @@ from outrider.progress import SILENT, Progress
 
 
 def export_pair(
-    target: str,
-    draft: str | None,
-    output: Path,
-    *,
-    precision: str,
-    head_precision: str | None = None,
-    method: str | None = None,
-    calibration: Path | None = None,
-    draft_vocab: int | None = None,
-    draft_vocab_text: Path | None = None,
-    progress: Progress = SILENT,
+    target: str, draft: str | None, output: Path, *, progress: Progress = SILENT, **options: Unpack[Options]
 ) -> Manifest:
     """Export both models of a pair, or a target alone, into the folder `output`, and return its manifest.
-
-    One model is in memory at a time. The folder is written completely or not at all.
 
     Args:
         target: a Hugging Face folder, a hub id, or a GGUF file.
         draft: the same, or None.
         output: the folder to write.
-        precision: fp32, fp16, bf16, int8 or int4.
-        head_precision: precision of the output head, for int8 and int4.
-        method: how to round weights, rtn or auto-round, for int8 and int4.
-        calibration: a text file, for auto-round.
-        draft_vocab: the number of tokens that the draft may propose: the most frequent ones of `draft_vocab_text`.
-        draft_vocab_text: a text file.
         progress: is told about the stages.
+        options: see `Options`.
 
     Raises:
         UsageError: options contradict each other, or do not fit the precision or the models.
         SourceError, UnsupportedModelError, VocabularyMismatchError, ParityError: the pair cannot be exported.
         FolderError: the output cannot be written.
     """
-    arguments = Arguments.check(
-        target,
-        draft,
-        output,
-        precision=precision,
-        head_precision=head_precision,
-        method=method,
-        calibration=calibration,
-        draft_vocab=draft_vocab,
-        draft_vocab_text=draft_vocab_text,
-    )
+    return export(Arguments.check(target, draft, output, **options), progress)
+
+
+def export(arguments: Arguments, progress: Progress) -> Manifest:
+    """Export what was asked for, one model in memory at a time; the folder is written completely or not at all.
+
+    Errors are those of `export_pair`.
+    """
     sources, rounding, shortening = arguments.sources, arguments.rounding, arguments.shortening
-    with staged(output) as folder, _quiet_libraries():
+    precision = arguments.precision
+    with staged(arguments.output) as folder, _quiet_libraries():
         for source in sources.values():
             read_config(source)
         progress.stage("reading the vocabularies")
@@ -116,7 +98,7 @@ def export_pair(
             short = None
             if shortening is not None:
                 short = frequent_tokens(tokenizers[role].json, *shortening, tokens, generation.eos_token_ids)
-            own = rounding.for_draft(head_precision) if rounding is not None else None
+            own = rounding.for_draft(arguments.head_precision) if rounding is not None else None
             job = _Job(sources[role], role, tokenizers[role], tokens, folder, precision, own, short, progress)
             models[role], _ = _export_model(job)
         _write_text(folder, tokenizers["target"])
