@@ -8,6 +8,7 @@ whether a timing cache was accepted; and they build in memory, where a plan is w
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +102,9 @@ def configure(trt: Any, job: Job, builder: Any, network: Any, monitor: Any) -> A
         "progress_monitor": monitor,
         "profiling_verbosity": trt.ProfilingVerbosity.LAYER_NAMES_ONLY,  # the package's default, but not Polygraphy's
     }
+    create_config = partial(CreateConfigRTX, compute_capabilities=capabilities or None) if job.package == RTX else CreateConfig
     try:
-        made = CreateConfigRTX(compute_capabilities=capabilities or None, **settings) if job.package == RTX else None
-        config = (made or CreateConfig(**settings))(builder, network)
+        config = create_config(**settings)(builder, network)
     except PolygraphyException as error:
         raise Refused(str(error)) from error
     config.clear_flag(trt.BuilderFlag.TF32)  # fp32 is there to compare with, and TF32 keeps 10 bits
