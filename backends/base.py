@@ -5,15 +5,16 @@ from __future__ import annotations
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.bundle.folder import check_files
-from outrider.bundle.manifest import ROLES, TOKENIZER, Build, Manifest, damaged
+from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged
 from outrider.engines.contract import DRAFT_SAMPLERS, Tensor, sampler_tensors, step_tensors, window_buckets
-from outrider.engines.device import Device, Engine
-from outrider.engines.session import Session
+from outrider.engines.device import Cpu, Device, Engine
+from outrider.engines.session import GraphSession, Session, Sizes
 from outrider.errors import EngineError, FolderError
 from outrider.progress import Progress
 
@@ -33,12 +34,26 @@ class Engines(ABC):
 
     @abstractmethod
     def session(self, role: str, batch: int) -> Session:
-        """Return the model of one of `ROLES` with a fresh cache for `batch` sequences.
+        """Return the model of one of `ROLES` with a fresh cache for `batch` sequences. On a CPU, several threads call this.
 
         Raises:
             EngineError: the backend refuses the model, or the model is not what the manifest says; or the device has no
                 memory for the cache.
         """
+
+    def sessions(self, batch: int) -> dict[str, Session]:
+        """Return what `session` does for every model, by role. On a CPU they load side by side: kernels that bring weights into
+        their own order use one thread."""
+        roles = self.manifest.roles
+        if isinstance(self.device, Cpu):
+            with ThreadPoolExecutor(len(roles)) as pool:
+                loaded = dict(zip(roles, pool.map(lambda role: self.session(role, batch), roles), strict=True))
+        else:
+            loaded = {role: self.session(role, batch) for role in roles}
+        for session in loaded.values():
+            if session.reads_features:
+                session.share_features(loaded["target"])
+        return loaded
 
     @abstractmethod
     def sampler(self, name: str) -> Engine:
@@ -48,12 +63,22 @@ class Engines(ABC):
             EngineError: the backend refuses it, or it is not what the manifest says.
         """
 
+    def unrounded(self) -> Engines | None:
+        """Return engines whose products do not round activations, to compare with others; None if they cannot do without."""
+        return self
+
+    def sizes(self, role: str, batch: int) -> Sizes:
+        """Return what `session` makes a session for."""
+        model, build = self.manifest.models[role], self.build
+        sizes = Sizes(model.layers, model.vocab_rows, build.capacity, build.windows, build.max_rows, batch)
+        return replace(sizes, features=model.features, reads_features=role in READS_FEATURES)
+
     def prepare(self, sessions: Mapping[str, Session], progress: Progress) -> None:  # noqa: B027  # most need nothing
         """Do what would otherwise delay the first requests: nothing, unless a backend compiles kernels for shapes it meets."""
 
 
 class GraphEngines(Engines):
-    """Engines whose step models are graphs that run over bound buffers, so that one `Session` serves all of them."""
+    """Engines whose step models are graphs that run over bound buffers, so that one kind of session serves all of them."""
 
     @abstractmethod
     def step_model(self, role: str) -> Engine:
@@ -64,18 +89,8 @@ class GraphEngines(Engines):
         """
 
     def session(self, role: str, batch: int) -> Session:
-        model = self.manifest.models[role]
-        return Session(
-            self.device,
-            self.step_model(role),
-            layers=model.layers,
-            precision=model.precision,
-            vocab_rows=model.vocab_rows,
-            capacity=self.build.capacity,
-            windows=self.build.windows,
-            max_rows=self.build.max_rows,
-            batch=batch,
-        )
+        precision = self.manifest.models[role].precision
+        return GraphSession(self.device, self.step_model(role), precision, self.sizes(role, batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +197,7 @@ class Backend(ABC):
         """Return a bundle's engines.
 
         Args:
-            device: "cpu" or "cuda"; None is what the bundle was built for.
+            device: one of `devices`; None is what the bundle was built for.
 
         Raises:
             UsageError: the backend does not run on that device.
@@ -230,8 +245,8 @@ def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Te
     """Return the inputs and outputs, in order, of one of `ENGINES`."""
     if name in ROLES:
         model = manifest.models[name]
-        return step_tensors(model.layers, model.vocab_rows, model.precision)
-    return sampler_tensors(name, *manifest.widths)
+        return step_tensors(model.layers, model.vocab_rows, model.precision, model.features, name in READS_FEATURES)
+    return sampler_tensors(name, manifest.vocab_rows)
 
 
 def check_tensors(path: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:

@@ -21,11 +21,17 @@ def open_bundle(folder: Path, progress: Progress = SILENT) -> tuple[Manifest, Bu
         FolderError: the folder is missing, damaged or of another version, or is an export.
         EngineError: the bundle is for a backend that this release does not have.
     """
+    manifest, build = read_bundle(folder)
+    check_files(folder, manifest, progress)
+    return manifest, build
+
+
+def read_bundle(folder: Path) -> tuple[Manifest, Build]:
+    """Do the same without looking at the other files."""
     manifest = read_manifest(folder)
     if manifest.build is None:
         raise FolderError(f"{folder} is an export, not a bundle", f"build it first: outrider build-engine {folder} -o BUNDLE")
     registry.get(manifest.build.backend).check(manifest, manifest.build)
-    check_files(folder, manifest, progress)
     return manifest, manifest.build
 
 
@@ -33,7 +39,7 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
     """Return a bundle's engines.
 
     Args:
-        device: "cpu" or "cuda"; None is what the bundle was built for.
+        device: one of the backend's `devices`; None is what the bundle was built for.
 
     Raises:
         UsageError: the backend does not run on that device.

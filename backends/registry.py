@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.backends.base import Backend
 from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
+from outrider.backends.openvino.backend import OpenVinoBackend
 from outrider.backends.tensorrt.backend import RTX_BACKEND, TENSORRT_BACKEND
 from outrider.errors import EngineError
 
@@ -48,5 +49,5 @@ def devices() -> tuple[str, ...]:
 
 
 REFERENCE = OnnxRuntimeBackend()  # the default, and what engines of the others are compared with
-for _backend in (REFERENCE, RTX_BACKEND, TENSORRT_BACKEND):
+for _backend in (REFERENCE, OpenVinoBackend(), RTX_BACKEND, TENSORRT_BACKEND):
     register(_backend)

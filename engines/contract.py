@@ -12,6 +12,8 @@ that the run reads, C the capacity, Hkv and D the key/value heads of a layer and
 | `key_positions` | int64 [L] | 0..L-1; its length is the window |
 | `past_key_i`, `past_value_i` | [B, Hkv, C, D] | the cache of layer i, in the model's precision |
 | `present_key_i`, `present_value_i` | [B, Hkv, C, D] | the same memory, after the run |
+| `past_features`, `present_features` | [B, 1, C, H] | with a draft head: what the head reads of the target; see below |
+| `feature_positions` | int64 [B] | draft heads only: the entry of the features that the last row's output is written to |
 | `logits` | float32 [B, S, V] | of all S rows |
 | `logits_rows` | int64 [1] | optional, on the host: a backend may add it, to get the logits of that many last rows |
 
@@ -19,16 +21,22 @@ A row attends to the keys at `key_positions <= positions + row`. What the cache 
 tokens costs nothing: the next run writes from a smaller position. It must be finite, though, since zero times NaN is NaN; a
 session that met NaN is cleared. Engines do not check `positions + S <= C`, but sessions do.
 
+A draft head reads hidden states of the target. What it makes of those of a position, H numbers, is a feature: the target
+writes one for each of its rows, as it writes keys and values, whether or not the head drafts. Row i of the head reads feature i
+and the token i + 1, attends to its own cache up to entry i, and gives the logits of token i + 2. Where there is no real feature
+yet, the head reads its own output for the row before: the last row of a pass writes it to the entry `feature_positions`, which
+is the next one in a draft step, and one that nothing reads (C - 1) where the features that follow are real.
+
 The samplers
 ------------
 Five graphs turn logits into tokens: the `drafter` after each step of the draft model, the `verifier` after a pass of the
 target, a `greedy_` variant of both for requests that take the most likely tokens and change no logits, and `logprobs` for
-requests that ask for them. `export/sampler.py` has what they compute. V is the width of the target's logits, Vd that of the
-draft's, S the rows of the target's pass, N the entries of the edit table, and K the candidates of top_k and top_p.
+requests that ask for them. `export/sampler.py` has what they compute. V is the width of the logits, of the draft's as of the
+target's, S the rows of the target's pass, N the entries of the edit table, and K the candidates of top_k and top_p.
 
 | tensor | type, shape | meaning |
 |---|---|---|
-| `logits` | float32 [B, S, V]; drafters [B, 1, Vd] | of a step model |
+| `logits` | float32 [B, S, V]; drafters [B, 1, V] | of a step model |
 | `drafted` | int64 [B, S] | the drafted tokens: the one after row i is at i; the rest is ignored |
 | `drafted_count` | int64 [B] | how many there are, 0..S-1; 0 is plain decoding |
 | `first_row` | int64 [1] | drafter only: how many tokens have been drafted already |
@@ -53,11 +61,14 @@ from dataclasses import dataclass
 
 from outrider.engines.precisions import PRECISIONS
 
-CONTRACT_VERSION = 3
+CONTRACT_VERSION = 4
 
 INPUT_IDS = "input_ids"
 POSITIONS = "positions"
 KEY_POSITIONS = "key_positions"
+FEATURE_POSITIONS = "feature_positions"
+PAST_FEATURES = "past_features"
+PRESENT_FEATURES = "present_features"
 LOGITS = "logits"
 LOGITS_ROWS = "logits_rows"
 
@@ -118,32 +129,45 @@ class CacheTensor:
     width: int
 
 
-def cache_tensors(layers: Sequence[tuple[int, int, int]]) -> list[CacheTensor]:
+def cache_tensors(layers: Sequence[tuple[int, int, int]], features: int | None = None) -> list[CacheTensor]:
     """Return the cache tensors of a model, in the order of its inputs.
 
-    `layers` holds (key/value heads, key width, value width) for each layer.
+    Args:
+        layers: (key/value heads, key width, value width) of each layer.
+        features: width of the features that the model writes or reads; None if it has none.
     """
     tensors = []
     for index, (heads, key_width, value_width) in enumerate(layers):
         tensors.append(CacheTensor(f"past_key_{index}", f"present_key_{index}", heads, key_width))
         tensors.append(CacheTensor(f"past_value_{index}", f"present_value_{index}", heads, value_width))
+    if features is not None:
+        tensors.append(CacheTensor(PAST_FEATURES, PRESENT_FEATURES, 1, features))
     return tensors
 
 
-def step_tensors(layers: Sequence[tuple[int, int, int]], vocab_rows: int, precision: str) -> tuple[list[Tensor], list[Tensor]]:
+def step_tensors(
+    layers: Sequence[tuple[int, int, int]],
+    vocab_rows: int,
+    precision: str,
+    features: int | None = None,
+    reads_features: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the inputs and outputs, in order, of a step model.
 
     Args:
         layers: (key/value heads, key width, value width) of each layer.
         vocab_rows: width of the logits.
         precision: key of `PRECISIONS`.
+        features: width of the features; None if the model has none.
+        reads_features: whether the model is a draft head.
     """
-    cache, dtype = cache_tensors(layers), PRECISIONS[precision].dtype
+    cache, dtype = cache_tensors(layers, features), PRECISIONS[precision].dtype
     shapes = [(BATCH_DIM, tensor.heads, CAPACITY_DIM, tensor.width) for tensor in cache]
     inputs = [
         Tensor(INPUT_IDS, "int64", (BATCH_DIM, ROWS_DIM)),
         Tensor(POSITIONS, "int64", (BATCH_DIM,)),
         Tensor(KEY_POSITIONS, "int64", (WINDOW_DIM,)),
+        *([Tensor(FEATURE_POSITIONS, "int64", (BATCH_DIM,))] if reads_features else []),
         *(Tensor(tensor.past, dtype, shape) for tensor, shape in zip(cache, shapes, strict=True)),
     ]
     outputs = [
@@ -163,13 +187,8 @@ def window_buckets(capacity: int) -> list[int]:
     return [*buckets, capacity]
 
 
-def sampler_tensors(sampler: str, vocab_rows: int, draft_rows: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs and outputs, in order, of one of `SAMPLERS`.
-
-    Args:
-        vocab_rows: width of the target's logits.
-        draft_rows: width of the draft's logits.
-    """
+def sampler_tensors(sampler: str, vocab_rows: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the inputs and outputs, in order, of one of `SAMPLERS`, for logits of the width `vocab_rows`."""
     drafted = Tensor("drafted", "int64", ("batch", "rows"))
     request = [
         Tensor("settings", "float32", ("batch", len(SETTINGS))),
@@ -183,12 +202,12 @@ def sampler_tensors(sampler: str, vocab_rows: int, draft_rows: int) -> tuple[lis
     count = Tensor("drafted_count", "int64", ("batch",))
     verdict = [Tensor("accepted", "int64", ("batch",)), Tensor("tokens", "int64", ("batch", "rows")), status]
     if sampler == "greedy_drafter":
-        return [Tensor("logits", "float32", ("batch", 1, draft_rows))], [token, status]
+        return [Tensor("logits", "float32", ("batch", 1, vocab_rows))], [token, status]
     if sampler == "greedy_verifier":
         return [logits, drafted, count], verdict
     if sampler == "drafter":
         return [
-            Tensor("logits", "float32", ("batch", 1, draft_rows)),
+            Tensor("logits", "float32", ("batch", 1, vocab_rows)),
             drafted,
             Tensor("first_row", "int64", (1,)),
             *request,

@@ -1,11 +1,13 @@
-"""A step model with its key/value cache, on any backend whose engines run over bound buffers."""
+"""A step model with its key/value cache: what all backends share, and the rest for engines that run over bound buffers."""
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,15 @@ import numpy.typing as npt
 from cachetools import LRUCache
 
 from outrider.engines.arrays import Floats, Int64s
-from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, LOGITS, POSITIONS, cache_tensors
+from outrider.engines.contract import (
+    FEATURE_POSITIONS,
+    INPUT_IDS,
+    KEY_POSITIONS,
+    LOGITS,
+    PAST_FEATURES,
+    POSITIONS,
+    cache_tensors,
+)
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.errors import EngineError
@@ -21,70 +31,108 @@ from outrider.errors import EngineError
 MAX_BOUND = 256  # passes that a session keeps bound; a prompt's last chunk may have any length, in any slot and window
 
 
-class Session:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a session is made for."""
+
+    layers: Sequence[tuple[int, int, int]]
+    """(key/value heads, key width, value width) of each layer"""
+    vocab_rows: int
+    """width of the logits"""
+    capacity: int
+    """positions of the cache"""
+    windows: list[int]
+    """the windows that the engine runs with, ascending; the last one is the capacity"""
+    max_rows: int
+    """rows of the longest pass"""
+    batch: int
+    """sequences, each with a slot of the cache"""
+    features: int | None = None
+    """width of the features that the model writes or reads; None if it has none"""
+    reads_features: bool = False
+    """whether the model is a draft head"""
+
+    @property
+    def cache(self) -> str:
+        """The cache in words."""
+        return f"a cache of {self.batch} x {self.capacity:,} positions"
+
+
+class Session(ABC):
     """A step model for `batch` sequences, and the cache that it writes in place. `seconds` is the time spent in `write`.
 
     Engines silently drop writes beyond the cache's capacity, so a session checks every pass before it runs.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        engine: Engine,
-        *,
-        layers: Sequence[tuple[int, int, int]],
-        precision: str,
-        vocab_rows: int,
-        capacity: int,
-        windows: list[int],
-        max_rows: int,
-        batch: int,
-    ):
-        """Allocate the cache and the buffers of a pass.
+    skips_logits: bool  # whether it can compute the logits of only as many of the last rows as their buffer holds
+    recordable: bool  # whether the device may record its launches
 
-        Args:
-            layers: (key/value heads, key width, value width) of each layer.
-            precision: key of `PRECISIONS`.
-            vocab_rows: width of the logits.
-            capacity: positions of the cache.
-            windows: the windows that the engine runs with, ascending; the last one is the capacity.
-            max_rows: rows of the longest pass.
-            batch: sequences, each with a slot of the cache.
+    def __init__(self, device: Device, sizes: Sizes):
+        """Allocate the buffers of a pass.
 
         Raises:
-            EngineError: the device has no memory for the buffers, or cannot align the slots of the cache.
+            EngineError: the device has no memory for the buffers.
         """
         self.device = device
-        self.engine = engine
-        self.batch = batch
-        self.capacity = capacity
-        self.max_rows = max_rows
-        self.vocab_rows = vocab_rows
+        self.batch = sizes.batch
+        self.capacity = sizes.capacity
+        self.max_rows = sizes.max_rows
+        self.vocab_rows = sizes.vocab_rows
         self.seconds = 0.0
-        self.windows = windows
-        self._tensors = cache_tensors(layers)
-        dtype, purpose = PRECISIONS[precision].dtype, f"a cache of {batch} x {capacity:,} positions"
-        self._cache = {
-            tensor.past: device.zeros((batch, tensor.heads, capacity + engine.spare_slots, tensor.width), dtype, purpose)
-            for tensor in self._tensors
-        }
-        self._check_alignment()
-        self._arena = Arena(device, {INPUT_IDS: ((batch * max_rows,), "int64"), POSITIONS: ((batch,), "int64")})
-        self._key_positions = device.zeros((capacity,), "int64", purpose)
-        device.write(self._key_positions, np.arange(capacity))
+        self.windows = sizes.windows
+        self.reads_features = sizes.reads_features
+        ids, one = ((sizes.batch * sizes.max_rows,), "int64"), ((sizes.batch,), "int64")
+        self._arena = Arena(device, {INPUT_IDS: ids, POSITIONS: one, FEATURE_POSITIONS: one})
+        self._arena.host[FEATURE_POSITIONS][:] = self.spare_feature
         self._logits: Buffer | None = None
         # By sequences, rows, window, rows of logits, and first slot.
         self._passes: LRUCache[tuple[int, ...], Launch] = LRUCache(MAX_BOUND)
 
-    def _check_alignment(self) -> None:
-        sizes = {buffer.nbytes // self.batch for buffer in self._cache.values()}
-        unaligned = [size for size in sizes if size % self.device.alignment]
-        if self.batch > 1 and unaligned:
-            raise EngineError(
-                f"a slot of the cache has {unaligned[0]:,} bytes, which is not a multiple of {self.device.alignment}:"
-                " the next slot would be misaligned for this device",
-                "build the bundle again with a --capacity that is a multiple of 64",
-            )
+    @property
+    def spare_feature(self) -> int:
+        """The entry of the features that no pass reads: a text that ends there is full, and nothing is drafted after it."""
+        return self.capacity - 1
+
+    @abstractmethod
+    def bind(
+        self,
+        input_ids: Buffer,
+        positions: Buffer,
+        logits: Buffer,
+        window: int,
+        first: int = 0,
+        feature_positions: Buffer | None = None,
+    ) -> Launch:
+        """Prepare a pass over the caller's buffers.
+
+        Args:
+            input_ids: int64 [N, S], ids below `vocab_rows`.
+            positions: int64 [N], the index at which each sequence's first row is written.
+            logits: float32 [N, S, V], filled for every row; or [N, R, V] for the last R, where the session `skips_logits`.
+            window: what `window` returned.
+            first: the slot of the first sequence; the others follow it.
+            feature_positions: int64 [N], for a draft head: where each sequence's last row writes its output.
+        """
+
+    @abstractmethod
+    def share_features(self, target: Session) -> None:
+        """Read the features that `target` writes; a draft head alone has its own, which are zeros."""
+
+    @abstractmethod
+    def set_features(self, features: Floats) -> None:
+        """Replace what a draft head reads by float32 [B, C, H]; for comparisons."""
+
+    @abstractmethod
+    def clear(self, slot: int) -> None:
+        """Zero a slot's cache. Masked values are still multiplied (by zero), so NaN of one sequence would reach the next."""
+
+    @abstractmethod
+    def move(self, slot: int, to: int, length: int) -> None:
+        """Copy the first `length` positions of a slot's cache into the slot `to`."""
+
+    @abstractmethod
+    def cache(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the cache tensors by name, [B, Hkv, C, D]; for tests and tools."""
 
     def window(self, rows: int, first: int, last: int) -> int:
         """Return the window for a pass of `rows` rows, at positions from `first` to `last` over the batch.
@@ -100,31 +148,6 @@ class Session:
                 "build the bundle with a larger --capacity or --max-prompt-chunk",
             )
         return self.windows[bisect_left(self.windows, end)]
-
-    def bind(self, input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
-        """Prepare a pass over the caller's buffers.
-
-        Args:
-            input_ids: int64 [N, S], ids below `vocab_rows`.
-            positions: int64 [N], the index at which each sequence's first row is written.
-            logits: float32 [N, S, V], filled for every row; or [N, R, V] for the last R, where the engine `skips_logits`.
-            window: what `window` returned.
-            first: the slot of the first sequence; the others follow it.
-        """
-        tensors = {
-            INPUT_IDS: input_ids,
-            POSITIONS: positions,
-            KEY_POSITIONS: self._key_positions.part(0, window),
-            LOGITS: logits,
-        }
-        count = input_ids.shape[0]
-        for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
-            tensors[tensor.past] = tensors[tensor.present] = self._slots(self._cache[tensor.past], first, count)
-        return self.engine.bind(tensors)
-
-    def _slots(self, cache: Buffer, first: int, count: int) -> Buffer:
-        shape = cache.shape[1:]
-        return cache.part(first * math.prod(shape), count, *shape)
 
     def _logits_of(self, rows: int) -> Buffer:
         """Return memory for the logits of `rows` rows. It is large, so it only grows as passes from host arrays need it."""
@@ -147,7 +170,7 @@ class Session:
                 "open it for a larger batch",
             )
         window = self.window(rows, int(positions.min()), int(positions.max()))
-        logits_rows = rows if logits or not self.engine.skips_logits else 0
+        logits_rows = rows if logits or not self.skips_logits else 0
         memory = self._logits_of(batch * logits_rows) if logits_rows else None
         key = batch, rows, window, logits_rows, first
         launch = self._passes.get(key)
@@ -159,6 +182,7 @@ class Session:
                 memory.part(0, batch, logits_rows, self.vocab_rows),
                 window,
                 first,
+                self._arena.device[FEATURE_POSITIONS].part(0, batch) if self.reads_features else None,
             )
         self.device.synchronize()  # the previous pass may still be reading the arrays
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
@@ -189,19 +213,96 @@ class Session:
         self.seconds += time.perf_counter() - started
         return logits
 
+
+class GraphSession(Session):
+    """A session of an engine that runs over bound buffers, with a slot of the cache [Hkv, C, D] for each sequence."""
+
+    def __init__(self, device: Device, engine: Engine, precision: str, sizes: Sizes):
+        """Allocate the cache, too.
+
+        Args:
+            precision: key of `PRECISIONS`.
+
+        Raises:
+            EngineError: the device has no memory for the buffers, or cannot align the slots of the cache.
+        """
+        self._tensors = cache_tensors(sizes.layers, sizes.features)
+        dtype, slots = PRECISIONS[precision].dtype, sizes.capacity + engine.spare_slots
+        self._cache = {  # first, because what is too large is most likely this
+            tensor.past: device.zeros((sizes.batch, tensor.heads, slots, tensor.width), dtype, sizes.cache)
+            for tensor in self._tensors
+        }
+        self._features = self._cache.get(PAST_FEATURES)
+        if sizes.reads_features:
+            self._cache.pop(PAST_FEATURES)  # the target's to clear and to move
+        super().__init__(device, sizes)
+        self.engine = engine
+        self.skips_logits = engine.skips_logits
+        self.recordable = engine.recordable
+        self._check_alignment()
+        self._key_positions = device.zeros((sizes.capacity,), "int64", sizes.cache)
+        device.write(self._key_positions, np.arange(sizes.capacity))
+
+    def _check_alignment(self) -> None:
+        sizes = {buffer.nbytes // self.batch for buffer in self._cache.values()}
+        unaligned = [size for size in sizes if size % self.device.alignment]
+        if self.batch > 1 and unaligned:
+            raise EngineError(
+                f"a slot of the cache has {unaligned[0]:,} bytes, which is not a multiple of {self.device.alignment}:"
+                " the next slot would be misaligned for this device",
+                "build the bundle again with a --capacity that is a multiple of 64",
+            )
+
+    def bind(
+        self,
+        input_ids: Buffer,
+        positions: Buffer,
+        logits: Buffer,
+        window: int,
+        first: int = 0,
+        feature_positions: Buffer | None = None,
+    ) -> Launch:
+        tensors = {
+            INPUT_IDS: input_ids,
+            POSITIONS: positions,
+            KEY_POSITIONS: self._key_positions.part(0, window),
+            LOGITS: logits,
+        }
+        if feature_positions is not None:
+            tensors[FEATURE_POSITIONS] = feature_positions
+        count = input_ids.shape[0]
+        for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
+            whole = self._features if tensor.past == PAST_FEATURES else self._cache[tensor.past]
+            assert whole is not None
+            tensors[tensor.past] = tensors[tensor.present] = self._slots(whole, first, count)
+        return self.engine.bind(tensors)
+
+    def share_features(self, target: Session) -> None:
+        assert isinstance(target, GraphSession)
+        self._features = target._cache[PAST_FEATURES]
+        self._passes.clear()
+
+    def set_features(self, features: Floats) -> None:
+        assert self._features is not None
+        whole = np.zeros(self._features.shape, DTYPES[self._features.dtype].numpy)
+        whole[:, 0, : features.shape[1]] = features
+        self.device.write(self._features, whole)
+
+    def _slots(self, cache: Buffer, first: int, count: int) -> Buffer:
+        shape = cache.shape[1:]
+        return cache.part(first * math.prod(shape), count, *shape)
+
     def clear(self, slot: int) -> None:
-        """Zero a slot's cache. Masked values are still multiplied (by zero), so NaN of one sequence would reach the next."""
         for whole in self._cache.values():
             buffer = self._slots(whole, slot, 1)
             self.device.write(buffer, np.zeros(buffer.shape, DTYPES[buffer.dtype].numpy))
 
     def move(self, slot: int, to: int, length: int) -> None:
-        """Copy the first `length` positions of a slot's cache into the slot `to`."""
         for whole in self._cache.values():
             _, heads, capacity, width = whole.shape
             target, source = (self._slots(whole, each, 1).part(0, heads, capacity * width) for each in (to, slot))
             self.device.copy_columns(target, 0, source, 0, length * width)()
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the cache tensors by name, [B, Hkv, C, D]; for tests and tools."""
-        return {name: self.device.read(buffer) for name, buffer in self._cache.items()}
+        shared = {} if self._features is None else {PAST_FEATURES: self._features}
+        return {name: self.device.read(buffer) for name, buffer in (self._cache | shared).items()}

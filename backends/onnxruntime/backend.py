@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import msgspec
 
 from outrider.backends.base import Backend, BuildSpec, Engines
-from outrider.bundle.manifest import Build, Manifest, graph_files
+from outrider.bundle.manifest import Build, Manifest, Model, graph_files
 from outrider.engines.device import Cpu, Device
-from outrider.errors import EngineError, UsageError
+from outrider.engines.precisions import BATCH_INVARIANT_BLOCK, PRECISIONS
+from outrider.errors import EngineError, OutriderWarning, UsageError
 from outrider.progress import Progress
 
 EXTRA = "cpu"
@@ -26,6 +28,8 @@ class OnnxRuntimeBackend(Backend):
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
         """Copy the export, and replace its graphs by fused ones where those compute the same; see `Backend.build`."""
         build = spec.result(self, package_version(), spec.device or "cpu")
+        if build.device == "cpu":
+            _check_block(spec.manifest.models["target"])
         files = spec.manifest.files
         spec.copy(files, folder, sum(entry.size for entry in files.values()), progress)
         from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
@@ -45,6 +49,18 @@ class OnnxRuntimeBackend(Backend):
     def engine_files(self, name: str) -> tuple[str, ...]:
         """Return the same files as the export's."""
         return graph_files(name)
+
+
+def _check_block(target: Model) -> None:
+    """Warn if products give a row other bits alone than among others, so that near-ties may end differently."""
+    limit = BATCH_INVARIANT_BLOCK.get(PRECISIONS[target.precision].weight_bits)
+    if limit is not None and target.quantization is not None and target.quantization.block > limit:
+        warnings.warn(
+            f"with groups of {target.quantization.block}, ONNX Runtime's last bits depend on the number of rows: plain and"
+            f" speculative texts may differ; export with --group-size {limit}, or build with --backend openvino",
+            OutriderWarning,
+            stacklevel=3,
+        )
 
 
 def package_version() -> str:

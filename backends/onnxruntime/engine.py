@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -16,37 +15,41 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
+from outrider.backends.base import Engines, GraphEngines, check_tensors, engine_tensors
 from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs, run_options
-from outrider.bundle.manifest import model_file, sampler_file
+from outrider.bundle.manifest import WEIGHTS, Build, Manifest, model_file, sampler_file
 from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
 from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch, host_buffer
 from outrider.engines.precisions import DTYPES
+from outrider.engines.threads import thread_count
 from outrider.errors import EngineError
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 CUDA_GRAPH = "enable_cuda_graph"  # an option of CUDA's provider
 CUDA_LIBRARY = "libonnxruntime_providers_cuda.so"
 LIBRARIES = ("libcudart", "libcublas*", "libcufft", "libcurand", "libnvJitLink", "libnvrtc*", "libcudnn*")  # that it needs
+ACCURACY = "session.qdq_matmulnbits_accuracy_level"  # 1 keeps activations in fp32
 UNUSED_POSITIONS = 2  # rows that attention writes, at most, for a slot without a sequence
 
 
-def thread_count() -> int:
-    """Return the size of the thread pool that all sessions share: `OMP_NUM_THREADS`, or the cores this process may use."""
-    setting = os.environ.get("OMP_NUM_THREADS", "")
-    if setting.isdecimal() and int(setting) > 0:
-        return int(setting)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_has_pool = False
 
 
-# Draft and target take turns; with a spinning pool each, they would compete for the cores. ONNX Runtime creates its environment
-# once per process, so this runs at import. From here on it refuses any session that asks for its own pool, so all sessions
-# start from `session_options`.
-onnxruntime.set_global_thread_pool_sizes(thread_count(), 1)
+def create_pool(threads: int) -> None:
+    """Create the pool of threads that all sessions of this process share, unless there is one.
+
+    Draft and target take turns; with a spinning pool each, they would compete for the cores. ONNX Runtime has one pool per
+    process, which cannot be replaced, and refuses sessions that ask for their own.
+    """
+    global _has_pool
+    if not _has_pool:
+        onnxruntime.set_global_thread_pool_sizes(threads, 1)
+        _has_pool = True
 
 
 def session_options() -> Any:
     """Return new session options that use the shared pool."""
+    create_pool(thread_count())
     options = onnxruntime.SessionOptions()
     options.use_per_session_threads = False
     return options
@@ -63,7 +66,7 @@ def optimize(path: Path, output: Path) -> None:
     options = session_options()
     options.optimized_model_filepath = str(output)
     options.log_severity_level = 3  # it warns that the graph is specific to this machine, which is true of convolutions only
-    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", output.name + ".data")
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", output.name + WEIGHTS)
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
     options.add_session_config_entry("session.disable_prepacking", "1")  # not needed for saving, and it doubles the memory
     try:
@@ -72,16 +75,19 @@ def optimize(path: Path, output: Path) -> None:
         raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
 
 
-def inference_session(path: Path, device: Device, record_placement: bool = False) -> Any:
+def inference_session(path: Path, device: Device, *, record_placement: bool = False, rounds: bool = True) -> Any:
     """Return a session of ONNX Runtime on a device: on CUDA one that can record its runs, if the graph allows that.
 
     Args:
         record_placement: whether `get_provider_graph_assignment_info` will be asked.
+        rounds: whether products with quantized weights may round activations on the CPU.
 
     Raises:
         EngineError: ONNX Runtime refuses the graph, or does not start CUDA.
     """
     options = session_options()
+    if not rounds:
+        options.add_session_config_entry(ACCURACY, "1")
     if record_placement:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if isinstance(device, Cpu):
@@ -112,6 +118,17 @@ def _session(path: Path, options: Any, providers: list[Any]) -> Any:
 class OnnxRuntimeEngines(GraphEngines):
     """A bundle's graphs, as ONNX Runtime loads them."""
 
+    def __init__(self, folder: Path, manifest: Manifest, build: Build, device: Device, rounds: bool = True):
+        """Prepare to load; `rounds` is whether products on the CPU may round activations, if the graph does not say so."""
+        super().__init__(folder, manifest, build, device)
+        create_pool(thread_count())  # before sessions are loaded by several threads
+        self._rounds = rounds
+
+    def unrounded(self) -> Engines | None:
+        if self.build.rewrites and isinstance(self.device, Cpu):
+            return None  # what was fused rounds by itself
+        return OnnxRuntimeEngines(self.folder, self.manifest, self.build, self.device, rounds=False)
+
     def step_model(self, role: str) -> Engine:
         if self.manifest.models[role].precision == "bf16" and isinstance(self.device, Cpu):
             raise EngineError(
@@ -125,7 +142,7 @@ class OnnxRuntimeEngines(GraphEngines):
 
     def _engine(self, file: str, name: str, batch: int = 1) -> OnnxRuntimeEngine:
         inputs, outputs = engine_tensors(self.manifest, name)
-        return OnnxRuntimeEngine(self.folder / file, [*inputs, *outputs], self.device, batch)
+        return OnnxRuntimeEngine(self.folder / file, [*inputs, *outputs], self.device, batch, self._rounds)
 
 
 class OnnxRuntimeEngine(Engine):
@@ -133,13 +150,16 @@ class OnnxRuntimeEngine(Engine):
 
     spare_slots = 1  # fused attention may write a row of padding there
 
-    def __init__(self, path: Path, tensors: Iterable[Tensor], device: Device, batch: int = 1):
+    def __init__(self, path: Path, tensors: Iterable[Tensor], device: Device, batch: int = 1, rounds: bool = True):
         """Load `path`, a graph for up to `batch` sequences, which must have exactly these inputs and outputs.
+
+        Args:
+            rounds: whether products with quantized weights may round activations, as far as the graph leaves it open.
 
         Raises:
             EngineError: ONNX Runtime refuses the graph, or it has other tensors.
         """
-        self._session = inference_session(path, device)
+        self._session = inference_session(path, device, rounds=rounds)
         self._graphs: CudaGraphs | None = None
         self._options = None  # empty ones would cost time in every run
         if not isinstance(device, Cpu):
@@ -156,10 +176,10 @@ class OnnxRuntimeEngine(Engine):
         self.skips_logits = LOGITS in expected and LOGITS_ROWS in actual
         if self.skips_logits:
             expected[LOGITS_ROWS] = (DTYPES["int64"].onnxruntime, (1,))
-        caches = [name for name in expected if name.startswith(("past_", "present_"))]
+        caches = [name for name in expected if name.startswith(("past_", "present_")) and f"{name}.1" in actual]
         # Fused attention for several sequences has separate tensors for each; see `fusion.fuse`.
         self._slots: dict[str, list[str]] = {}
-        if any(f"{name}.1" in actual for name in caches):
+        if caches:
             self._slots = {name: [name, *(f"{name}.{slot}" for slot in range(1, batch))] for name in caches}
             expected |= {each: expected[name] for name, slots in self._slots.items() for each in slots}
             self._unused: dict[str, Buffer] = {}  # bound in place of the slots that a pass has no sequence for

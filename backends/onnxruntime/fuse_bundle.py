@@ -6,20 +6,16 @@ import shutil
 import warnings
 from pathlib import Path
 
-import numpy as np
+import msgspec
 
+from outrider.backends.comparison import check_same
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines, optimize
-from outrider.bundle.manifest import Build, Manifest, model_file
-from outrider.engines.arrays import Floats, Int64s
+from outrider.bundle.manifest import WEIGHTS, Build, Manifest, model_file
 from outrider.engines.device import Cpu
-from outrider.engines.precisions import PRECISIONS
 from outrider.errors import OutriderWarning
 from outrider.progress import Progress
 
 MAX_FUSED = 64  # sequences of a batch; each has its own attention nodes in every layer
-
-Pass = tuple[Int64s, Int64s, int]
-"""Token ids [B, S], positions [B], and the first slot."""
 
 
 def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, int]]:
@@ -39,6 +35,8 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
     except ImportError as error:
         _warn(f"the graphs stay as exported, which is slower: {error}; pip install 'outrider[build]' fuses them")
         return {}
+    from outrider.backends.rewriting.sharing import keep_own_weights, share_weights
+
     counts = {}
     for role in manifest.roles:
         try:
@@ -51,11 +49,12 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
         finally:
             shutil.rmtree(folder / "fused", ignore_errors=True)
             shutil.rmtree(folder / "final", ignore_errors=True)
+    if "head" in manifest.roles and counts:
+        graph, other = (folder / model_file(role) for role in ("head", "target"))
+        if "head" not in counts:  # it uses weights of the target as exported
+            keep_own_weights(source / model_file("head"), graph)
+        share_weights(graph, other)
     return counts
-
-
-class _Different(Exception):
-    """A fused graph does not compute what the exported one does."""
 
 
 def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: str, progress: Progress) -> dict[str, int]:
@@ -76,47 +75,14 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
         if not counts:
             return {}
     shutil.rmtree(fused.parent)
-    if manifest.models[role].precision != "bf16":  # the CPU has no kernels for it; `outrider verify --engines` compares on CUDA
-        progress.stage(f"comparing the fused {role} with the exported one")
-        plain = OnnxRuntimeEngines(source, manifest, build, Cpu())
-        _compare(plain, OnnxRuntimeEngines(folder / "final", manifest, build, Cpu()), role)
+    progress.stage(f"comparing the fused {role} with the exported one")
+    rewritten = msgspec.structs.replace(build, rewrites={role: counts})
+    check_same(source, OnnxRuntimeEngines(folder / "final", manifest, rewritten, Cpu()), role)
     if left_out:
         _warn(f"{left_out[0]} of the {role} stays as exported, which is slower: {'; '.join(left_out[1:])}")
-    for name in (final.name, final.name + ".data"):
-        (final.parent / name).replace(folder / role / name)
+    for name in (final.name, final.name + WEIGHTS):
+        (final.parent / name).replace((folder / model_file(role)).with_name(name))
     return counts
-
-
-def _compare(plain: OnnxRuntimeEngines, fused: OnnxRuntimeEngines, role: str) -> None:
-    """Raise `_Different` where the logits of the two graphs differ by more than the tolerance."""
-    model = plain.manifest.models[role]
-    passes = _passes(plain.build, model.vocab_rows)
-    expected, actual = (_logits(engines, role, passes) for engines in (plain, fused))
-    for want, got in zip(expected, actual, strict=True):
-        finite = np.isfinite(want)
-        allowed = PRECISIONS[model.precision].fusion * max(1.0, float(np.abs(want[finite]).max(initial=0)))
-        if (finite != np.isfinite(got)).any() or (np.abs(want[finite] - got[finite]) > allowed).any():
-            raise _Different(f"fused, its logits would differ by more than {allowed:.2g}")
-
-
-def _passes(build: Build, vocab_rows: int) -> list[Pass]:
-    """Return passes of every kind: over all sequences, each at its own position, and over all but the first."""
-    random = np.random.default_rng(0)
-    passes: list[Pass] = []
-    position = 0
-    for rows in (min(build.max_prompt_chunk, 16), 2, 1, build.k[-1] + 1):
-        position = min(position, build.capacity - rows)
-        positions = np.array([max(position - 3 * sequence, 0) for sequence in range(build.batch)])
-        firsts = {0, min(1, build.batch - 1)}
-        passes += [(random.integers(0, vocab_rows, (build.batch - at, rows)), positions[at:], at) for at in firsts]
-        position += rows
-    return passes
-
-
-def _logits(engines: OnnxRuntimeEngines, role: str, passes: list[Pass]) -> list[Floats]:
-    """Run the passes on one model, which leaves memory when this returns."""
-    session = engines.session(role, engines.build.batch)
-    return [session.run(*each).copy() for each in passes]
 
 
 def _warn(message: str) -> None:

@@ -65,7 +65,7 @@ class TensorRTBackend(Backend):
                 options=options,
                 graph=str(spec.source / graph_files(name)[0]),
                 plan=str(plan),
-                cache=cache_tensors(manifest.models[name].layers) if name in ROLES else [],
+                cache=cache_tensors(manifest.models[name].layers, manifest.models[name].features) if name in ROLES else [],
                 capacity=spec.capacity,
                 profiles=build.profiles[name],
                 stream_weights=known.gpu is not None and name in ROLES and weights > known.gpu.free,
@@ -103,7 +103,9 @@ def plan_file(name: str) -> str:
 def _check_volumes(spec: BuildSpec) -> None:
     rows = max(spec.max_prompt_chunk, spec.k[-1] + 1)
     for role, model in spec.manifest.models.items():
-        caches = [spec.batch * spec.capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers)]
+        caches = [
+            spec.batch * spec.capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers, model.features)
+        ]
         if (volume := max([*caches, spec.batch * rows * model.vocab_rows])) >= MAX_ELEMENTS:
             raise UsageError(
                 f"a tensor of the {role} would have {volume:,} elements; TensorRT's limit is {MAX_ELEMENTS:,}",

@@ -5,10 +5,11 @@ Only the batch, the window of the cache, and the rows of a prompt's chunk vary w
 
 from __future__ import annotations
 
-from outrider.bundle.manifest import Manifest, Profile
+from outrider.bundle.manifest import READS_FEATURES, Manifest, Profile
 from outrider.engines.contract import (
     CANDIDATES,
     DRAFT_SAMPLERS,
+    FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
     POSITIONS,
@@ -21,15 +22,18 @@ def all_profiles(
     manifest: Manifest, k: list[int], capacity: int, batch: int, max_prompt_chunk: int
 ) -> dict[str, list[Profile]]:
     """Return the profiles of every engine of a bundle."""
-    steps = step_profiles(k, capacity, batch, max_prompt_chunk)
-    samplers = {name: sampler_profiles(name, k, batch, *manifest.widths) for name in manifest.samplers}
-    return {**dict.fromkeys(manifest.roles, steps), **samplers}
+    sizes = k, capacity, batch, max_prompt_chunk
+    steps = {role: step_profiles(*sizes, reads_features=role in READS_FEATURES) for role in manifest.roles}
+    samplers = {name: sampler_profiles(name, k, batch, manifest.vocab_rows) for name in manifest.samplers}
+    return {**steps, **samplers}
 
 
-def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int) -> list[Profile]:
+def step_profiles(
+    k: list[int], capacity: int, batch: int, max_prompt_chunk: int, reads_features: bool = False
+) -> list[Profile]:
     """Return the profiles of a step model, without its cache: one to read prompts, then one for each number of rows.
 
-    Two rows are the draft's first step. The target gets them, too, since a prompt's last chunk may have two rows.
+    Two rows are a draft's first step. The target gets them, too, since a prompt's last chunk may have two rows.
     """
     windows = window_buckets(capacity)
     rows = [(1, max_prompt_chunk), *((n, n) for n in sorted({1, 2, *(each + 1 for each in k)}))]
@@ -39,12 +43,13 @@ def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int
             POSITIONS: ([1], [batch], [batch]),
             # Tuned for the longest window, where a slow kernel costs the most.
             KEY_POSITIONS: ([windows[0]], [windows[-1]], [windows[-1]]),
+            **({FEATURE_POSITIONS: ([1], [batch], [batch])} if reads_features else {}),
         }
         for low, high in rows
     ]
 
 
-def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int, draft_rows: int) -> list[Profile]:
+def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int) -> list[Profile]:
     """Return the profiles of one of `contract.SAMPLERS`: one for plain decoding, then one for each k.
 
     A drafter has a single one: its passes have one row, and `drafted` has a column for each row of the longest verifying pass.
@@ -55,7 +60,7 @@ def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int, dr
     profiles: list[Profile] = []
     for rows in [k[-1] + 1] if sampler in DRAFT_SAMPLERS else [1, *(each + 1 for each in k)]:
         profile: Profile = {}
-        for tensor in sampler_tensors(sampler, vocab_rows, draft_rows)[0]:
+        for tensor in sampler_tensors(sampler, vocab_rows)[0]:
             sizes = ({"batch": b, "rows": rows, "edits": edits} for b, edits in ((1, 1), (batch, 1), (batch, vocab_rows)))
             low, usual, high = ([size if isinstance(size, int) else known[size] for size in tensor.shape] for known in sizes)
             profile[tensor.name] = (low, usual, high)

@@ -5,39 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import MatchResult
 
-from outrider.backends.onnxruntime.fusion.matching import MICROSOFT, Op, constant, is_rows, refused, source
-from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS
-
-
-class SpareRow(RewriteRuleClassBase):
-    """Attention whose last row is computed twice, as in exports of 4 or 8 bits, is computed once.
-
-    `CachedAttention` has another way to make sure that no row is computed alone.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("spare rows", remove_nodes=False)  # all layers share the extended mask
-
-    def pattern(
-        self, op: Op, query: Any, last: Any, keys: Any, values: Any, mask: Any, last_mask: Any, start: Any, end: Any, axes: Any
-    ) -> Any:
-        inputs = op.Concat(query, last, axis=2), keys, values, op.Concat(mask, last_mask, axis=2)
-        attended = op.Attention(*inputs, _allow_other_attributes=True, _outputs=["attended"])
-        return op.Slice(attended, start, end, axes, _allow_other_inputs=True)
-
-    def check(self, context: Any, query: Any, last: Any, mask: Any, last_mask: Any, **_: Any) -> MatchResult:  # type: ignore[override]
-        for whole, part in ((query, last), (mask, last_mask)):
-            if source(part, ("Slice",)) is not whole:
-                return refused("attention over other rows than those of the query")
-        return MatchResult()
-
-    def rewrite(self, op: Op, query: Any, keys: Any, values: Any, mask: Any, attended: Any, **_: Any) -> Any:
-        return op.Attention(query, keys, values, mask, **attended.producer().attributes)
+from outrider.backends.rewriting.attention import CachedAttention
+from outrider.backends.rewriting.matching import MICROSOFT, Op
+from outrider.engines.contract import INPUT_IDS
 
 
-class CachedAttention(RewriteRuleClassBase):
+class GroupQueryAttention(CachedAttention):
     """Writing the cache, slicing its window and attending, as one `GroupQueryAttention` over the same cache.
 
     Where it is `steady`, it never runs on a single row: that row gets a second one of zeros, and the second output is dropped.
@@ -48,52 +23,15 @@ class CachedAttention(RewriteRuleClassBase):
 
     def __init__(self, steady: bool, graph: ir.Graph, batch: int, refusals: list[str]) -> None:
         """Prepare for up to `batch` sequences; the reasons of refusals are appended to `refusals`."""
-        super().__init__("attention")
+        super().__init__(refusals)
         self._steady = steady
         self._graph = graph
         self._ids = next(each for each in graph.inputs if each.name == INPUT_IDS)  # [B, S]
         self._batch = batch
-        self._refusals = refusals
 
-    def pattern(
-        self,
-        op: Op,
-        query: Any,
-        key: Any,
-        value: Any,
-        past_key: Any,
-        past_value: Any,
-        positions: Any,
-        mask: Any,
-        start: Any,
-        end: Any,
-        axes: Any,
-        value_start: Any,
-        value_end: Any,
-        value_axes: Any,
-    ) -> Any:
-        present_key = op.TensorScatter(past_key, key, positions, axis=-2)
-        present_value = op.TensorScatter(past_value, value, positions, axis=-2)
-        keys = op.Slice(present_key, start, end, axes)
-        values = op.Slice(present_value, value_start, value_end, value_axes)
-        attended = op.Attention(query, keys, values, mask, _allow_other_attributes=True, _outputs=["attended"])
-        return op.Transpose(attended, perm=[0, 2, 1, 3]), present_key, present_value
-
-    def check(  # type: ignore[override]  # the names are the pattern's
-        self, context: Any, query: Any, key: Any, value: Any, mask: Any, attended: Any, **_: Any
-    ) -> MatchResult:
-        if any(each.shape is None or len(each.shape) != 4 for each in (query, key, value)):
-            return self._refused("its shapes are unknown")
-        if query.shape[3] != value.shape[3]:
-            return self._refused("its keys and values have different widths")
-        if attended.producer().attributes.keys() - {"scale"}:
-            return self._refused("it has attributes besides a scale")
-        self._window = sliding_window(mask)
-        return self._refused("its mask is not causal") if self._window is None else MatchResult()
-
-    def _refused(self, reason: str) -> MatchResult:
-        self._refusals.append(reason)
-        return refused(reason)
+    def check(self, context: Any, query: Any, value: Any, **others: Any) -> MatchResult:  # type: ignore[override]
+        matched = super().check(context, query=query, value=value, **others)
+        return self._refused("keys and values of different widths") if matched and query.shape[3] != value.shape[3] else matched
 
     def rewrite(
         self, op: Op, query: Any, key: Any, value: Any, past_key: Any, past_value: Any, positions: Any, attended: Any, **_: Any
@@ -222,29 +160,3 @@ class CachedAttention(RewriteRuleClassBase):
                 return split.inputs[0]
             return op.Reshape(node.inputs[0], op.Constant(value_ints=[0, 0, -1]))
         return op.Reshape(op.Transpose(value, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
-
-
-def sliding_window(mask: ir.Value) -> int | None:
-    """Return how many keys, its own included, a mask lets a row see: -1 for all, None for a mask of another kind.
-
-    A causal mask is keys <= rows; a sliding window of n adds keys > rows - n.
-    """
-    node = mask.producer()
-    if node is None:
-        return None
-    if node.op_type == "And":
-        parts = [(each, constant(each)) for each in node.inputs if each is not None]
-        windows = [sliding_window(each) for each, values in parts if values is None or not values.all()]
-        return None if None in windows else max(windows)  # type: ignore[type-var]
-    if node.op_type not in ("LessOrEqual", "Greater"):
-        return None
-    keys, rows = (source(each, ("Unsqueeze",)) for each in node.inputs)
-    if keys is None or keys.name != KEY_POSITIONS or rows is None:
-        return None
-    if node.op_type == "LessOrEqual":
-        return -1 if is_rows(rows) else None
-    first = rows.producer()
-    if first is None or first.op_type != "Sub":
-        return None
-    start, width = source(first.inputs[0], ("Unsqueeze",)), constant(first.inputs[1])
-    return int(width.item()) if start is not None and is_rows(start) and width is not None and width.size == 1 else None

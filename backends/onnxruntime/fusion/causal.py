@@ -10,8 +10,9 @@ from onnx_ir.passes import common
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 
 from outrider.backends.onnxruntime.backend import MASK_FREE
-from outrider.backends.onnxruntime.fusion.attention import sliding_window
-from outrider.backends.onnxruntime.fusion.matching import Op, refused, source
+from outrider.backends.rewriting.graphs import load
+from outrider.backends.rewriting.matching import Op, refused, sliding_window, source
+from outrider.bundle.manifest import WEIGHTS
 
 LAST = 2**63 - 1  # as the end of a slice
 
@@ -58,11 +59,10 @@ def without_masks(path: Path, output: Path) -> dict[str, int]:
     Returns:
         How many layers were rewritten, by the name of the rewrite; empty if none was.
     """
-    model = ir.load(path)
-    common.ClearMetadataAndDocStringPass()(model)
+    model = load(path)
     rewrite = CausalAttention.rule()  # type: ignore[no-untyped-call]
     count = RewriteRuleSet([rewrite]).apply_to_model(model)
     common.RemoveUnusedNodesPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
-    ir.save(model, output, external_data=output.name + ".data", size_threshold_bytes=1024)
+    ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=1024)
     return {rewrite.name: count} if count else {}

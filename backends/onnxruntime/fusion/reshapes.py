@@ -6,7 +6,7 @@ from typing import Any
 
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
-from outrider.backends.onnxruntime.fusion.matching import Op, refused
+from outrider.backends.rewriting.matching import Op, refused
 
 
 class Unsplit(RewriteRuleClassBase):

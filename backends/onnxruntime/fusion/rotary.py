@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
-from outrider.backends.onnxruntime.fusion.matching import MICROSOFT, Op, constant, is_rows, refused, source
+from outrider.backends.rewriting.matching import MICROSOFT, Op, constant, is_rows, refused, source
 
 
 class Rotary(RewriteRuleClassBase):

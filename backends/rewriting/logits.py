@@ -7,7 +7,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
-from outrider.backends.onnxruntime.fusion.matching import Op, refused
+from outrider.backends.rewriting.matching import Op, refused
 from outrider.engines.contract import LOGITS, LOGITS_ROWS
 
 
@@ -16,6 +16,8 @@ class LastRows(RewriteRuleClassBase):
 
     While a prompt is read, it is 0.
     """
+
+    SIZE: int | str = 1  # of the new input
 
     # Operators between that product and the logits that treat each row separately.
     ROW_BY_ROW = ("Add", "Cast", "Concat", "Div", "Gather", "Identity", "Mul", "Tanh")
@@ -40,8 +42,22 @@ class LastRows(RewriteRuleClassBase):
             value = next(node for node in users if node.op_type in kinds).outputs[0]
         return MatchResult() if value.name == LOGITS and rank == 3 else refused("its input is not [B, S, K]")
 
-    def rewrite(self, op: Op, x: Any, weight: Any, **_: Any) -> Any:
-        count = ir.Value(name=LOGITS_ROWS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
-        self._graph.inputs.append(count)
+    def rewrite(self, op: Op, x: Any, weight: Any, product: Any, **_: Any) -> Any:
+        wanted = ir.Value(name=LOGITS_ROWS, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([self.SIZE]))
+        self._graph.inputs.append(wanted)
+        _forget_shapes(product)
+        return op.MatMul(self.rows(op, x, wanted), weight)
+
+    def rows(self, op: Op, x: Any, wanted: Any) -> Any:
+        """Return the rows [B, R, K] of `x` [B, S, K] that the input `wanted` asks for."""
         end = op.Shape(x, start=1, end=2)
-        return op.MatMul(op.Slice(x, op.Sub(end, count), end, op.Constant(value_ints=[1])), weight)
+        return op.Slice(x, op.Sub(end, wanted), end, op.Constant(value_ints=[1]))
+
+
+def _forget_shapes(value: ir.Value) -> None:
+    """Remove the shapes of a value and of all that is computed from it, which were traced for another number of rows."""
+    if not value.is_graph_output():
+        value.shape = None
+    for use in value.uses():
+        for output in use.node.outputs:
+            _forget_shapes(output)

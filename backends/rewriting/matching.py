@@ -1,4 +1,4 @@
-"""Helpers of the rewrites: constants, shapes, and the sources of values."""
+"""Helpers of the rewrites: constants, shapes, the sources of values, and what a mask means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult
 
-from outrider.engines.contract import POSITIONS
+from outrider.engines.contract import KEY_POSITIONS, POSITIONS
 
 MICROSOFT = "com.microsoft"
 Op = Any  # onnxscript's tape; its nodes are typed as Any
@@ -49,3 +49,29 @@ def is_rows(value: ir.Value) -> bool:
     start = source(first, ("Unsqueeze",))
     counting = second.producer() if second is not None else None
     return start is not None and start.name == POSITIONS and counting is not None and counting.op_type == "Range"
+
+
+def sliding_window(mask: ir.Value) -> int | None:
+    """Return how many keys, its own included, a mask lets a row see: -1 for all, None for a mask of another kind.
+
+    A causal mask is keys <= rows; a sliding window of n adds keys > rows - n.
+    """
+    node = mask.producer()
+    if node is None:
+        return None
+    if node.op_type == "And":
+        parts = [(each, constant(each)) for each in node.inputs if each is not None]
+        windows = [sliding_window(each) for each, values in parts if values is None or not values.all()]
+        return None if None in windows else max(windows)  # type: ignore[type-var]
+    if node.op_type not in ("LessOrEqual", "Greater"):
+        return None
+    keys, rows = (source(each, ("Unsqueeze",)) for each in node.inputs)
+    if keys is None or keys.name != KEY_POSITIONS or rows is None:
+        return None
+    if node.op_type == "LessOrEqual":
+        return -1 if is_rows(rows) else None
+    first = rows.producer()
+    if first is None or first.op_type != "Sub":
+        return None
+    start, width = source(first.inputs[0], ("Unsqueeze",)), constant(first.inputs[1])
+    return int(width.item()) if start is not None and is_rows(start) and width is not None and width.size == 1 else None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
-from outrider.backends.onnxruntime.fusion.matching import Op, constant, refused, shape_of
+from outrider.backends.rewriting.matching import Op, constant, refused, shape_of
 
 
 @dataclass(frozen=True)

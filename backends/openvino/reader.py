@@ -1,0 +1,242 @@
+"""Reads rewritten graphs into OpenVINO, and compiles them for a device."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import Type, opset13
+from openvino._offline_transformations import paged_attention_transformation
+from openvino.frontend.onnx import ConversionExtension
+from openvino.op import _PagedAttentionExtension
+from openvino.op.util import Variable, VariableInfo
+
+from outrider.backends.openvino.names import ATTENTION, BLOCK_WEIGHTS, DOMAIN, EMBEDDING, PAGING
+from outrider.bundle.manifest import WEIGHTS
+from outrider.engines.contract import LOGITS
+from outrider.engines.precisions import DTYPES, PRECISIONS
+from outrider.engines.threads import thread_count
+from outrider.errors import DeviceError, EngineError
+
+OTHER_BACKENDS = "build the export with --backend onnxruntime"
+BEFORE_PAGING = 5  # inputs of PagedAttention before `PAGING`: query, key, value and the two caches
+AFTER_PAGING = BEFORE_PAGING + len(PAGING) + 3  # those come after scale, sliding window and slopes, which precede the last
+GIVE_BACK_SECONDS = 0.1
+CAPABILITIES = {"f32": "FP32", "f16": "FP16", "bf16": "BF16"}  # by type, its name among `OPTIMIZATION_CAPABILITIES`
+
+
+def compile_model(path: Path, device: str, precision: str, group: int = 0) -> Any:
+    """Return the model at `path`, which `rewrite` wrote, compiled for a device.
+
+    Args:
+        device: "cpu", "gpu" or "npu".
+        precision: key of `PRECISIONS`.
+        group: in products with quantized weights, activations that share a scale when they are rounded to int8; 0 keeps them.
+
+    Raises:
+        DeviceError: this machine has no such device.
+        EngineError: this OpenVINO does not take the model, or there is no memory for it.
+    """
+    with translated(f"cannot load {path}"):
+        return _compiled(ov.Core(), path, device, precision, group)
+
+
+def _compiled(core: Any, path: Path, device: str, precision: str, group: int) -> Any:
+    if not any(each.split(".")[0] == device.upper() for each in core.available_devices):
+        raise DeviceError(
+            f"OpenVINO finds no device {device.upper()!r} here, only {', '.join(core.available_devices)}",
+            "use --device cpu, or install the driver of that device",
+        )
+    for name, convert in ((ATTENTION, _attention), (BLOCK_WEIGHTS, _weights), (EMBEDDING, _embedding)):
+        core.add_extension(ConversionExtension(name, DOMAIN, convert))
+    own = DTYPES[PRECISIONS[precision].dtype].openvino
+    has_own = CAPABILITIES[own] in core.get_property(device.upper(), "OPTIMIZATION_CAPABILITIES")
+    settings: dict[str, Any] = {
+        "PERFORMANCE_HINT": "LATENCY",
+        # Without it, OpenVINO would compute every model in bf16 wherever there is AMX.
+        "INFERENCE_PRECISION_HINT": own if has_own else "f32",
+        "KV_CACHE_PRECISION": own,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
+    }
+    if device == "cpu":
+        settings["INFERENCE_NUM_THREADS"] = thread_count()
+    graph = core.read_model(path)
+    _leave_caches_open(graph)
+    return core.compile_model(graph, device.upper(), settings)
+
+
+def shapes(compiled: Any) -> dict[str, object]:
+    """Return what the manifest knows, too, of a compiled model: (heads, width) of each cache, and the width of the logits."""
+    found: dict[str, object] = {}
+    for each in compiled.inputs:
+        if each.get_any_name().startswith(("past_key_", "past_value_")):
+            _, heads, _, width = each.get_partial_shape()
+            found[each.get_any_name()] = heads.get_length(), width.get_length()
+    return found | {LOGITS: (compiled.output(0).get_partial_shape()[2].get_length(),)}
+
+
+@contextmanager
+def giving_back(path: Path) -> Iterator[None]:
+    """Let go of the pages of a model's mapped weights over and over while kernels copy them into their own order.
+
+    The mapping stays: what is still needed, such as rows of an embedding, is read again.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(GIVE_BACK_SECONDS):
+            _give_back(path)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _give_back(path)
+
+
+def _give_back(path: Path) -> None:
+    try:
+        maps = Path("/proc/self/maps").read_bytes()
+    except OSError:  # not Linux, or it may not be read
+        return
+    file, libc = os.fsencode(path.with_name(path.name + WEIGHTS).resolve()), ctypes.CDLL(None)
+    for line in maps.split(b"\n"):
+        span, rights, *_, name = line.split(maxsplit=5) if line.endswith(file) else (b"", b"", b"")
+        if name == file and b"w" not in rights:  # what was written would be lost
+            first, last = (int(address, 16) for address in span.split(b"-"))
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Turn exceptions of OpenVINO in a block into an `EngineError` that says where it was."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, ValueError) as error:
+        raise failed(error, where) from error
+
+
+def failed(error: Exception, where: str) -> EngineError:
+    """Return the `EngineError` for an exception of OpenVINO."""
+    lines = [line.strip("- ") for line in str(error).splitlines() if line.strip()]
+    # The first lines say where in its sources it was thrown.
+    said = [line for line in lines if not line.startswith(("Exception from", "Check ", "FrontEnd API failed"))]
+    named = [line for line in said if line.startswith("No conversion rule")]
+    message = (named or said or lines or [type(error).__name__])[0]
+    if isinstance(error, MemoryError) or "alloc" in message.lower():
+        return EngineError(f"OpenVINO {where}: {message}", "stop other programs that use memory, or use a smaller --batch")
+    hint = f"pip install -U 'outrider[openvino]' (this is {ov.__version__.split('-')[0]}), or {OTHER_BACKENDS}"
+    return EngineError(f"OpenVINO {where}: {message}", hint)
+
+
+def _constant(value: Any, dtype: Any = np.int64) -> Any:
+    return opset13.constant(np.array(value, dtype))
+
+
+def _attention(node: Any) -> list[Any]:
+    """Return our `PagedAttention` as OpenVINO's, over rows of its own: [T, H, 1, D] in, [T, 1, H, Dv] out."""
+    sizes = {name: node.get_attribute(name) for name in ("heads", "kv_heads", "key_width", "value_width")}
+    query, key, value, past_key, past_value, taken, given, *paging = (node.get_input(i) for i in range(node.get_input_size()))
+    widths = (
+        sizes["heads"] * sizes["key_width"],
+        sizes["kv_heads"] * sizes["key_width"],
+        sizes["kv_heads"] * sizes["value_width"],
+    )
+    rows = [
+        opset13.gather(opset13.reshape(each, _constant([-1, width]), False), taken, _constant(0)).output(0)
+        for each, width in zip((query, key, value), widths, strict=True)
+    ]
+    scale = _constant(node.get_attribute("scale"), np.float32)
+    if rows[0].get_element_type() != Type.f32:
+        scale = opset13.convert(scale, rows[0].get_element_type())
+    window, slopes = _constant(node.get_attribute("window"), np.int32), _constant([], np.float32)
+    inputs = [*rows, past_key, past_value, *paging[:-1], *(each.output(0) for each in (scale, window, slopes)), paging[-1]]
+    inputs += [opset13.constant(each).output(0) for each in _unused_inputs()]
+    attended = opset13.gather(_PagedAttentionExtension(inputs).output(0), given, _constant(0))
+    return [opset13.reshape(attended, _constant([-1, 1, sizes["heads"], sizes["value_width"]]), False).output(0)]
+
+
+def _leave_caches_open(graph: Any) -> None:
+    """Leave type and layout of the caches to the processor, which finds their sizes where OpenVINO's own pass puts them."""
+    for attention in [node for node in graph.get_ops() if node.get_type_name() == "PagedAttentionExtension"]:
+        info = attention.get_rt_info()
+        for kind, index in (("k", 3), ("v", 4)):
+            cache = attention.input(index).get_source_output().get_node()
+            _, heads, _, width = cache.get_partial_shape()
+            info[f"num_{kind}_heads"], info[f"{kind}_head_size"] = heads.get_length(), width.get_length()
+            cache.set_element_type(Type.dynamic)
+    graph.validate_nodes_and_infer_types()
+
+
+def _weights(node: Any) -> list[Any]:
+    """Return weights [N, K / block, block] and scales [N, K / block, 1] as a matrix [K, N], which its product absorbs."""
+    quantized, scale = node.get_input(0), node.get_input(1)
+    outputs, groups, block = quantized.get_shape()
+    whole = opset13.multiply(opset13.convert(quantized, scale.get_element_type()), scale)
+    matrix = opset13.reshape(whole, _constant([outputs, groups * block]), False)
+    if scale.get_element_type() != Type.f32:
+        matrix = opset13.convert(matrix, Type.f32)
+    return [opset13.transpose(matrix, _constant([1, 0])).output(0)]
+
+
+def _embedding(node: Any) -> list[Any]:
+    """Return a lookup in a table of fp16, whose rows are cast."""
+    table = opset13.convert(node.get_input(0), Type.f32)
+    table.get_rt_info()["decompression"] = ""  # or the whole table would be cast when it is compiled
+    return [opset13.gather(table, node.get_input(1), _constant(0)).output(0)]
+
+
+@functools.cache
+def _unused_inputs() -> tuple[Any, ...]:
+    """Return the values of the inputs of PagedAttention that come after `PAGING`, which we have no use for.
+
+    Their number grows from release to release. OpenVINO's own transformation knows them, so it is run on the smallest model
+    that it accepts.
+    """
+    heads, width = 1, 8
+    names = {"input_ids": Type.i64, "attention_mask": Type.i64, "position_ids": Type.i64, "beam_idx": Type.i32}
+    inputs = {}
+    for name, dtype in names.items():
+        shape = ov.PartialShape([-1] if name == "beam_idx" else [-1, -1])
+        inputs[name] = opset13.parameter(shape, dtype, name=name)
+        inputs[name].output(0).get_tensor().set_names({name})
+    table = opset13.constant(np.zeros((2, heads * width), np.float32))
+    hidden = opset13.gather(table, inputs["input_ids"], _constant(0))
+    matrix = opset13.constant(np.zeros((heads * width, heads * width), np.float32))
+
+    def projected() -> Any:
+        split = opset13.reshape(opset13.matmul(hidden, matrix, False, False), _constant([0, 0, heads, width]), True)
+        return opset13.transpose(split, _constant([0, 2, 1, 3]))
+
+    def cached(name: str) -> tuple[Any, Any]:
+        info = VariableInfo()
+        info.data_shape, info.data_type, info.variable_id = ov.PartialShape([-1, heads, -1, width]), Type.f32, name
+        variable = Variable(info)
+        batch = opset13.gather(opset13.shape_of(inputs["input_ids"]), _constant([0]), _constant(0))
+        empty = opset13.broadcast(_constant(0, np.float32), opset13.concat([batch, _constant([heads, 0, width])], 0))
+        past = opset13.gather(opset13.read_value(empty, variable), inputs["beam_idx"], _constant(0))
+        present = opset13.concat([past, projected()], 2)
+        return present, opset13.assign(present, variable)
+
+    (keys, write_keys), (values, write_values) = cached("keys"), cached("values")
+    mask = opset13.convert(opset13.unsqueeze(inputs["attention_mask"], _constant([1, 2])), Type.f32)
+    attended = opset13.scaled_dot_product_attention(projected(), keys, values, mask, causal=False)
+    model = ov.Model([opset13.result(attended)], [write_keys, write_values], list(inputs.values()), "smallest")
+    paged_attention_transformation(model)
+    attention = next(node for node in model.get_ops() if node.get_type_name() == "PagedAttentionExtension")
+    constants = [
+        attention.input(index).get_source_output().get_node() for index in range(AFTER_PAGING, attention.get_input_size())
+    ]
+    return tuple(each.data.copy() for each in constants)

@@ -1,0 +1,234 @@
+"""Rewrites an exported step model for OpenVINO: rows of all sequences in one dimension, a paged cache, weights by output.
+
+What the graph computes stays ONNX but for three operators of our own. Nothing in it depends on a machine or on a release of
+OpenVINO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+from onnxscript.rewriter import RewriteRuleSet
+
+from outrider.backends.openvino.names import (
+    ATTENDED_ROWS,
+    ATTENTION,
+    ATTENTION_ROWS,
+    BLOCK_WEIGHTS,
+    DOMAIN,
+    EMBEDDING,
+    MAX_CONTEXT_LEN,
+    NEW_FEATURES,
+    PAGING,
+    READ_FEATURES,
+)
+from outrider.backends.rewriting.attention import CachedAttention
+from outrider.backends.rewriting.graphs import load, read_batch_off_tokens
+from outrider.backends.rewriting.logits import LastRows
+from outrider.backends.rewriting.matching import Op, shape_of
+from outrider.backends.rewriting.products import Products
+from outrider.backends.rewriting.spare_row import SpareRow
+from outrider.bundle.manifest import WEIGHTS
+from outrider.engines.contract import FEATURE_POSITIONS, INPUT_IDS, KEY_POSITIONS, LOGITS_ROWS, PAST_FEATURES
+
+TOKENS_DIM = "tokens"  # rows of all sequences of a pass
+
+
+class NotExpressible(Exception):
+    """A graph has an operator that OpenVINO's paged attention does not cover. The message says which."""
+
+
+class PagedAttention(CachedAttention):
+    """Writing the cache, slicing its window and attending, as one operator."""
+
+    WRITES_CACHE = False
+
+    def __init__(self, graph: ir.Graph, refusals: list[str]) -> None:
+        """Add the inputs; the reasons of refusals are appended to `refusals`."""
+        super().__init__(refusals)
+        self._inputs = [_added(graph, name, ir.DataType.INT64, [name]) for name in (ATTENTION_ROWS, ATTENDED_ROWS)]
+        for name in PAGING:
+            self._inputs.append(_added(graph, name, ir.DataType.INT32, [] if name == MAX_CONTEXT_LEN else [name]))
+
+    def rewrite(self, op: Op, query: Any, key: Any, value: Any, past_key: Any, past_value: Any, attended: Any, **_: Any) -> Any:
+        return getattr(op, ATTENTION)(
+            query,
+            key,
+            value,
+            past_key,
+            past_value,
+            *self._inputs,
+            heads=query.shape[1],
+            kv_heads=key.shape[1],
+            key_width=query.shape[3],
+            value_width=value.shape[3],
+            scale=attended.producer().attributes["scale"].as_float(),
+            window=max(self._window or 0, 0),  # 0 for all
+            _domain=DOMAIN,
+        )
+
+
+class ChosenRows(LastRows):
+    """Limits the product that yields the logits to chosen rows, whose indices are the new input `logits_rows`."""
+
+    SIZE = LOGITS_ROWS
+
+    def rows(self, op: Op, x: Any, wanted: Any) -> Any:
+        return op.Gather(x, wanted, axis=0)
+
+
+def rewrite(path: Path, output: Path) -> dict[str, int]:
+    """Rewrite the step model at `path`, and write it and its weights to `output`.
+
+    The result has these inputs: `input_ids`, int64 [T, 1], the rows of all sequences one after the other; `positions`, int64
+    [T], the index at which each is written; the caches `past_*`, which are written in place; and those of `names`. It has the
+    output `logits`, float32 [R, 1, V], for the rows [R] that `logits_rows` lists, and `new_features` if there is a draft head.
+
+    Returns:
+        How often each rewrite was applied.
+
+    Raises:
+        NotExpressible: attention or something else cannot be rewritten.
+    """
+    model = load(path)
+    graph = model.graph
+    model.opset_imports[DOMAIN] = 1
+    read_batch_off_tokens(graph)
+    for each in [each for each in graph.outputs if (each.name or "").startswith("present_")]:
+        graph.outputs.remove(each)
+    ids = next(each for each in graph.inputs if each.name == INPUT_IDS)
+    ids.shape = ir.Shape([TOKENS_DIM, 1])
+    _features_by_row(graph)
+    RewriteRuleSet([SpareRow.rule()]).apply_to_model(model)  # type: ignore[no-untyped-call]
+    refusals: list[str] = []
+    rules: list[Any] = [
+        Products.rule(),  # type: ignore[no-untyped-call]
+        PagedAttention.rule(graph, refusals),  # type: ignore[no-untyped-call]
+        ChosenRows.rule(graph),  # type: ignore[no-untyped-call]
+    ]
+    counts = {}
+    for rule in rules:
+        counts[rule.name] = RewriteRuleSet([rule]).apply_to_model(model)
+        common.RemoveUnusedNodesPass()(model)
+    if any(node.op_type == "TensorScatter" for node in graph):
+        kind = f"with {refusals[0]}" if refusals else "that is written out, as with soft-capped scores"
+        raise NotExpressible(f"attention {kind}")
+    if not counts["logits of some rows"]:
+        raise NotExpressible("logits that are not a product of the rows")
+    key_positions = next(each for each in graph.inputs if each.name == KEY_POSITIONS)
+    if list(key_positions.uses()):
+        raise NotExpressible("a mask outside of attention")
+    graph.inputs.remove(key_positions)
+    _by_output(graph)
+    _half_embeddings(graph)
+    common.CommonSubexpressionEliminationPass()(model)
+    for node in graph:  # with one row to a sequence, many dimensions are others than those that were traced
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
+    ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=1024)
+    return {name: count for name, count in counts.items() if count}
+
+
+def _features_by_row(graph: ir.Graph) -> None:
+    """Give features out and in by row; the session keeps them, because OpenVINO has no scatter in place."""
+    past = next((each for each in graph.inputs if each.name == PAST_FEATURES), None)
+    if past is None:
+        return
+    for node in [use.node for use in past.uses()]:
+        if node.op_type == "TensorScatter":
+            written = node.inputs[1]
+            assert written is not None
+            written.name = NEW_FEATURES
+            graph.outputs.append(written)
+        else:  # a draft head takes its rows out of all features
+            (rows,) = [use.node for use in node.outputs[0].uses() if use.node.op_type == "GatherElements"]
+            given = _added(graph, READ_FEATURES, past.dtype or ir.DataType.FLOAT, [TOKENS_DIM, 1, shape_of(past)[-1]])
+            rows.outputs[0].replace_all_uses_with(given)
+    for node in [each for each in graph if any(value is past for value in each.inputs)]:
+        for output in node.outputs:
+            for use in list(output.uses()):
+                graph.remove(use.node)
+        graph.remove(node)
+    for each in [each for each in graph.inputs if each.name in (PAST_FEATURES, FEATURE_POSITIONS)]:
+        graph.inputs.remove(each)
+
+
+def _added(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    graph.inputs.append(value)
+    return value
+
+
+def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node, result: ir.Value) -> None:
+    """Put `new` where `old` is, in place of `result`, and remove what is unused then."""
+    new.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    graph.insert_before(old, new)
+    result.replace_all_uses_with(new.outputs[0])
+    for node in (result.producer(), old):
+        if node is not None and node.graph is not None:
+            graph.remove(node, safe=True)
+
+
+def _by_output(graph: ir.Graph) -> None:
+    """Store quantized weights [K, N] as [N, K / block, block], in which the kernels read them."""
+    for node in [each for each in graph if each.op_type == "DequantizeLinear"]:
+        quantized, scale = node.inputs[:2]
+        assert quantized is not None
+        assert scale is not None
+        inputs = []
+        for old, tensor in ((quantized, _weights_by_output(quantized, scale)), (scale, _scales_by_output(scale))):
+            value = ir.Value(name=f"{old.name}.by_output", type=ir.TensorType(tensor.dtype), const_value=tensor)
+            value.shape = ir.Shape(list(tensor.shape))  # type: ignore[arg-type]
+            graph.register_initializer(value)
+            inputs.append(value)
+        _replace(graph, node, ir.node(BLOCK_WEIGHTS, inputs, domain=DOMAIN), node.outputs[0])
+        for old in (quantized, scale):
+            if not list(old.uses()):
+                graph.initializers.pop(str(old.name), None)
+
+
+def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
+    """Return weights [K, N] by output. They are made while they are saved, and not held in memory."""
+    (inputs, outputs), groups = shape_of(quantized), shape_of(scale)[0]
+    shape, tensor = [outputs, groups, inputs // groups], ir.convenience.get_const_tensor(quantized)
+    assert tensor is not None
+
+    def make() -> ir.TensorProtocol:
+        if tensor.dtype != ir.DataType.INT4:
+            return ir.tensor(np.ascontiguousarray(tensor.numpy().T).reshape(shape))
+        packed = np.frombuffer(tensor.tobytes(), np.uint8)  # numpy() would make an array of a slow extension type
+        values = np.stack([packed & 15, packed >> 4], 1).reshape(inputs, outputs)
+        pairs = np.ascontiguousarray(values.T).reshape(-1, 2)
+        return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=ir.Shape(shape))
+
+    return ir.LazyTensor(make, dtype=tensor.dtype, shape=ir.Shape(shape))
+
+
+def _scales_by_output(scale: ir.Value) -> ir.TensorProtocol:
+    """Return scales [K / block, N] as [N, K / block, 1].
+
+    They are in fp16 unless some are too small or too large for its 11 bits: in fp32 they are a ninth of what a pass reads.
+    """
+    tensor, half = ir.convenience.get_const_tensor(scale), np.finfo(np.float16)
+    assert tensor is not None
+    values = np.ascontiguousarray(tensor.numpy().T)[..., None]
+    if values.min() >= half.smallest_normal and values.max() <= half.max:
+        values = values.astype(np.float16)
+    return ir.tensor(values)
+
+
+def _half_embeddings(graph: ir.Graph) -> None:
+    """Mark lookups in tables of fp16 whose rows are cast to fp32: read as they are, OpenVINO keeps the table in fp32."""
+    for node in [each for each in graph if each.op_type == "Gather"]:
+        table, rows = node.inputs[0], node.outputs[0]
+        users = [use.node for use in rows.uses()]
+        if table is None or table.dtype != ir.DataType.FLOAT16 or ir.convenience.get_const_tensor(table) is None:
+            continue
+        if len(users) == 1 and users[0].op_type == "Cast" and users[0].attributes.get_int("to") == ir.DataType.FLOAT:
+            _replace(graph, node, ir.node(EMBEDDING, list(node.inputs), domain=DOMAIN), users[0].outputs[0])

@@ -1,0 +1,237 @@
+"""A step model over a paged cache.
+
+The blocks of a slot follow one another, so a slot is a piece of memory, and every pass gives attention the blocks of its
+slots. Attention reads as many of them as a sequence has positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+
+from outrider.backends.openvino.names import (
+    ATTENDED_ROWS,
+    ATTENTION_ROWS,
+    BLOCK_INDICES,
+    BLOCK_INDICES_BEGINS,
+    MAX_CONTEXT_LEN,
+    NEW_FEATURES,
+    PAST_LENS,
+    READ_FEATURES,
+    SUBSEQUENCE_BEGINS,
+)
+from outrider.backends.openvino.reader import failed, translated
+from outrider.engines.arrays import Floats
+from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, cache_tensors
+from outrider.engines.device import Buffer, Cpu, Launch, nothing
+from outrider.engines.precisions import DTYPES
+from outrider.engines.session import Session, Sizes
+
+BLOCK_DIM = 2  # of a cache [blocks, heads, positions of a block, width]
+FEWEST = 2  # rows of a sequence in attention, and of a pass in products
+
+Tensors = dict[str, Any]
+"""OpenVINO's tensors, by the name of the input."""
+
+
+class PagedSession(Session):
+    """A model of OpenVINO with a cache in blocks.
+
+    A row has the same bits whatever the rows beside it: a single row of a sequence is joined by a second one in attention, and
+    a single row of a pass also in all products. The kernels for one row add in another order, and are no faster. Only the
+    target needs this; but passes of one and of two rows are then of one shape, and to prepare for another one takes OpenVINO
+    a fifth of a draft's pass.
+    """
+
+    skips_logits = True
+    recordable = False
+
+    def __init__(self, compiled: Any, sizes: Sizes):
+        """Allocate the cache, too.
+
+        Args:
+            compiled: what `compile_model` returned.
+
+        Raises:
+            EngineError: there is no memory for the buffers.
+        """
+        device = Cpu()
+        tensors = cache_tensors(sizes.layers)
+        kind = compiled.input(tensors[0].past).get_element_type().to_string()
+        dtype = next(name for name, each in DTYPES.items() if each.openvino == kind)
+        block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
+        self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for a row that only keeps company
+        self._block = block
+        self._memory = [  # owns what the arrays of `_cache` show
+            device.zeros((sizes.batch * self._blocks, tensor.heads, block, tensor.width), dtype, sizes.cache)
+            for tensor in tensors
+        ]
+        self._cache = {tensor.past: buffer.view() for tensor, buffer in zip(tensors, self._memory, strict=True)}
+        super().__init__(device, sizes)
+        with translated("cannot bind the cache"):
+            self._request = compiled.create_infer_request()
+            self._features: npt.NDArray[Any] | None = None  # [B, C, H]
+            if sizes.features is not None:
+                self._features = np.zeros((sizes.batch, sizes.capacity, sizes.features), DTYPES[dtype].numpy)
+            for name, array in self._cache.items():
+                whole = ov.Tensor(array, ov.Shape(array.shape), compiled.input(name).get_element_type())
+                self._request.set_tensor(name, whole)
+
+    def pack(self) -> None:
+        """Run a pass of one row, in which kernels copy all weights into their own order, and clear what it wrote.
+
+        Raises:
+            EngineError: OpenVINO failed, or there is no memory.
+        """
+        ids, positions, features = (self.device.zeros(shape, "int64", "a pass") for shape in ((1, 1), (1,), (1,)))
+        logits = self.device.zeros((1, 1, self.vocab_rows), "float32", "a pass")
+        self.bind(ids, positions, logits, self.windows[0], 0, features if self.reads_features else None)()
+        self.clear(0)
+
+    def share_features(self, target: Session) -> None:
+        assert isinstance(target, PagedSession)
+        self._features = target._features
+        self._passes.clear()
+
+    def set_features(self, features: Floats) -> None:
+        assert self._features is not None
+        self._features[:] = features
+
+    def bind(
+        self,
+        input_ids: Buffer,
+        positions: Buffer,
+        logits: Buffer,
+        window: int,
+        first: int = 0,
+        feature_positions: Buffer | None = None,
+    ) -> Launch:
+        sequences, rows = input_ids.shape
+        answered = logits.shape[1]
+        alone = sequences * rows < FEWEST
+        ids, starts = input_ids.view().reshape(-1, 1), positions.view()
+        output = logits.view().reshape(sequences * answered, 1, self.vocab_rows)
+        tensors, update = self._inputs(sequences, FEWEST if alone else rows, starts, first)
+        if alone:
+            given, ids = ids, np.zeros((FEWEST, 1), np.int64)
+        tensors[INPUT_IDS] = _tensor(ids)
+        wanted = (np.arange(sequences)[:, None] * rows + np.arange(rows - answered, rows)).reshape(-1)
+        single = 0 < wanted.size < FEWEST
+        computed = np.empty((FEWEST, 1, self.vocab_rows), np.float32) if single else output
+        tensors[LOGITS_ROWS] = _tensor(np.repeat(wanted, FEWEST) if single else wanted)
+        result, request = _tensor(computed), self._request
+        before, after = self._feature_copies(tensors, sequences, rows, starts, first, feature_positions)
+
+        buffers = input_ids, positions, logits, feature_positions
+
+        def launch() -> None:
+            assert buffers  # keeps their memory alive as long as the launch
+            update()
+            if alone:
+                ids[:] = given
+            before()
+            try:
+                for name, tensor in tensors.items():
+                    request.set_tensor(name, tensor)  # of an input or an output
+                request.set_output_tensor(0, result)
+                request.infer(share_outputs=True)  # or it would copy the logits once more
+            except (RuntimeError, MemoryError) as error:  # without a context manager, which costs microseconds
+                raise failed(error, "failed in a pass") from error
+            if single:
+                output[:] = computed[:1]
+            after()
+
+        return launch
+
+    def _feature_copies(
+        self, tensors: Tensors, sequences: int, rows: int, starts: npt.NDArray[np.int64], first: int, to: Buffer | None
+    ) -> tuple[Launch, Launch]:
+        """Return what brings features to a pass, whose `tensors` get them, and what keeps those that it makes.
+
+        The target's go to the entries of its rows; of those of a draft head, each sequence's last one goes to the entry `to`.
+        """
+        kept = self._features
+        if kept is None:
+            return nothing, nothing
+        slots, counts = np.arange(first, first + sequences), np.arange(rows)
+        total, width = max(sequences * rows, FEWEST), kept.shape[2]
+        made = np.empty((total, 1, 1, width), kept.dtype)
+        by_row = made[: sequences * rows].reshape(sequences, rows, width)
+        tensors[NEW_FEATURES] = _tensor(made)
+
+        if to is None:
+
+            def keep() -> None:
+                kept[slots[:, None], starts[:, None] + counts] = by_row
+
+            return nothing, keep
+        read, places = np.zeros((total, 1, width), kept.dtype), to.view()
+        tensors[READ_FEATURES] = _tensor(read)
+
+        def bring() -> None:
+            read[: sequences * rows, 0] = kept[slots[:, None], starts[:, None] + counts].reshape(-1, width)
+
+        def keep_last() -> None:
+            kept[slots, places] = by_row[:, -1]
+
+        return bring, keep_last
+
+    def _inputs(
+        self, sequences: int, rows: int, starts: npt.NDArray[np.int64], first: int
+    ) -> tuple[Tensors, Callable[[], None]]:
+        """Return the inputs of a pass besides tokens and wanted logits, and what brings them up to date with `starts` [N]."""
+        attended = max(rows, FEWEST)  # rows of attention for each sequence
+        counts, placed = np.arange(rows), np.zeros((sequences, rows), np.int64)
+        past, longest = np.zeros(sequences, np.int32), np.zeros((), np.int32)
+        sequence = np.arange(sequences + 1, dtype=np.int32)
+        inputs: dict[str, npt.NDArray[Any]] = {
+            POSITIONS: placed.reshape(-1),
+            PAST_LENS: past,
+            MAX_CONTEXT_LEN: longest,
+            SUBSEQUENCE_BEGINS: sequence * attended,
+            BLOCK_INDICES: np.arange(first * self._blocks, (first + sequences) * self._blocks, dtype=np.int32),
+            BLOCK_INDICES_BEGINS: sequence * self._blocks,
+            ATTENTION_ROWS: np.repeat(np.arange(sequences * rows), attended // rows),
+            ATTENDED_ROWS: (sequence[:-1, None] * attended + counts).reshape(-1),
+        }
+
+        def update() -> None:
+            np.add(starts[:, None], counts, out=placed)
+            past[:] = starts
+            longest[...] = starts.max() + attended
+
+        return {name: _tensor(array) for name, array in inputs.items()}, update
+
+    def _slot(self, cache: npt.NDArray[Any], slot: int) -> npt.NDArray[Any]:
+        return cache[slot * self._blocks : (slot + 1) * self._blocks]
+
+    def clear(self, slot: int) -> None:
+        for cache in self._cache.values():
+            self._slot(cache, slot)[:] = 0
+        if self._features is not None and not self.reads_features:
+            self._features[slot] = 0
+
+    def move(self, slot: int, to: int, length: int) -> None:
+        blocks = -(-length // self._block)
+        for cache in self._cache.values():
+            self._slot(cache, to)[:blocks] = self._slot(cache, slot)[:blocks]
+        if self._features is not None and not self.reads_features:
+            self._features[to, :length] = self._features[slot, :length]
+
+    def cache(self) -> dict[str, npt.NDArray[Any]]:
+        caches = {name: self._contiguous(array) for name, array in self._cache.items()}
+        return caches if self._features is None else caches | {PAST_FEATURES: self._features[:, None]}
+
+    def _contiguous(self, cache: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        _, heads, block, width = cache.shape
+        by_slot = cache.reshape(self.batch, self._blocks, heads, block, width).transpose(0, 2, 1, 3, 4)
+        return by_slot.reshape(self.batch, heads, -1, width)[:, :, : self.capacity]
+
+
+def _tensor(array: npt.NDArray[Any]) -> Any:
+    """Return an array as a tensor over the same memory."""
+    return ov.Tensor(array, shared_memory=True)

@@ -1,0 +1,88 @@
+"""Weights that two graphs have in common, such as an embedding, as one piece of one file."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx.external_data_helper import ExternalDataInfo
+
+from outrider.bundle.manifest import WEIGHTS
+
+SMALLEST = 1 << 16  # bytes; to share less is not worth a look
+ALIGNMENT = 4096  # of large weights in a file, so that they can be mapped into memory
+
+
+def share_weights(graph: Path, other: Path) -> None:
+    """Make the graph at `graph` use the weights in the file of the graph `other`, in the same folder, where it has the same.
+
+    Both have their weights in a file beside them; that of `graph` loses what it shares. A graph may only name files of its own
+    folder, or runtimes refuse it.
+    """
+    assert graph.parent == other.parent
+    model = onnx.load(graph, load_external_data=False)
+    known: dict[tuple[Any, ...], list[onnx.TensorProto]] = defaultdict(list)
+    for tensor in _external(onnx.load(other, load_external_data=False)):
+        known[_kind(tensor)].append(tensor)
+    own = []
+    for tensor in _external(model):
+        same = (each for each in known[_kind(tensor)] if _same(graph.parent, tensor, each))
+        if (found := next(same, None)) is None:
+            own.append(tensor)
+        else:
+            _refer(tensor, *_place(found))
+    _write_own(graph, own)
+    onnx.save(model, graph)
+
+
+def keep_own_weights(source: Path, graph: Path) -> None:
+    """Copy the graph at `source` to `graph`, with all of its weights in a file of its own."""
+    onnx.save(onnx.load(source), graph, save_as_external_data=True, location=graph.name + WEIGHTS, size_threshold=1024)
+
+
+def _external(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    return [each for each in model.graph.initializer if each.data_location == onnx.TensorProto.EXTERNAL]
+
+
+def _place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
+    info = ExternalDataInfo(tensor)
+    return info.location, info.offset or 0, info.length or 0
+
+
+def _kind(tensor: onnx.TensorProto) -> tuple[Any, ...]:
+    size = _place(tensor)[2]
+    return (tensor.data_type, *tensor.dims, size) if size >= SMALLEST else (tensor.name, "small")
+
+
+def _same(folder: Path, tensor: onnx.TensorProto, other: onnx.TensorProto) -> bool:
+    if _place(tensor)[2] < SMALLEST:
+        return False
+    ours, theirs = (np.memmap(folder / name, np.uint8, "r", at, (size,)) for name, at, size in map(_place, (tensor, other)))
+    return bool(np.array_equal(ours, theirs))
+
+
+def _refer(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(value))
+
+
+def _write_own(graph: Path, tensors: list[onnx.TensorProto]) -> None:
+    """Write the weights of `tensors` one after the other, in place of the file that has them and others."""
+    path, partial = graph.with_name(graph.name + WEIGHTS), graph.with_name(graph.name + ".partial")
+    with partial.open("wb") as file:
+        for tensor in tensors:
+            location, offset, length = _place(tensor)
+            file.write(bytes(-file.tell() % (ALIGNMENT if length >= ALIGNMENT else 8)))
+            at = file.tell()
+            with (graph.parent / location).open("rb") as source:
+                source.seek(offset)
+                while length and (block := source.read(min(length, 1 << 22))):
+                    file.write(block)
+                    length -= len(block)
+            _refer(tensor, path.name, at, file.tell() - at)
+    shutil.move(partial, path)
