@@ -70,8 +70,8 @@ class Plan(NamedTuple):
 
 
 def plans(outrider: Outrider) -> list[Plan]:
-    """Return what is drawn: every k of the first drafter and all drafters at random at each setting, and the largest k of each
-    drafter that proposes on the host at one setting."""
+    """Return what is drawn: every k of the first drafter and all drafters at random at each setting; the default k of each
+    other one that drafts on the device; and the largest k of each one that proposes on the host, at one setting."""
     k, first = outrider.build.k, outrider.drafters[0]
     drafts_on_device = on_device(outrider, first)
     usual = [*(Mode(each, first) for each in k), Mode(AUTO, None)]
@@ -81,9 +81,11 @@ def plans(outrider: Outrider) -> list[Plan]:
         for setting in SAMPLED
     ]
     for name in outrider.drafters:
+        mode = Mode(outrider.default_k if on_device(outrider, name) else k[-1], name)
         if not on_device(outrider, name):
-            mode = Mode(k[-1], name)
             planned.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
+        elif name != first:
+            planned += [Plan(*setting, [mode], mode, ()) for setting in SAMPLED]
     return planned
 
 

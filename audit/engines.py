@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.backends.base import Engines
-from outrider.backends.open import open_reference
+from outrider.backends.comparison import alike, give_features
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import model_file
 from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, SETTINGS, sampler_tensors
@@ -71,12 +71,15 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
                 f"{export} is not an export of the bundle's {role}", "pass the export that the bundle was built from"
             )
     check_files(export, manifest, progress)
-    reference = open_reference(export, manifest, build)
+    engines, reference, unrounded = alike(engines, export, manifest)
     verified = [k + 1 for k in build.k]
     for role in engines.manifest.roles:
         progress.stage(f"comparing the {role}")
-        tolerance = PRECISIONS[engines.manifest.models[role].precision].comparison
+        precision = PRECISIONS[engines.manifest.models[role].precision]
+        tolerance = precision.unrounded if unrounded else precision.comparison
         sessions = engines.session(role, batch=1), reference.session(role, batch=1)
+        for session in sessions:
+            give_features(session, engines.manifest.models[role].features)
         for rows in sorted({1, 2, *verified, build.max_prompt_chunk}):
             yield _step(role, rows, tolerance, *sessions)
         del sessions  # one model in memory at a time
@@ -104,12 +107,12 @@ def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session
 
 def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: Engine, their_engine: Engine) -> Compared:
     """Run random rounds."""
-    widths = ours.manifest.widths
+    vocab_rows = ours.manifest.vocab_rows
     difference, same = 0.0, []
     for seed in range(CASES):
-        inputs = _inputs(name, rows, ours.build.k[-1] + 1, widths, np.random.default_rng(seed))
-        want = run_sampler(theirs.device, their_engine, name, inputs, widths)
-        got = run_sampler(ours.device, our_engine, name, inputs, widths)
+        inputs = _inputs(name, rows, ours.build.k[-1] + 1, vocab_rows, np.random.default_rng(seed))
+        want = run_sampler(theirs.device, their_engine, name, inputs, vocab_rows)
+        got = run_sampler(ours.device, our_engine, name, inputs, vocab_rows)
         choices = next(each for each in ("token", "tokens", "top_ids") if each in want)
         equal = bool((want[choices] == got[choices]).all() and (want.get("status") == got.get("status")))
         same.append(equal)
@@ -119,10 +122,8 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
     return Compared(name, rows, difference, SAMPLER_TOLERANCE, float(np.mean(same)))
 
 
-def _inputs(name: str, rows: int, max_rows: int, widths: tuple[int, int], random: np.random.Generator) -> Arrays:
+def _inputs(name: str, rows: int, max_rows: int, vocab_rows: int, random: np.random.Generator) -> Arrays:
     """Return a random round of one sequence, as the tensors of one sampler."""
-    vocab_rows = widths[0]
-    width = widths[name in DRAFT_SAMPLERS]
     temperature = random.choice([0.0, 0.7, 1.0])
     q = random.random((rows, 1, vocab_rows), dtype=np.float32) ** 8
     settings = dict.fromkeys(SETTINGS, 0.0) | {
@@ -133,7 +134,7 @@ def _inputs(name: str, rows: int, max_rows: int, widths: tuple[int, int], random
         "exact_match": random.integers(2),
     }
     count = int(random.integers(0, rows))
-    logits = (6 * random.standard_normal((1, rows, width))).astype(np.float32)
+    logits = (6 * random.standard_normal((1, rows, vocab_rows))).astype(np.float32)
     drafted = random.integers(0, vocab_rows, (1, max_rows if name == "drafter" else rows))
     if name not in DRAFT_SAMPLERS:
         drafted = np.where(random.random((1, rows)) < 0.7, logits.argmax(-1), drafted)  # so that some are accepted
@@ -152,9 +153,9 @@ def _inputs(name: str, rows: int, max_rows: int, widths: tuple[int, int], random
     }
 
 
-def run_sampler(device: Device, engine: Engine, name: str, inputs: Arrays, widths: tuple[int, int]) -> Arrays:
+def run_sampler(device: Device, engine: Engine, name: str, inputs: Arrays, vocab_rows: int) -> Arrays:
     """Run a sampler once from host arrays, and return its outputs by name."""
-    tensors, outputs = sampler_tensors(name, *widths)
+    tensors, outputs = sampler_tensors(name, vocab_rows)
     sizes = {"batch": 1, "rows": inputs["logits"].shape[1], "top": int(inputs["candidates"][0])}
     buffers = {}
     for each in tensors:

@@ -32,8 +32,8 @@ WARM_TOKENS = 8
 
 
 def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
-    """Return what is measured by default: plain decoding, each k of the bundle's first drafter, the default k of the others,
-    and k = auto.
+    """Return what is measured by default: plain decoding, each k of the drafters on the device, or else of the first drafter,
+    the default k of the others, and k = auto.
 
     Raises:
         UsageError: a k was not built.
@@ -42,11 +42,18 @@ def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
     if missing := [each for each in sizes if each not in loaded.build.k]:
         built = ", ".join(map(str, loaded.build.k))
         raise UsageError(f"k = {missing[0]} was not built into this bundle; it has k = {built}", "choose one of these")
-    first, *others = loaded.drafters
-    drafted = [Mode(drafter=first, k=each) for each in sizes] + [Mode(drafter=name, k=loaded.default_k) for name in others]
-    if not drafted:
-        drafted = [Mode(drafter=first, k=loaded.default_k)]
+    every = on_device(loaded) or loaded.drafters[:1]
+    drafted = [
+        Mode(drafter=name, k=each)
+        for name in loaded.drafters
+        for each in (sizes if name in every and sizes else [loaded.default_k])
+    ]
     return [PLAIN, *drafted, Mode(drafter=AUTO, k=AUTO)]
+
+
+def on_device(loaded: Outrider) -> list[str]:
+    """Return the names of the drafters on the device."""
+    return [name for name, drafter in loaded.decoder.drafters.items() if isinstance(drafter, DeviceDrafter)]
 
 
 def measure(
@@ -92,7 +99,7 @@ def measure(
         schema=SCHEMA,
         bundle=bundle,
         target=Path(manifest.models["target"].source).name,
-        draft=next((Path(manifest.models[role].source).name for role in manifest.roles[1:]), None),
+        drafts=[Path(manifest.models[role].source).name for role in manifest.roles[1:]],
         precision=", ".join(dict.fromkeys(model.precision for model in manifest.models.values())),
         backend=f"{build.backend} {build.backend_version}, {loaded.engines.device.name}",
         machine=machine(loaded.engines.device),
@@ -193,9 +200,14 @@ def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, mode: M
 
 
 def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int], most: int = 0) -> Trace:
-    """Return the record of a text of at most `most` tokens, with what the first drafter on the device would have proposed."""
-    drafter = next((each for each in loaded.decoder.drafters.values() if isinstance(each, DeviceDrafter)), None)
-    agrees, confidences = drafter.agreement(prompt, tokens) if drafter is not None else ([], [])
+    """Return the record of a text of at most `most` tokens, with what each drafter on the device would have proposed."""
+    agrees, confidences = {}, {}
+    for _ in loaded.generate((prompt + tokens)[:-1], SamplingParams(max_new_tokens=1), k=0):
+        pass  # the target reads the text, for drafters that read the target
+    for name in on_device(loaded):
+        drafter = loaded.decoder.drafters[name]
+        assert isinstance(drafter, DeviceDrafter)
+        agrees[name], confidences[name] = drafter.agreement(prompt, tokens)
     return Trace(workload, prompt, tokens, agrees, confidences, most)
 
 

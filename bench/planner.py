@@ -61,7 +61,8 @@ class Prediction:
     """The prediction for one workload and one k."""
 
     workload: str
-    k: int  # 0 is plain decoding
+    drafter: str  # `NONE` in plain decoding
+    k: int  # 0 in plain decoding
     mean_acceptance_length: float
     tokens_per_second: float
     speedup: float  # over plain decoding
@@ -70,9 +71,9 @@ class Prediction:
     better_draft: float  # the speed-up with a draft whose rejections are fewer by the share `BETTER`
 
 
-def plannable(names: Sequence[str]) -> str | None:
-    """Return the first of these drafters that drafts on the device, because only its rounds can be predicted from costs."""
-    return next((name for name in names if issubclass(drafters.get(name), DeviceDrafter)), None)
+def plannable(names: Sequence[str]) -> list[str]:
+    """Return those of these drafters that draft on the device, because only their rounds can be predicted from costs."""
+    return [name for name in names if issubclass(drafters.get(name), DeviceDrafter)]
 
 
 def at_rate(costs: Costs, drafter: str, rate: float, end: int) -> list[Prediction]:
@@ -83,15 +84,18 @@ def at_rate(costs: Costs, drafter: str, rate: float, end: int) -> list[Predictio
         length, better = expected_tokens(rate, k), expected_tokens(1 - (1 - rate) * (1 - BETTER), k)
         plain = length * costs.round(NONE, 0, 0, end, True)
         times = Times(plain, costs.round(drafter, k, k, end, True), cheaper.round(drafter, k, k, end, True), 0.0)
-        predictions.append(_prediction("", k, length, better, length, [times]))
+        predictions.append(_prediction("", drafter if k else NONE, k, length, better, length, [times]))
     return predictions
 
 
 def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Prediction]:
     """Predict each workload, plain and at each built k, by replaying recorded texts. The time in which the drafter
     reads the prompt is included."""
-    if not all(trace.agrees for trace in traces):
-        raise UsageError("these texts were recorded without a draft", "make them with outrider bench, on a bundle with a draft")
+    if not all(drafter in trace.agrees for trace in traces):
+        raise UsageError(
+            f"these texts were recorded without a {drafters.get(drafter).label}",
+            "make them with outrider bench, on a bundle that has one",
+        )
     predictions, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
     for workload in dict.fromkeys(trace.workload for trace in traces):
         traces_of = [trace for trace in traces if trace.workload == workload]
@@ -108,12 +112,12 @@ def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Predi
                 )
                 for trace, without in zip(traces_of, plain, strict=True)
             ]
-            length, better = (tokens_per_round(traces_of, k, share) for share in (0.0, BETTER))
-            predictions.append(_prediction(workload, k, length, better, tokens, texts))
+            length, better = (tokens_per_round(drafter, traces_of, k, share) for share in (0.0, BETTER))
+            predictions.append(_prediction(workload, drafter if k else NONE, k, length, better, tokens, texts))
     return predictions
 
 
-def tokens_per_round(traces: Sequence[Trace], k: int, flipped_share: float = 0.0) -> float:
+def tokens_per_round(drafter: str, traces: Sequence[Trace], k: int, flipped_share: float = 0.0) -> float:
     """Return the mean acceptance length of recorded texts over the rounds that draft: all but one for the last token of the
     limit. `flipped_share` is the share of rejections that are counted as acceptances."""
     survival = [0.0] * k
@@ -121,7 +125,7 @@ def tokens_per_round(traces: Sequence[Trace], k: int, flipped_share: float = 0.0
     for trace in traces:
         at = 0
         while at < len(trace.tokens):
-            accepted = trace.accepted(at, min(k, trace.remaining(at) - 1))
+            accepted = trace.accepted(drafter, at, min(k, trace.remaining(at) - 1))
             rounds += trace.remaining(at) > 1
             for position in range(accepted):
                 survival[position] += 1
@@ -144,7 +148,9 @@ class Times(NamedTuple):
     reading: float  # the part of `taken` in which the draft reads the prompt, independent of acceptance
 
 
-def _prediction(workload: str, k: int, length: float, better: float, tokens: float, texts: Sequence[Times]) -> Prediction:
+def _prediction(
+    workload: str, drafter: str, k: int, length: float, better: float, tokens: float, texts: Sequence[Times]
+) -> Prediction:
     """Return a prediction from the mean acceptance length, `length`, and that of the better draft, `better`."""
 
     def speedup(yielded: float) -> float:
@@ -153,6 +159,7 @@ def _prediction(workload: str, k: int, length: float, better: float, tokens: flo
 
     return Prediction(
         workload,
+        drafter,
         k,
         length,
         1000 * tokens / sum(each.taken for each in texts),

@@ -12,6 +12,7 @@ from outrider.bench.planner import BETTER, CHEAPER, Prediction
 from outrider.bench.results import Mode, Results, Summary
 from outrider.bundle.folder import write_whole
 from outrider.errors import EngineError
+from outrider.runtime import drafters
 from outrider.runtime.drafters.base import NONE
 
 INK, PAPER, RULE = "#1c2430", "#ffffff", "#d9dee6"
@@ -174,18 +175,20 @@ def parts_plot(results: Results) -> str:
 
 
 def write_plan(path: Path, predictions: Sequence[Prediction]) -> None:
-    """Write predicted speed-up against k as SVG, one line per workload.
+    """Write predicted speed-up against k as SVG, one line per workload and drafter.
 
     Raises:
         EngineError: matplotlib is not installed.
         FolderError: the file cannot be written.
     """
     figure, axes = pyplot().subplots(figsize=(5.4, 3.4))
-    workloads = list(dict.fromkeys(each.workload for each in predictions))
-    for workload, colour in zip(workloads, COLOURS * len(workloads), strict=False):
-        own = [each for each in predictions if each.workload == workload]
+    lines = list(dict.fromkeys((each.workload, each.drafter) for each in predictions if each.k))
+    names = {name for _, name in lines}
+    for (workload, name), colour in zip(lines, COLOURS * len(lines), strict=False):
+        own = [each for each in predictions if each.workload == workload and each.drafter in (NONE, name)]
+        label = ", ".join(each for each in (workload, drafters.get(name).label if len(names) > 1 else "") if each)
         ks, speedups = [each.k for each in own], [each.speedup for each in own]
-        axes.plot(ks, speedups, marker="o", markersize=4, color=colour, label=workload)
+        axes.plot(ks, speedups, marker="o", markersize=4, color=colour, label=label)
         axes.fill_between(ks, speedups, [each.better_draft for each in own], color=colour, alpha=0.12)
         axes.plot(ks, [each.cheaper_draft for each in own], linestyle=":", linewidth=1.2, color=colour)
     axes.axhline(1, color=INK, linewidth=0.8)
@@ -193,6 +196,6 @@ def write_plan(path: Path, predictions: Sequence[Prediction]) -> None:
     axes.set_ylabel("predicted speed-up over plain")
     note = f"shaded: {BETTER:.0%} fewer rejections; dotted: draft at {CHEAPER:.0%} of its cost"
     axes.set_title(note, fontsize=9, color=COLOURS[5])
-    if any(workloads):
+    if len(lines) > 1 or lines[0][0]:
         axes.legend(fontsize=8)
     write_whole(path, _svg(figure).encode())

@@ -92,7 +92,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
     """Return what was measured, where and how, as names and values."""
     return [
         ("target", results.target),
-        ("draft", results.draft or "none"),
+        ("draft", ", ".join(results.drafts) or "none"),
         ("precision", results.precision),
         ("backend", results.backend),
         ("machine", results.machine),

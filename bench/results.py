@@ -14,7 +14,7 @@ from outrider.runtime import drafters
 from outrider.runtime.choice import AUTO
 from outrider.runtime.drafters.base import NONE
 
-SCHEMA = 4
+SCHEMA = 5
 MIN_ROUNDS = 5  # that each of two compared reports needs
 
 
@@ -126,7 +126,7 @@ class Results(Struct, frozen=True):
     schema: int
     bundle: str
     target: str
-    draft: str | None
+    drafts: list[str]
     precision: str
     backend: str
     machine: str

@@ -6,11 +6,13 @@ The decoder, the drafters' bookkeeping and the policies are the real ones; engin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from outrider.engines.device import Cpu
+from outrider.engines.device import Buffer, Cpu, Launch, nothing
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime import drafters
@@ -29,27 +31,28 @@ VOCABULARY = 2**31  # larger than every token id of a record
 
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One greedy answer, and what the drafter on the device would have proposed at each position."""
+    """One greedy answer, and what each drafter on the device would have proposed at each position."""
 
     workload: str
     prompt: list[int]
     tokens: list[int]
-    agrees: list[bool]  # for each token: whether the drafter's most likely one is the same; empty without such a drafter
-    confidences: list[float]  # the drafter's probability of its most likely token
+    agrees: dict[str, list[bool]]  # by drafter, for each token: whether the drafter's most likely one is the same
+    confidences: dict[str, list[float]]  # by drafter: its probability of its most likely token
     most: int = 0  # the token limit, which a text that ended by itself has not reached; 0 if not recorded
 
     def __post_init__(self) -> None:
-        if not self.tokens or (self.agrees and not len(self.tokens) == len(self.agrees) == len(self.confidences)):
+        lengths = {len(each) for values in (self.agrees, self.confidences) for each in values.values()}
+        if not self.tokens or self.agrees.keys() != self.confidences.keys() or not lengths <= {len(self.tokens)}:
             raise ValueError("a recorded text has no tokens, or not one agreement and confidence for each of them")
 
     def remaining(self, at: int) -> int:
         """Return how many tokens may still be emitted after `at`, as a policy sees it: it cannot know where the text ends."""
         return max(self.most, len(self.tokens)) - at
 
-    def accepted(self, at: int, drafted: int) -> int:
-        """Return how many of `drafted` proposed tokens are correct, starting at position `at`."""
-        count = 0
-        while count < min(drafted, len(self.tokens) - at) and self.agrees[at + count]:
+    def accepted(self, drafter: str, at: int, drafted: int) -> int:
+        """Return how many of `drafted` tokens that a drafter proposes are correct, starting at position `at`."""
+        count, agrees = 0, self.agrees[drafter]
+        while count < min(drafted, len(self.tokens) - at) and agrees[at + count]:
             count += 1
         return count
 
@@ -78,6 +81,32 @@ class SimulatedSession(Session):
         rows = np.shape(np.asarray(input_ids))[1]
         self._spend(rows, int(np.asarray(positions)[0]) + rows)
 
+    def bind(
+        self,
+        input_ids: Buffer,
+        positions: Buffer,
+        logits: Buffer,
+        window: int,
+        first: int = 0,
+        feature_positions: Buffer | None = None,
+    ) -> Launch:
+        return nothing
+
+    def share_features(self, target: Session) -> None:
+        """Do nothing: there are no features."""
+
+    def set_features(self, features: object) -> None:
+        """Do nothing: there are no features."""
+
+    def clear(self, slot: int) -> None:
+        """Do nothing: there is no cache."""
+
+    def move(self, slot: int, to: int, length: int) -> None:
+        """Do nothing: there is no cache."""
+
+    def cache(self) -> dict[str, npt.NDArray[Any]]:
+        return {}
+
 
 class SimulatedRounds:
     """Rounds whose results come from a record, and whose times come from the costs."""
@@ -95,12 +124,12 @@ class SimulatedRounds:
         if lane.proposed:
             accepted, drafted = matching(lane.proposed, following), lane.proposed
         else:
-            for index, confidence in enumerate(trace.confidences[at : at + count - 1] if stop is not None else ()):
+            for index, confidence in enumerate(trace.confidences[drafter][at : at + count - 1] if stop is not None else ()):
                 assert stop is not None
                 if (shorter := stop(confidence)) is not None:
                     count, rows = index + 1, shorter
                     break
-            accepted = trace.accepted(at, count) if count else 0
+            accepted = trace.accepted(drafter, at, count) if count else 0
             drafted = following[:accepted] + [-1] * (count - accepted)
         emitted = following[: accepted + 1] + [-1] * (accepted == len(following))  # what follows the record is not known
         end = len(lane.tokens) + rows - 1
@@ -118,7 +147,7 @@ def simulated_drafters(names: Sequence[str], costs: Costs, clock: Clock) -> dict
 
         kind = drafters.get(name)
         sessions = {role: SimulatedSession(spend) for role in ("target", *kind.engines)}
-        made[name] = kind(Resources(sessions, 1, costs.chunk))
+        made[name] = kind(Resources(sessions, 1, costs.chunk, costs.k))
     return made
 
 
@@ -158,8 +187,8 @@ def oracle(trace: Trace, costs: Costs, names: Sequence[str] | None = None) -> fl
         times = [costs.round(NONE, 0, 0, end, True) + least[at + 1]]
         for k in costs.k:
             for name, drafter in loaded.items():
-                if isinstance(drafter, DeviceDrafter) and trace.agrees:
-                    right = trace.accepted(at, min(k, count - at - 1))
+                if isinstance(drafter, DeviceDrafter) and name in trace.agrees:
+                    right = trace.accepted(name, at, min(k, count - at - 1))
                     times.append(costs.round(name, right, k, end + k, True) + least[at + right + 1])
                 elif name in proposals[at]:
                     right = matching(proposals[at][name][:k], trace.tokens[at : count - 1])
@@ -179,7 +208,7 @@ def compare(
         names: the drafters that the bundle can use.
         early_stopping: whether rounds can stop drafting early, as they can on a CPU.
     """
-    names = [name for name in names if not _on_device(name) or all(trace.agrees for trace in traces)]
+    names = [name for name in names if not _on_device(name) or all(name in trace.agrees for trace in traces)]
     policies: dict[str, Policy] = {"plain": FixedPolicy(NONE, 0)}
     for name in names:
         policies |= {f"{name}, k = {k}": FixedPolicy(name, k) for k in costs.k}

@@ -8,12 +8,13 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import filelock
 
-from outrider.bundle.manifest import MANIFEST, FileEntry, Manifest, decode_manifest
+from outrider.bundle.manifest import MANIFEST, WEIGHTS, FileEntry, Manifest, decode_manifest
 from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
 
@@ -168,7 +169,8 @@ def read_manifest(folder: Path) -> Manifest:
 def unchanged(folder: Path) -> Iterator[Path]:
     """Yield a folder, with the links on the way to it resolved; then check that nothing in it was changed or replaced.
 
-    Engines are opened by their paths after their digests were taken. Without this check, both could be of different files.
+    Engines are opened by their paths, and digests are taken before that or meanwhile. Without this check, both could be of
+    different files.
 
     Raises:
         FolderError: the folder has no manifest that can be read, or something was changed or replaced meanwhile.
@@ -259,24 +261,73 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress = SILENT) -
     Raises:
         FolderError: a file is missing, is a link to outside or no regular file, differs, or is not in the manifest.
     """
-    again = "copy the folder again from its source, or build it again"
-    root = folder.resolve()
+    with checking(folder, manifest, progress):
+        pass
+
+
+@contextmanager
+def checking(folder: Path, manifest: Manifest, progress: Progress = SILENT) -> Iterator[None]:
+    """Do what `check_files` does, but take the digests of weights while the block runs: they are numbers, which no reader
+    follows anywhere, and nothing that was computed with them may leave the block's caller before it ends.
+
+    Raises:
+        FolderError: as above; also in place of an error of the block, which damaged weights would explain.
+    """
+    weights = sorted(name for name in manifest.files if name.endswith(WEIGHTS))
     progress.stage(f"checking every file of {folder}", sum(entry.size for entry in manifest.files.values()))
     for name, entry in manifest.files.items():
-        path = folder / name
-        try:
-            if not path.resolve(strict=True).is_relative_to(root):
-                raise FolderError(f"{path} is a link that leaves the folder", FOLLOW_LINKS)
-            size = path.stat().st_size
-            if size != entry.size:
-                raise FolderError(f"{path} has {size:,} bytes; the manifest says {entry.size:,}", again)
-            if digest(path, progress).sha256 != entry.sha256:
-                raise FolderError(f"{path} is not the file that was sealed: its SHA-256 differs", again)
-        except OSError as error:
-            raise FolderError(f"{path} cannot be read: {error.strerror}", again) from error
-        except (ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
-            raise FolderError(f"{folder}/{MANIFEST} names an impossible path: {name!r}", again) from error
+        _check_file(folder, name, entry, progress if name not in weights else None)
     listed = {folder / name for name in (*manifest.files, MANIFEST)}
     for path in sorted(folder.rglob("*")):
         if path not in listed and (path.is_symlink() or not path.is_dir()) and path != folder / UNFINISHED:
             raise FolderError(f"{path} is not in the manifest", "remove it, or copy the folder again from its source")
+    stoppable = _Stoppable(progress)
+
+    def check_weights() -> None:
+        for name in weights:
+            _check_file(folder, name, manifest.files[name], stoppable)
+
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(check_weights)
+        try:
+            try:
+                yield
+            except Exception:
+                checked.result()
+                raise
+            checked.result()
+        finally:
+            stoppable.stopped = True  # an interrupt does not wait for the other files
+
+
+class _Stoppable(Progress):
+    """Passes progress on until it is stopped; from then on what reports progress fails."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self.stopped = False
+
+    def advance(self, size: int) -> None:
+        if self.stopped:
+            raise InterruptedError
+        self._progress.advance(size)
+
+
+def _check_file(folder: Path, name: str, entry: FileEntry, progress: Progress | None) -> None:
+    """Check one file: its place, kind and size, and its digest if there is a `progress` to tell."""
+    again = "copy the folder again from its source, or build it again"
+    path = folder / name
+    try:
+        if not path.resolve(strict=True).is_relative_to(folder.resolve()):
+            raise FolderError(f"{path} is a link that leaves the folder", FOLLOW_LINKS)
+        size = path.stat().st_size
+        if size != entry.size:
+            raise FolderError(f"{path} has {size:,} bytes; the manifest says {entry.size:,}", again)
+        if progress is None:
+            os.close(_open(path))
+        elif digest(path, progress).sha256 != entry.sha256:
+            raise FolderError(f"{path} is not the file that was sealed: its SHA-256 differs", again)
+    except OSError as error:
+        raise FolderError(f"{path} cannot be read: {error.strerror}", again) from error
+    except (ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
+        raise FolderError(f"{folder}/{MANIFEST} names an impossible path: {name!r}", again) from error

@@ -14,11 +14,13 @@ from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, SAMPLERS
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import FolderError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-ROLES = ("target", "draft")
+WEIGHTS = ".data"  # at the end of the names of files of weights
+ROLES = ("target", "draft", "head")
+READS_FEATURES = ("head",)
 ENGINES = (*ROLES, *SAMPLERS)
 REMAKE = "make the folder again with this outrider: outrider export, then outrider build-engine"
 
@@ -30,8 +32,11 @@ Profile = dict[str, tuple[Shape, Shape, Shape]]  # input -> its minimum, typical
 
 
 def model_file(role: str) -> str:
-    """Return the path of a role's graph inside an export or a bundle; its weights are beside it, with `.data` appended."""
-    return f"{role}/model.onnx"
+    """Return the path of a role's graph inside an export or a bundle; its weights are beside it, with `WEIGHTS` appended.
+
+    A head is in the target's folder, because it may use weights in the target's file.
+    """
+    return "target/head.onnx" if role == "head" else f"{role}/model.onnx"
 
 
 def sampler_file(name: str) -> str:
@@ -41,7 +46,7 @@ def sampler_file(name: str) -> str:
 
 def graph_files(name: str) -> tuple[str, ...]:
     """Return the paths inside an export of the files of one of `ENGINES`: a graph, and the weights of a model."""
-    return (model_file(name), model_file(name) + ".data") if name in ROLES else (sampler_file(name),)
+    return (model_file(name), model_file(name) + WEIGHTS) if name in ROLES else (sampler_file(name),)
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -78,18 +83,19 @@ class Quantization(Struct, frozen=True):
 
 
 class Model(Struct, frozen=True):
-    """The target or a draft model."""
+    """The target, a draft model or a draft head."""
 
     source: str
     architecture: str
     parameters: Positive
     precision: str  # fp32, fp16, bf16, int4 or int8; the last two apply to weights, and everything else is fp32
-    vocab_rows: Positive  # width of the logits, padding included
+    vocab_rows: Positive  # width of the logits, padding included; the target's for all models
     max_positions: Positive | None  # the longest text that the model supports; None if it has no limit
     layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each
     parity: Parity
     quantization: Quantization | None = None
     head_tokens: Positive | None = None  # size of a draft's reduced vocabulary, if it has one
+    features: Positive | None = None  # width of what a draft head reads of the target, in both; None without a head
 
 
 class Generation(Struct, frozen=True):
@@ -125,7 +131,7 @@ class Build(Struct, frozen=True):
     costs: dict[str, list[Cost]] = {}  # by engine; empty if they were not measured
     # By drafter, the share of the target's own greedy tokens that it would have proposed, over prompts that ship with outrider.
     acceptance: dict[str, Share] = {}  # empty if it was not measured
-    # What follows belongs to single backends: the first to ONNX Runtime, the others to TensorRT.
+    # What follows belongs to single backends: the first to ONNX Runtime and OpenVINO, the others to TensorRT.
     rewrites: dict[str, dict[str, int]] = {}  # role -> rewrite -> how often it was applied; empty for exported graphs
     compute_capabilities: list[str] = []  # such as 8.9, that the engines may run on; empty leaves the choice to the plans
     profiles: dict[str, list[Profile]] = {}  # engine -> its optimization profiles, in order, without the cache's tensors
@@ -171,10 +177,9 @@ class Manifest(Struct, frozen=True):
         return self.roles + self.samplers
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Return the widths of the target's and the draft's logits; without a draft, no sampler uses the second."""
-        target, *others = (self.models[role].vocab_rows for role in self.roles)
-        return target, next(iter(others), target)
+    def vocab_rows(self) -> int:
+        """Return the width of the logits."""
+        return self.models["target"].vocab_rows
 
     def encode(self) -> bytes:
         """Return indented JSON."""
@@ -218,12 +223,17 @@ def decode_manifest(data: bytes) -> Manifest:
 
 def _check(manifest: Manifest) -> None:
     """Check what types alone cannot express, and raise `FolderError`."""
-    if set(manifest.models) not in ({"target"}, set(ROLES)):
-        raise damaged(f"it names the models {sorted(manifest.models)}, not {' and '.join(ROLES)}")
+    if not {"target"} <= set(manifest.models) <= set(ROLES):
+        raise damaged(f"it names the models {sorted(manifest.models)}, not a target, and perhaps {' and '.join(ROLES[1:])}")
+    features = {role: model.features for role, model in manifest.models.items() if model.features is not None}
+    if features.keys() != ({"target", "head"} if "head" in manifest.models else set()) or len({*features.values()}) > 1:
+        raise damaged("target and head disagree on features - at `$.models`")
     for role, model in manifest.models.items():
         if model.precision not in PRECISIONS:
             raise damaged(f"{model.precision!r} is not one of {', '.join(PRECISIONS)} - at `$.models.{role}.precision`")
-    rows = manifest.models["target"].vocab_rows
+    rows = manifest.vocab_rows
+    if any(model.vocab_rows != rows for model in manifest.models.values()):
+        raise damaged("its models have logits of different widths - at `$.models`")
     if not all(0 <= token < rows for token in manifest.generation.eos_token_ids):
         raise damaged("an end-of-text id is not in the vocabulary - at `$.generation.eos_token_ids`")
     if (build := manifest.build) is not None:

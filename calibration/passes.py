@@ -42,11 +42,20 @@ class Stopwatch:
             timed.run()  # the first run binds buffers and touches memory
 
     def run(self, times: int = 1, wanted: Callable[[Pass], bool] = lambda _: True) -> None:
-        """Run each wanted pass `times` times."""
+        """Run each wanted pass `times` times.
+
+        A pass of another shape than the engine's last one runs once more, untimed: a backend may have to prepare for the shape,
+        and the rounds of a sequence seldom change theirs.
+        """
+        before: dict[str, tuple[int, int]] = {}
         for _ in range(times):
             for each, timed in self._passes.items():
                 if not wanted(each):
                     continue
+                name, rows, _, batch = each
+                if before.get(name) != (rows, batch):
+                    timed.run()
+                before[name] = rows, batch
                 started = time.perf_counter()
                 timed.run()
                 self._times[each].append(max(round(1000 * (time.perf_counter() - started) / timed.passes, 4), 1e-4))
@@ -117,11 +126,11 @@ def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> 
     chunk = build.max_prompt_chunk
     holding = [window for window in build.windows if window >= chunk]
     passes: dict[Pass, Timed] = {}
-    for window in windows:
-        sizes = [rows for rows in _rows(build) if rows <= window]
-        sizes += [chunk] if chunk not in sizes and window in (holding[0], holding[-1]) else []
-        for rows in sizes:
-            passes[role, rows, window, session.batch] = _step(session, rows, window - rows, logits=rows in _rows(build))
+    of_rounds = _rows(build)
+    for rows in sorted({*of_rounds, chunk}):
+        for window in windows:
+            if rows <= window and (rows in of_rounds or window in (holding[0], holding[-1])):
+                passes[role, rows, window, session.batch] = _step(session, rows, window - rows, logits=rows in of_rounds)
     return passes
 
 
@@ -139,16 +148,16 @@ def _step(session: Session, rows: int, position: int, logits: bool) -> Timed:
         session.write(ids, positions, logits=logits)
         session.device.synchronize()
 
-    return _recorded(session.device, session.engine, run, lambda: session.prepare(ids, positions, logits=logits))
+    return _recorded(session.device, session.recordable, run, lambda: session.prepare(ids, positions, logits=logits))
 
 
-def _recorded(device: Device, engine: Engine, run: Callable[[], None], launch: Callable[[], Launch]) -> Timed:
+def _recorded(device: Device, recordable: bool, run: Callable[[], None], launch: Callable[[], Launch]) -> Timed:
     """Return a run as it is in a recorded round, where the device records and the engine allows it.
 
     Args:
         launch: returns the run without a wait.
     """
-    if device.synchronous or not engine.recordable:
+    if device.synchronous or not recordable:
         return Timed(run)
     run()  # only what has run is recorded
     try:
@@ -168,7 +177,7 @@ def sampling(
 ) -> dict[Pass, Timed]:
     """Return the run of a sampler over `rows` rows, at temperature 1 and top_p 0.9 unless it is greedy."""
     sizes = {"batch": batch, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
-    inputs, outputs = sampler_tensors(name, *manifest.widths)
+    inputs, outputs = sampler_tensors(name, manifest.vocab_rows)
     tensors = {
         each.name: device.zeros(
             tuple(size if isinstance(size, int) else sizes[size] for size in each.shape), each.dtype, "the samplers"
@@ -178,7 +187,7 @@ def sampling(
     candidates = 1
     if "settings" in tensors:
         device.write(tensors["settings"], np.array([[1, 0, 0.9, 0, 1, 0, 0, 0]] * batch))
-        candidates = min(CANDIDATES[0], manifest.widths[0])
+        candidates = min(CANDIDATES[0], manifest.vocab_rows)
     if "candidates" in tensors:
         tensors["candidates"] = host_buffer(np.array([candidates], dtype=np.int64))
     launch = engine.bind(tensors)
@@ -187,4 +196,4 @@ def sampling(
         launch()
         device.synchronize()
 
-    return {(name, rows, 0, batch): _recorded(device, engine, run, lambda: launch)}
+    return {(name, rows, 0, batch): _recorded(device, engine.recordable, run, lambda: launch)}

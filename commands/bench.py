@@ -34,7 +34,7 @@ SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 11)  # of `report.HEADS`; the report has all
     "--k",
     callback=sizes,
     metavar="LIST",
-    help="Values of k to measure with the bundle's first drafter.  [default: all that were built]",
+    help="Values of k to measure with a draft model or head.  [default: all that were built]",
 )
 @click.option(
     "--rounds",
@@ -72,7 +72,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure plain decoding, each k of the first drafter, the other drafters and k = auto side by side, by workload."""
+    """Measure plain decoding, each k of the draft model and the draft head, n-grams and k = auto side by side, by workload."""
     if compare is not None:
         _compare(*compare, as_json)
         return
@@ -133,7 +133,7 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
         print_json(msgspec.json.encode(result))
         return
     for name, path, results in zip(("before", "after"), paths, reports, strict=True):
-        models = f"{results.target} drafted by {results.draft}" if results.draft else results.target
+        models = f"{results.target} drafted by {' and '.join(results.drafts)}" if results.drafts else results.target
         what = f"{models}, {results.precision}, {results.backend}, {results.rounds} rounds on {results.date}"
         click.echo(printable(f"{name}: {path}, {what}"))
     console().print(_changes_table(compared))

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--draft",
+    "drafts",
     metavar="SOURCE",
-    help="The small model, with the same vocabulary. Without one, drafts come from n-grams of the text.",
+    multiple=True,
+    help="What drafts: a small model with the same vocabulary, or an EAGLE-3 head for this target. Give it twice for one of"
+    " each. Without any, drafts come from n-grams of the text.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option(
@@ -48,6 +51,12 @@ if TYPE_CHECKING:
     help="Text file similar to what the pair will read and write, for --method auto-round.",
 )
 @click.option(
+    "--group-size",
+    type=click.Choice([32, 64, 128]),
+    help="Weights that share a scale, at most, if --precision is int8 or int4."
+    "  [default: for the target 32 with int4 and 64 with int8; for the draft 128]",
+)
+@click.option(
     "--draft-vocab",
     type=int,
     metavar="N",
@@ -57,12 +66,13 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(
     target: str,
-    draft: str | None,
+    drafts: tuple[str, ...],
     output: Path,
     precision: str,
     head_precision: str | None,
     method: str | None,
     calibration: Path | None,
+    group_size: int | None,
     draft_vocab: int | None,
     draft_vocab_text: Path | None,
     as_json: bool,
@@ -70,12 +80,13 @@ def command(
     """Export a pair of checkpoints, or a target alone, as standard ONNX, and check each graph against its checkpoint."""
     arguments = Arguments.check(  # wrong ones are an error before the libraries are imported
         target,
-        draft,
+        drafts,
         output,
         precision=precision,
         head_precision=head_precision,
         method=method,
         calibration=calibration,
+        group_size=group_size,
         draft_vocab=draft_vocab,
         draft_vocab_text=draft_vocab_text,
     )
@@ -104,9 +115,10 @@ def _print_model(role: str, model: Model) -> None:
         click.echo(f"{role}: proposes {model.head_tokens:,} of {model.vocab_rows:,} tokens")
     if quantization is None:
         return
-    click.echo(
-        f"{role}: perplexity {parity.perplexity:.4g} on held-out text, against {parity.reference_perplexity:.4g} in fp32"
-    )
+    if parity.perplexity is not None:
+        click.echo(
+            f"{role}: perplexity {parity.perplexity:.4g} on held-out text, against {parity.reference_perplexity:.4g} in fp32"
+        )
     if quantization.kept:
         click.echo(
             f"{role}: {sum(quantization.kept.values()):,} weights stay in fp32 (outside linear layers, in layers whose inputs"

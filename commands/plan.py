@@ -151,9 +151,10 @@ class _Plan:
     """The predictions for a bundle, and what they were made from."""
 
     predictions: list[Prediction]
-    rate: float | None = None  # None where recorded texts give the acceptance
-    rate_measured: bool = False
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)  # workload -> k -> the report's speed-up
+    rates: dict[str, float] = field(default_factory=dict)  # by drafter; empty where recorded texts give the acceptance
+    rates_measured: bool = False
+    # The report's speed-up, by workload, drafter and k.
+    measured: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     policies: dict[str, dict[str, float]] = field(default_factory=dict)  # see `simulator.compare`
 
     def print_json(self) -> None:
@@ -162,10 +163,10 @@ class _Plan:
         from outrider.bench.planner import best
 
         result = {
-            "rate": self.rate,
+            "rates": self.rates,
             "predictions": self.predictions,
             "measured": self.measured,
-            "best_k": {workload: each.k for workload, each in best(self.predictions).items()},
+            "best": {workload: {"drafter": each.drafter, "k": each.k} for workload, each in best(self.predictions).items()},
             "policies": self.policies,
         }
         print_json(msgspec.json.encode(result))
@@ -175,10 +176,12 @@ class _Plan:
 
         from outrider.bench.planner import best
         from outrider.bench.simulator import REGRET_HEADS, regrets
+        from outrider.runtime import drafters
 
-        if self.rate is not None:
-            source = ", the rate measured for the bundle" if self.rate_measured else ""
-            click.echo(f"if {self.rate:.0%} of the draft tokens are accepted{source};")
+        if self.rates:
+            source = ", the rate measured for the bundle" if self.rates_measured else ""
+            for name, rate in self.rates.items():
+                click.echo(f"if {rate:.0%} of the tokens of the {drafters.get(name).label} are accepted{source};")
             click.echo("excludes the time in which the draft reads the prompt, which recorded texts include (--bench)")
         fastest = best(self.predictions)
         console().print(_table(self.predictions, fastest, self.measured))
@@ -202,26 +205,32 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
         raise UsageError(
             "this bundle's costs were not measured", f"run outrider calibrate {bundle} on the machine that will serve it"
         )
-    drafter = plannable(drafters.available(manifest))
-    if drafter is None:
-        missing = " or ".join(drafters.get(name).label for name in drafters.names() if plannable([name]))
+    names = plannable(drafters.available(manifest))
+    if not names:
+        missing = " or ".join(drafters.get(name).label for name in plannable(drafters.names()))
         available = ", ".join(drafters.get(name).label for name in drafters.available(manifest))
         raise UsageError(
             f"this bundle has no {missing}, so there is nothing to plan", f"outrider bench measures its drafters: {available}"
         )
     if bench is not None:
-        return _plan_from_texts(manifest, build, drafter, bench)
-    measured = rate is None
-    rate = build.acceptance.get(drafter) if rate is None else rate
-    if rate is None:
+        return _plan_from_texts(manifest, build, names, bench)
+    rates = {name: each for name in names if (each := build.acceptance.get(name) if rate is None else rate) is not None}
+    if not rates:
         raise UsageError(
             "this bundle's acceptance was not measured", f"pass --rate or --bench, or run outrider calibrate {bundle}"
         )
-    end = min(position or build.capacity // 4, build.capacity)
-    return _Plan(at_rate(Costs(manifest, build), drafter, rate, end), rate, measured)
+    end, costs = min(position or build.capacity // 4, build.capacity), Costs(manifest, build)
+    return _Plan(_together([at_rate(costs, name, each, end) for name, each in rates.items()]), rates, rate is None)
 
 
-def _plan_from_texts(manifest: Manifest, build: Build, drafter: str, bench: Path) -> _Plan:
+def _together(predictions: list[list[Prediction]]) -> list[Prediction]:
+    """Return the predictions for several drafters by workload, each with plain decoding once."""
+    together = [each for at, own in enumerate(predictions) for each in own if at == 0 or each.k]
+    workloads = list(dict.fromkeys(each.workload for each in together))
+    return sorted(together, key=lambda each: workloads.index(each.workload))
+
+
+def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: Path) -> _Plan:
     from outrider.bench.planner import of_traces
     from outrider.bench.results import read
     from outrider.bench.simulator import compare
@@ -231,34 +240,39 @@ def _plan_from_texts(manifest: Manifest, build: Build, drafter: str, bench: Path
 
     results = read(bench)
     models = [Path(model.source).name for model in manifest.models.values()]
-    if [results.target, results.draft] != models:
+    if [results.target, *results.drafts] != models:
         raise UsageError(
-            f"{bench} was measured with {results.target} and {results.draft}; the bundle has {' and '.join(models)}",
+            f"{bench} was measured with {' and '.join([results.target, *results.drafts])}; the bundle has"
+            f" {' and '.join(models)}",
             "use a report of the same models",
         )
     costs = Costs(manifest, build)
-    measured: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, dict[str, float]]] = {}
     for summary in results.summaries:
-        if summary.mode.drafter in (NONE, drafter):
-            measured.setdefault(summary.workload, {})[str(summary.mode.k)] = summary.median_speedup
+        if summary.mode.drafter in (NONE, *names):
+            of_drafter = measured.setdefault(summary.workload, {}).setdefault(summary.mode.drafter, {})
+            of_drafter[str(summary.mode.k)] = summary.median_speedup
     return _Plan(
-        of_traces(costs, drafter, results.traces),
+        _together([of_traces(costs, name, results.traces) for name in names]),
         measured=measured,
         policies=compare(results.traces, costs, drafters.available(manifest), early_stopping=build.device == "cpu"),
     )
 
 
-def _table(predictions: list[Prediction], fastest: dict[str, Prediction], measured: dict[str, dict[str, float]]) -> Any:
+def _table(
+    predictions: list[Prediction], fastest: dict[str, Prediction], measured: dict[str, dict[str, dict[str, float]]]
+) -> Any:
     from rich.table import Table
 
     from outrider.bench.planner import BETTER, CHEAPER
 
-    heads = ("workload", "k", "mean acceptance length", "tokens/s", "speed-up", *(("measured",) if measured else ()))
+    heads = ("workload", "drafter", "k", "mean acceptance length", "tokens/s", "speed-up", *(("measured",) if measured else ()))
     table = Table(*heads, "break-even rate", f"draft at {CHEAPER:.0%} of its cost", f"{BETTER:.0%} fewer rejections")
     for each in predictions:
-        speedup = measured.get(each.workload, {}).get(str(each.k))
+        speedup = measured.get(each.workload, {}).get(each.drafter, {}).get(str(each.k))
         table.add_row(
             each.workload or "-",
+            each.drafter,
             f"{each.k}",
             f"{each.mean_acceptance_length:.2f}",
             f"{each.tokens_per_second:.1f}",
@@ -273,8 +287,11 @@ def _table(predictions: list[Prediction], fastest: dict[str, Prediction], measur
 
 
 def _advice(fastest: dict[str, Prediction]) -> list[str]:
+    from outrider.runtime import drafters
+
     lines = []
     for workload, each in fastest.items():
-        advice = f"k = {each.k}, {each.speedup:.2f} times plain" if each.k else "plain decoding is fastest"
+        drafter = drafters.get(each.drafter).label if each.k else ""
+        advice = f"{drafter}, k = {each.k}, {each.speedup:.2f} times plain" if each.k else "plain decoding is fastest"
         lines.append(f"{workload}: {advice}" if workload else advice)
     return lines

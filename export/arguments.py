@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Required, TypedDict, Unpack
@@ -19,6 +20,7 @@ class Options(TypedDict, total=False):
     head_precision: str | None  # of the output head, for int8 and int4
     method: str | None  # how to round weights, rtn or auto-round, for int8 and int4
     calibration: Path | None  # a text file, for auto-round
+    group_size: int | None  # inputs that share a scale at most: 32, 64 or 128, for int8 and int4
     draft_vocab: int | None  # the number of tokens that the draft may propose: the most frequent ones of `draft_vocab_text`
     draft_vocab_text: Path | None  # a text file
 
@@ -30,12 +32,13 @@ class Arguments:
     output: Path
     precision: str
     head_precision: str | None
-    sources: dict[str, Source]  # by role; without a draft, the target alone
+    target: Source
+    drafts: list[Source]
     rounding: Rounding | None  # None if weights are not quantized
     shortening: tuple[Path, int] | None  # the text whose most frequent tokens the draft may propose, and their number
 
     @classmethod
-    def check(cls, target: str, draft: str | None, output: Path, **options: Unpack[Options]) -> Arguments:
+    def check(cls, target: str, drafts: Sequence[str], output: Path, **options: Unpack[Options]) -> Arguments:
         """Check the arguments of `export_pair`.
 
         Raises:
@@ -44,20 +47,39 @@ class Arguments:
             FolderError: the output exists.
         """
         precision, head_precision = options["precision"], options.get("head_precision")
-        rounding = Rounding.from_options(precision, head_precision, options.get("method"), options.get("calibration"))
-        shortening = _shortening(draft, options.get("draft_vocab"), options.get("draft_vocab_text"))
-        sources = {role: Source.parse(name) for role, name in (("target", target), ("draft", draft)) if name is not None}
+        rounding = Rounding.from_options(
+            precision, head_precision, options.get("method"), options.get("calibration"), options.get("group_size")
+        )
+        shortening = _shortening(bool(drafts), options.get("draft_vocab"), options.get("draft_vocab_text"))
+        parsed = Source.parse(target), [Source.parse(draft) for draft in drafts]
         check_absent(output)
-        return cls(output, precision, head_precision, sources, rounding, shortening)
+        return cls(output, precision, head_precision, *parsed, rounding, shortening)
+
+    def sources(self) -> dict[str, Source]:
+        """Return the checkpoints by role, the target first. A hub may be asked what they are.
+
+        Raises:
+            UsageError: two have the same role, or there is no draft model to shorten.
+            SourceError: a configuration cannot be read.
+        """
+        sources = {"target": self.target}
+        for source in self.drafts:
+            role = "head" if source.is_head() else "draft"
+            if role in sources:
+                raise UsageError(f"--draft names two {role}s: {sources[role].name} and {source.name}", "choose one of them")
+            sources[role] = source
+        if self.shortening is not None and "draft" not in sources:
+            raise UsageError("--draft-vocab is for draft models; a head has its own", "leave --draft-vocab out")
+        return sources
 
 
-def _shortening(draft: str | None, tokens: int | None, text: Path | None) -> tuple[Path, int] | None:
+def _shortening(has_draft: bool, tokens: int | None, text: Path | None) -> tuple[Path, int] | None:
     if (tokens is None) != (text is None):
         raise UsageError("--draft-vocab and --draft-vocab-text go together", "use both or neither")
     if tokens is None or text is None:
         return None
-    if draft is None:
-        raise UsageError("--draft-vocab needs a draft", "add --draft, or leave --draft-vocab out")
+    if not has_draft:
+        raise UsageError("--draft-vocab needs a draft model", "add one with --draft, or leave --draft-vocab out")
     try:
         text.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

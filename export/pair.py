@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -19,6 +19,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import outrider
+from outrider.backends.rewriting.sharing import share_weights
 from outrider.bundle.folder import digest_all, staged
 from outrider.bundle.manifest import (
     CHAT_TEMPLATE,
@@ -28,15 +29,16 @@ from outrider.bundle.manifest import (
     Generation,
     Manifest,
     Model,
-    Parity,
     model_file,
     sampler_file,
 )
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import CONTRACT_VERSION
+from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.arguments import Arguments, Options
 from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
+from outrider.export.eagle3 import Eagle3Checkpoint, Eagle3Head, Target
 from outrider.export.parity import (
     Exported,
     check_perplexity,
@@ -44,26 +46,32 @@ from outrider.export.parity import (
     heldout_tokens,
     perplexity,
     reference,
+    sample_features,
     sample_tokens,
 )
 from outrider.export.quantize import pack, quantize_model
 from outrider.export.rounding import Rounding
 from outrider.export.sampler import sampler
-from outrider.export.short_head import frequent_tokens, shorten
+from outrider.export.short_head import ShortHead, frequent_tokens, propose
 from outrider.export.source import Source
-from outrider.export.step_model import trace
+from outrider.export.step_model import FEATURE_MIXER, feature_mixer, trace
 from outrider.export.vocabulary import check_same_vocabulary
 from outrider.progress import SILENT, Progress
 
 
 def export_pair(
-    target: str, draft: str | None, output: Path, *, progress: Progress = SILENT, **options: Unpack[Options]
+    target: str,
+    draft: str | Sequence[str] | None,
+    output: Path,
+    *,
+    progress: Progress = SILENT,
+    **options: Unpack[Options],
 ) -> Manifest:
-    """Export both models of a pair, or a target alone, into the folder `output`, and return its manifest.
+    """Export a target, and what drafts for it, into the folder `output`, and return the folder's manifest.
 
     Args:
         target: a Hugging Face folder, a hub id, or a GGUF file.
-        draft: the same, or None.
+        draft: the same of a draft model, a draft head, or one of each; None for the target alone.
         output: the folder to write.
         progress: is told about the stages.
         options: see `Options`.
@@ -73,7 +81,8 @@ def export_pair(
         SourceError, UnsupportedModelError, VocabularyMismatchError, ParityError: the pair cannot be exported.
         FolderError: the output cannot be written.
     """
-    return export(Arguments.check(target, draft, output, **options), progress)
+    drafts = [] if draft is None else [draft] if isinstance(draft, str) else draft
+    return export(Arguments.check(target, drafts, output, **options), progress)
 
 
 def export(arguments: Arguments, progress: Progress) -> Manifest:
@@ -81,28 +90,40 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
 
     Errors are those of `export_pair`.
     """
-    sources, rounding, shortening = arguments.sources, arguments.rounding, arguments.shortening
-    precision = arguments.precision
+    rounding, shortening, precision = arguments.rounding, arguments.shortening, arguments.precision
     with staged(arguments.output) as folder, _quiet_libraries():
-        for source in sources.values():
-            read_config(source)
+        sources = arguments.sources()
+        for role, source in sources.items():
+            if role != "head":
+                read_config(source)
+        head = Eagle3Checkpoint.read(sources["head"]) if "head" in sources else None
         progress.stage("reading the vocabularies")
-        tokenizers = {role: load_tokenizer(source) for role, source in sources.items()}
+        tokenizers = {role: load_tokenizer(source) for role, source in sources.items() if _has_tokenizer(role, source)}
         vocabulary = tokenizers["target"].vocabulary()
         vocab_tokens = max(check_same_vocabulary(vocabulary, each.vocabulary()) for each in tokenizers.values())
         tokens = max(vocabulary) + 1
-        job = _Job(sources["target"], "target", tokenizers["target"], tokens, folder, precision, rounding, None, progress)
-        entry, generation = _export_model(job)
-        models = {"target": entry}
-        for role in sources.keys() - models.keys():
-            short = None
+        job = _Job(sources["target"], "target", tokenizers["target"], tokens, folder, precision, rounding, progress)
+        model, defaults = _load(job)
+        vocab_rows, drafter = _head_rows(model, job), None
+        if head is not None:
+            mixer, drafter = head.build(_what_heads_take(job.source.name, model, vocab_rows))
+            model.add_module(FEATURE_MIXER, mixer.to(model.dtype))
+        models = {"target": _export_model(job, model, vocab_rows)}
+        del model
+        own = rounding.for_draft(arguments.head_precision) if rounding is not None else None
+        if "draft" in sources:
+            job = _Job(sources["draft"], "draft", tokenizers["draft"], tokens, folder, precision, own, progress)
             if shortening is not None:
-                short = frequent_tokens(tokenizers[role].json, *shortening, tokens, generation.eos_token_ids)
-            own = rounding.for_draft(arguments.head_precision) if rounding is not None else None
-            job = _Job(sources[role], role, tokenizers[role], tokens, folder, precision, own, short, progress)
-            models[role], _ = _export_model(job)
+                short = frequent_tokens(job.tokenizer.json, *shortening, tokens, defaults.eos_token_ids)
+                job = replace(job, short=short)
+            models["draft"] = _export_model(job, _load(job)[0], vocab_rows)
+        if drafter is not None:
+            own = replace(own, method="rtn") if own is not None else None  # there is no text to tune a head on
+            job = _Job(sources["head"], "head", tokenizers["target"], tokens, folder, precision, own, progress)
+            models["head"] = _export_model(job, drafter.to(getattr(torch, PRECISIONS[precision].dtype)), vocab_rows)
+            share_weights(folder / model_file("head"), folder / model_file("target"))
         _write_text(folder, tokenizers["target"])
-        return _seal(folder, vocab_tokens, models, generation, progress)
+        return _seal(folder, vocab_tokens, models, defaults, progress)
 
 
 def _seal(folder: Path, vocab_tokens: int, models: dict[str, Model], generation: Generation, progress: Progress) -> Manifest:
@@ -119,7 +140,7 @@ def _seal(folder: Path, vocab_tokens: int, models: dict[str, Model], generation:
     for name in manifest.samplers:
         path = folder / sampler_file(name)
         path.parent.mkdir(exist_ok=True)
-        ir.save(sampler(name, *manifest.widths), path)
+        ir.save(sampler(name, manifest.vocab_rows), path)
     manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
     (folder / MANIFEST).write_bytes(manifest.encode())
     return manifest
@@ -136,27 +157,54 @@ class _Job:
     folder: Path
     precision: str
     rounding: Rounding | None  # None if weights are not quantized
-    short: torch.Tensor | None  # int64 [N], the only tokens that the head keeps; None if it keeps all
     progress: Progress
+    short: torch.Tensor | None = None  # int64 [N], the only tokens that the head keeps; None if it keeps all
 
 
-def _export_model(job: _Job) -> tuple[Model, Generation]:
-    """Load, trace, save and check one model. All memory that it takes is free again afterwards."""
-    role, rounding, progress = job.role, job.rounding, job.progress
-    progress.stage(f"loading the {role}")
+def _has_tokenizer(role: str, source: Source) -> bool:
+    """Return whether a checkpoint must have a tokenizer, or has one: most heads have none."""
+    return role != "head" or source.file("tokenizer.json") is not None
+
+
+def _load(job: _Job) -> tuple[PreTrainedModel, Generation]:
+    """Load a model, and check the numbers of its configuration."""
+    job.progress.stage(f"loading the {job.role}")
     model = load_model(job.source, job.precision)
-    rows = _head_rows(model, job)
     defaults = generation_defaults(model, job.tokenizer)
+    _check_numbers(job.source.name, _head_rows(model, job), defaults, _positions(model))
+    return model, defaults
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
+def _what_heads_take(name: str, model: PreTrainedModel, vocab_rows: int) -> Target:
+    """Return what a draft head takes from its target.
+
+    Raises:
+        UnsupportedModelError: its embeddings or its output head are more than a matrix.
+    """
+    config = model.config.get_text_config()
+    embedding, output_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return Target(name, config.num_hidden_layers, config.hidden_size, vocab_rows, embedding, output_head)
+
+
+def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
+    """Trace, save and check one model, whose logits are to have so many rows."""
+    role, rounding, progress = job.role, job.rounding, job.progress
+    mixer, is_head = feature_mixer(model), isinstance(model, Eagle3Head)
+    width = model.config.hidden_size if is_head else None if mixer is None else mixer.hidden_size
     architecture = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    _check_numbers(job.source.name, rows, defaults, positions)
-    known = torch.ones(rows, dtype=torch.bool)
-    if job.short is not None:
-        shorten(model, job.short)
-        known = torch.isin(torch.arange(rows), job.short)
+    # A head's is often that of its training texts; rotary embeddings go on beyond it, at some loss of acceptance.
+    positions, known = None if is_head else _positions(model), _known(model, job, rows)
     quantization, pieces, reference_perplexity = None, list[torch.Tensor](), 0.0
-    if rounding is not None:
+    if rounding is not None and is_head:
+        progress.stage(f"quantizing the {role}")
+        quantization = quantize_model(model, rounding, job.tokenizer, positions)
+    elif rounding is not None:
         pieces = heldout_tokens(job.tokenizer, positions)
         progress.stage(f"reading held-out text with the {role}")
         reference_perplexity = perplexity(_eager(model, pieces), pieces, known)
@@ -164,18 +212,29 @@ def _export_model(job: _Job) -> tuple[Model, Generation]:
         quantization = quantize_model(model, rounding, job.tokenizer, positions)
     sample = sample_tokens(job.tokens)
     progress.stage(f"running the {role}")
-    expected, layers = reference(model, sample)
-    path = job.folder / model_file(role)
-    _trace(model, layers, path, job)
-    del model
-    gc.collect()
-    parity = _check_logits(path, layers, expected, sample, known, job)
+    features = sample_features(width) if is_head and width is not None else None
+    expected = reference(model, sample, features)
+    path, layers = job.folder / model_file(role), expected.layers
+    progress.stage(f"tracing the {role}")
+    path.parent.mkdir(exist_ok=True)
+    program = trace(model, layers, rows, rounding is not None, width, is_head)
     if rounding is not None:
+        pack(program, model)
+    program.save(path, external_data=True)
+    del model, program
+    gc.collect()
+    progress.stage(f"checking the {role}'s graph against the checkpoint")
+    actual, written = Exported(path, layers, job.precision, features=width).results(sample, features=features)
+    assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
+    parity = compare(expected.logits[:, known.numpy()], actual[:, known.numpy()], job.precision)
+    if expected.features is not None and written is not None:
+        compare(expected.features, written, job.precision)
+    if pieces and rounding is not None:
         progress.stage(f"reading held-out text with the {role}'s graph")
-        served = Exported(path, layers, job.precision, as_served=True)
+        served = Exported(path, layers, job.precision, as_served=True, features=width)
         logits = (served.logits(piece, [piece.shape[1]]) for piece in pieces)
         parity = check_perplexity(parity, perplexity(logits, pieces, known), reference_perplexity, rounding)
-    entry = Model(
+    return Model(
         source=job.source.name,
         architecture=architecture,
         parameters=parameters,
@@ -185,9 +244,22 @@ def _export_model(job: _Job) -> tuple[Model, Generation]:
         layers=layers,
         parity=parity,
         quantization=quantization,
-        head_tokens=None if job.short is None else len(job.short),
+        head_tokens=None if known.all() else int(known.sum()),
+        features=width,
     )
-    return entry, defaults
+
+
+def _known(model: PreTrainedModel, job: _Job, rows: int) -> torch.Tensor:
+    """Make a draft propose tokens of the target's vocabulary only, and return which ones, bool [V]."""
+    head = model.get_output_embeddings()
+    if isinstance(head, ShortHead):  # a draft head comes with its tokens
+        return head.place < head.rows.out_features
+    own_rows = int(head.weight.shape[0])
+    if job.short is None and own_rows == rows:
+        return torch.ones(rows, dtype=torch.bool)
+    tokens = torch.arange(min(rows, own_rows)) if job.short is None else job.short
+    propose(model, tokens, rows)
+    return torch.isin(torch.arange(rows), tokens)
 
 
 def _check_numbers(name: str, rows: int, defaults: Generation, positions: int | None) -> None:
@@ -212,31 +284,8 @@ def _head_rows(model: PreTrainedModel, job: _Job) -> int:
     return rows
 
 
-def _trace(model: PreTrainedModel, layers: list[tuple[int, int, int]], path: Path, job: _Job) -> None:
-    job.progress.stage(f"tracing the {job.role}")
-    path.parent.mkdir()
-    program = trace(model, layers, spare_row=job.rounding is not None)
-    if job.rounding is not None:
-        pack(program, model)
-    program.save(path, external_data=True)
-
-
-def _check_logits(
-    path: Path,
-    layers: list[tuple[int, int, int]],
-    expected: Floats,
-    sample: torch.Tensor,
-    known: torch.Tensor,
-    job: _Job,
-) -> Parity:
-    job.progress.stage(f"checking the {job.role}'s graph against the checkpoint")
-    actual = Exported(path, layers, job.precision).logits(sample)
-    assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
-    return compare(expected[:, known.numpy()], actual[:, known.numpy()], job.precision)
-
-
 def _eager(model: PreTrainedModel, pieces: list[torch.Tensor]) -> Iterator[Floats]:
-    return (reference(model, piece)[0] for piece in pieces)
+    return (reference(model, piece).logits for piece in pieces)
 
 
 def _write_text(folder: Path, tokenizer: TokenizerFiles) -> None:

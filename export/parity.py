@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,17 +14,25 @@ import onnxruntime
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from outrider.backends.onnxruntime.engine import CPU, first_line, session_options
+from outrider.backends.onnxruntime.engine import ACCURACY, CPU, first_line, session_options
 from outrider.bundle.manifest import Parity
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import INPUT_IDS, KEY_POSITIONS, POSITIONS, cache_tensors
+from outrider.engines.contract import (
+    FEATURE_POSITIONS,
+    INPUT_IDS,
+    KEY_POSITIONS,
+    PAST_FEATURES,
+    POSITIONS,
+    cache_tensors,
+)
 from outrider.engines.precisions import PRECISIONS
-from outrider.errors import ParityError, SourceError, UnsupportedModelError
+from outrider.errors import OutriderError, ParityError, SourceError, UnsupportedModelError
 from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.heldout import TEXT
 from outrider.export.rounding import Rounding
+from outrider.export.step_model import entering, feature_mixer
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows per run: shapes of prefill, decoding and verification
 CAPACITY = 32
@@ -41,44 +50,69 @@ def sample_tokens(vocab_tokens: int) -> torch.Tensor:
     return torch.randint(0, vocab_tokens, (1, sum(CHUNKS)), generator=generator)
 
 
-def reference(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[Floats, list[tuple[int, int, int]]]:
-    """Return the checkpoint's logits and the shapes of its cache, from one pass with eager attention.
+class Reference(NamedTuple):
+    """What a checkpoint computes in one pass with eager attention."""
+
+    logits: Floats  # float32 [S, V]
+    layers: list[tuple[int, int, int]]  # (key/value heads, key width, value width) of each
+    features: Floats | None  # float32 [S, H], of a target with a draft head
+
+
+def sample_features(width: int) -> torch.Tensor:
+    """Return float32 [1, S, width] features for the tokens of `sample_tokens`, the same each time."""
+    return torch.randn((1, sum(CHUNKS), width), generator=torch.Generator().manual_seed(1))
+
+
+def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tensor | None = None) -> Reference:
+    """Return what the checkpoint computes.
 
     Args:
         model: the checkpoint.
         tokens: int64 [1, S].
-
-    Returns:
-        Logits, float32 [S, V], and (key/value heads, key width, value width) of each layer.
+        features: float32 [1, S, H], if the model is a draft head.
 
     Raises:
         SourceError: the model does not run.
         UnsupportedModelError: the model's state is not one key/value cache per layer.
     """
+    mixer, mixed = feature_mixer(model), None
     try:
         with torch.no_grad():
-            output = model(tokens, use_cache=True)
-    except MemoryError:
+            if features is not None:
+                cache: Any = DynamicCache()
+                logits, _ = model(tokens, features.to(model.dtype), torch.arange(tokens.shape[1])[None], cache)
+            else:
+                with entering(model, [] if mixer is None else mixer.ids) as hidden:
+                    output = model(tokens, use_cache=True)
+                logits, cache = output.logits, getattr(output, "past_key_values", None)
+                mixed = None if mixer is None else mixer(hidden)[0].float().numpy()
+    except (MemoryError, OutriderError):
         raise
     except Exception as error:  # models raise errors of any type where their configuration contradicts itself
         raise SourceError(
             f"{type(model).__name__} does not run: {first_line(error)[:300]}",
             "check the sizes in the checkpoint's config.json, such as those of its rotary embedding, or download it again",
         ) from error
-    cache = getattr(output, "past_key_values", None)
     if cache is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no key/value cache")
     if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
         raise UnsupportedModelError(f"{type(model).__name__} keeps recurrent or hybrid state in its cache")
     layers = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
-    return output.logits[0].float().numpy(), layers
+    return Reference(logits[0].float().numpy(), layers, mixed)
 
 
 class Exported:
     """A graph run by ONNX Runtime."""
 
-    def __init__(self, path: Path, layers: list[tuple[int, int, int]], precision: str, as_served: bool = False):
-        """Load the graph.
+    def __init__(
+        self,
+        path: Path,
+        layers: list[tuple[int, int, int]],
+        precision: str,
+        as_served: bool = False,
+        features: int | None = None,
+    ):
+        """Load the graph of a model whose features, if it has any, have the width `features`.
 
         In serving, ONNX Runtime also rounds activations before it multiplies them by quantized weights. Here it does so only
         with `as_served`.
@@ -90,7 +124,7 @@ class Exported:
         options.log_severity_level = 3  # errors only: it warns that the cache is copied, which is intended here
         if not as_served:
             options.add_session_config_entry("session.disable_prepacking", "1")  # which keeps a second copy of the weights
-            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+            options.add_session_config_entry(ACCURACY, "1")
         graph = path
         if precision == "bf16":
             graph = _in_fp32(path)
@@ -102,17 +136,30 @@ class Exported:
         finally:
             if graph != path:
                 graph.unlink()
-        self._caches = cache_tensors(layers)
+        self._caches = cache_tensors(layers, features)
         self._dtype = np.float16 if precision == "fp16" else np.float32
 
-    def logits(self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS) -> Floats:
+    def logits(self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS, features: torch.Tensor | None = None) -> Floats:
         """Return logits, float32 [S, V], of int64 [1, S] tokens, from one run per chunk of rows.
+
+        Args:
+            features: float32 [1, S, H] that a draft head reads.
 
         Raises:
             ParityError: a run failed.
         """
+        return self.results(tokens, chunks, features)[0]
+
+    def results(
+        self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS, features: torch.Tensor | None = None
+    ) -> tuple[Floats, Floats | None]:
+        """Return logits as `logits` does, and the features [S, H] that a target has written; None if it writes none."""
         capacity = max(CAPACITY, tokens.shape[1])
         past = {c.past: np.zeros((1, c.heads, capacity, c.width), dtype=self._dtype) for c in self._caches}
+        further = {}
+        if features is not None:
+            past[PAST_FEATURES][:, 0, : features.shape[1]] = features.numpy()
+            further = {FEATURE_POSITIONS: np.array([capacity - 1])}
         logits, start = [], 0
         for rows in chunks:
             inputs = {
@@ -121,13 +168,14 @@ class Exported:
                 KEY_POSITIONS: np.arange(start + rows),
             }
             try:
-                output, *present = self._session.run(None, inputs | past)
+                output, *present = self._session.run(None, inputs | further | past)
             except Exception as error:
                 raise _does_not_run(error) from error
             past = {c.past: array for c, array in zip(self._caches, present, strict=True)}
             logits.append(output[0])
             start += rows
-        return np.concatenate(logits)
+        written = past.get(PAST_FEATURES) if features is None else None
+        return np.concatenate(logits), None if written is None else written[0, 0, :start].astype(np.float32)
 
 
 def heldout_tokens(tokenizer: TokenizerFiles, positions: int | None) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from outrider.export.auto_round import tune
 from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.rounding import BITS, Rounding
 from outrider.export.short_head import output_head
-from outrider.export.step_model import OPSET
+from outrider.export.step_model import FEATURE_MIXER, OPSET
 
 MIN_IMPORTANCE = 0.05  # of a weight, where a block's greatest weight has 1
 # Scales to try, by bits: what a block's greatest weight is rounded to, as a multiple of the greatest integer. Beyond 1 it is
@@ -145,7 +145,9 @@ def _replace_linears(model: PreTrainedModel, rounding: Rounding) -> list[BlockLi
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(module, nn.Linear | Conv1D):
             continue
-        bits = BITS.get(rounding.head_precision if module is head else rounding.precision)
+        # What makes features is small, and its errors would stay in all that a draft head reads.
+        finer = module is head or name.startswith(FEATURE_MIXER)
+        bits = BITS.get(rounding.head_precision if finer else rounding.precision)
         weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
         block = None if bits is None else rounding.block_for(weight.shape[1], bits)
         if bits is None or block is None:

@@ -173,15 +173,11 @@ class Graph:
         return op.Min(first, last)  # if rounding left no share past the one sought, the last token with a weight
 
 
-def drafter(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
-    """Return token, q, status: a token drawn from the draft's warped distribution q, which is laid out like the target's."""
-    op, logits = graph.op, inputs["logits"]
+def drafter(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
+    """Return token, q, status: a token drawn from the draft's warped distribution q."""
+    op = graph.op
     settings = graph.settings(inputs["settings"])
-    if draft_rows > graph.vocab_rows:  # never propose tokens that the target does not have
-        logits = op.Slice(logits, [0], [graph.vocab_rows], [2])
-    elif draft_rows < graph.vocab_rows:
-        logits = op.Pad(logits, [0, 0, 0, 0, 0, graph.vocab_rows - draft_rows], float("-inf"))
-    x = graph.edit(logits, inputs["drafted"], inputs["first_row"], inputs, settings)
+    x = graph.edit(inputs["logits"], inputs["drafted"], inputs["first_row"], inputs, settings)
     weights, total, state = graph.warp(x, settings, inputs["candidates"])
     sampled = op.Squeeze(op.Greater(settings["temperature"], 0.0), [2])
     own = graph.draw(weights, op.Unsqueeze(inputs["uniforms"], [1]))
@@ -189,7 +185,7 @@ def drafter(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Val
     return [token, op.Div(op.Squeeze(weights, [1]), total), op.Squeeze(state, [1])]
 
 
-def verifier(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
+def verifier(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
     """Return accepted, tokens, status: the accepted prefix of the draft tokens, and the target's own token after it."""
     op, drafted, q = graph.op, inputs["drafted"], inputs["q"]
     settings = graph.settings(inputs["settings"])
@@ -227,16 +223,13 @@ def verifier(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Va
     return graph.verdict(accepted, drafted, last, state, row)
 
 
-def greedy_drafter(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
-    """Return token, status: the draft's most likely token among those that the target has."""
-    logits = inputs["logits"]
-    if draft_rows > graph.vocab_rows:
-        logits = graph.op.Slice(logits, [0], [graph.vocab_rows], [2])
-    token, state = graph.most_likely(logits)
+def greedy_drafter(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
+    """Return token, status: the draft's most likely token."""
+    token, state = graph.most_likely(inputs["logits"])
     return [token, graph.op.Squeeze(state, [1])]
 
 
-def greedy_verifier(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
+def greedy_verifier(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
     """Return accepted, tokens, status: the draft tokens that are the most likely ones, and the most likely one after them."""
     drafted = inputs["drafted"]
     row = graph.indices(graph.size(drafted, 1))
@@ -245,7 +238,7 @@ def greedy_verifier(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> 
     return graph.verdict(accepted, drafted, own, state, row)
 
 
-def logprobs(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Value]:
+def logprobs(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
     """Return logprobs, top_ids, top_logprobs of the unmodified logits."""
     op = graph.op
     normal = op.LogSoftmax(inputs["logits"], axis=2)
@@ -254,19 +247,19 @@ def logprobs(graph: Graph, inputs: dict[str, Value], draft_rows: int) -> list[Va
     return [op.Squeeze(chosen, [2]), top_ids, top_logprobs]
 
 
-MAKERS: dict[str, Callable[[Graph, dict[str, Value], int], list[Value]]] = dict(
+MAKERS: dict[str, Callable[[Graph, dict[str, Value]], list[Value]]] = dict(
     zip(SAMPLERS, (drafter, verifier, greedy_drafter, greedy_verifier, logprobs), strict=True)
 )
 
 
-def sampler(name: str, vocab_rows: int, draft_rows: int) -> ir.Model:
-    """Build one of `contract.SAMPLERS`, for a target with `vocab_rows` logits and a draft with `draft_rows`."""
+def sampler(name: str, vocab_rows: int) -> ir.Model:
+    """Build one of `contract.SAMPLERS`, for models with `vocab_rows` logits."""
     graph = Graph(vocab_rows)
-    inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
+    inputs, outputs = sampler_tensors(name, vocab_rows)
     values = {
         each.name: graph.builder.input(each.name, ir.DataType.from_numpy(np.dtype(each.dtype)), each.shape) for each in inputs
     }
-    for value, each in zip(MAKERS[name](graph, values, draft_rows), outputs, strict=True):
+    for value, each in zip(MAKERS[name](graph, values), outputs, strict=True):
         value.shape = ir.Shape(each.shape)
         graph.builder.add_output(value, each.name)
     return ir.Model(graph.graph, ir_version=10)

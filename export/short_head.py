@@ -1,6 +1,6 @@
-"""A draft that proposes only the most frequent tokens (`--draft-vocab`).
+"""A draft's output head: it proposes tokens of the target's vocabulary, perhaps only the most frequent ones (`--draft-vocab`).
 
-The output head is a large part of a small model, so a shorter one makes the draft faster. It costs acceptance and nothing else:
+The head is a large part of a small model, so a shorter one makes the draft faster. It costs acceptance and nothing else:
 the other tokens have probability zero in the draft, and the target can still choose them.
 """
 
@@ -18,17 +18,15 @@ from outrider.errors import UsageError
 
 
 class ShortHead(nn.Module):
-    """The rows of a head for some tokens, int64 [N]. The logits of all other tokens are minus infinity."""
+    """The rows of a head for some tokens. The logits of all other tokens are minus infinity."""
 
     place: torch.Tensor
 
-    def __init__(self, head: nn.Linear, tokens: torch.Tensor):
+    def __init__(self, rows: nn.Linear, tokens: torch.Tensor, vocab_rows: int):
+        """Lay the logits that `rows` gives out: they are those of `tokens`, int64 [N], of a vocabulary of `vocab_rows`."""
         super().__init__()
-        self.rows = nn.Linear(head.in_features, len(tokens), bias=head.bias is not None, dtype=head.weight.dtype)
-        self.rows.weight = nn.Parameter(head.weight[tokens].clone(), requires_grad=False)
-        if head.bias is not None:
-            self.rows.bias = nn.Parameter(head.bias[tokens].clone(), requires_grad=False)
-        place = torch.full((head.out_features,), len(tokens))  # of each token's logit; the last is minus infinity
+        self.rows = rows
+        place = torch.full((vocab_rows,), len(tokens))  # of each token's logit; the last is minus infinity
         place[tokens] = torch.arange(len(tokens))
         self.register_buffer("place", place)
 
@@ -72,8 +70,8 @@ def frequent_tokens(tokenizer: str, text: Path, count: int, tokens: int, always:
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 
-def shorten(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    """Replace a model's head by one for these tokens only.
+def propose(model: PreTrainedModel, tokens: torch.Tensor, vocab_rows: int) -> None:
+    """Replace a model's head by one for the `tokens`, int64 [N], of a vocabulary of `vocab_rows`.
 
     Raises:
         UsageError: the head is not a linear layer.
@@ -81,6 +79,11 @@ def shorten(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UsageError(
-            f"--draft-vocab does not work with {type(model).__name__}: its head is not a linear layer", "leave it out"
+            f"{type(model).__name__} cannot propose some tokens only: its head is not a linear layer",
+            "leave --draft-vocab out, and choose a draft with as many rows of logits as the target",
         )
-    model.set_output_embeddings(ShortHead(head, tokens))
+    rows = nn.Linear(head.in_features, len(tokens), bias=head.bias is not None, dtype=head.weight.dtype)
+    rows.weight = nn.Parameter(head.weight[tokens].clone(), requires_grad=False)
+    if head.bias is not None:
+        rows.bias = nn.Parameter(head.bias[tokens].clone(), requires_grad=False)
+    model.set_output_embeddings(ShortHead(rows, tokens, vocab_rows))

@@ -5,6 +5,7 @@ Nothing here imports torch or transformers, so that a wrong path is an error at 
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from outrider.errors import OutriderError, SourceError
 
+EAGLE3 = "eagle3"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -49,6 +51,62 @@ class Source:
         if not HUB_ID.fullmatch(text) or text in (".", "..") or path.suffix == ".gguf":
             raise SourceError(f"{text[:200]} does not exist", "pass a Hugging Face folder, a hub id or a GGUF file")
         return cls(text, text, {})
+
+    def file(self, name: str) -> Path | None:
+        """Return the path of one of the checkpoint's files, which may have to be downloaded; None if it has no such file.
+
+        Raises:
+            SourceError: the hub cannot be reached.
+        """
+        folder = Path(self.location)
+        if folder.is_dir():
+            return folder / name if (folder / name).is_file() else None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        class File:
+            @staticmethod
+            def from_pretrained(location: str, **_: Any) -> str | None:
+                try:
+                    return hf_hub_download(location, name)
+                except LocalEntryNotFoundError:  # the hub cannot be reached
+                    raise
+                except EntryNotFoundError:
+                    return None
+
+        path = self.read(f"file {name}", File)
+        return None if path is None else Path(path)
+
+    def config(self) -> dict[str, Any]:
+        """Return the contents of config.json; of a GGUF file, which has none, nothing.
+
+        Raises:
+            SourceError: it is missing, or is not a JSON object.
+        """
+        if self.options:
+            return {}
+        hint = "download the checkpoint again"
+        path = self.file("config.json")
+        if path is None:
+            raise SourceError(f"{self.name} has no config.json", hint)
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SourceError(f"cannot read the configuration of {self.name}: {error}", hint) from error
+        if not isinstance(value, dict):
+            raise SourceError(f"the configuration of {self.name} is not an object", hint)
+        return value
+
+    def is_head(self) -> bool:
+        """Return whether the checkpoint is an EAGLE-3 head, as its configuration has it.
+
+        Raises:
+            SourceError: it has no configuration.
+        """
+        config = self.config()
+        architectures = " ".join(map(str, config.get("architectures") or ()))
+        named = config.get("speculators_model_type") == EAGLE3 or EAGLE3 in architectures.lower()
+        return named or "eagle_config" in config or "draft_vocab_size" in config
 
     def read(self, what: str, loader: Any, **options: Any) -> Any:
         """Call `loader.from_pretrained` on this source; every failure becomes a `SourceError` that names the source."""

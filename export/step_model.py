@@ -6,7 +6,8 @@ function, and a `Cache` of our own layers. The rest of the model is traced as it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from outrider.engines.contract import (
     BATCH_DIM,
     CAPACITY_DIM,
+    FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
     LOGITS,
@@ -33,6 +35,7 @@ from outrider.errors import UnsupportedModelError
 
 OPSET = 24
 ATTENTION = "outrider_step"
+FEATURE_MIXER = "feature_mixer"  # a submodule that a target gets for a draft head
 
 
 @dataclass(slots=True)
@@ -113,6 +116,12 @@ AttentionInterface.register(ATTENTION, step_attention)
 AttentionMaskInterface.register(ATTENTION, step_mask)
 
 
+def scatter(past: torch.Tensor, update: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Emit one `TensorScatter`: write rows [B, H, S, D] into `past` [B, H, C, D], from index `positions` [B] on."""
+    inputs = (past, update.contiguous(), positions)
+    return symbolic("TensorScatter", inputs, {"axis": -2}, dtype=past.dtype, shape=past.shape, version=OPSET)
+
+
 class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """The cache of one layer. It is written by `TensorScatter`, and read through a window as long as `key_positions`."""
 
@@ -131,13 +140,9 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         if self.updated:
             raise UnsupportedModelError("two attention layers write to one cache layer")
         self.updated = True
-        self.keys = self._write(self.keys, key_states)
-        self.values = self._write(self.values, value_states)
+        self.keys = scatter(self.keys, key_states, self.positions)
+        self.values = scatter(self.values, value_states, self.positions)
         return self._window(self.keys), self._window(self.values)
-
-    def _write(self, past: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        inputs = (past, update.contiguous(), self.positions)
-        return symbolic("TensorScatter", inputs, {"axis": -2}, dtype=past.dtype, shape=past.shape, version=OPSET)
 
     def _window(self, present: torch.Tensor) -> torch.Tensor:
         # For a torch slice, torch.export would have to prove that the window fits the capacity.
@@ -162,49 +167,147 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 class StepModel(nn.Module):
     """The module that is traced, from the inputs in `engines.contract` to `logits` and the present caches."""
 
+    def __init__(self, model: PreTrainedModel, vocab_rows: int, spare_row: bool):
+        super().__init__()
+        self.model = model
+        self.spare_row = spare_row
+        embedded = int(model.get_input_embeddings().weight.shape[0])
+        # A draft may lack rows of the target's padding; what it makes of such a token costs acceptance and nothing else.
+        self.last_token = embedded - 1 if embedded < vocab_rows else None
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, *past: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        rows = positions[:, None] + torch.arange(input_ids.shape[1])
+        if self.last_token is not None:
+            input_ids = input_ids.clamp(max=self.last_token)
+        mixer = feature_mixer(self.model)
+        with _layers(past, positions, key_positions, rows, self.spare_row) as layers:
+            with entering(self.model, [] if mixer is None else mixer.ids) as hidden:
+                output = self.model(
+                    input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True
+                )
+            features = [] if mixer is None else [scatter(past[-1], mixer(hidden)[:, None], positions)]
+        return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values)), *features
+
+
+class HeadStep(nn.Module):
+    """The module that is traced of a draft head."""
+
     def __init__(self, model: PreTrainedModel, spare_row: bool):
         super().__init__()
         self.model = model
         self.spare_row = spare_row
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, *past: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        key_positions: torch.Tensor,
+        feature_positions: torch.Tensor,
+        *past: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         rows = positions[:, None] + torch.arange(input_ids.shape[1])
-        layers = [StepLayer(past[i], past[i + 1], positions, key_positions) for i in range(0, len(past), 2)]
-        trace = _Trace(rows, key_positions, self.spare_row)
-        token = _current.set(trace)
-        try:
-            output = self.model(input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True)
-        finally:
-            _current.reset(token)
-        if trace.attention_calls != len(layers) or not all(layer.updated for layer in layers):
-            raise UnsupportedModelError("the model has its own attention code, outside transformers' attention interface")
-        return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values))
+        all_features = past[-1]
+        features = all_features[:, 0].gather(1, rows[..., None].expand(-1, -1, all_features.shape[-1]))
+        with _layers(past, positions, key_positions, rows, self.spare_row) as layers:
+            logits, output = self.model(input_ids, features, rows, Cache(layers=layers))
+        written = scatter(all_features, output[:, None, -1:], feature_positions)
+        return logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values)), written
 
 
-def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]], spare_row: bool = False) -> torch.onnx.ONNXProgram:
+@contextmanager
+def _layers(
+    past: Sequence[torch.Tensor], positions: torch.Tensor, key_positions: torch.Tensor, rows: torch.Tensor, spare_row: bool
+) -> Iterator[list[StepLayer]]:
+    """Give a model the layers of its cache for one pass, in which each must be written and attended to once."""
+    layers = [StepLayer(key, value, positions, key_positions) for key, value in zip(past[::2], past[1::2], strict=False)]
+    trace = _Trace(rows, key_positions, spare_row)
+    token = _current.set(trace)
+    try:
+        yield layers
+    finally:
+        _current.reset(token)
+    if trace.attention_calls != len(layers) or not all(layer.updated for layer in layers):
+        raise UnsupportedModelError("the model has its own attention code, outside transformers' attention interface")
+
+
+def feature_mixer(model: nn.Module) -> Any:
+    """Return the submodule of a target that makes the features for a draft head, or None."""
+    return getattr(model, FEATURE_MIXER, None)
+
+
+@contextmanager
+def entering(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    """Collect what enters the decoder layers `ids` in a pass, in that order; the number of layers is the last one's output.
+
+    Raises:
+        UnsupportedModelError: the model has no list of its layers.
+    """
+    found: list[torch.Tensor] = []
+    if not ids:
+        yield found
+        return
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
+    layers = next(lists, None)
+    if layers is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} layers that a draft head could read")
+    hidden: dict[int, torch.Tensor] = {}
+
+    def entered(index: int) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, torch.Tensor]) -> None:
+            hidden[index] = inputs[0] if inputs else options["hidden_states"]
+
+        return hook
+
+    def left(_: nn.Module, inputs: Any, output: Any) -> None:
+        hidden[count] = output if isinstance(output, torch.Tensor) else output[0]
+
+    hooks = [layers[index].register_forward_pre_hook(entered(index), with_kwargs=True) for index in {*ids} - {count}]
+    if count in ids:
+        hooks.append(layers[-1].register_forward_hook(left))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found += [hidden[index] for index in ids]
+
+
+def trace(
+    model: PreTrainedModel,
+    layers: list[tuple[int, int, int]],
+    vocab_rows: int = 0,
+    spare_row: bool = False,
+    features: int | None = None,
+    is_head: bool = False,
+) -> torch.onnx.ONNXProgram:
     """Trace `model` as an ONNX program with dynamic batch, rows, window and capacity. Weights are referenced, not copied.
 
     Args:
         model: the model to trace.
         layers: (key/value heads, key width, value width) of each layer.
+        vocab_rows: any token below it may be an input, whether or not the model has it.
         spare_row: compute the last row of attention twice, so that attention never has a single row. On ONNX Runtime's CPU
             provider, attention of a single row differs in the last bits from that of several. With quantized weights, products
             round their inputs to int8, which turns such a difference into a whole rounding step. The products themselves give
             a row the same bits whatever the number of rows.
+        features: width of the features that the model writes or reads; None if it has none.
+        is_head: whether the model is a draft head.
 
     Raises:
         UnsupportedModelError: the model does something that the graph cannot express.
     """
     # The sizes differ, and none is 0 or 1, because torch.export would take these for constants.
     batch, rows, window, capacity = 2, 3, 8, 16
-    caches = cache_tensors(layers)
+    caches = cache_tensors(layers, features)
     past = tuple(torch.zeros(batch, c.heads, capacity, c.width, dtype=model.dtype) for c in caches)
     inputs = (
         torch.zeros(batch, rows, dtype=torch.int64),
         torch.zeros(batch, dtype=torch.int64),
         torch.arange(window),
+        *([torch.zeros(batch, dtype=torch.int64)] if is_head else []),
         *past,
     )
     dims = {name: torch.export.Dim(name, min=1) for name in (BATCH_DIM, ROWS_DIM, WINDOW_DIM, CAPACITY_DIM)}
@@ -212,16 +315,18 @@ def trace(model: PreTrainedModel, layers: list[tuple[int, int, int]], spare_row:
         {0: dims[BATCH_DIM], 1: dims[ROWS_DIM]},
         {0: dims[BATCH_DIM]},
         {0: dims[WINDOW_DIM]},
+        *([{0: dims[BATCH_DIM]}] if is_head else []),
         tuple({0: dims[BATCH_DIM], 2: dims[CAPACITY_DIM]} for _ in past),
     )
+    names = [FEATURE_POSITIONS] if is_head else []
     try:
         model.set_attn_implementation(ATTENTION)
         program = torch.onnx.export(
-            StepModel(model, spare_row).eval(),
+            (HeadStep(model, spare_row) if is_head else StepModel(model, vocab_rows, spare_row)).eval(),
             inputs,
             dynamo=True,
             opset_version=OPSET,
-            input_names=[INPUT_IDS, POSITIONS, KEY_POSITIONS, *(c.past for c in caches)],
+            input_names=[INPUT_IDS, POSITIONS, KEY_POSITIONS, *names, *(c.past for c in caches)],
             output_names=[LOGITS, *(c.present for c in caches)],
             dynamic_shapes=shapes,
             verbose=False,

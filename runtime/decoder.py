@@ -127,7 +127,7 @@ class Decoder:
         counts = []
         for request, slot, view in zip(requests, slots, views, strict=True):
             count, offer = min(limit, view.remaining - 1), view.offers.get(choice.drafter)
-            if offer is None or (len(requests) > 1 and view.length < self.drafters[choice.drafter].batched_context):
+            if offer is None or not self.drafters[choice.drafter].can_draft(view.length, batched=len(requests) > 1):
                 count = 0
             elif offer.proposal is not None:
                 count = min(count, len(offer.proposal.tokens))

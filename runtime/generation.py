@@ -10,8 +10,10 @@ from numbers import Integral
 from pathlib import Path
 
 from outrider.backends.base import Engines
-from outrider.backends.open import open_bundle, open_engines
-from outrider.bundle.folder import unchanged
+from outrider.backends.open import open_engines, read_bundle
+from outrider.bundle.folder import checking, unchanged
+from outrider.engines.device import Engine
+from outrider.engines.session import Session
 from outrider.errors import OutriderError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
@@ -57,7 +59,7 @@ class Outrider:
         self.manifest = engines.manifest
         self.build = engines.build
         self.text = text
-        self.sessions = {role: engines.session(role, slots) for role in self.manifest.roles}
+        self.sessions = engines.sessions(slots)
         self.samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
         self.vocab_rows = self.sessions["target"].vocab_rows
         self.drafters = drafters.available(self.manifest)
@@ -67,12 +69,12 @@ class Outrider:
     def _assemble(self, policy: Policy, observer: Observer | None) -> None:
         """Put the loop together over the loaded engines."""
         target, device, build = self.sessions["target"], self.engines.device, self.build
-        resources = Resources(self.sessions, target.batch, build.max_prompt_chunk)
+        resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k)
         loaded = {name: drafters.get(name)(resources) for name in self.drafters}
         on_device = [drafter for drafter in loaded.values() if isinstance(drafter, DeviceDrafter)]
         launches = Launches(device, target, self.samplers, on_device, build.k[-1])
-        engines = (*self.samplers.values(), *(session.engine for session in self.sessions.values()))
-        self.rounds = Rounds(device, launches, record=all(engine.recordable for engine in engines), observer=observer)
+        parts: list[Engine | Session] = [*self.samplers.values(), *self.sessions.values()]
+        self.rounds = Rounds(device, launches, record=all(part.recordable for part in parts), observer=observer)
         self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk, engine_seconds=self.engine_seconds)
         self.policy = policy
 
@@ -83,7 +85,7 @@ class Outrider:
         """Check every file of a bundle and load its engines.
 
         Args:
-            device: "cpu" or "cuda"; None is what the bundle was built on.
+            device: one of the backend's `devices`; None is what the bundle was built on.
             slots: sequences to make caches for, at most the batch that the bundle was built for; None is all of them.
 
         Raises:
@@ -92,13 +94,14 @@ class Outrider:
             UsageError: the backend does not run on that device, or the bundle was built for fewer slots.
         """
         with unchanged(Path(bundle)) as folder:
-            manifest, build = open_bundle(folder, progress)
+            manifest, build = read_bundle(folder)
             slots = build.batch if slots is None else slots
             if not 1 <= slots <= build.batch:
                 raise UsageError(
                     f"this bundle was built for a batch of {build.batch}, not {slots}", f"build it with --batch {slots}"
                 )
-            loaded = cls(open_engines(folder, manifest, build, device), Text.load(folder, manifest), slots)
+            with checking(folder, manifest, progress):
+                loaded = cls(open_engines(folder, manifest, build, device), Text.load(folder, manifest), slots)
             loaded.engines.prepare(loaded.sessions, progress)
             return loaded
 

@@ -60,7 +60,7 @@ class Launches(RoundBuffers):
             first,
             len(lanes),
             drafter if drafted else NONE,
-            device_drafter.context_rows(lanes) if device_drafter is not None and drafted else 0,
+            device_drafter.context_rows(lanes, first) if device_drafter is not None and drafted else 0,
             drafted,
             rows,
             self.target.window(rows, min(positions), max(positions)),

@@ -29,7 +29,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, ControllerOptions, HTTPOptions, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from outrider.errors import EngineError, UsageError
@@ -38,6 +38,9 @@ from outrider.serve.replica import HEALTH_CHECK_PERIOD, Replica, ReplicaRegistry
 from outrider.serve.settings import Settings
 
 APPLICATION = "outrider"
+# By default Ray's controller kills a proxy that is not ready within 5 seconds, while `serve.start` waits a minute for that very
+# one. On a busy machine a proxy needs longer.
+CONTROLLER = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
 INGRESSES = 2  # so that one is left when the other is lost
 UPSCALE_DELAY = 10.0  # seconds that requests must have been waiting; loading a bundle takes about as long
 LOGGER = logging.getLogger("outrider.serve")
@@ -147,8 +150,12 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
                 f"this machine has too few cores for {replicas} replicas with {cpus} each", "ask for fewer, or set RAY_ADDRESS"
             )
         try:
-            serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=host, port=port))
-        except RayError as error:
+            serve.start(
+                proxy_location="EveryNode",
+                http_options=HTTPOptions(host=host, port=port),
+                controller_options=ControllerOptions(runtime_env={"env_vars": CONTROLLER}),
+            )
+        except (RayError, TimeoutError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise EngineError(
                 f"the proxies do not start: {reason}", "see the logs of Ray, and whether the port is free on all nodes"

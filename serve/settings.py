@@ -11,7 +11,7 @@ class Settings:
     """The options of `outrider serve` that do not depend on how it is run."""
 
     bundle: Path
-    device: str | None = None  # "cpu" or "cuda"; None is the device that the bundle was built on
+    device: str | None = None  # one of the backend's; None is the device that the bundle was built on
     k: int | str = "auto"  # draft tokens per round
     drafter: str | None = None
     max_waiting: int = 64  # requests that wait for a slot

@@ -16,7 +16,7 @@ from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs
-from outrider.tests.support import PAIR, broken_export, build, llama, write_checkpoint
+from outrider.tests.support import PAIR, broken_export, build, llama, random_head, write_checkpoint
 
 torch.set_num_threads(2)
 
@@ -119,6 +119,28 @@ def shipped_bundles(shipped_exports: Callable[[str], Path], once: Once) -> Calla
     def made(precision: str = "fp32", **options: Any) -> Path:
         named = "".join(f"-{key}={value}".replace(" ", "") for key, value in sorted(options.items()))
         return once(f"shipped-bundle-{precision}{named}", lambda output: build(shipped_exports(precision), output, **options))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def head_exports(once: Once) -> Callable[[str], Path]:
+    """Return a function from a precision to an export of the shipped pair with a random draft head."""
+
+    def made(precision: str) -> Path:
+        drafts = [str(PAIR / "draft"), str(once("head", random_head))]
+        return once(f"head-{precision}", lambda output: export_pair(str(PAIR / "target"), drafts, output, precision=precision))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def head_bundles(head_exports: Callable[[str], Path], once: Once) -> Callable[..., Path]:
+    """Return a function from a precision, and what `build` takes, to a bundle of that export."""
+
+    def made(precision: str = "fp32", **options: Any) -> Path:
+        named = "".join(f"-{key}={value}".replace(" ", "") for key, value in sorted(options.items()))
+        return once(f"head-bundle-{precision}{named}", lambda output: build(head_exports(precision), output, **options))
 
     return made
 

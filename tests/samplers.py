@@ -18,19 +18,19 @@ from outrider.export.sampler import sampler
 from outrider.runtime.reference import Edit, named_settings, verify, warp
 
 Array = npt.NDArray[Any]
-Graphs = Callable[[str, int, int], Engine]
+Graphs = Callable[[str, int], Engine]
 NEUTRAL = {name: 1.0 if name in ("temperature", "top_p", "repetition_penalty") else 0.0 for name in SETTINGS}
 UNEDITED = (np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1, len(EDITS)), dtype=np.float32))
 
 
 def sampler_graphs(folder: Path) -> Graphs:
-    """Each sampler by its name and widths, made once."""
+    """Each sampler by its name and width, made once."""
 
     @functools.cache
-    def made(name: str, vocab_rows: int, draft_rows: int) -> Engine:
-        path: Path = folder / f"{name}-{vocab_rows}-{draft_rows}.onnx"
-        ir.save(sampler(name, vocab_rows, draft_rows), path)
-        inputs, outputs = sampler_tensors(name, vocab_rows, draft_rows)
+    def made(name: str, vocab_rows: int) -> Engine:
+        path: Path = folder / f"{name}-{vocab_rows}.onnx"
+        ir.save(sampler(name, vocab_rows), path)
+        inputs, outputs = sampler_tensors(name, vocab_rows)
         return OnnxRuntimeEngine(path, [*inputs, *outputs], Cpu())
 
     return made
@@ -41,20 +41,20 @@ def row(**values: float) -> Array:
     return np.array(list((NEUTRAL | values).values()), dtype=np.float32)
 
 
-def run(graphs: Graphs, name: str, vocab_rows: int, draft_rows: int, **inputs: Array) -> tuple[Array, ...]:
+def run(graphs: Graphs, name: str, vocab_rows: int, **inputs: Array) -> tuple[Array, ...]:
     """The outputs of a sampler, in order."""
     sizes = {
         "batch": inputs["logits"].shape[0],
         "rows": inputs["logits"].shape[1],
         "top": int(inputs.get("candidates", [0])[0]),
     }
-    wanted, given = sampler_tensors(name, vocab_rows, draft_rows)
+    wanted, given = sampler_tensors(name, vocab_rows)
     outputs = {
         each.name: np.zeros([size if isinstance(size, int) else sizes[size] for size in each.shape], np.dtype(each.dtype))
         for each in given
     }
     ready = {each.name: np.ascontiguousarray(inputs[each.name], dtype=each.dtype) for each in wanted}
-    graphs(name, vocab_rows, draft_rows).bind({name: host_buffer(array) for name, array in (ready | outputs).items()})()
+    graphs(name, vocab_rows).bind({name: host_buffer(array) for name, array in (ready | outputs).items()})()
     return tuple(outputs.values())
 
 
@@ -131,7 +131,6 @@ class Case:
         accepted, tokens, status = run(
             graphs,
             "verifier",
-            self.vocab_rows,
             self.vocab_rows,
             logits=self.logits,
             drafted=self.drafted,

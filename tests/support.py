@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -21,6 +23,7 @@ from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS
 from outrider.engines.session import Session
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported
+from outrider.export.short_head import frequent_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "examples" / "tiny-pair"
@@ -82,6 +85,42 @@ def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
         "eos_token_id": 0,
     }
     return LlamaForCausalLM(LlamaConfig(**(options | overrides))).eval()
+
+
+def random_head(folder: Path, tokens: int = 16) -> Path:
+    """The checkpoint of a random EAGLE-3 head for the shipped target, which proposes so many of the most frequent tokens."""
+    width, heads, kept, vocabulary = 256, (8, 4), 32, 4096
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn((rows, columns), generator=generator) / math.sqrt(columns)
+
+    attention = {"q_proj": heads[0], "k_proj": heads[1], "v_proj": heads[1]}
+    tensors = {f"midlayer.self_attn.{name}.weight": matrix(kept * count, 2 * width) for name, count in attention.items()}
+    tensors |= {f"midlayer.mlp.{name}_proj.weight": matrix(width, width) for name in ("gate", "up", "down")}
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    tensors |= {f"midlayer.{name}.weight": torch.ones(width) for name in norms} | {"norm.weight": torch.ones(width)}
+    tensors |= {"midlayer.self_attn.o_proj.weight": matrix(width, width), "fc.weight": matrix(width, 3 * width)}
+    tensors["lm_head.weight"] = 3 * matrix(tokens, width)
+    json_text = (PAIR / "target" / "tokenizer.json").read_text()
+    frequent = frequent_tokens(json_text, PAIR / "heldout.jsonl", tokens, vocabulary, [])
+    tensors["d2t"] = frequent - torch.arange(tokens)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocabulary,
+        "draft_vocab_size": tokens,
+        "rms_norm_eps": 1e-5,
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def build(source: Path, output: Path, **overrides: Any) -> Path:

@@ -306,7 +306,7 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
         (["--capacity", "4"], "does not hold k = 8"),
         (["--capacity", "100000"], "supports 256 positions"),
         (["--batch", "0"], "batch is 0"),
-        (["--backend", "abacus"], "is not one of 'onnxruntime', 'tensorrt-rtx', 'tensorrt'"),
+        (["--backend", "abacus"], "is not one of 'onnxruntime', 'openvino', 'tensorrt-rtx', 'tensorrt'"),
     ],
 )
 def test_wrong_builds(tiny_export: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

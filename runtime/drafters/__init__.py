@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.errors import UsageError
 from outrider.runtime.drafters.base import Drafter
+from outrider.runtime.drafters.head import HeadDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
 
@@ -49,5 +50,6 @@ def available(manifest: Manifest) -> list[str]:
     return [name for name, drafter in _REGISTRY.items() if drafter.available(manifest)]
 
 
+register(HeadDrafter)
 register(ModelDrafter)
 register(NgramDrafter)

@@ -4,8 +4,7 @@ A drafter is one file and one `register` call; see `outrider.runtime.drafters`. 
 
 - A `Drafter` proposes tokens on the host before the round (`propose`). N-grams do this.
 - A `DeviceDrafter` drafts inside the round: it contributes launches that run before the target's pass, so that a token
-  goes from one buffer to the next without a visit to the host. A draft model does this; a draft head that reads hidden
-  states of the target would do it as well.
+  goes from one buffer to the next without a visit to the host. Draft models and draft heads do this.
 """
 
 from __future__ import annotations
@@ -47,14 +46,12 @@ def matching(proposed: Sequence[int], actual: Sequence[int]) -> int:
 
 
 class Resources(NamedTuple):
-    """What a drafter may use of a loaded bundle.
-
-    Tensors of the target that a draft head reads, such as hidden states, will be handed over here.
-    """
+    """What a drafter may use of a loaded bundle."""
 
     sessions: Mapping[str, Session]  # by role: the target's, and the drafters' own
     slots: int  # sequences that the caches have room for
     max_prompt_chunk: int  # the longest prefill pass, in tokens
+    k: Sequence[int]  # numbers of drafted tokens that rounds are built for
 
 
 class Drafter(ABC):
@@ -67,7 +64,6 @@ class Drafter(ABC):
     label: ClassVar[str]  # in tables and reports
     prior: ClassVar[float] = 0.5  # acceptance rate to assume before anything was observed, 0..1
     engines: ClassVar[tuple[str, ...]] = ()  # the bundle's engines that only this drafter runs
-    batched_context: ClassVar[int] = 0  # confirmed tokens that a sequence must have to draft in a batch
 
     def __init__(self, resources: Resources):  # noqa: B027
         """Set up the state of every slot, all of them empty."""
@@ -76,6 +72,10 @@ class Drafter(ABC):
     @abstractmethod
     def available(cls, manifest: Manifest) -> bool:
         """Return whether a bundle has what the drafter needs."""
+
+    def can_draft(self, length: int, batched: bool) -> bool:
+        """Return whether a text of so many confirmed tokens is long enough to draft after it, alone or in a batch."""
+        return True
 
     def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
         """Propose up to `k` tokens to follow the confirmed `tokens` of a slot, or None."""
@@ -124,8 +124,9 @@ class DeviceDrafter(Drafter):
     the evidence of its proposals.
     """
 
-    def context_rows(self, lanes: Sequence[Lane]) -> int:
-        """Return how many confirmed tokens the first draft step reads; part of the round's shape."""
+    def context_rows(self, lanes: Sequence[Lane], first: int) -> int:
+        """Return how many confirmed tokens the first draft step reads in a round of the slots from `first` on; part of the
+        round's shape."""
         return 0
 
     @abstractmethod
@@ -147,7 +148,7 @@ class DeviceDrafter(Drafter):
 
     @abstractmethod
     def logits(self, row: int, shape: Shape, lane: int) -> npt.NDArray[np.float32]:
-        """Return the logits [Vd] that the drafted token of that row was drawn from, in the last round."""
+        """Return the logits [V] that the drafted token of that row was drawn from, in the last round."""
 
     @abstractmethod
     def confidence(self, row: int, shape: Shape) -> float:
@@ -156,5 +157,5 @@ class DeviceDrafter(Drafter):
 
     @abstractmethod
     def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:
-        """Read a finished answer in the first slot, and return for each of its tokens whether the drafter's most likely
-        token in its place is the same, and the probability of that most likely token."""
+        """Read the answer that the first slot has just finished, and return for each of its tokens whether the drafter's most
+        likely token in its place is the same, and the probability of that most likely token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.engines.threads import thread_count
+
 CONTEXT = 2048
-THREADS = len(os.sched_getaffinity(0))
+THREADS = thread_count()
 K = (1, 2, 3, 4)
 
 Job = dict[str, Any]  # everything that the process of a program needs, as JSON
@@ -42,6 +44,14 @@ def make_once(path: Path, make: Callable[[Path], None]) -> Path:
     return path
 
 
+def package_version(name: str) -> str | None:
+    """Return the version of a Python package, or None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def run(*command: object) -> None:
     """Run a command with its output on standard error."""
     subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
@@ -52,4 +62,8 @@ def describe(settings: Job) -> str:
     words = [f"{settings['threads']} threads"] if "threads" in settings else []
     if "spinning" in settings:
         words.append("spinning" if settings["spinning"] else "no spinning")
+    if "group" in settings:
+        words.append(f"groups of {settings['group']}")
+    if "hint" in settings:
+        words.append(settings["hint"])
     return ", ".join(words) or "default threads"

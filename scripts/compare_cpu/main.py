@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import sys
 from collections import defaultdict
@@ -25,18 +24,16 @@ def main(description: str) -> int:
     from outrider.bench.measure import machine
     from outrider.engines.device import Cpu
 
-    peers = [name for name in PEERS if _is_installed(name)]
-    jobs = prepare(options.work, Pair(options.target, options.draft), options.precision, peers)
-    prompts = first_prompts(options.prompts, options.each)
-    ids = ours.encode(jobs[f"{ours.NAME} {options.precision[0]}"], [prompt["prompt"] for prompt in prompts])
-    setup = {
-        "machine": machine(Cpu()),
-        "versions": {name: importlib.metadata.version(PROGRAMS[name].PACKAGE) for name in (ours.NAME, *peers)},
-    }
+    versions = {name: version for name, program in PROGRAMS.items() if (version := program.version())}
+    peers = [name for name in PEERS if name in versions]
+    jobs = prepare(options.work, Pair(options.target, options.draft), options.variant, peers)
+    prompts = choose_prompts(options.prompts, options.each)
+    ids = ours.encode(jobs[f"{ours.NAME} {options.variant[0]}"], [prompt["prompt"] for prompt in prompts])
+    setup = {"machine": machine(Cpu()), "versions": versions}
     journal = Journal(Path(f"{options.output}.unfinished.jsonl"), setup)
     contestants = [
         Contestant(name, ours.NAME, f"{THREADS} threads", jobs[name] | {"k": [0, *K, ours.AUTO]})
-        for name in (f"{ours.NAME} {precision}" for precision in options.precision)
+        for name in (f"{ours.NAME} {variant}" for variant in options.variant)
     ]
     for peer in peers:
         contestants += tune(journal, peer, jobs[peer], ids, options.tokens // 2)
@@ -67,43 +64,40 @@ def _parse(description: str) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="folder for the models that are made, several GiB")
     parser.add_argument("--output", type=Path, required=True, help="the files to write, without their suffix")
     parser.add_argument(
-        "--precision",
+        "--variant",
         nargs="+",
-        choices=ours.PRECISIONS,
+        choices=ours.VARIANTS,
         default=["int4"],
-        help="of Outrider's weights; all ratios are to the first",
+        help="of Outrider, by backend, precision and size of groups; all ratios are to the first",
     )
-    parser.add_argument("--each", type=int, default=1, help="prompts per workload")
+    parser.add_argument("--each", type=int, default=2, help="prompts per workload, from the shortest to the longest")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per answer")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--about", default="", help="what the models and prompts are, for the head of the report")
     return parser.parse_args()
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(PROGRAMS[name].PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def prepare(work: Path, pair: Pair, precisions: list[str], peers: list[str]) -> dict[str, Job]:
+def prepare(work: Path, pair: Pair, variants: list[str], peers: list[str]) -> dict[str, Job]:
     """Make the models of all programs in `work`; return their jobs, without settings, by name."""
     folder = work / f"{pair.target.stem} {pair.draft.stem}"
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = {f"{ours.NAME} {precision}": ours.prepare(folder, pair, precision) for precision in precisions}
+    jobs = {f"{ours.NAME} {variant}": ours.prepare(folder, pair, variant) for variant in variants}
     return jobs | {name: PEERS[name].prepare(folder, pair) for name in peers}
 
 
-def first_prompts(path: Path, count: int) -> list[Prompt]:
-    """Return the first `count` prompts of every workload."""
+def choose_prompts(path: Path, count: int) -> list[Prompt]:
+    """Return `count` prompts of every workload, from the shortest to the longest; a single one is of middle length."""
     prompts: dict[str, list[Prompt]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         prompt = json.loads(line)
-        if len(prompts[prompt["workload"]]) < count:
-            prompts[prompt["workload"]].append(prompt)
-    return [prompt for workload in prompts.values() for prompt in workload]
+        prompts[prompt["workload"]].append(prompt)
+    chosen = []
+    for own in prompts.values():
+        own.sort(key=lambda prompt: len(prompt["prompt"]))
+        last = len(own) - 1
+        places = [at * last // (count - 1) for at in range(count)] if count > 1 else [last // 2]
+        chosen += [own[at] for at in dict.fromkeys(places)]
+    return chosen
 
 
 def weight_bytes(job: Job) -> int:
@@ -112,7 +106,7 @@ def weight_bytes(job: Job) -> int:
         return sum(file.stat().st_size for file in Path(job["bundle"]).glob("*/model.onnx.data"))
     if "folder" in job:
         files = [file for role in Pair._fields for file in (Path(job["folder"]) / role).iterdir()]
-        return sum(file.stat().st_size for file in files if file.suffix in (".data", ".safetensors"))
+        return sum(file.stat().st_size for file in files if file.suffix in (".bin", ".data", ".safetensors"))
     return sum(Path(job[role]).stat().st_size for role in Pair._fields)
 
 

@@ -87,7 +87,7 @@ def figures(arrivals: Sequence[tuple[float, int]], length: float | None) -> Run:
 
 
 def tune(journal: Journal, name: str, job: Job, prompts: list[list[int]], tokens: int) -> list[Contestant]:
-    """Return a peer at its defaults, and at the settings that were fastest for plain and for speculative decoding."""
+    """Return a peer at the settings that were fastest, for plain decoding and for each kind of drafting."""
     peer = PEERS[name]
     speeds = []
     for settings in peer.SETTINGS:
@@ -97,13 +97,11 @@ def tune(journal: Journal, name: str, job: Job, prompts: list[list[int]], tokens
             speed = geometric_mean(run.tokens_per_second for run in own)
             speeds.append((speed, k, settings))
             print(f"{name}, {describe(settings)}, k = {k}: {speed:.1f} tokens/s", file=sys.stderr, flush=True)
-    contestants = [Contestant(name, name, "defaults", job | settings) for settings in peer.DEFAULTS]
+    contestants = []
     for kind in dict.fromkeys(_kind(k) for _, k, _ in speeds):
         _, k, settings = max((each for each in speeds if _kind(each[1]) == kind), key=lambda each: each[0])
         ks = list(K) if k and name == genai.NAME else [k]  # GenAI at every k, like Outrider; the others are too slow to matter
-        is_default = "threads" not in settings and any(k in each.job["k"] for each in contestants)
-        if not is_default:
-            contestants.append(Contestant(name, name, describe(settings), job | settings | {"k": ks}))
+        contestants.append(Contestant(name, name, describe(settings), job | settings | {"k": ks}))
     return contestants
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.scripts.compare_cpu.common import K, describe
-from outrider.scripts.compare_cpu.peers import PEERS, genai, llama_cpp, ours, transformers
+from outrider.scripts.compare_cpu.peers import PEERS, genai, ours
 from outrider.scripts.compare_cpu.rows import Row, fastest, goals, spread
 
 Result = dict[str, Any]
@@ -65,8 +65,8 @@ def _introduction(result: Result, plain: Row) -> list[str]:
         "",
         *([result["about"], ""] if result["about"] else []),
         f"{len(result['workloads'])} prompts in the chat template, up to {max(map(len, plain.prompts.values()))} of each"
-        f" workload, of {min(result['prompt_tokens'])} to {max(result['prompt_tokens'])} tokens; {result['tokens']} new tokens"
-        " each, greedy. Command:",
+        f" workload, from its shortest to its longest, with {min(result['prompt_tokens'])} to {max(result['prompt_tokens'])}"
+        f" tokens; {result['tokens']} new tokens each, greedy. Command:",
         "",
         f"    {result['command']}",
         "",
@@ -77,11 +77,10 @@ def _introduction(result: Result, plain: Row) -> list[str]:
         f" Outrider's own plain decoding ({plain.name.removeprefix(ours.NAME + ' ')}) in the same round. Acceptance is the mean"
         " acceptance length: tokens per target pass.",
         "",
-        "Each peer runs at its defaults, and at the settings that were fastest in an earlier round. These were tried:"
+        "Each peer runs at the settings that were fastest in an earlier round. These were tried:"
         f" {'; '.join(f'{name}: {_tried(name)}' for name in result['weights_of'])}.",
         "",
-        f"Weights: Outrider as named; {weights}. llama.cpp's Python package drafts by looking up the prompt; drafting with"
-        " the draft model is done by this script, with the same package. The processes of Outrider and transformers hold both"
+        f"Weights: Outrider as named; {weights}. The processes of Outrider hold both"
         " models in every row; the others hold the draft model only where it drafts.",
     ]
 
@@ -90,7 +89,7 @@ def _tried(name: str) -> str:
     """Describe the settings that were tried for a peer."""
     settings = PEERS[name].SETTINGS
     ks = K if name == genai.NAME else dict.fromkeys(k for each in settings for k in each["k"] if k)
-    return f"{' or '.join(dict.fromkeys(map(describe, settings)))}, k = {', '.join(map(str, ks))}"
+    return ", ".join([" or ".join(dict.fromkeys(map(describe, settings))), *(f"k = {k}" for k in ks)])
 
 
 def _by_workload(rows: list[Row], cell: Any) -> list[str]:
@@ -112,7 +111,7 @@ def plot(path: Path, rows: list[Row], plain: Row) -> None:
     workloads = plain.workloads
     drafting = [row for row in rows if row.name == plain.name and row.k != 0]
     groups = [("Outrider, plain", [plain]), ("Outrider, best k", drafting)]
-    for name in (genai.NAME, llama_cpp.NAME, transformers.NAME):
+    for name in PEERS:
         own = [row for row in rows if row.name == name]
         groups += [(f"{name}, plain", [row for row in own if row.k == 0])]
         groups += [(f"{name}, speculative", [row for row in own if row.k != 0])]

@@ -108,7 +108,7 @@ def load(server: Server, cases: list[Case], clients: int, faults: bool) -> tuple
         number, case = numbered
         answer = ask(server, case, random.Random(number) if faults else None)
         finished.append(answer)
-        if len(finished) % 20 == 0:
+        if len(finished) % 20 == 0 or len(finished) == len(cases):
             memory.append(server.memory)
         return answer
 

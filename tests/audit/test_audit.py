@@ -217,8 +217,8 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
         fixed = isinstance(policy, FixedPolicy)
         return decode(self, requests, policy, *rest)
 
-    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
-        launch = bind(input_ids, positions, logits, window, first)
+    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, *others: Any) -> Launch:
+        launch = bind(input_ids, positions, logits, *others)
 
         def run() -> None:
             launch()

@@ -102,8 +102,8 @@ def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_b
     bind = session.bind
     place = len(batched.text.encode(PROMPTS[0], chat=False)) + 9
 
-    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
-        launch = bind(input_ids, positions, logits, window, first)
+    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, *others: Any) -> Launch:
+        launch = bind(input_ids, positions, logits, *others)
 
         def run() -> None:
             launch()

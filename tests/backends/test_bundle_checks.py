@@ -11,9 +11,12 @@ import pytest
 from outrider.backends import registry
 from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
-from outrider.bundle.manifest import ENGINES, MANIFEST, ROLES, decode_manifest
+from outrider.bundle.manifest import MANIFEST, decode_manifest
 from outrider.engines.contract import SAMPLERS
 from outrider.errors import FolderError
+
+ROLES = ("target", "draft")  # of the tiny pair
+ENGINES = (*ROLES, *SAMPLERS)
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def tensorrt(data: dict[str, Any]) -> dict[str, Any]:
     build = data["build"]
     sizes = build["k"], build["batch"]
     steps = step_profiles(build["k"], build["capacity"], build["batch"], build["max_prompt_chunk"])
-    samplers = {name: sampler_profiles(name, *sizes, 320, 320) for name in SAMPLERS}
+    samplers = {name: sampler_profiles(name, *sizes, 320) for name in SAMPLERS}
     build |= {"backend": "tensorrt-rtx", "costs": {}, "profiles": {**dict.fromkeys(ROLES, steps), **samplers}}
     data["files"] = {name: {"sha256": "", "size": 1} for name in ("tokenizer.json", *map(plan_file, ENGINES))}
     return json.loads(json.dumps(data))  # type: ignore[no-any-return]

@@ -47,14 +47,14 @@ def test_every_pass_of_a_round_has_its_own_profile(
     for window in window_buckets(capacity):
         assert all(profile["key_positions"][0][0] <= window <= profile["key_positions"][2][0] for profile in steps)
     for name in SAMPLERS:
-        profiles = sampler_profiles(name, k, batch, vocabulary, vocabulary + 8)
+        profiles = sampler_profiles(name, k, batch, vocabulary)
         assert ordered(profiles)
-        names = [tensor.name for tensor in sampler_tensors(name, vocabulary, vocabulary + 8)[0]]
+        names = [tensor.name for tensor in sampler_tensors(name, vocabulary)[0]]
         assert all(list(profile) == names for profile in profiles)
         assert all(profile["candidates"][2][0] == min(3840, vocabulary) for profile in profiles if "candidates" in names)
         if name in DRAFT_SAMPLERS:
             (only,) = profiles
-            assert only["logits"] == ([1, 1, vocabulary + 8], [batch, 1, vocabulary + 8], [batch, 1, vocabulary + 8])
+            assert only["logits"] == ([1, 1, vocabulary], [batch, 1, vocabulary], [batch, 1, vocabulary])
             if name == "greedy_drafter":
                 continue
             assert only["drafted"][0][1] == only["drafted"][2][1] == k[-1] + 1

@@ -23,7 +23,6 @@ from outrider.backends.tensorrt.package import RTX
 from outrider.backends.tensorrt.process import build_plan
 from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.bundle.folder import check_files, read_manifest
-from outrider.bundle.manifest import ENGINES
 from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, UsageError
 from outrider.progress import Progress
@@ -51,7 +50,7 @@ def test_the_shipped_pair_builds_with_every_profile(
     assert "8.0, 8.6, 8.9 and 12.x" in made.device
     assert manifest.models["target"].precision == precision
     texts = {"tokenizer.json", "chat_template.jinja"} & read_manifest(export).files.keys()
-    assert set(manifest.files) == texts | set(map(plan_file, ENGINES))
+    assert set(manifest.files) == texts | set(map(plan_file, manifest.engines))
     for role in ("target", "draft"):
         assert made.rows(role) == [(1, 16), (1, 1), (2, 2), (3, 3), (5, 5), (9, 9)]
         assert manifest.files[plan_file(role)].size > (export / role / "model.onnx.data").stat().st_size
@@ -62,6 +61,19 @@ def test_the_shipped_pair_builds_with_every_profile(
     assert shown.returncode == 0, shown.stderr
     assert "1-16, 1, 2, 3, 5, 9" in shown.stdout
     assert "the package's default" in shown.stdout
+
+
+@pytest.mark.slow  # each takes a minute; the pair shows in CI that step models build
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_draft_head_and_its_target_build(precision: str, head_exports: Callable[[str], Path], tmp_path: Path) -> None:
+    bundle = build(head_exports(precision), tmp_path / "bundle", backend="tensorrt-rtx", k=[1, 4])
+    manifest = read_manifest(bundle)
+    made = manifest.build
+    assert made is not None
+    assert set(map(plan_file, manifest.engines)) <= manifest.files.keys()
+    for role in ("target", "head"):
+        assert made.rows(role) == [(1, 16), (1, 1), (2, 2), (5, 5)]
+    assert "feature_positions" in made.profiles["head"][0]
 
 
 def test_options_reach_the_builder(tiny_export: Path, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_shape_beyond_the_profiles_is_refused_with_what_to_build(beyond: dict[
 
 @pytest.mark.parametrize(("rows", "candidates"), [(1, 1), (5, 256), (9, 3840)])
 def test_the_verifiers_profile_depends_on_rows_and_candidates(rows: int, candidates: int) -> None:
-    profiles = sampler_profiles("verifier", K, 1, 5000, 5000)
+    profiles = sampler_profiles("verifier", K, 1, 5000)
     shapes = {
         "logits": (1, rows, 5000),
         "drafted": (1, rows),
@@ -275,9 +275,9 @@ def test_every_shape_of_a_round_is_run_at_load_and_leaves_nothing_in_the_cache(t
         session, shapes = outrider.sessions["target"], list[tuple[int, ...]]()
         bind = session.bind
 
-        def watched(input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0) -> Launch:
-            shapes.append((*input_ids.shape, window))
-            return bind(input_ids, positions, logits, window, first)
+        def watched(input_ids: Buffer, *others: Any, **named: Any) -> Launch:
+            shapes.append((*input_ids.shape, others[2]))
+            return bind(input_ids, *others, **named)
 
         session.bind = watched  # type: ignore[method-assign]
         warm("target", session, [1, 2, 5], SILENT)

@@ -93,7 +93,7 @@ def test_the_command_line_offers_it_and_its_options(tiny_export: Path, tmp_path:
         return subprocess.run([sys.executable, "-c", COMMAND, *map(str, arguments)], capture_output=True, text=True)
 
     shown = outrider("build-engine", "--help")
-    assert "onnxruntime|tensorrt-rtx|tensorrt|toy" in shown.stdout.replace("\n", "")
+    assert "onnxruntime|openvino|tensorrt-rtx|tensorrt|toy" in shown.stdout.replace("\n", "")
     assert "Backend toy:\n  --greeting" in shown.stdout
     sizes = ("--k", "1", "--capacity", "64", "--max-prompt-chunk", "16")
     options = "-o", tmp_path / "bundle", "--backend", "toy", "--greeting", "an abacus"

@@ -113,7 +113,7 @@ def cut(text: Trace, k: int) -> list[tuple[int, int]]:
     at, rounds = 0, []
     while at < len(text.tokens):
         drafted = min(k, text.remaining(at) - 1)
-        accepted = text.accepted(at, drafted)
+        accepted = text.accepted("model", at, drafted)
         rounds += [(drafted, accepted)] if drafted else []
         at += accepted + 1
     return rounds
@@ -130,7 +130,7 @@ def test_acceptance_of_the_rounds_is_that_of_the_recorded_texts(results: Results
             assert summary.acceptance_histogram == [2 * sum(a == at for _, a in rounds) for at in range(k + 1)]
             counts = [(sum(a > at for _, a in rounds), sum(drafted > at for drafted, _ in rounds)) for at in range(k)]
             assert summary.per_position_rates == [accepted / drafted for accepted, drafted in counts]
-            assert summary.mean_acceptance_length == pytest.approx(tokens_per_round(texts, k))
+            assert summary.mean_acceptance_length == pytest.approx(tokens_per_round("model", texts, k))
             assert summary.predicted_speedup is not None
             assert summary.predicted_speedup > 0
 
@@ -156,9 +156,9 @@ def test_a_trace_records_the_drafts_choice_at_each_place(shipped: Outrider) -> N
     logits = np.concatenate([session.run(np.array([text[at : at + 1]]), np.array([at]))[0].copy() for at in range(len(text))])[
         -3:
     ].astype(np.float64)
-    assert recorded.agrees == [int(row.argmax()) == token for row, token in zip(logits, (5, 6, 7), strict=True)]
+    assert recorded.agrees["model"] == [int(row.argmax()) == token for row, token in zip(logits, (5, 6, 7), strict=True)]
     shares = np.exp(logits - logits.max(-1, keepdims=True))
-    np.testing.assert_allclose(recorded.confidences, shares.max(-1) / shares.sum(-1), atol=1e-3)
+    np.testing.assert_allclose(recorded.confidences["model"], shares.max(-1) / shares.sum(-1), atol=1e-3)
 
 
 def test_times_between_tokens_are_zero_within_a_round() -> None:
@@ -184,8 +184,8 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> 
     drawn = tmp_path / "plan.svg"
     beside = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
     measured = json.loads(beside.stdout)["measured"]
-    assert measured["chat"]["8"] == written.summary("chat", Mode(drafter="model", k=8)).median_speedup
-    assert measured["chat"]["0"] == 1
+    assert measured["chat"]["model"]["8"] == written.summary("chat", Mode(drafter="model", k=8)).median_speedup
+    assert measured["chat"]["none"]["0"] == 1
     assert drawn.read_text().startswith("<svg")
     path = tmp_path / "other.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(written, target="another")))
@@ -301,7 +301,7 @@ def test_a_report_with_invalid_values_is_refused(results: Results, tmp_path: Pat
     path, written = tmp_path / "bench.json", json.loads(msgspec.json.encode(results))
     for part, name, value in (
         ("traces", "tokens", []),
-        ("traces", "agrees", [True]),
+        ("traces", "agrees", {"model": [True]}),
         ("summaries", "speedup", []),
         ("summaries", "tokens_per_second", [0.0, 1.0]),
         ("summaries", "mode", {"drafter": "guess", "k": 1}),

@@ -104,7 +104,7 @@ def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
         assert each.speedup == pytest.approx(np.exp(np.log(ratios).mean()))
         assert each.tokens_per_second == pytest.approx(1000 * sum(len(trace.tokens) for trace in traces) / taken)
         assert each.mean_acceptance_length == pytest.approx(expected_tokens(0.8, each.k), rel=0.1)
-        assert each.mean_acceptance_length == pytest.approx(tokens_per_round(traces, each.k))
+        assert each.mean_acceptance_length == pytest.approx(tokens_per_round("model", traces, each.k))
         assert each.break_even is not None
         at_that = [replay(trace, table, plain) / (like(trace, each, table)) for trace in traces]
         assert np.log(at_that).mean() == pytest.approx(0, abs=1e-9)
@@ -135,7 +135,7 @@ def test_the_time_to_read_a_long_prompt_is_not_made_up_for_by_acceptance() -> No
 
 def test_no_policy_beats_perfect_foresight() -> None:
     table = costs()
-    ngrams = Trace("repeats", [1, 2, 3, 4] * 5, [1, 2, 3, 4] * 10, flips(0.5, 40), [0.5] * 40)
+    ngrams = Trace("repeats", [1, 2, 3, 4] * 5, [1, 2, 3, 4] * 10, {"model": flips(0.5, 40)}, {"model": [0.5] * 40})
     milliseconds = compare([text(flips(0.7)), ngrams], table, ["model", "ngram"])
     for taken in milliseconds.values():
         least = taken.pop("oracle")
@@ -156,7 +156,7 @@ def test_the_oracle_is_the_minimum_over_all_divisions_of_a_text() -> None:
         ways = [table.round(NONE, 0, 0, end, True) + least(at + 1)]
         for k in K:
             for drafted in range(1, min(k, len(trace.tokens) - at - 1) + 1):
-                accepted = trace.accepted(at, drafted)
+                accepted = trace.accepted("model", at, drafted)
                 ways.append(table.round("model", accepted, k, end + k, True) + least(at + accepted + 1))
         return min(ways)
 
@@ -171,8 +171,8 @@ def test_a_bundle_or_a_report_that_says_too_little_is_refused(tiny_bundle: Path,
     (bundle / MANIFEST).write_bytes(without.encode())
     refused = run("plan", bundle)
     assert (refused.returncode, "acceptance was not measured" in refused.stderr) == (2, True), refused.stderr
-    with pytest.raises(UsageError, match="recorded without a draft"):
-        of_traces(costs(), "model", [Trace("", [1, 2], [3, 4], [], [])])
+    with pytest.raises(UsageError, match="recorded without a draft model"):
+        of_traces(costs(), "model", [Trace("", [1, 2], [3, 4], {}, {})])
 
 
 def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
     manifest = read_manifest(shipped_bundle)
     assert manifest.build is not None
     assert [each["k"] for each in predictions] == [0, *manifest.build.k]
-    assert plan["best_k"][""] == max(predictions, key=lambda each: each["speedup"])["k"]
+    assert plan["best"][""]["k"] == max(predictions, key=lambda each: each["speedup"])["k"]
     assert (predictions[0]["speedup"], predictions[0]["break_even"]) == (1, None)
     table = Costs(manifest, manifest.build)
     assert predictions[1]["speedup"] == pytest.approx(at_rate(table, "model", 0.7, manifest.build.capacity // 4)[1].speedup)

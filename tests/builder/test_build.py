@@ -127,7 +127,7 @@ def test_costs_are_of_every_batch_and_of_the_samplers(tiny_export: Path, tmp_pat
         rows = {1} if name in DRAFT_SAMPLERS else {1, 2, 3} | ({8} if name in ROLES else set())
         window = 64 if name in ROLES else 0
         assert {(cost.batch, cost.rows, cost.window) for cost in costs} == {(b, r, window) for b in (1, 2, 3) for r in rows}
-    assert set(made.costs) == {*ROLES, *SAMPLERS}
+    assert set(made.costs) == {"target", "draft", *SAMPLERS}
     assert made.acceptance == {}  # none of the shipped prompts fits into so small a cache
 
 
@@ -176,4 +176,8 @@ def test_where_rounds_are_recorded_passes_are_measured_in_recordings(tiny_bundle
     assert {name: {(each.rows, each.window) for each in some} for name, some in costs.items()} == {
         name: {(each.rows, each.window) for each in some if each.batch == 1} for name, some in engines.build.costs.items()
     }
-    assert (engines.device.recorded, engines.device.replayed) == ((passes, passes * 8) if refusal is None else (0, 0))
+    if refusal is None:
+        assert engines.device.recorded == passes
+        assert engines.device.replayed >= passes * 8
+    else:
+        assert engines.device.recorded == engines.device.replayed == 0

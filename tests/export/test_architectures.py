@@ -1,5 +1,5 @@
-"""One mechanism for every architecture: the exported graph, run in uneven chunks, equals eager transformers, and TensorRT-RTX
-builds it.
+"""One mechanism for every architecture: the exported graph, run in uneven chunks, equals eager transformers, also as it is
+rewritten for OpenVINO, and TensorRT-RTX builds it.
 
 `make test-all` writes docs/models.md.
 """
@@ -22,13 +22,17 @@ import transformers as hf
 
 from outrider.backends.onnxruntime.fusion.causal import without_masks
 from outrider.backends.onnxruntime.fusion.fuse import fuse
+from outrider.backends.openvino.reader import compile_model
+from outrider.backends.openvino.rewrite import NotExpressible, rewrite
+from outrider.backends.openvino.session import PagedSession
 from outrider.backends.tensorrt.job import Job
 from outrider.backends.tensorrt.options import Options
 from outrider.backends.tensorrt.package import RTX
 from outrider.backends.tensorrt.process import build_plan
 from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import cache_tensors
+from outrider.engines.contract import cache_tensors, window_buckets
+from outrider.engines.session import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.checkpoint import load_model, read_config
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
@@ -90,17 +94,20 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 # What TensorRT-RTX refuses, and how: (architecture, precision) -> a part of its message.
 NOT_BUILT: dict[tuple[str, str], str] = {}
+# What OpenVINO does not run, and why.
+NOT_ON_OPENVINO = {"Gemma-2": "attention that is written out, as with soft-capped scores"}
 PRECISIONS = ("fp16", "bf16", "fp32")
 _refused: set[str] = set()
 _built: dict[str, list[str]] = {}
 _figures: dict[str, tuple[float, str, str]] = {}
 _fused: dict[str, dict[str, int]] = {}
+_on_openvino: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _write_the_table() -> Iterator[None]:
     yield
-    if set(_figures) == set(_built) == set(_fused) == set(CONFIGS) and _refused == set(REFUSED):
+    if set(_figures) == set(_built) == set(_fused) == set(_on_openvino) == set(CONFIGS) and _refused == set(REFUSED):
         (ROOT / "docs" / "models.md").write_text(table())
 
 
@@ -127,7 +134,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     source = Source.parse(str(write_checkpoint(folder / "model", made)))
     model = load_model(source, "fp32")
     tokens = torch.randint(1, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
-    want, layers = reference(model, tokens)
+    want, layers, _ = reference(model, tokens)
     trace(model, layers).save(folder / "fp32.onnx", external_data=True)
     return Traced(request.param, source, model, layers, tokens, want, folder / "fp32.onnx")
 
@@ -171,6 +178,29 @@ def test_without_masks_for_cuda_it_computes_the_same(traced: Traced) -> None:
     assert counts == {"attention without a mask": len(traced.layers) if traced.name != "Gemma-3" else 1}
     got = Exported(causal, traced.layers, "fp32").logits(traced.tokens)
     assert float(np.abs(traced.want - got).max()) <= 1e-4
+
+
+def test_rewritten_for_openvino_it_computes_the_same(traced: Traced) -> None:
+    rewritten = traced.graph.with_name("openvino.onnx")
+    if (reason := NOT_ON_OPENVINO.get(traced.name)) is not None:
+        with pytest.raises(NotExpressible, match=reason):
+            rewrite(traced.graph, rewritten)
+        _on_openvino[traced.name] = f"no: {reason}"
+        return
+    counts = rewrite(traced.graph, rewritten)
+    assert (counts["attention"], counts["logits of some rows"]) == (len(traced.layers), 1)
+    sizes = Sizes(traced.layers, traced.want.shape[-1], CAPACITY, window_buckets(CAPACITY), max_rows=max(CHUNKS), batch=2)
+    session = PagedSession(compile_model(rewritten, "cpu", "fp32"), sizes)
+    tokens = traced.tokens.numpy()
+    got = []
+    for start, end in pairwise([0, *accumulate(CHUNKS)]):
+        session.write(tokens[:, start:end] ^ 1, np.array([start]), 0)  # another text in the slot before
+        got.append(session.run(tokens[:, start:end], np.array([start]), 1)[0].copy())
+    difference = float(np.abs(traced.want - np.concatenate(got)).max())
+    assert difference <= 1e-4
+    for slot in range(2):  # up to the last position, in either slot
+        session.write(np.ones((1, 8), np.int64), np.array([CAPACITY - 8]), slot)
+    _on_openvino[traced.name] = f"{10 ** math.ceil(math.log10(max(difference, 1e-9))):.0e}"
 
 
 @pytest.mark.parametrize("traced", ["Qwen2", "Gemma-2", "Gemma-3", "GPT-2", "Qwen3-MoE"], indirect=True)
@@ -224,7 +254,7 @@ def test_models_that_cannot_be_expressed_are_refused_with_the_reason(name: str, 
     with pytest.raises(UnsupportedModelError, match=reason):
         read_config(source)
         model = hf.AutoModelForCausalLM.from_config(config).eval()
-        _, layers = reference(model, torch.tensor([[1, 2, 3]]))
+        _, layers, _ = reference(model, torch.tensor([[1, 2, 3]]))
         trace(model, layers)
     _refused.add(name)
 
@@ -243,18 +273,20 @@ def table() -> str:
         "- *Logit difference*: the largest difference, rounded up to a power of ten. If it exceeds 1e-4, or if any row has",
         "  another argmax, the test fails.",
         "- *Fused for ONNX Runtime*: what `build-engine` rewrites in the graph. The logits stay the same within 1e-4.",
+        "- *On OpenVINO*: the largest difference of the logits, with a text in another slot beside it.",
         "- *Builds with TensorRT-RTX*: the precisions in which an engine builds with every profile (a prompt chunk; 1, 2, 3, 5",
         "  and 9 rows). These builds need no GPU. The engines have not run yet.",
         "",
         "## Supported",
         "",
         "| architecture | class | logit difference | same argmax | notable operators | fused for ONNX Runtime |"
-        " builds with TensorRT-RTX |",
-        "|---|---|---|---|---|---|---|",
+        " on OpenVINO | builds with TensorRT-RTX |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, (difference, class_name, operators) in _figures.items():
         bound = 10 ** math.ceil(math.log10(max(difference, 1e-9)))
-        cells = (name, f"`{class_name}`", f"{bound:.0e}", "yes", operators, ", ".join(_fused[name]), ", ".join(_built[name]))
+        fused, built = ", ".join(_fused[name]), ", ".join(_built[name])
+        cells = (name, f"`{class_name}`", f"{bound:.0e}", "yes", operators, fused, _on_openvino[name], built)
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## Refused", "", "| architecture | reason |", "|---|---|"]
     reasons = {

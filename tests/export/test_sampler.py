@@ -40,19 +40,17 @@ def verify_without_edits(case: Case, sequence: int) -> list[int]:
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(st.integers(0, 2**32), st.integers(0, 8), st.sampled_from([(64, 64), (300, 256), (257, 400)]))
-def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, first_row: int, widths: tuple[int, int]) -> None:
-    """q is the draft's warped distribution, laid out as the target's, and the token is drawn from it."""
-    vocab_rows, draft_rows = widths
+@given(st.integers(0, 2**32), st.integers(0, 8), st.sampled_from([64, 257, 300]))
+def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, first_row: int, vocab_rows: int) -> None:
+    """q is the draft's warped distribution, and the token is drawn from it."""
     case = Case(seed, vocab_rows)
-    logits = (case.random.standard_normal((case.batch, 1, draft_rows)) * 3).astype(np.float32)
+    logits = (case.random.standard_normal((case.batch, 1, vocab_rows)) * 3).astype(np.float32)
     drafted = case.random.integers(0, vocab_rows, (case.batch, 8))
     uniforms = case.random.random((case.batch, 2), dtype=np.float32)
     token, q, status = run(
         graphs,
         "drafter",
         vocab_rows,
-        draft_rows,
         logits=logits,
         drafted=drafted,
         first_row=np.array([first_row]),
@@ -64,12 +62,9 @@ def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, firs
     )
     assert (status == DECIDED).all()
     for sequence in range(case.batch):
-        laid_out = np.full(vocab_rows, -np.inf)
-        width = min(widths)
-        laid_out[:width] = logits[sequence, 0, :width]
         chosen = named_settings(case.settings[sequence])
         prefix = drafted[sequence, :first_row].tolist()
-        p = warp(edit(laid_out, chosen, case.edits_of[sequence], prefix, first_row), chosen)
+        p = warp(edit(logits[sequence, 0], chosen, case.edits_of[sequence], prefix, first_row), chosen)
         if chosen["temperature"] == 0:
             assert token[sequence, 0] == p.argmax()
             continue
@@ -78,9 +73,8 @@ def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, firs
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([(64, 64), (300, 256), (257, 400)]))
-def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(graphs: Graphs, seed: int, widths: tuple[int, int]) -> None:
-    vocab_rows, draft_rows = widths
+@given(st.integers(0, 2**32), st.sampled_from([64, 257, 300]))
+def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(graphs: Graphs, seed: int, vocab_rows: int) -> None:
     case = Case(seed, vocab_rows)
     case.settings[:] = row(temperature=0)
     case.edit_ids, case.edits = np.repeat(UNEDITED[0], case.batch, 0), np.repeat(UNEDITED[1], case.batch, 0)
@@ -91,7 +85,6 @@ def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(graphs: Grap
         graphs,
         "greedy_verifier",
         vocab_rows,
-        vocab_rows,
         logits=case.logits,
         drafted=case.drafted,
         drafted_count=case.drafted_count,
@@ -99,11 +92,11 @@ def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(graphs: Grap
     assert (status == DECIDED).all()
     assert [ids[: count + 1].tolist() for ids, count in zip(tokens, accepted, strict=True)] == case.verdicts(graphs)
     assert all((ids[count + 1 :] == -1).all() for ids, count in zip(tokens, accepted, strict=True))
-    logits = (case.random.standard_normal((case.batch, 1, draft_rows)) * 3).astype(np.float32)
+    logits = (case.random.standard_normal((case.batch, 1, vocab_rows)) * 3).astype(np.float32)
     logits[..., ::7] = -np.inf  # as in a draft that proposes only some tokens
-    token, status = run(graphs, "greedy_drafter", vocab_rows, draft_rows, logits=logits)
+    token, status = run(graphs, "greedy_drafter", vocab_rows, logits=logits)
     assert (status == DECIDED).all()
-    assert (token == logits[..., :vocab_rows].argmax(-1)).all()
+    assert (token == logits.argmax(-1)).all()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -113,9 +106,9 @@ def test_the_greedy_graphs_report_nan_and_infinity(graphs: Graphs, wrong: float)
     logits[0, 1, 5] = logits[1, 2, 5] = wrong
     drafted = np.where([[True, True, True], [True, False, True]], logits.argmax(-1), 1)
     count = np.array([2, 2])
-    _, _, status = run(graphs, "greedy_verifier", 64, 64, logits=logits, drafted=drafted, drafted_count=count)
+    _, _, status = run(graphs, "greedy_verifier", 64, logits=logits, drafted=drafted, drafted_count=count)
     assert status.tolist() == [NOT_FINITE, DECIDED]
-    _, status = run(graphs, "greedy_drafter", 64, 64, logits=logits[:, 1:2])
+    _, status = run(graphs, "greedy_drafter", 64, logits=logits[:, 1:2])
     assert status.tolist() == [NOT_FINITE, DECIDED]
 
 
@@ -125,7 +118,6 @@ def one_row(graphs: Graphs, logits: Array, candidates: int = 0, **values: Any) -
     token, q, status = run(
         graphs,
         "drafter",
-        size,
         size,
         logits=logits[None, None].astype(np.float32),
         drafted=np.zeros((1, 1)),
@@ -147,7 +139,6 @@ def round_of(
     accepted, tokens, status = run(
         graphs,
         "verifier",
-        size,
         size,
         logits=logits[None],
         drafted=np.array([drafted + [0] * (rows - len(drafted))]),
@@ -329,7 +320,7 @@ def test_a_rejection_without_a_residual_draws_from_p(graphs: Graphs) -> None:
 def test_logprobs_are_those_of_the_unmodified_logits(graphs: Graphs) -> None:
     logits = (np.random.default_rng(2).standard_normal((2, 3, 300)) * 4).astype(np.float32)
     tokens = np.array([[4, 5, -1], [7, 8, 9]])
-    chosen, ids, values = run(graphs, "logprobs", 300, 300, logits=logits, tokens=tokens, candidates=np.array([4]))
+    chosen, ids, values = run(graphs, "logprobs", 300, logits=logits, tokens=tokens, candidates=np.array([4]))
     want = scipy.special.log_softmax(logits.astype(np.float64), axis=2)
     np.testing.assert_allclose(chosen[1], want[1, [0, 1, 2], [7, 8, 9]], atol=1e-5)
     np.testing.assert_array_equal(ids, np.argsort(-want, axis=2)[:, :, :4])

@@ -39,7 +39,6 @@ def emitted(
         graphs,
         "verifier",
         SIZE,
-        SIZE,
         logits=np.broadcast_to(logits, (DRAWS, K + 1, SIZE)),
         drafted=np.pad(drafted, ((0, 0), (0, 1))),
         drafted_count=np.full(DRAWS, K),

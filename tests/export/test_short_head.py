@@ -67,7 +67,7 @@ def test_logits_of_all_other_tokens_are_minus_infinity(bundle: Path) -> None:
     logits = session.run(np.array([[5, 9]]), np.array([0]))
     assert (np.isfinite(logits).sum(-1) == COUNT).all()
     assert np.isneginf(logits).sum() == 2 * (4096 - COUNT)
-    assert session.engine.skips_logits
+    assert session.skips_logits
 
 
 def test_the_most_frequent_tokens_come_first_then_the_lowest(tmp_path: Path) -> None:

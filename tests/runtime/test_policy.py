@@ -76,7 +76,9 @@ def observe(policy: Policy, choice: Choice, sequence: SequenceView, drafted: int
 def text(agrees: list[bool], prompt: int = 40) -> Trace:
     """A text in which no n-gram comes twice."""
     start = prompt + 10
-    return Trace("", list(range(prompt)), list(range(start, start + len(agrees))), agrees, [0.5] * len(agrees))
+    return Trace(
+        "", list(range(prompt)), list(range(start, start + len(agrees))), {"model": agrees}, {"model": [0.5] * len(agrees)}
+    )
 
 
 def flips(rate: float, count: int = 400, seed: int = 0) -> list[bool]:
@@ -161,7 +163,7 @@ def test_noise_that_neither_drafter_can_guess_costs_little(symbols: int, row: fl
     """N-grams are found all the time in a text of few symbols, and say nothing; nor does the draft."""
     chance, table = random.Random(1), costs(row=row, acceptance=0.02)
     drawn = [chance.randrange(symbols) for _ in range(240)]
-    trace = Trace("", drawn[:40], drawn[40:], [False] * 200, [0.3] * 200)
+    trace = Trace("", drawn[:40], drawn[40:], {"model": [False] * 200}, {"model": [0.3] * 200})
     policy, plain = adaptive(table, [MODEL, NGRAM]), replay(trace, table, FixedPolicy(NONE, 0))
     assert replay(trace, table, policy) <= plain / 0.95
     for _ in range(3):
@@ -228,7 +230,7 @@ def test_stopping_where_the_draft_is_unsure_pays(rate: float, share: float) -> N
     """Where its confidence says something of what is accepted."""
     table, agrees, chance = costs(), flips(rate), random.Random(2)
     confidences = [chance.uniform(0.5, 1) if agreed else chance.uniform(0, 0.6) for agreed in agrees]
-    trace = Trace("", list(range(40)), list(range(50, 50 + len(agrees))), agrees, confidences)
+    trace = Trace("", list(range(40)), list(range(50, 50 + len(agrees))), {"model": agrees}, {"model": confidences})
     taken = []
     for stops in (True, False):
         policy = adaptive(table, early_stopping=stops)
@@ -242,7 +244,7 @@ def test_who_drafts_is_who_is_faster(draft_rate: float, symbols: int, repeats: b
     chance, table = random.Random(3), costs()
     drawn = [chance.randrange(symbols) for _ in range(40)]
     tokens = drawn * 8 if repeats else [chance.randrange(symbols) for _ in range(320)]
-    trace = Trace("", drawn, tokens, flips(draft_rate, 320), [0.5] * 320)
+    trace = Trace("", drawn, tokens, {"model": flips(draft_rate, 320)}, {"model": [0.5] * 320})
     taken = {}
     for names in ((MODEL, NGRAM), (MODEL,), (NGRAM,)):
         taken[names] = second(adaptive(table, names), trace, table)

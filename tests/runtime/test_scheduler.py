@@ -46,13 +46,14 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["int4", "fp32"])
+@pytest.fixture(scope="module", params=["onnxruntime int4", "onnxruntime fp32", "openvino int4", "openvino fp32"])
 def bundle(
     request: pytest.FixtureRequest, shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The shipped pair. At int4 a row has the same bits in any batch, at fp32 nearly so. No token ends the text."""
-    folder = tmp_path_factory.mktemp(request.param)
-    made = build(shipped_exports(request.param), folder / "bundle", k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
+    """The shipped pair. A row has the same bits in any batch; at fp32 on ONNX Runtime nearly so. No token ends the text."""
+    backend, precision = request.param.split()
+    made = tmp_path_factory.mktemp(backend) / "bundle"
+    build(shipped_exports(precision), made, backend=backend, k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
     reseal(made, generation=msgspec.structs.replace(read_manifest(made).generation, eos_token_ids=[]))
     return made
 
@@ -191,6 +192,7 @@ def test_the_reference_decides_as_the_graphs_do(
     assert watch.disagreed == 0
 
 
+@pytest.mark.parametrize("bundle", ["onnxruntime int4", "onnxruntime fp32"], indirect=True)
 def test_on_a_device_that_runs_ahead(bundle: Path, alone: dict[tuple[int, int], list[int]]) -> None:
     """As a GPU does: recorded rounds, memory of its own, nothing runs until the host waits."""
     for max_candidates in (None, 256):
@@ -424,8 +426,9 @@ def test_a_bundle_with_one_slot_serves_one_request_at_a_time(tiny: Outrider) -> 
         Outrider.load(tiny.engines.folder, slots=2)
 
 
-def test_a_request_with_nan_logits_fails_and_the_others_go_on(broken: Path, tmp_path: Path) -> None:
-    bundle = build(broken, tmp_path / "bundle", batch=3)
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_a_request_with_nan_logits_fails_and_the_others_go_on(broken: Path, tmp_path: Path, backend: str) -> None:
+    bundle = build(broken, tmp_path / "bundle", backend=backend, batch=3)
     batched = Outrider.load(bundle, slots=None)
     params = SamplingParams(max_new_tokens=20)
     want = [token for event in Outrider.load(bundle).generate([5, 6, 7], params, k=0) for token in event.token_ids]
@@ -492,9 +495,10 @@ def test_a_failed_round_is_run_again_for_each_request_alone(
     assert [str(each) for each in failed] == ["it broke"]
 
 
-def test_a_request_that_is_moved_leaves_no_nan_behind(broken: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_a_request_that_is_moved_leaves_no_nan_behind(broken: Path, tmp_path: Path, backend: str) -> None:
     """Its prompt is half read, and nobody has seen yet that its cache contains NaN; another request gets the slot it left."""
-    outrider = Outrider.load(build(broken, tmp_path / "three", batch=3), slots=None)
+    outrider = Outrider.load(build(broken, tmp_path / "three", backend=backend, batch=3), slots=None)
     scheduler = Scheduler(outrider, k=2)
 
     def params(count: int) -> SamplingParams:

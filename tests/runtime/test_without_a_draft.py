@@ -69,9 +69,12 @@ def test_drafted_tokens_come_from_the_text(alone: Outrider) -> None:
 def test_a_missing_draft_model_is_refused(alone: Outrider, bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no draft model"):
         alone.generate(PROMPT, drafter="model")
-    for command in (("generate", bundle, "--prompt", "x", "--drafter", "model"), ("plan", bundle, "--rate", "0.5")):
+    for command, missing in (
+        (("generate", bundle, "--prompt", "x", "--drafter", "model"), "has no draft model"),
+        (("plan", bundle, "--rate", "0.5"), "has no draft head or draft model"),
+    ):
         done = run(*command)
-        assert (done.returncode, "has no draft model" in done.stderr) == (2, True)
+        assert (done.returncode, missing in done.stderr) == (2, True)
     with pytest.raises(UsageError, match="--draft-vocab needs a draft"):
         text = tmp_path / "text"
         text.write_text("the")
@@ -85,7 +88,7 @@ def test_every_k_of_the_ngram_drafter_is_measured(bundle: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     results = read(tmp_path / "report" / "bench.json")
     assert [mode.label for mode in results.modes[1:-1]] == [f"n-gram, k = {k}" for k in (1, 4, 8)]
-    assert results.draft is None
+    assert results.drafts == []
     assert (tmp_path / "report" / "index.html").read_text().count("<svg") == 5
 
 

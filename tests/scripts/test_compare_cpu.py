@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider.scripts.compare_cpu.main import first_prompts, weight_bytes
+from outrider.scripts.compare_cpu.main import choose_prompts, weight_bytes
 from outrider.scripts.compare_cpu.measuring import Contestant, Journal, figures, measure
 from outrider.scripts.compare_cpu.peers import PEERS, ours
 from outrider.scripts.compare_cpu.report import write_report
@@ -30,7 +30,7 @@ def entry(name: str, k: Any, speed: float) -> dict[str, Any]:
 def test_help_shows_the_options() -> None:
     done = subprocess.run([sys.executable, ROOT / "scripts" / "compare-cpu", "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--precision" in done.stdout
+    assert "--variant" in done.stdout
 
 
 def test_figures_follow_from_the_arrivals() -> None:
@@ -39,10 +39,12 @@ def test_figures_follow_from_the_arrivals() -> None:
     assert figures([(0.5, 1), (1.0, 1)], 3.0).length == 3.0
 
 
-def test_only_the_first_prompts_of_each_workload_are_used(tmp_path: Path) -> None:
-    lines = [json.dumps({"workload": name, "prompt": f"{number}"}) for number, name in enumerate(["a", "b", "a", "a"])]
+def test_the_prompts_of_each_workload_are_chosen_by_length(tmp_path: Path) -> None:
+    prompts = [("a", "xxx"), ("b", "x"), ("a", "x"), ("a", "xxxx")]
+    lines = [json.dumps({"workload": workload, "prompt": prompt}) for workload, prompt in prompts]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    assert [each["prompt"] for each in first_prompts(tmp_path / "prompts.jsonl", 2)] == ["0", "2", "1"]
+    chosen = {count: [each["prompt"] for each in choose_prompts(tmp_path / "prompts.jsonl", count)] for count in (1, 2)}
+    assert chosen == {1: ["xxx", "x"], 2: ["x", "xxxx", "x"]}
 
 
 def test_a_stopped_run_continues_from_its_journal(tiny_bundle: Path, tmp_path: Path) -> None:
@@ -70,12 +72,11 @@ def test_a_row_compares_rounds_by_geometric_means() -> None:
     assert fast.median("tokens_per_second", "chat") == 22.5
     assert fastest([plain, fast]) is fast
     assert fastest([]) is None
-    assert [Row(entry("x", k, 1.0), WORKLOADS).label for k in (0, 3, None, "auto", "lookup 2")] == [
+    assert [Row(entry("x", k, 1.0), WORKLOADS).label for k in (0, 3, "auto", "lookup 2")] == [
         "plain",
         "speculative, k = 3",
-        "speculative, default k",
         "speculative, k = auto",
-        "speculative, lookup 2 tokens",
+        "speculative, lookup 2",
     ]
 
 
@@ -106,7 +107,9 @@ def test_the_report_has_tables_goals_and_a_plot(tmp_path: Path, capsys: pytest.C
     assert (
         "| Outrider int4 (2 threads) | speculative, k = 2 | 24.0 (16.0-32.0) | 1.60 (1.60-1.60) | 2.50 | 1.00 | 2.00 |" in text
     )
-    assert "| plain, against the fastest peer (llama.cpp, 2 threads) | at least 1 | 1.25 (1.25-1.25) |" in text
+    assert "| plain, against llama.cpp (2 threads) |  | 1.25 (1.25-1.25) |" in text
+    assert "| best fixed k (2), against our plain | at least 1.3 | 1.60 (1.60-1.60) |" in text
+    assert "| first token of the longest prompt, seconds against the fastest peer's | at most 1.1 | 1.00 (1.00-1.00) |" in text
     assert "| chat: k = auto, against our plain | at least 0.97 | 1.50 (1.50-1.50) |" in text
     assert "| peak memory, against the weights of both models | at most 1.15 | 2.00 |" in text
     assert "Not installed, and so left out: transformers." in text

@@ -71,7 +71,7 @@ class Deployed(Served):
     def deploy(self, bundle: Path, *options: str) -> None:
         command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(self.port), "--drain", "10", *options]
         done = subprocess.run(
-            command, env={**os.environ, "RAY_ADDRESS": self.cluster.address}, capture_output=True, text=True, timeout=180
+            command, env={**os.environ, "RAY_ADDRESS": self.cluster.address}, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
 

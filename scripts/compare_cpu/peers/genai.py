@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.scripts.compare_cpu.common import THREADS, Answer, Arrivals, Job, Pair, make_once, run
+from outrider.scripts.compare_cpu.common import THREADS, Answer, Arrivals, Job, Pair, make_once, package_version, run
 from outrider.scripts.compare_cpu.peers import transformers
 
-NAME, PACKAGE, WEIGHTS = "ONNX Runtime GenAI", "onnxruntime-genai", "int4 by its own builder"
+NAME, WEIGHTS = "ONNX Runtime GenAI", "int4 by its own builder"
 SETTINGS: list[Job] = [{"threads": THREADS, "spinning": spinning, "k": [0, 3]} for spinning in (False, True)]
-DEFAULTS: list[Job] = [{"k": [0, None]}]
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "chat", "special", "added")
+
+
+version = partial(package_version, "onnxruntime-genai")
 
 
 def prepare(folder: Path, pair: Pair) -> Job:
@@ -61,7 +64,7 @@ def load(job: Job) -> Answer:
             models[speculative] = og.Model(_config(job, speculative))
         return models[speculative]
 
-    def answer(ids: list[int], tokens: int, k: int | None) -> tuple[Arrivals, float | None]:
+    def answer(ids: list[int], tokens: int, k: int) -> tuple[Arrivals, float | None]:
         params = og.GeneratorParams(model(k != 0))
         length = len(ids) + tokens
         params.set_search_options(do_sample=False, max_length=length, min_length=length)

@@ -1,20 +1,35 @@
-"""llama.cpp, through its Python package, on the GGUF files.
+"""llama.cpp, through its server, on the GGUF files: plain, with the draft model, and with n-grams of the text.
 
-The package drafts by looking up the prompt, 10 tokens by default. This module adds drafting with a model.
+`llama-server` must be in the PATH: from a package, or built from source, which the sdist of llama-cpp-python contains.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import shutil
+import socket
+import subprocess
 import time
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 from outrider.scripts.compare_cpu.common import CONTEXT, THREADS, Answer, Arrivals, Job, Pair
 
-NAME, PACKAGE, WEIGHTS = "llama.cpp", "llama-cpp-python", "the GGUF files"
-# One process each, because the package stores different logits when it drafts.
-SETTINGS: list[Job] = [{"threads": THREADS, "k": [k]} for k in (0, 1, 2, 3, 4, 8, "lookup 2", "lookup 10")]
-DEFAULTS: list[Job] = [{"k": [0]}, {"k": ["lookup 10"]}]
+NAME, WEIGHTS, SERVER = "llama.cpp", "the GGUF files", "llama-server"
+# By default it looks up 24 tokens and drafts 48, which short answers never have.
+LOOKUP = "lookup 3"
+LOOKUP_OPTIONS = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "3"]
+# One process each: the server is started for one kind of drafting.
+SETTINGS: list[Job] = [{"threads": THREADS, "k": [k]} for k in (0, 1, 2, 3, 4, LOOKUP)]
+
+
+def version() -> str | None:
+    """Return the version of the server, or None if there is none."""
+    if shutil.which(SERVER) is None:
+        return None
+    done = subprocess.run([SERVER, "--version"], capture_output=True, text=True, check=True)
+    return next(line.removeprefix("version: ") for line in (done.stdout + done.stderr).splitlines() if "version: " in line)
 
 
 def prepare(folder: Path, pair: Pair) -> Job:
@@ -23,48 +38,54 @@ def prepare(folder: Path, pair: Pair) -> Job:
 
 
 def load(job: Job) -> Answer:
-    """Load the target, and the draft model or lookup that the job's only k needs."""
-    import numpy as np
-    from llama_cpp import Llama
-    from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
-
+    """Start a server for the job's only k, and wait until it answers."""
     (k,) = job["k"]
-    options = {"n_ctx": CONTEXT, "verbose": False}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [SERVER, "-m", job["target"], "-c", CONTEXT, "-np", 1, "--port", port, "--no-webui"]
     if "threads" in job:
-        options |= {"n_threads": job["threads"], "n_threads_batch": job["threads"]}
-    passes: list[int] = []  # one entry per target pass
-
-    class Draft(LlamaDraftModel):  # type: ignore[misc]  # the package may not be installed
-        def __call__(self, input_ids: Any, /, **_: Any) -> Any:
-            passes.append(1)
-            if lookup is not None:
-                return lookup(input_ids)
-            tokens = draft.generate(input_ids.tolist(), temp=0.0)
-            return np.array([next(tokens) for _ in range(k)], dtype=np.intc)
-
-    draft: Any = Llama(job["draft"], **options) if k != 0 and isinstance(k, int) else None
-    lookup = LlamaPromptLookupDecoding(num_pred_tokens=int(k.split()[1])) if isinstance(k, str) else None
-    if k != 0:
-        options["logits_all"] = True  # without it the package overruns its logits at 512 tokens
-    target = Llama(job["target"], draft_model=None if k == 0 else Draft(), **options)
+        command += ["-t", job["threads"], "-tb", job["threads"]]
+    if k == LOOKUP:
+        command += LOOKUP_OPTIONS
+    elif k != 0:
+        command += ["-md", job["draft"], "--spec-type", "draft-simple", "--spec-draft-n-max", k]
+    server = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.kill)
+    while not _is_ready(port):
+        if server.poll() is not None:
+            raise RuntimeError(f"{SERVER} ended with {server.returncode}: {command}")
+        time.sleep(0.2)
 
     def answer(ids: list[int], tokens: int, k: int | str) -> tuple[Arrivals, float | None]:
-        for model in (target, draft):
-            if model is not None:
-                model.reset()
-                model._ctx.kv_cache_clear()
-        passes.clear()
+        body = {"prompt": ids, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False, "stream": True}
+        connection = HTTPConnection("127.0.0.1", port)
+        timings: dict[str, int] = {}
         started, arrivals = time.perf_counter(), list[tuple[float, int]]()
-        if draft is not None:
-            next(draft.generate(ids, temp=0.0))  # otherwise the draft would read the prompt after the first token
-        passes_before = 0
-        for _, _ in zip(target.generate(ids, temp=0.0, reset=False), range(tokens), strict=False):
-            now = time.perf_counter() - started
-            if arrivals and len(passes) == passes_before and k != 0:
-                arrivals[-1] = (arrivals[-1][0], arrivals[-1][1] + 1)  # from the same pass
-            else:
-                arrivals.append((now, 1))
-            passes_before = len(passes)
-        return arrivals, None
+        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"{SERVER} answered {response.status}: {response.read()[:500]!r}")
+        for line in response:
+            if line.startswith(b"data: "):
+                event = json.loads(line.removeprefix(b"data: "))
+                timings = event.get("timings", timings)
+                if event["tokens"]:
+                    arrivals.append((time.perf_counter() - started, len(event["tokens"])))
+        connection.close()
+        if sum(count for _, count in arrivals) != tokens:
+            raise RuntimeError(f"{SERVER} answered {arrivals} instead of {tokens} tokens")
+        return arrivals, tokens / max(tokens - timings.get("draft_n_accepted", 0), 1)
 
     return answer
+
+
+def _is_ready(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except ConnectionError:
+        return False
+    finally:
+        connection.close()

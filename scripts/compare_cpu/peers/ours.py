@@ -5,29 +5,42 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
-from outrider.scripts.compare_cpu.common import CONTEXT, Answer, Arrivals, Job, K, Pair, make_once, run
+from outrider.scripts.compare_cpu.common import CONTEXT, Answer, Arrivals, Job, K, Pair, make_once, package_version, run
 
-NAME, PACKAGE = "Outrider", "outrider"
+NAME = "Outrider"
 AUTO = "auto"  # k and drafter chosen every round
-PRECISIONS = {"int4": ["int4"], "int4-head": ["int4", "--head-precision", "int4"], "int8": ["int8"]}  # for `outrider export`
+# Options of `outrider export` and of `build-engine`.
+VARIANTS: dict[str, tuple[list[str], list[str]]] = {
+    "int4": (["int4"], ["--backend", "onnxruntime"]),
+    "int4-head": (["int4", "--head-precision", "int4"], ["--backend", "onnxruntime"]),
+    "int8": (["int8"], ["--backend", "onnxruntime"]),
+    "openvino-int4": (["int4"], ["--backend", "openvino"]),
+    **{f"openvino-int4-{group}": (["int4", "--group-size", group], ["--backend", "openvino"]) for group in ("64", "128")},
+    "openvino-int8": (["int8", "--group-size", "128"], ["--backend", "openvino"]),
+}
 
 
-def prepare(folder: Path, pair: Pair, precision: str) -> Job:
-    """Export and build the pair."""
+version = partial(package_version, "outrider")
+
+
+def prepare(folder: Path, pair: Pair, variant: str) -> Job:
+    """Export and build the pair in one of `VARIANTS`."""
+    precision_options, backend = VARIANTS[variant]
     outrider = Path(sys.executable).with_name("outrider")
 
     def export(path: Path) -> None:
         models = ["--target", pair.target, "--draft", pair.draft]
-        run(outrider, "export", *models, "-o", path, "--precision", *PRECISIONS[precision])
+        run(outrider, "export", *models, "-o", path, "--precision", *precision_options)
 
     def build(path: Path) -> None:
-        source, k = folder / f"onnx-{precision}", ",".join(map(str, K))
-        run(outrider, "build-engine", source, "-o", path, "--k", k, "--capacity", CONTEXT)
+        k = ",".join(map(str, K))
+        run(outrider, "build-engine", source, "-o", path, "--k", k, "--capacity", CONTEXT, *backend)
 
-    make_once(folder / f"onnx-{precision}", export)
-    bundle = make_once(folder / f"bundle-{precision}", build)
+    source = make_once(folder / f"onnx-{' '.join(precision_options)}", export)
+    bundle = make_once(folder / f"bundle-{variant}", build)
     manifest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()  # another bundle is another job
     return {"bundle": str(bundle), "manifest": manifest}
 

@@ -1,0 +1,286 @@
+"""Drafting token by token with a step model: what a draft model and a draft head have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from outrider.engines.arrays import Floats, Int64s
+from outrider.engines.device import Buffer, Launch, Layout
+from outrider.runtime.buffers import Lane, Shape, Step
+from outrider.runtime.drafters.base import DeviceDrafter, Resources
+from outrider.runtime.sampling import DRAFTING, DRAWING
+
+if TYPE_CHECKING:
+    from outrider.bundle.manifest import Manifest
+    from outrider.runtime.costs import Costs
+    from outrider.runtime.launches import Launches
+
+SAMPLERS = ("drafter", "greedy_drafter")  # by whether the round is greedy
+
+
+def top_probability(logits: Floats, scratch: Floats) -> float:
+    """Return softmax's probability of the likeliest token, 1 / sum(exp(x - max x)); both arrays are float32 [V]."""
+    np.subtract(logits, logits.max(), out=scratch)
+    return float(1 / np.exp(scratch, out=scratch).sum())
+
+
+class StepDrafter(DeviceDrafter):
+    """A step model with a KV cache of its own, which drafts one token a step.
+
+    Entry i of the cache belongs to the confirmed token i + `shift`. The first step of a round writes the last few entries, its
+    context, and drafts from the last of them.
+    """
+
+    role: ClassVar[str]  # of its model
+    shift: ClassVar[int] = 0
+
+    def __init__(self, resources: Resources):
+        super().__init__(resources)
+        self._session = resources.sessions[self.role]
+        self._chunk = resources.max_prompt_chunk
+        # For each slot the token behind each entry of the cache, whether confirmed or only drafted, and how many of them
+        # are known to be confirmed.
+        self._written: list[list[int]] = [[] for _ in range(resources.slots)]
+        self._agreed = [0] * resources.slots
+        self._contexts = self.contexts(resources.k)
+
+    @classmethod
+    def available(cls, manifest: Manifest) -> bool:
+        return cls.role in manifest.models
+
+    @classmethod
+    @abstractmethod
+    def contexts(cls, k: Sequence[int]) -> list[int]:
+        """Return the numbers of rows, ascending, that a round's first step may have; k are the built ones."""
+
+    def can_draft(self, length: int, batched: bool) -> bool:
+        return length - self.shift >= self._contexts[-1 if batched else 0]
+
+    # The cache
+
+    def written(self, slot: int) -> list[int]:
+        """Return the token behind each entry of a slot's cache, whether confirmed or only drafted."""
+        return self._written[slot]
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._keep(slot, max(length - self.shift, 0))
+
+    def _keep(self, slot: int, entries: int) -> None:
+        del self._written[slot][entries:]
+        self._agreed[slot] = min(self._agreed[slot], entries)
+
+    def move(self, source: int, target: int) -> None:
+        self._session.move(source, target, len(self._written[source]))
+        self._written[target], self._written[source] = self._written[source], []
+        self._agreed[target], self._agreed[source] = self._agreed[source], 0
+
+    def clear(self, slot: int) -> None:
+        self._session.clear(slot)
+        self._keep(slot, 0)
+
+    def pending(self, slot: int, tokens: list[int]) -> int:
+        room = len(tokens) - self.shift
+        return max(self._missing(slot, tokens) - max((rows for rows in self._contexts if rows <= room), default=0), 0)
+
+    def _missing(self, slot: int, tokens: list[int]) -> int:
+        """Return how many of the entries that belong to the confirmed tokens the cache lacks."""
+        written, agreed, shift = self._written[slot], self._agreed[slot], self.shift
+        entries = len(tokens) - shift
+        end = min(len(written), entries)
+        while agreed < end and written[agreed] == tokens[agreed + shift]:
+            agreed += 1
+        self._agreed[slot] = agreed
+        return entries - agreed
+
+    def catch_up(self, slot: int, tokens: list[int], chunks: int | None = None) -> None:
+        """Write the entries that a round's first step does not write itself, or at most so many chunks of them."""
+        pending = self.pending(slot, tokens)
+        first = self._agreed[slot]
+        for at in range(first, first + pending, self._chunk)[:chunks]:
+            chunk = tokens[at + self.shift : min(at + self._chunk, first + pending) + self.shift]
+            del self._written[slot][at:]
+            self._session.write(np.array([chunk]), np.array([at]), slot)
+            self._written[slot] += chunk
+
+    def commit(self, slot: int, tokens: list[int], drafted: list[int]) -> None:
+        if drafted:
+            at = self._agreed[slot]
+            self._written[slot][at:] = [*tokens[at + self.shift :], *self._kept(drafted)]
+        else:  # what the round wrote for this slot, if anything, belongs to no token
+            self._keep(slot, max(len(tokens) - self.shift - self._contexts[-1], 0))
+
+    @abstractmethod
+    def _kept(self, drafted: list[int]) -> list[int]:
+        """Return those of the drafted tokens whose entries stay right if the tokens are accepted."""
+
+    # Costs
+
+    @classmethod
+    def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool) -> float:
+        if not drafted:
+            return 0.0
+        contexts = cls.contexts(costs.k)
+        context = next((rows for rows in contexts if rows > drafted), contexts[-1])  # all drafted ones may have been accepted
+        steps = costs.step(cls.role, context, end) + (drafted - 1) * costs.step(cls.role, 1, end)
+        return steps + drafted * costs.sampler(SAMPLERS[greedy], 1)
+
+    @classmethod
+    def catch_up_cost(cls, costs: Costs, tokens: int, end: int) -> float:
+        whole, rest = divmod(max(tokens, 0), costs.chunk)
+        return (whole and whole * costs.step(cls.role, costs.chunk, end)) + (rest and costs.step(cls.role, rest, end))
+
+    # The round
+
+    def context_rows(self, lanes: Sequence[Lane], first: int) -> int:
+        needed = max([self._missing(first + at, lane.tokens) for at, lane in enumerate(lanes) if lane.k])
+        return next(rows for rows in self._contexts if rows >= needed)
+
+    def layout(self, batch: int, max_k: int) -> Layout:
+        layout: dict[str, tuple[tuple[int, ...], str]] = {self._tensor("ids"): ((batch * self._contexts[-1],), "int64")}
+        for row in range(max_k):
+            for name in ("position", "next"):
+                layout[self._tensor(name, row)] = ((batch,), "int64")
+            layout[self._tensor("uniforms", row)] = ((batch, 2), "float32")
+            layout[self._tensor("first_row", row)] = ((1,), "int64")
+        return layout
+
+    def _tensor(self, name: str, row: int | None = None) -> str:
+        return f"{self.name} {name}" if row is None else f"{self.name} {name} {row}"
+
+    def attach(self, launches: Launches) -> None:
+        self._launches = launches
+        self._scratch = np.empty(self._session.vocab_rows, dtype=np.float32)
+        host, device, rows = launches.inputs.host, launches.device, range(launches.max_k)
+        self._ids = host[self._tensor("ids")]
+        self._positions: list[Int64s] = [host[self._tensor("position", row)] for row in rows]
+        self._next: list[Int64s] = [host[self._tensor("next", row)] for row in rows]
+        self._uniforms = [host[self._tensor("uniforms", row)] for row in rows]
+        for row in rows:
+            host[self._tensor("first_row", row)][0] = row
+        width, most = self._session.vocab_rows, launches.batch * (1 if self._session.skips_logits else self._contexts[-1])
+        sizes = [launches.batch if row else most for row in rows]
+        self._logits = [device.zeros((size, width), "float32", "the logits of a round") for size in sizes]
+        self._rows: dict[tuple[int, int, int], tuple[Buffer, list[Launch]]] = {}
+
+    def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:
+        context, drafted = shape.context, shape.drafted
+        ids = self._ids[: shape.batch * context].reshape(shape.batch, context)
+        for index, lane in enumerate(lanes):
+            sampling = lane.sampling
+            if sampling is None:  # a slot between others: its pass writes where no entry is needed
+                ids[index] = 0
+                written = self._written[shape.first + index]
+                start = min(len(written), self._session.capacity - context - drafted + 1)
+                self._keep(shape.first + index, start)
+            else:
+                tokens = lane.tokens
+                # A batched sequence that drafts nothing may be shorter than the context.
+                start = max(len(tokens) - self.shift - context, 0)
+                given = tokens[start + self.shift : start + self.shift + context]
+                ids[index, : len(given)] = given
+                ids[index, len(given) :] = 0
+                if not shape.greedy:
+                    uniforms = sampling.uniforms(sampling.emitted, drafted)[:, DRAWING if sampling.exact else DRAFTING]
+                    for step in range(drafted):
+                        self._uniforms[step][index] = uniforms[step]
+            after = start + context
+            for step in range(drafted):
+                self._positions[step][index] = after + step - 1 if step else start
+                self._next[step][index] = after + step if lane.k else self._session.spare_feature
+
+    def steps(self, shape: Shape) -> list[Step]:
+        steps = []
+        for row in range(shape.drafted):
+            steps.append(Step(self._step(row, shape)))
+            steps.append(Step(self._sampler(row, shape), self._launches.outputs.host[f"status {row}"], row))
+        return steps
+
+    def _step(self, row: int, shape: Shape) -> Launch:
+        """The pass that gives the logits of a drafted token."""
+        rows = 1 if row else shape.context
+
+        def make() -> Launch:
+            launches, session = self._launches, self._session
+            inputs = launches.inputs.device
+            ids = launches.token(row - 1, shape)[0] if row else inputs[self._tensor("ids")].part(0, shape.batch, rows)
+            positions, features = (inputs[self._tensor(name, row)].part(0, shape.batch) for name in ("position", "next"))
+            logits = self._logits[row].part(0, shape.batch, 1 if session.skips_logits else rows, session.vocab_rows)
+            reads = features if session.reads_features else None
+            return session.bind(ids, positions, logits, shape.window, shape.first, reads)
+
+        return self._launches.cached((self.name, "step", row, rows, shape.window, shape.first, shape.batch), make)
+
+    def _last_logits(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
+        """The logits [B, 1, V] that a token is drawn from, and the launches that bring them there."""
+        rows = 1 if row or self._session.skips_logits else shape.context
+        whole, width, device = self._logits[row], self._session.vocab_rows, self._launches.device
+        if rows == 1:
+            return whole.part(0, shape.batch, 1, width), []
+        logits = whole.part((rows - 1) * width, shape.batch, 1, width)
+        if shape.batch == 1 and logits.address % device.alignment == 0:
+            return logits, []
+        key = row, rows, shape.batch
+        if key not in self._rows:
+            own = device.zeros((shape.batch, 1, width), "float32", "the buffers of a round")
+            matrix = whole.part(0, shape.batch, rows * width)
+            copy = device.copy_columns(own.part(0, shape.batch, width), 0, matrix, (rows - 1) * width, width)
+            self._rows[key] = own, [copy]
+        return self._rows[key]
+
+    def _sampler(self, row: int, shape: Shape) -> Launch:
+        """The run of the sampler that draws a token from the logits of a step."""
+        launches = self._launches
+        rows = 1 if row else shape.context
+
+        def make() -> Launch:
+            logits, before = self._last_logits(row, shape)
+            token, after = launches.token(row, shape)
+            tensors = {
+                "logits": logits,
+                "token": token,
+                "status": launches.outputs.device[f"status {row}"].part(0, shape.batch),
+            }
+            if not shape.greedy:
+                q, keep = launches.q_row(row, shape)
+                after = after + keep
+                tensors |= {
+                    "drafted": launches.drafted_matrix(shape),
+                    "first_row": launches.inputs.device[self._tensor("first_row", row)],
+                    "uniforms": launches.inputs.device[self._tensor("uniforms", row)].part(0, shape.batch, 2),
+                    "q": q,
+                }
+            return launches.sequence([*before, launches.sampler(SAMPLERS[shape.greedy], tensors, shape), *after])
+
+        key = (self.name, "sampler", row, rows, shape.batch, shape.greedy, shape.edits, shape.candidates)
+        return launches.cached(key, make)
+
+    def logits(self, row: int, shape: Shape, lane: int) -> Floats:
+        logits: Floats = self._launches.device.read(self._last_logits(row, shape)[0])[lane, 0]
+        return logits
+
+    def confidence(self, row: int, shape: Shape) -> float:
+        if not shape.greedy:
+            return float(self._launches.q_view(row).max())
+        return top_probability(self.logits(row, shape, 0), self._scratch)
+
+    def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:
+        session, text = self._session, prompt + tokens
+        begin = len(prompt) - 1 - self.shift  # the entry whose logits are those of the first token
+        agrees, confidences = [False] * max(-begin, 0), [0.0] * max(-begin, 0)  # nothing drafts these
+        entries = text[self.shift : -1]
+        for at in range(0, len(entries), self._chunk):
+            chunk = entries[at : at + self._chunk]
+            ids, position = np.array([chunk], dtype=np.int64), np.array([at], dtype=np.int64)
+            if at + len(chunk) <= begin:
+                session.write(ids, position)
+                continue
+            rows = session.run(ids, position)[0, max(begin - at, 0) :]
+            expected = np.array(tokens[len(agrees) : len(agrees) + len(rows)])
+            agrees += (rows.argmax(-1) == expected).tolist()
+            confidences += [round(top_probability(row, np.empty_like(row)), 4) for row in rows]
+        self._keep(0, 0)
+        return agrees, confidences

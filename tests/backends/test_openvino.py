@@ -1,0 +1,303 @@
+"""The backend `openvino`: rows whose bits do not depend on their company, what the bundle holds, and what is refused.
+
+That it computes what eager transformers does is in tests/export/test_architectures.py; the golden tests, those of the
+scheduler and those of sessions run over it, too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+import transformers
+
+import outrider.backends.openvino.session as paged
+from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.openvino.names import ATTENTION, BLOCK_WEIGHTS, EMBEDDING
+from outrider.backends.openvino.reader import compile_model, failed
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import model_file
+from outrider.engines.arrays import Floats, Int64s
+from outrider.engines.session import Session
+from outrider.errors import DeviceError, EngineError, OutriderWarning, UsageError
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.export.test_architectures import CONFIGS
+from outrider.tests.serve.server import fetch, serving
+from outrider.tests.support import PAIR, build, reseal, run, write_checkpoint
+
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
+SLOTS = 3
+TEXT = np.random.default_rng(0).integers(1, 4096, (1, 150))
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
+def bundle(request: pytest.FixtureRequest, shipped_bundles: Callable[..., Path]) -> Path:
+    return shipped_bundles(request.param, backend="openvino", batch=SLOTS, k=[1, 4])
+
+
+def target(bundle: Path) -> Session:
+    return open_engines(bundle, *open_bundle(bundle)).session("target", batch=SLOTS)
+
+
+def rows(session: Session, first: int, last: int, slots: Int64s) -> Floats:
+    """Return the logits of some rows of the text, in several slots at once."""
+    ids = np.repeat(TEXT[:, first:last], len(slots), 0)
+    return session.run(ids, np.full(len(slots), first), int(slots[0])).copy()
+
+
+def test_a_row_has_the_same_bits_whatever_runs_beside_it(bundle: Path) -> None:
+    check_bits(target(bundle))
+
+
+@pytest.mark.parametrize("group_size", [pytest.param(64, marks=pytest.mark.slow), 128])
+def test_a_row_has_the_same_bits_with_larger_groups(group_size: int, tmp_path: Path) -> None:
+    export_pair(str(PAIR / "target"), None, tmp_path / "onnx", precision="int4", group_size=group_size)
+    bundle = build(tmp_path / "onnx", tmp_path / "bundle", backend="openvino", batch=SLOTS)
+    check_bits(target(bundle))
+    with pytest.warns(OutriderWarning, match=f"with groups of {group_size}, ONNX Runtime's last bits depend"):
+        build(tmp_path / "onnx", tmp_path / "other")
+
+
+def check_bits(session: Session) -> None:
+    """Compare rows alone, among 2 to 16, in one sequence of several, in every slot, and with all or only the last logits."""
+    for slot in range(SLOTS):
+        for at in range(0, 100, 10):  # in prompts' chunks, whose rows are compared, too
+            session.write(TEXT[:, at : at + 10], np.array([at]), slot)
+    want = rows(session, 100, 116, np.array([0]))[0]
+    for count in (1, 2, 3, 4, 5, 9, 16):
+        for slots in (np.array([2]), np.array([0, 1]), np.array([1, 2]), np.arange(SLOTS)):
+            for got in rows(session, 100, 100 + count, slots):
+                np.testing.assert_array_equal(got, want[:count])
+    one = np.concatenate([rows(session, at, at + 1, np.array([1]))[0] for at in range(100, 116)])
+    np.testing.assert_array_equal(one, want)
+    ragged = session.run(TEXT[:, [[103, 104, 105], [100, 101, 102]]][0], np.array([103, 100]), 0)
+    np.testing.assert_array_equal(np.concatenate([ragged[1], ragged[0]]), want[:6])
+    device = session.device
+    for answered in (0, 1, 2):
+        last = device.zeros((1, answered, session.vocab_rows), "float32", "some logits")
+        ids, position = device.zeros((1, 5), "int64", "ids"), device.zeros((1,), "int64", "position")
+        device.write(ids, TEXT[:, 100:105])
+        device.write(position, np.array([100]))
+        session.bind(ids, position, last, window=128)()
+        np.testing.assert_array_equal(device.read(last)[0], want[5 - answered : 5])
+
+
+def test_the_last_position_of_a_slot_is_its_own(bundle: Path) -> None:
+    """A single row is joined by a second one, which must not be written into the next slot."""
+    session = target(bundle)
+    last = session.capacity - 1
+    for slot in range(SLOTS):
+        session.write(TEXT[:, :8], np.array([0]), slot)
+    before = {name: cache.copy() for name, cache in session.cache().items()}
+    session.write(TEXT[:, :1], np.array([last]), 0)
+    session.write(np.repeat(TEXT[:, :1], 2, 0), np.array([last, 20]), 0)
+    for name, cache in session.cache().items():
+        np.testing.assert_array_equal(cache[2], before[name][2])
+        np.testing.assert_array_equal(cache[1, :, :20], before[name][1, :, :20])
+        assert (cache[1, :, 22:] == 0).all()
+        assert (cache[0, :, last] != 0).any()
+
+
+@pytest.mark.parametrize("change", ["a layer more", "a layer less", "wider keys", "more logits"])
+def test_a_model_that_is_not_what_the_manifest_says_is_refused(shipped_bundles: Callable[..., Path], change: str) -> None:
+    bundle = shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4])
+    manifest, made = open_bundle(bundle)
+    model = manifest.models["target"]
+    (heads, width, value_width), *others = model.layers
+    changes: dict[str, dict[str, Any]] = {
+        "a layer more": {"layers": [*model.layers, model.layers[0]]},
+        "a layer less": {"layers": others},
+        "wider keys": {"layers": [(heads, 2 * width, value_width), *others]},
+        "more logits": {"vocab_rows": model.vocab_rows + 1},
+    }
+    models = {**manifest.models, "target": msgspec.structs.replace(model, **changes[change])}
+    with pytest.raises(EngineError, match="is not the engine that the manifest describes"):
+        open_engines(bundle, msgspec.structs.replace(manifest, models=models), made).session("target", batch=1)
+
+
+def test_rows_alone_would_have_other_bits(shipped_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: OpenVINO's kernels for a single row add in another order."""
+    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+    differences = []
+    for fewest in (2, 1):
+        monkeypatch.setattr(paged, "FEWEST", fewest)
+        session = target(bundle)
+        session.write(TEXT[:, :16], np.array([0]))
+        among = rows(session, 16, 20, np.array([0]))[0]
+        alone = np.concatenate([rows(session, at, at + 1, np.array([0]))[0] for at in range(16, 20)])
+        differences.append(float(np.abs(among - alone).max()))
+    assert differences[0] == 0 < differences[1]
+
+
+def test_the_bundle_has_one_copy_of_the_weights_in_their_precision(
+    bundle: Path, shipped_exports: Callable[[str], Path]
+) -> None:
+    manifest = read_manifest(bundle)
+    export = shipped_exports(manifest.models["target"].precision)
+    for role in manifest.roles:
+        graph = onnx.load(bundle / model_file(role), load_external_data=False).graph
+        own = [node.op_type for node in graph.node if node.domain == "outrider"]
+        quantized = manifest.models[role].quantization is not None
+        assert own.count(ATTENTION) == len(manifest.models[role].layers)
+        assert (BLOCK_WEIGHTS in own) == (EMBEDDING in own) == quantized
+        sizes = [(folder / role / "model.onnx.data").stat().st_size for folder in (bundle, export)]
+        assert sizes[0] < 1.01 * sizes[1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc; shows that weights are in memory once")
+def test_pages_of_weights_that_were_copied_are_given_back(shipped_bundles: Callable[..., Path]) -> None:
+    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+    session = target(bundle)
+    weights = bundle / "target" / "model.onnx.data"
+    resident, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = line.endswith(str(weights.resolve()))
+        elif inside and line.startswith("Rss:"):
+            resident += int(line.split()[1]) * 1024
+    assert resident < weights.stat().st_size / 10
+    assert np.isfinite(rows(session, 0, 4, np.array([0]))).all()
+
+
+def test_it_is_verified_against_onnx_runtime(bundle: Path, shipped_exports: Callable[[str], Path]) -> None:
+    precision = read_manifest(bundle).models["target"].precision
+    # ONNX Runtime has no kernels for bf16 on the CPU.
+    done = run("verify", bundle, "--engines", shipped_exports("fp32" if precision == "bf16" else precision))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_audit_passes(shipped_bundles: Callable[..., Path]) -> None:
+    done = run("verify", shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4]), "--draws", "250")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "the bundle passes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_the_audit_passes_with_rounded_weights(shipped_bundles: Callable[..., Path], precision: str) -> None:
+    done = run("verify", shipped_bundles(precision, backend="openvino", batch=SLOTS, k=[1, 4]), "--draws", "1000")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_command_takes_it(shipped_bundles: Callable[..., Path], tmp_path: Path) -> None:
+    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+    shown = run("inspect", bundle)
+    assert "openvino" in shown.stdout
+    assert "attention" in shown.stdout
+    texts = [run("generate", bundle, "--prompt", "Once upon a time", "--k", k, "--max-new-tokens", "40").stdout for k in "014"]
+    assert texts[0]
+    assert len(set(texts)) == 1
+    workload = tmp_path / "workload.jsonl"
+    workload.write_text('{"workload": "story", "prompt": "Once upon a time"}\n')
+    done = run("bench", bundle, "--workload", workload, "--max-new-tokens", "8", "--rounds", "2", "--json")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_server_answers_requests_together_as_each_alone(shipped_bundles: Callable[..., Path]) -> None:
+    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+    alone = Outrider.load(bundle)
+    prompts = ["Once upon a time", "def", "Question: Tom has 5 apples", "Customer: Hi, I would like to order a coffee."] * 2
+
+    def asked(prompt: str) -> str:
+        body = {"model": "target", "prompt": prompt, "max_tokens": 40, "temperature": 0}
+        status, _, answer = fetch(f"{server.url}/v1/completions", json.dumps(body).encode())
+        assert status == 200, answer
+        return str(json.loads(answer)["choices"][0]["text"])
+
+    with serving(bundle) as server, ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(asked, prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        events = alone.generate(prompt, SamplingParams(max_new_tokens=40), k=0)
+        assert answer == "".join(event.text for event in events)
+
+
+LOAD = """
+import sys
+for name in sys.argv[2].split(","):
+    sys.modules[name] = None
+from outrider.errors import OutriderError
+from outrider.runtime.generation import Outrider
+try:
+    Outrider.load(sys.argv[1])
+except OutriderError as error:
+    print(error, "-", error.hint)
+else:
+    print(sorted(name for name in ("torch", "onnx", "onnx_ir", "transformers") if sys.modules.get(name)))
+"""
+
+
+def load_without(bundle: Path, missing: str) -> str:
+    done = subprocess.run([sys.executable, "-c", LOAD, str(bundle), missing], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_it_runs_without_torch_and_what_only_a_build_needs(shipped_bundles: Callable[..., Path]) -> None:
+    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+    assert load_without(bundle, "torch,onnx,onnx_ir,onnxscript") == "[]"
+
+
+@pytest.mark.parametrize("missing", ["openvino", "onnxruntime"])
+def test_a_missing_package_is_named(shipped_bundles: Callable[..., Path], missing: str) -> None:
+    said = load_without(shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4]), missing)
+    assert said.startswith(f"{missing} cannot be imported: ")
+    assert said.endswith(" - pip install 'outrider[openvino]'")
+
+
+@pytest.mark.parametrize("device", ["gpu", "npu"])
+def test_a_processor_that_is_not_here_is_named(bundle: Path, device: str) -> None:
+    with pytest.raises(DeviceError, match=f"OpenVINO finds no device '{device.upper()}' here, only CPU"):
+        Outrider.load(bundle, device=device)
+
+
+def test_cuda_is_refused(bundle: Path) -> None:
+    with pytest.raises(UsageError, match="openvino does not run on cuda"):
+        Outrider.load(bundle, device="cuda")
+
+
+def test_what_its_attention_does_not_cover_is_refused_by_name(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["Gemma-2"])
+    write_checkpoint(tmp_path / "gemma", model)
+    export_pair(str(tmp_path / "gemma"), None, tmp_path / "onnx", precision="fp32")
+    done = run("build-engine", tmp_path / "onnx", "-o", tmp_path / "bundle", "--backend", "openvino", "--capacity", "64")
+    assert done.returncode == 1
+    assert "soft-capped scores, which openvino does not cover" in done.stderr
+    assert "--backend onnxruntime" in done.stderr
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_graph_that_this_openvino_does_not_take_is_one_line(shipped_bundles: Callable[..., Path], tmp_path: Path) -> None:
+    source = shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4]) / model_file("target")
+    graph = onnx.load(source)
+    graph.graph.node[0].op_type = "Unheard"
+    onnx.save(graph, tmp_path / "model.onnx")
+    with pytest.raises(EngineError, match=r"OpenVINO cannot load .*Unheard") as caught:
+        compile_model(tmp_path / "model.onnx", "cpu", "fp32")
+    assert "\n" not in str(caught.value)
+    assert "pip install -U 'outrider[openvino]'" in str(caught.value.hint)
+
+
+def test_too_little_memory_is_one_line() -> None:
+    for error in (MemoryError(), RuntimeError("Exception from src/core.cpp:1:\nCannot allocate 99 bytes\n")):
+        assert "memory" in str(failed(error, "cannot load x").hint)
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_sizes(shipped_bundles: Callable[..., Path], tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4]), bundle)
+    made = read_manifest(bundle)
+    assert made.build is not None
+    reseal(bundle, build=msgspec.structs.replace(made.build, batch=2**20))
+    with pytest.raises(EngineError, match="no memory for a cache of 1048576 x 160 positions"):
+        Outrider.load(bundle, slots=None)

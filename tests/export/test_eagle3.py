@@ -1,0 +1,260 @@
+"""EAGLE-3 heads of every format: the graphs compute what other implementations do, and what is not understood is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import DynamicCache
+
+from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
+from outrider.bundle.folder import read_manifest
+from outrider.engines.contract import step_tensors, window_buckets
+from outrider.engines.device import Cpu
+from outrider.engines.session import GraphSession, Sizes
+from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
+from outrider.export.eagle3 import Eagle3Checkpoint, Target
+from outrider.export.pair import export_pair
+from outrider.export.source import Source
+from outrider.export.step_model import trace
+from outrider.tests.export.eagle3 import weights
+from outrider.tests.support import llama, run, write_checkpoint
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+CAPACITY, TOLERANCE = 64, 1e-4
+
+
+@pytest.fixture(scope="module")
+def fixtures() -> dict[str, np.ndarray]:
+    """What speculators' modules compute; see `eagle3/make_fixtures.py`."""
+    with np.load(Path(weights.__file__).with_name("fixtures.npz")) as arrays:
+        return dict(arrays)
+
+
+def write(folder: Path, name: str, change: Change | None = None) -> Path:
+    """A case's checkpoint as its trainer writes it, perhaps changed."""
+    config, arrays = weights.checkpoint(name)
+    tensors = {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in arrays.items()}
+    if change is not None:
+        change(config, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / weights.CASES[name].file
+    torch.save(tensors, path) if path.suffix == ".bin" else save_file(tensors, path)
+    return folder
+
+
+def target(name: str, **changes: Any) -> Target:
+    case, arrays = weights.CASES[name], weights.target(name)
+    embedding, head = (torch.from_numpy(arrays[key]) for key in ("model.embed_tokens.weight", "lm_head.weight"))
+    given = {"layers": weights.TARGET_LAYERS, "hidden_size": case.target_hidden, "vocab_rows": weights.VOCAB}
+    return Target(name="the target", **(given | changes), embedding=embedding, output_head=head)
+
+
+@pytest.mark.parametrize("name", weights.CASES)
+def test_a_head_computes_what_speculators_does(name: str, fixtures: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """In eager transformers: a prefill, and chains of draft steps after prefixes of every length."""
+    checkpoint = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path, name))))
+    mixer, head = checkpoint.build(target(name))
+    assert mixer.ids == list(weights.CASES[name].inputs_of or (2, 4, 5))
+    known = torch.from_numpy(weights.target_ids(name))
+    hidden, tokens = map(torch.from_numpy, weights.inputs(name))
+    with torch.no_grad():
+        features = mixer([*hidden[None].chunk(len(mixer.ids), -1)])
+        logits, output = head(tokens[None, 1:], features, torch.arange(weights.ROWS)[None], DynamicCache())
+        np.testing.assert_allclose(logits[0][:, known], fixtures[f"{name}/logits"], atol=TOLERANCE)
+        np.testing.assert_allclose(output[0], fixtures[f"{name}/hidden"], atol=TOLERANCE)
+        for prefix, length in enumerate(weights.PREFIXES):
+            ids, read = tokens[None, 1 : length + 1], features[:, :length]
+            made = output[:, length - 1 : length]
+            for step in range(weights.STEPS):
+                ids = torch.cat([ids, torch.tensor([[int(fixtures[f"{name}/chain_tokens"][prefix, step])]])], 1)
+                read = torch.cat([read, made], 1)
+                logits, all_made = head(ids, read, torch.arange(ids.shape[1])[None], DynamicCache())
+                made = all_made[:, -1:]
+                np.testing.assert_allclose(logits[0, -1, known], fixtures[f"{name}/chain_logits"][prefix, step], atol=TOLERANCE)
+                np.testing.assert_allclose(made[0, 0], fixtures[f"{name}/chain_hidden"][prefix, step], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", ["speculators-residual-before-fc-output", "speculators-two-layers-mixed", "safeailab", "modelopt"]
+)
+def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
+    name: str, fixtures: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """Rounds as the runtime runs them, on one cache: the context of each round replaces what draft steps wrote."""
+    mixer, head = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path / "head", name)))).build(target(name))
+    width = weights.HIDDEN
+    layers = [(weights.KV_HEADS, 8, 8)] * weights.CASES[name].layers
+    path = tmp_path / "head.onnx"
+    trace(head, layers, features=width, is_head=True).save(path, external_data=True)
+    inputs, outputs = step_tensors(layers, weights.VOCAB, "fp32", width, reads_features=True)
+    sizes = Sizes(layers, weights.VOCAB, CAPACITY, window_buckets(CAPACITY), 16, 1, width, reads_features=True)
+    device = Cpu()
+    session = GraphSession(device, OnnxRuntimeEngine(path, [*inputs, *outputs], device), "fp32", sizes)
+    hidden, tokens = weights.inputs(name)
+    with torch.no_grad():
+        features = mixer([*torch.from_numpy(hidden)[None].chunk(len(mixer.ids), -1)])[0].numpy()
+    known = weights.target_ids(name)
+    ids, position, to = (device.zeros(shape, "int64", "a step") for shape in ((1, 1), (1,), (1,)))
+
+    def draft_step(rows: list[int], at: int) -> np.ndarray:
+        """The logits of the last of these rows, which writes the feature of the next one."""
+        given = device.zeros((1, len(rows)), "int64", "a step")
+        logits = device.zeros((1, len(rows), weights.VOCAB), "float32", "a step")
+        given.view()[:], position.view()[:], to.view()[:] = rows, at, at + len(rows)
+        session.bind(given, position, logits, session.window(len(rows), at, at), 0, to)()
+        last: np.ndarray = logits.view()[0, -1, known].copy()
+        return last
+
+    del ids
+    all_features = np.zeros((1, CAPACITY, width), np.float32)
+    confirmed = 0
+    for prefix, length in enumerate(weights.PREFIXES):  # each confirms one token more than the one before it
+        kept = session.cache()["past_features"][:, 0, :CAPACITY].copy() if confirmed else all_features
+        kept[0, :length] = features[:length]  # the target's pass
+        session.set_features(kept)
+        before = max(length - 1 - (prefix + 1), 0) if prefix else 0  # contexts of 2, 3, ... rows
+        rows = tokens[1 + before : length + 1].tolist()
+        logits, at = draft_step(rows, before), length
+        np.testing.assert_allclose(logits, fixtures[f"{name}/logits"][length - 1], atol=TOLERANCE)
+        for step, token in enumerate(fixtures[f"{name}/chain_tokens"][prefix]):
+            logits = draft_step([int(token)], at + step)
+            np.testing.assert_allclose(logits, fixtures[f"{name}/chain_logits"][prefix, step], atol=TOLERANCE)
+        confirmed = length
+
+
+@pytest.mark.parametrize("reading", weights.OTHER_READINGS)
+def test_other_readings_of_a_checkpoint_would_be_noticed(reading: str, fixtures: dict[str, np.ndarray]) -> None:
+    """The tolerance tells what some trainers computed from what servers compute."""
+    case = weights.OTHER_READINGS[reading]
+    differences = [
+        np.abs(fixtures[f"{reading}/{what}"] - fixtures[f"{case}/{what}"]).max() for what in ("hidden", "chain_logits")
+    ]
+    assert max(differences) > 100 * TOLERANCE
+
+
+def without(*names: str) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            (config if name in config else tensors).pop(name)
+
+    return change
+
+
+def with_key(key: str, value: Any) -> Change:
+    return lambda config, tensors: config.update({key: value})
+
+
+def with_eagle(key: str, value: Any) -> Change:
+    return lambda config, tensors: config["eagle_config"].update({key: value})
+
+
+def with_tensor(name: str, *shape: int) -> Change:
+    return lambda config, tensors: tensors.update({name: torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("safeailab", with_key("norm_after_fc", True), "norm_after_fc = true, which outrider does not know"),
+        ("speculators", with_key("parallel_drafting", 4), "parallel_drafting = 4, which outrider does not know"),
+        ("speculators", with_tensor("mask_hidden", 1, 1, 96), "the tensor mask_hidden, which outrider does not know"),
+        ("safeailab", with_tensor("midlayer.gate.weight", 32), "the tensor layers.0.gate.weight, which"),
+        ("modelopt", with_eagle("use_aux_hidden_state", False), "eagle_config.use_aux_hidden_state = False, which"),
+        ("modelopt", with_eagle("parallel_draft_step", 4), "eagle_config.parallel_draft_step = 4, which"),
+        ("modelopt", with_eagle("a_new_norm", True), "eagle_config.a_new_norm = True, which"),
+        ("safeailab", with_key("model_type", "deepseek_v3"), "layers of the type 'deepseek_v3', which"),
+        (
+            "safeailab",
+            with_key("rope_scaling", {"rope_type": "longrope"}),
+            "by the length of the text (longrope), which",
+        ),
+        ("speculators-fc-norm", with_key("fc_norm", False), "the tensor fc_norm.0.weight, which"),
+        ("speculators-fc-norm", without("fc_norm.1.weight"), "has no tensor fc_norm.1.weight"),
+        ("safeailab", without("midlayer.hidden_norm.weight"), "has no tensor layers.0.hidden_norm.weight"),
+        ("safeailab", with_tensor("norm.weight", 31), "norm.weight of head has the shape 31 and not 32"),
+        ("safeailab", without("hidden_size"), "has no hidden_size"),
+        ("safeailab", with_tensor("d2t", 39), "d2t of head is not a list of 40 tokens"),
+        (
+            "safeailab-target-hidden",
+            without("embed_tokens.weight"),
+            "has no embed_tokens.weight, and the target's",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(name: str, change: Change, says: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "head", name, change)
+    with pytest.raises((UnsupportedModelError, SourceError)) as refused:
+        Eagle3Checkpoint.read(Source.parse(str(folder))).build(target(name))
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": 64}, "its hidden size is 32, and the target's 64"),
+        ({"vocab_rows": 128}, "its vocabulary is 96, and the target's 128"),
+        ({"layers": 4}, "it reads what enters layers [2, 4, 5], and the target has 4"),
+    ],
+)
+def test_a_head_of_another_target_is_refused_with_what_differs(changes: dict[str, int], says: str, tmp_path: Path) -> None:
+    checkpoint = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path / "head", "specforge-3.1"))))
+    with pytest.raises(UnsupportedModelError) as refused:
+        checkpoint.build(target("specforge-3.1", **changes))
+    assert says in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of the shape that the fixtures' heads are for."""
+    model = llama(vocab_size=320, hidden_size=32, num_hidden_layers=weights.TARGET_LAYERS)
+    return write_checkpoint(tmp_path_factory.mktemp("small") / "target", model)
+
+
+def of_320(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["vocab_size"] = 320
+
+
+@pytest.mark.parametrize(
+    "precision", [pytest.param("fp16", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow), "int4"]
+)
+def test_it_is_exported_beside_a_draft_model(precision: str, small: Path, checkpoints: Path, tmp_path: Path) -> None:
+    head = write(tmp_path / "head", "specforge-fc-norm", of_320)
+    drafts = [str(checkpoints / "draft"), str(head)]
+    manifest = export_pair(str(small), drafts, tmp_path / "onnx", precision=precision)
+    assert manifest == read_manifest(tmp_path / "onnx")
+    assert manifest.roles == ("target", "draft", "head")
+    assert [manifest.models[role].features for role in manifest.roles] == [32, None, 32]
+    assert manifest.models["head"].head_tokens == weights.DRAFT_VOCAB
+
+
+def test_two_heads_are_refused(small: Path, tmp_path: Path) -> None:
+    head = str(write(tmp_path / "head", "specforge", of_320))
+    with pytest.raises(UsageError, match="names two heads"):
+        export_pair(str(small), [head, head], tmp_path / "onnx", precision="fp32")
+
+
+def test_a_head_with_another_tokenizer_is_refused(small: Path, tmp_path: Path) -> None:
+    head = write(tmp_path / "head", "specforge", of_320)
+    made = json.loads((small / "tokenizer.json").read_text())
+    made["added_tokens"][0]["content"] = "<|something else|>"
+    (head / "tokenizer.json").write_text(json.dumps(made))
+    for name in ("tokenizer_config.json",):
+        (head / name).write_text((small / name).read_text())
+    with pytest.raises(OutriderError, match="different tokenizers"):
+        export_pair(str(small), str(head), tmp_path / "onnx", precision="fp32")
+
+
+def test_the_command_line_names_what_is_wrong(small: Path, tmp_path: Path) -> None:
+    head = write(tmp_path / "head", "specforge", with_key("a_new_norm", True))
+    done = run("export", "--target", small, "--draft", head, "-o", tmp_path / "onnx")
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "head has a_new_norm = true, which outrider does not know in an EAGLE-3 head" in done.stderr
+    assert not (tmp_path / "onnx").exists()

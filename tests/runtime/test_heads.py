@@ -1,0 +1,154 @@
+"""A draft head proposes what a fresh reading of the text gives, whatever happened before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+from outrider.audit.controls import RandomPolicy
+from outrider.export.eagle3 import Eagle3Checkpoint, Target
+from outrider.export.source import Source
+from outrider.export.step_model import entering
+from outrider.runtime.buffers import Lane, Shape
+from outrider.runtime.generation import Outrider
+from outrider.runtime.launches import Launches
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.rounds import RoundResult
+from outrider.runtime.scheduler import Scheduler
+from outrider.tests.support import PAIR, random_head
+
+PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
+Proposed = tuple[tuple[int, ...], tuple[int, ...]]
+"""The confirmed tokens, and what was drafted after them."""
+
+
+class Recorder:
+    """Notes what the head proposes."""
+
+    def __init__(self) -> None:
+        self.proposed: list[Proposed] = []
+
+    def __call__(self, launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
+        if result.drafter == "head":
+            self.proposed.append((tuple(lane.tokens), tuple(result.drafted)))
+        return result
+
+
+class Reference:
+    """The head in eager transformers, which reads every text anew."""
+
+    def __init__(self, head: Path) -> None:
+        self.target = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
+        config = self.target.config
+        weights = self.target.get_input_embeddings().weight, self.target.lm_head.weight
+        target = Target("target", config.num_hidden_layers, config.hidden_size, config.vocab_size, *weights)
+        self.mixer, self.head = Eagle3Checkpoint.read(Source.parse(str(head))).build(target)
+
+    @torch.no_grad()
+    def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        ids = torch.tensor([tokens])
+        with entering(self.target, self.mixer.ids) as hidden:
+            self.target(ids)
+        features, following, drafted = self.mixer(hidden)[:, :-1], ids[:, 1:], []
+        for _ in range(k):
+            rows = torch.arange(following.shape[1])[None]
+            logits, made = self.head(following, features, rows, DynamicCache())
+            drafted.append(int(logits[0, -1].argmax()))
+            following = torch.cat([following, torch.tensor([drafted[-1:]])], 1)
+            features = torch.cat([features, made[:, -1:]], 1)
+        return tuple(drafted)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(random_head(tmp_path_factory.mktemp("reference") / "head"))
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", "openvino"])
+def bundle(request: pytest.FixtureRequest, head_bundles: Callable[..., Path]) -> Path:
+    return head_bundles("fp32", backend=request.param, capacity=512, batch=4)
+
+
+@pytest.fixture(scope="module")
+def loaded(bundle: Path) -> Outrider:
+    return Outrider.load(bundle, slots=4)
+
+
+@pytest.fixture
+def recorded(loaded: Outrider) -> tuple[Outrider, Recorder]:
+    recorder = Recorder()
+    return loaded.observed(recorder), recorder
+
+
+def check(reference: Reference, proposed: list[Proposed], least: int) -> None:
+    assert len(proposed) >= least
+    assert [drafted for _, drafted in proposed] == [reference.proposes(tokens, len(drafted)) for tokens, drafted in proposed]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_its_proposals_are_those_of_eager_transformers(
+    recorded: tuple[Outrider, Recorder], reference: Reference, k: int
+) -> None:
+    outrider, recorder = recorded
+    list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=40), k=k, drafter="head"))
+    check(reference, recorder.proposed, 4)
+
+
+def test_after_plain_rounds_and_those_of_other_drafters(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
+    outrider, recorder = recorded
+    outrider.policy = RandomPolicy(outrider.adaptive_policy())
+    for seed in range(4):
+        params = SamplingParams(max_new_tokens=60, temperature=1.0, seed=seed, rule="exact-match")
+        list(outrider.generate(PROMPT, params))
+        recorder.proposed.clear()
+    list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=100)))
+    check(reference, recorder.proposed, 5)
+
+
+def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
+    """The prompts differ in their last words, and the first one's answer is in the slot."""
+    outrider, recorder = recorded
+    for prompt in (PROMPT, PROMPT.replace("San Jose", "Oakland"), PROMPT, PROMPT[: len(PROMPT) // 2]):
+        list(outrider.generate(prompt, SamplingParams(max_new_tokens=30), k=4, drafter="head"))
+    check(reference, recorder.proposed, 12)
+
+
+def test_in_batches_whose_requests_come_and_go(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
+    """Slots are moved, cancelled in the middle, and taken over while their neighbours go on."""
+    outrider, recorder = recorded
+    scheduler = Scheduler(outrider, policy=RandomPolicy(outrider.adaptive_policy()))
+    texts = [PROMPT, "Question: Tom has 5 apples and buys 7 more.", '"""Write a function to add two numbers."""\ndef', "T"]
+    prompts, requests = [outrider.text.encode(text, chat=False) for text in texts], []
+    for at in range(12):
+        requests.append(scheduler.submit(prompts[at % 4], SamplingParams(max_new_tokens=12 + 7 * (at % 4))))
+        for _ in range(3):
+            scheduler.step()
+        if at % 3 == 2:
+            scheduler.cancel(requests[at - 1])
+    while scheduler.busy:
+        scheduler.step()
+    check(reference, recorder.proposed, 10)
+
+
+def test_features_and_entries_are_those_of_a_fresh_prefill(loaded: Outrider) -> None:
+    list(loaded.generate(PROMPT, SamplingParams(max_new_tokens=40), k=4, drafter="head"))
+    tokens = loaded.decoder.slots[0].tokens
+    drafter = loaded.decoder.drafters["head"]
+    drafter.catch_up(0, tokens)
+    before = {role: {name: kept[0].copy() for name, kept in each.cache().items()} for role, each in loaded.sessions.items()}
+    target, head, end = loaded.sessions["target"], loaded.sessions["head"], len(tokens) - 1
+    for at in range(0, end, 16):
+        rows = slice(at, min(at + 16, end))
+        target.write(np.array([tokens[rows]]), np.array([at]))
+        head.write(np.array([tokens[at + 1 : rows.stop + 1]]), np.array([at]))
+    entries = end - 9  # the context of the last round's successor was not written yet
+    for role, session in loaded.sessions.items():
+        if role != "draft":
+            for name, kept in session.cache().items():
+                np.testing.assert_allclose(kept[0][:, :entries], before[role][name][:, :entries], atol=2e-4, rtol=1e-4)
+    drafter.truncate(0, 0)
