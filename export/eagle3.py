@@ -122,6 +122,14 @@ class Eagle3Checkpoint:
         kind = layer.get("model_type", "llama")
         if kind not in ("llama", "qwen3"):
             raise _unknown(source.name, f"layers of the type {kind!r}")
+        if layer.get("num_hidden_layers", 1) < 1:
+            raise SourceError(f"the configuration of {source.name} has no decoder layers", "a head has one or more")
+        if config.get("fc_norm") and config.get("norm_before_fc"):
+            raise SourceError(
+                f"the configuration of {source.name} has both fc_norm and norm_before_fc", "the features have one kind of norm"
+            )
+        if "fc.weight" not in tensors:
+            raise SourceError(f"{source.name} has no tensor fc.weight", "download the checkpoint again")
         ids = config.get(IDS) if speculators else [each + 1 for each in eagle.get(IDS) or ()]
         hidden = layer["hidden_size"]
         return cls(
@@ -162,8 +170,13 @@ class Eagle3Checkpoint:
         """Return the target's ids of the tokens that the head proposes, int64 [Vd], ascending.
 
         Raises:
-            SourceError: `d2t` has not one entry for each of them, or leads to tokens that the target lacks.
+            SourceError: `d2t` has not one entry for each of them, leads to tokens that the target lacks, or is missing.
         """
+        if "d2t" not in self.tensors and self.draft_vocab != target.vocab_rows:
+            raise SourceError(
+                f"{self.name} proposes {self.draft_vocab:,} of {target.vocab_rows:,} tokens, and has no tensor d2t that names them",
+                "download the checkpoint again",
+            )
         offsets = self.tensors.get("d2t", torch.zeros(self.draft_vocab, dtype=torch.int64))
         ids = torch.arange(len(offsets)) + offsets.long()
         if len(ids) != self.draft_vocab or (ids.diff() <= 0).any() or not 0 <= int(ids[0]) <= int(ids[-1]) < target.vocab_rows:
@@ -221,7 +234,7 @@ class Eagle3Checkpoint:
     def _decoder(self) -> Qwen3Config:
         """Return the configuration of a Qwen3 of the head's size."""
         layer, heads = self.layer, self.layer["num_attention_heads"]
-        count = layer.get("num_hidden_layers") or 1
+        count = layer.get("num_hidden_layers", 1)
         rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
         rope = {**rope, "rope_theta": layer.get("rope_theta") or rope.get("rope_theta") or THETA}
         kind = rope.setdefault("rope_type", rope.pop("type", "default"))

@@ -32,9 +32,9 @@ class Metrics:
         self.cached = counter("cached_prompt_tokens", "Prompt tokens found in the cache of an earlier request")
         self.emitted = counter("generation_tokens", "Generated tokens")
         self.rounds = counter("rounds", "Target passes after the prompt; a batched pass counts once for each request")
-        self.drafts = counter("spec_decode_num_drafts", "Target passes that verified draft tokens")
+        self.drafts = counter("spec_decode_num_drafts", "Target passes that verified draft tokens, by drafter", "drafter")
         self.drafted = counter("spec_decode_num_draft_tokens", "Draft tokens")
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Accepted draft tokens")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Accepted draft tokens, by drafter", "drafter")
         self.accepted_at = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position in the draft, from 0", "position"
         )
@@ -82,10 +82,11 @@ class Metrics:
             (self.cached, stats.cached_tokens),
             (self.emitted, stats.emitted),
             (self.rounds, stats.rounds),
-            (self.drafts, stats.drafting_rounds),
             (self.drafted, stats.drafted),
-            (self.accepted, stats.accepted),
         ):
             metric.inc(value)
+        for by_drafter, counts in ((self.drafts, stats.rounds_by_drafter), (self.accepted, stats.accepted_by_drafter)):
+            for drafter, count in counts.items():
+                by_drafter.labels(drafter).inc(count)
         for position, count in enumerate(stats.accepted_at):
             self.accepted_at.labels(str(position)).inc(count)

@@ -124,23 +124,25 @@ def shipped_bundles(shipped_exports: Callable[[str], Path], once: Once) -> Calla
 
 
 @pytest.fixture(scope="session")
-def head_exports(once: Once) -> Callable[[str], Path]:
-    """Return a function from a precision to an export of the shipped pair with a random draft head."""
+def head_exports(once: Once) -> Callable[..., Path]:
+    """Return a function from a precision, and "random" or "trained", to an export of the shipped pair with that draft head."""
 
-    def made(precision: str) -> Path:
-        drafts = [str(PAIR / "draft"), str(once("head", random_head))]
-        return once(f"head-{precision}", lambda output: export_pair(str(PAIR / "target"), drafts, output, precision=precision))
+    def made(precision: str, head: str = "random") -> Path:
+        drafts = [str(PAIR / "draft"), str(PAIR / "head" if head == "trained" else once("head", random_head))]
+        target = str(PAIR / "target")
+        return once(f"{head}-head-{precision}", lambda output: export_pair(target, drafts, output, precision=precision))
 
     return made
 
 
 @pytest.fixture(scope="session")
-def head_bundles(head_exports: Callable[[str], Path], once: Once) -> Callable[..., Path]:
-    """Return a function from a precision, and what `build` takes, to a bundle of that export."""
+def head_bundles(head_exports: Callable[..., Path], once: Once) -> Callable[..., Path]:
+    """Return a function from a precision and a head, and what `build` takes, to a bundle of that export."""
 
-    def made(precision: str = "fp32", **options: Any) -> Path:
+    def made(precision: str = "fp32", head: str = "random", **options: Any) -> Path:
         named = "".join(f"-{key}={value}".replace(" ", "") for key, value in sorted(options.items()))
-        return once(f"head-bundle-{precision}{named}", lambda output: build(head_exports(precision), output, **options))
+        name = f"{head}-head-bundle-{precision}{named}"
+        return once(name, lambda output: build(head_exports(precision, head), output, **options))
 
     return made
 

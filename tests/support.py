@@ -6,12 +6,14 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -128,6 +130,14 @@ def build(source: Path, output: Path, **overrides: Any) -> Path:
     options: dict[str, Any] = {"backend": "onnxruntime", "k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
     build_engine(source, output, **(options | overrides))
     return output
+
+
+def write_models_page(before: str | None = None, heads: str | None = None) -> None:
+    """Replace the draft heads of docs/models.md, or what is before them: each is written by a file of tests."""
+    page, heading = ROOT / "docs" / "models.md", "## Draft heads"
+    with FileLock(f"{tempfile.gettempdir()}/models.md.lock"):
+        was = page.read_text().split(heading)
+        page.write_text((before or was[0]) + heading + (heads or was[1]))
 
 
 def reseal(folder: Path, **changes: Any) -> None:

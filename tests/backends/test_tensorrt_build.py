@@ -65,8 +65,8 @@ def test_the_shipped_pair_builds_with_every_profile(
 
 @pytest.mark.slow  # each takes a minute; the pair shows in CI that step models build
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_draft_head_and_its_target_build(precision: str, head_exports: Callable[[str], Path], tmp_path: Path) -> None:
-    bundle = build(head_exports(precision), tmp_path / "bundle", backend="tensorrt-rtx", k=[1, 4])
+def test_a_draft_head_and_its_target_build(precision: str, head_exports: Callable[..., Path], tmp_path: Path) -> None:
+    bundle = build(head_exports(precision, "trained"), tmp_path / "bundle", backend="tensorrt-rtx", k=[1, 4])
     manifest = read_manifest(bundle)
     made = manifest.build
     assert made is not None

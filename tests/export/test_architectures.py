@@ -38,7 +38,7 @@ from outrider.export.checkpoint import load_model, read_config
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source
 from outrider.export.step_model import trace
-from outrider.tests.support import ROOT, Fused, write_checkpoint
+from outrider.tests.support import Fused, write_checkpoint, write_models_page
 
 COMMON = {
     "vocab_size": 320,
@@ -108,7 +108,7 @@ _on_openvino: dict[str, str] = {}
 def _write_the_table() -> Iterator[None]:
     yield
     if set(_figures) == set(_built) == set(_fused) == set(_on_openvino) == set(CONFIGS) and _refused == set(REFUSED):
-        (ROOT / "docs" / "models.md").write_text(table())
+        write_models_page(before=table())
 
 
 class Traced(NamedTuple):
@@ -264,7 +264,8 @@ def table() -> str:
         "# Supported models",
         "",
         "`outrider export` supports the architectures in the first table and refuses those in the second. An architecture that",
-        "is in neither is untested. If its graph does not compute what the checkpoint does, the export fails.",
+        "is in neither is untested. If its graph does not compute what the checkpoint does, the export fails. The third table",
+        "has the draft heads.",
         "",
         "`make test-all` writes this page (`tests/export/test_architectures.py`). It exports a tiny random model of each",
         f"architecture in fp32, runs it on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))} tokens, and compares it",
@@ -298,4 +299,4 @@ def table() -> str:
         "by the length of the text": "rotary embedding scaled by the length of the text",
     }
     lines += [f"| {name} | {reasons[reason]} |" for name, (_, reason) in REFUSED.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", ""])

@@ -64,14 +64,21 @@ class Reference:
         return tuple(drafted)
 
 
+@pytest.fixture(scope="module", params=["onnxruntime trained", "onnxruntime random", "openvino trained"])
+def kind(request: pytest.FixtureRequest) -> list[str]:
+    """The backend, and whether the head is the shipped one."""
+    named: str = request.param
+    return named.split()
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(random_head(tmp_path_factory.mktemp("reference") / "head"))
+def reference(kind: list[str], tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(PAIR / "head" if kind[1] == "trained" else random_head(tmp_path_factory.mktemp("reference") / "head"))
 
 
-@pytest.fixture(scope="module", params=["onnxruntime", "openvino"])
-def bundle(request: pytest.FixtureRequest, head_bundles: Callable[..., Path]) -> Path:
-    return head_bundles("fp32", backend=request.param, capacity=512, batch=4)
+@pytest.fixture(scope="module")
+def bundle(kind: list[str], head_bundles: Callable[..., Path]) -> Path:
+    return head_bundles("fp32", kind[1], backend=kind[0], capacity=512, batch=4)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,102 @@
+"""A bundle with a trained draft head and a draft model: every command knows both, and the text is the target's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bench.results import read
+from outrider.bundle.folder import read_manifest
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.serve.server import fetch, serving
+from outrider.tests.support import run
+
+PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "exact-match": {"temperature": 0.8, "rule": "exact-match", "seed": 5},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    "logprobs": {"logprobs": 3},
+    "stop": {"stop": ["San Jose"]},
+}
+
+
+@pytest.fixture(scope="module")
+def bundle(head_bundles: Callable[..., Path]) -> Path:
+    return head_bundles("fp32", "trained", capacity=512, batch=2, k=[1, 4])
+
+
+@pytest.fixture(scope="module")
+def both(bundle: Path) -> Outrider:
+    return Outrider.load(bundle)
+
+
+@pytest.mark.parametrize("drafter", ["head", "model"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_its_text_is_that_of_plain_decoding(both: Outrider, setting: str, drafter: str) -> None:
+    params = SamplingParams(max_new_tokens=80, **SETTINGS[setting])
+    plain, drafted = (
+        [(event.text, event.token_ids) for event in both.generate(PROMPT, params, **mode)]
+        for mode in ({"k": 0}, {"k": 4, "drafter": drafter})
+    )
+    assert "".join(text for text, _ in drafted) == "".join(text for text, _ in plain)
+    assert sum((ids for _, ids in drafted), ()) == sum((ids for _, ids in plain), ())
+
+
+def test_the_head_is_accepted_as_its_card_says(both: Outrider) -> None:
+    """About as often as the draft model; a head that is fed wrongly would be close to 1."""
+    stats = list(both.generate(PROMPT, SamplingParams(max_new_tokens=150), k=4, drafter="head"))[-1].stats
+    assert stats.rounds_by_drafter == {"head": stats.drafting_rounds}
+    assert stats.mean_acceptance_length > 1.8
+
+
+def test_it_is_inspected_and_measured(bundle: Path) -> None:
+    shown = run("inspect", bundle)
+    assert shown.returncode == 0, shown.stderr
+    assert "target/head.onnx" in shown.stdout
+    build = read_manifest(bundle).build
+    assert build is not None
+    assert build.acceptance.keys() == {"head", "model"}
+    assert min(build.acceptance.values()) > 0.2
+    assert {"target", "draft", "head"} <= build.costs.keys()
+
+
+def test_bench_and_plan_show_them_side_by_side(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps({"workload": "support", "prompt": PROMPT}))
+    few = ["--workload", tmp_path / "one.jsonl", "--rounds", "1", "--max-new-tokens", "16", "--report", tmp_path / "report"]
+    done = run("bench", bundle, *map(str, few))
+    assert done.returncode == 0, done.stderr
+    results = read(tmp_path / "report" / "bench.json")
+    labels = [mode.label for mode in results.modes]
+    assert labels[1:5] == [f"draft {kind}, k = {k}" for kind in ("head", "model") for k in (1, 4)]
+    assert len(results.drafts) == 2
+    assert all(each.same_text == each.prompts for each in results.summaries)
+    planned = json.loads(run("plan", bundle, "--bench", tmp_path / "report" / "bench.json", "--json").stdout)
+    assert planned["measured"]["support"].keys() == {"head", "model"}
+    assert {each["drafter"] for each in planned["predictions"] if each["k"]} == {"head", "model"}
+
+
+def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
+    with serving(bundle, "--k", "4", "--drafter", "head") as server:
+        body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+        status, _, _ = fetch(f"{server.url}/v1/completions", json.dumps(body).encode())
+        assert status == 200
+        lines = fetch(f"{server.url}/metrics")[2].decode().splitlines()
+        metrics = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    assert metrics['outrider_spec_decode_num_drafts_total{drafter="head"}'] > 3
+    assert metrics['outrider_spec_decode_num_accepted_tokens_total{drafter="head"}'] > 3
+
+
+def test_it_passes_the_audit(bundle: Path) -> None:
+    """Greedy, sampled, batched, with every wrong sampler detected over the head's proposals."""
+    done = run("verify", bundle, "--draws", "100", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["greedy"]["compared"] == 10 * 6  # two of each on the device, n-grams, and all at random
+    assert {control["sampled"]["k"] for control in report["controls"] if control["fault"]} >= {4, "ngram"}
+    assert report["counters"]["accepted"] > 1000
