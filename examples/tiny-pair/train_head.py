@@ -4,7 +4,7 @@
     python examples/tiny-pair/train_head.py --corpora DIR
 
 Writes `head/` beside this script, in the format of SafeAILab/EAGLE. DIR is that of `train.py`. Needs `outrider[export]`; two
-cores take MINUTES minutes.
+cores take 13 minutes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["fp32", "int4"])
+@pytest.fixture(scope="module", params=[pytest.param("fp32", marks=pytest.mark.slow), "int4"])
 def bundle(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("short")
     export_pair(

@@ -64,7 +64,10 @@ class Reference:
         return tuple(drafted)
 
 
-@pytest.fixture(scope="module", params=["onnxruntime trained", "onnxruntime random", "openvino trained"])
+@pytest.fixture(
+    scope="module",
+    params=["onnxruntime trained", pytest.param("onnxruntime random", marks=pytest.mark.slow), "openvino trained"],
+)
 def kind(request: pytest.FixtureRequest) -> list[str]:
     """The backend, and whether the head is the shipped one."""
     named: str = request.param
