@@ -36,6 +36,7 @@ from outrider.runtime.reference import Fault
 from outrider.runtime.rounds import RoundResult
 
 DRAWS = 500
+MORE_DRAWS = 4  # times as many, for a wrong sampler that was not detected
 FALSE_ALARM = 1e-4  # probability that a correct bundle fails by chance, over all comparisons together
 SAMPLED_TOKENS = 5
 PLACES = {"first": 0, "second": 1, "third": 2, "last": -1}  # of the sampled tokens
@@ -117,11 +118,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
         prompt = outrider.text.encode(plan.prompt, chat=False)
         cell = Cell(outrider, plan.params, prompt, number, significance, progress)
         plain = _sample(cell, plan, draws, arithmetic, sampled)
-        for fault in plan.faults:
-            faulty = ReferenceWatch(fault)
-            comparisons = cell.compare(plain, cell.draw(faulty, plan.control, draws))
-            sample = Sampled(_named(plan.params), _shown(plan, plan.control), comparisons, faulty.emitted, faulty.excluded)
-            controls.append(Control(fault.value if fault else None, sample))
+        controls += [_control(cell, plan, fault, draws, plain) for fault in plan.faults]
     return Audit(arithmetic, greedy, batched, sampled, controls, counters)
 
 
@@ -137,6 +134,23 @@ def _sample(cell: Cell, plan: Plan, draws: int, arithmetic: Arithmetic, sampled:
         sampled.append(Sampled(name, None, cell.compare(plain, np.concatenate(list(drawn.values())))))
     sampled[-1].emitted, sampled[-1].excluded = watch.emitted, watch.excluded
     return plain
+
+
+def _control(cell: Cell, plan: Plan, fault: Fault | None, draws: int, plain: Tokens) -> Control:
+    """Draw texts by a sampler with a fault, or by the reference without one, and compare them with the plain ones.
+
+    Where the draft nearly has the target's distribution, some faults change little. One that is not detected is given more
+    draws, once.
+    """
+    watch, drawn = ReferenceWatch(fault), np.empty((0, SAMPLED_TOKENS), dtype=np.int64)
+    for total in (draws, MORE_DRAWS * draws):
+        drawn = np.concatenate([drawn, cell.draw(watch, plan.control, total - len(drawn), first=len(drawn))])
+        comparisons = cell.compare(plain, drawn)
+        sample = Sampled(_named(plan.params), _shown(plan, plan.control), comparisons, watch.emitted, watch.excluded)
+        control = Control(fault.value if fault else None, sample)
+        if control.passed or fault is None:
+            break
+    return control
 
 
 def _shown(plan: Plan, mode: Mode) -> int | str:
@@ -168,11 +182,12 @@ class Cell:
         """Compare two samples at each place."""
         return [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
 
-    def draw(self, watch: Watch, mode: Mode, draws: int) -> Tokens:
+    def draw(self, watch: Watch, mode: Mode, draws: int, first: int = 0) -> Tokens:
         """Return the tokens of `draws` short texts, [draws, SAMPLED_TOKENS]. Texts that end early are padded with -1; the last
         column holds the final token.
 
-        Every text has its own seed, also across settings and modes, so the samples are independent.
+        Every text has its own seed, also across settings and modes, so the samples are independent; `first` is the number of
+        texts drawn before.
         """
         mode_id = 2**15  # k = auto
         if isinstance(mode.k, int):
@@ -182,7 +197,7 @@ class Cell:
         decoder, slot = observed.decoder, observed.decoder.slots[0]
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
         for index in range(draws):
-            seed = (self.number << 48) + (mode_id << 32) + index
+            seed = (self.number << 48) + (mode_id << 32) + first + index
             request = observed.request(self.prompt, replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS))
             request.acceptance = policy.begin()
             decoder.slots.begin(slot, request, slot.shared(self.prompt))

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.backends.base import Engines
-from outrider.backends.comparison import alike, give_features
+from outrider.backends.comparison import alike, give_features, written_features
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import model_file
+from outrider.engines.arrays import Floats
 from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, SETTINGS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.precisions import PRECISIONS
@@ -38,9 +39,9 @@ class Compared:
 
     engine: str
     rows: int
-    difference: float  # the largest, of logits, probabilities or logprobs
+    difference: float  # the largest, of logits, features, probabilities or logprobs
     tolerance: float
-    same_choices: float  # share of equal choices: a row's most likely token, a drafted token, a verdict
+    same_choices: float  # share of equal choices: a row's most likely token, a drafted token, a verdict, near features
 
     @property
     def passed(self) -> bool:
@@ -82,6 +83,10 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
             give_features(session, engines.manifest.models[role].features)
         for rows in sorted({1, 2, *verified, build.max_prompt_chunk}):
             yield _step(role, rows, tolerance, *sessions)
+        precisions = (each.models[role].precision for each in (engines.manifest, manifest))
+        got, want = (written_features(*each) for each in zip(sessions, precisions, strict=True))
+        if got is not None and want is not None:
+            yield _features(role, build.max_prompt_chunk, tolerance, got, want)
         del sessions  # one model in memory at a time
     for name in engines.manifest.samplers:
         progress.stage(f"comparing the {name}")
@@ -103,6 +108,13 @@ def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session
         gap = np.take_along_axis(want, got.argmax(-1)[..., None], -1)[..., 0] - want.max(-1)
         same.append((np.abs(gap) <= 2 * tolerance * largest).mean())  # a near-tie counts as the same choice
     return Compared(role, rows, difference, tolerance * largest, float(np.mean(same)))
+
+
+def _features(role: str, rows: int, tolerance: float, got: Floats, want: Floats) -> Compared:
+    """Compare the features [B, C, H] that the last passes, of so many rows, have left."""
+    difference, largest = float(np.nan_to_num(np.abs(want - got), nan=np.inf).max()), max(1.0, float(np.abs(want).max()))
+    near = (np.abs(want - got).max(-1) <= tolerance * largest).mean()
+    return Compared(f"{role}'s features", rows, difference, tolerance * largest, float(near))
 
 
 def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: Engine, their_engine: Engine) -> Compared:

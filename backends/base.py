@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.bundle.folder import check_files
 from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged
-from outrider.engines.contract import DRAFT_SAMPLERS, Tensor, sampler_tensors, step_tensors, window_buckets
+from outrider.engines.contract import DRAFT_SAMPLERS, Tensor, sampler_tensors, step_rows, step_tensors, window_buckets
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.session import GraphSession, Session, Sizes
 from outrider.errors import EngineError, FolderError
@@ -238,7 +238,7 @@ def required_rows(name: str, build: Build) -> set[int]:
     """Return the numbers of rows that rounds run one of `ENGINES` with."""
     if name in DRAFT_SAMPLERS:
         return {1}
-    return {1, *(k + 1 for k in build.k)} | ({2} if name in ROLES else set())
+    return {*step_rows(build.k)} if name in ROLES else {1, *(k + 1 for k in build.k)}
 
 
 def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,7 +11,7 @@ from outrider.backends.open import open_reference
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import PAST_FEATURES
-from outrider.engines.precisions import PRECISIONS
+from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 
@@ -87,5 +87,11 @@ def _results(engines: Engines, role: str, passes: list[Pass]) -> list[Floats]:
     session = engines.session(role, engines.build.batch)
     give_features(session, engines.manifest.models[role].features)
     logits = [session.run(*each).copy() for each in passes]
+    features = written_features(session, engines.manifest.models[role].precision)
+    return logits if features is None else [*logits, features]
+
+
+def written_features(session: Session, precision: str) -> Floats | None:
+    """Return the features of a session's first slots, float32 [B, C, H]; None if it has none."""
     features = session.cache().get(PAST_FEATURES)
-    return logits if features is None else [*logits, features[:, 0, : session.capacity].astype(np.float32)]
+    return None if features is None else DTYPES[PRECISIONS[precision].dtype].decode(features[:, 0, : session.capacity])

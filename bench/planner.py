@@ -96,7 +96,8 @@ def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Predi
             f"these texts were recorded without a {drafters.get(drafter).label}",
             "make them with outrider bench, on a bundle that has one",
         )
-    predictions, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
+    kind = drafters.get(drafter)
+    predictions, cheaper = [], costs.scaled(kind.engines, CHEAPER)
     for workload in dict.fromkeys(trace.workload for trace in traces):
         traces_of = [trace for trace in traces if trace.workload == workload]
         tokens = sum(len(trace.tokens) for trace in traces_of)
@@ -108,9 +109,10 @@ def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Predi
                     without,
                     replay(trace, costs, policy),
                     replay(trace, cheaper, policy),
-                    costs.catch_up(drafter, len(trace.prompt) - 2, len(trace.prompt)) if k and trace.remaining(0) > 1 else 0.0,
+                    costs.catch_up(drafter, kind.unread(at, costs.k), at) if k and trace.remaining(0) > 1 else 0.0,
                 )
                 for trace, without in zip(traces_of, plain, strict=True)
+                for at in [len(trace.prompt)]
             ]
             length, better = (tokens_per_round(drafter, traces_of, k, share) for share in (0.0, BETTER))
             predictions.append(_prediction(workload, drafter if k else NONE, k, length, better, tokens, texts))

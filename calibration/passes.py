@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.backends.base import Engines
 from outrider.bundle.manifest import Build, Cost, Manifest
-from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, sampler_tensors
+from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, sampler_tensors, step_rows
 from outrider.engines.device import Device, Engine, Launch, host_buffer
 from outrider.engines.session import Session
 from outrider.errors import EngineError
@@ -116,17 +116,12 @@ def measure(engines: Engines, progress: Progress) -> dict[str, list[Cost]]:
     return dict(costs)
 
 
-def _rows(build: Build) -> list[int]:
-    """Return the row counts of a round's passes."""
-    return sorted({1, 2, *(k + 1 for k in build.k)})
-
-
 def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> dict[Pass, Timed]:
     """Return the passes of a model that rounds and prompts make, each at the end of its window."""
     chunk = build.max_prompt_chunk
     holding = [window for window in build.windows if window >= chunk]
     passes: dict[Pass, Timed] = {}
-    of_rounds = _rows(build)
+    of_rounds = step_rows(build.k)
     for rows in sorted({*of_rounds, chunk}):
         for window in windows:
             if rows <= window and (rows in of_rounds or window in (holding[0], holding[-1])):
@@ -136,7 +131,7 @@ def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> 
 
 def sampler_rows(name: str, build: Build) -> list[int]:
     """Return the row counts that a sampler is run for."""
-    return [1] if name in DRAFT_SAMPLERS else _rows(build)
+    return [1] if name in DRAFT_SAMPLERS else step_rows(build.k)
 
 
 def _step(session: Session, rows: int, position: int, logits: bool) -> Timed:

@@ -25,11 +25,11 @@ A draft head reads hidden states of the target. What it makes of those of a posi
 writes one for each of its rows, as it writes keys and values, whether or not the head drafts. Row i of the head reads feature i
 and the token i + 1, attends to its own cache up to entry i, and gives the logits of token i + 2. Where there is no real feature
 yet, the head reads its own output for the row before: the last row of a pass writes it to the entry `feature_positions`, which
-is the next one in a draft step, and one that nothing reads (C - 1) where the features that follow are real.
+is the next one in a draft step, and one whose content has no effect (C - 1) where the features that follow are real.
 
 The samplers
 ------------
-Five graphs turn logits into tokens: the `drafter` after each step of the draft model, the `verifier` after a pass of the
+Five graphs turn logits into tokens: the `drafter` after each draft step, the `verifier` after a pass of the
 target, a `greedy_` variant of both for requests that take the most likely tokens and change no logits, and `logprobs` for
 requests that ask for them. `export/sampler.py` has what they compute. V is the width of the logits, of the draft's as of the
 target's, S the rows of the target's pass, N the entries of the edit table, and K the candidates of top_k and top_p.
@@ -101,7 +101,7 @@ MORE_CANDIDATES = 1  # top_k or top_p reach beyond the candidates; run it again 
 NOT_FINITE = 2  # the logits contain NaN or infinity
 
 SAMPLERS = ("drafter", "verifier", "greedy_drafter", "greedy_verifier", "logprobs")
-DRAFT_SAMPLERS = ("drafter", "greedy_drafter")
+DRAFT_SAMPLERS = ("drafter", "greedy_drafter")  # by whether the round is greedy
 
 BLOCK = 256  # tokens that share a first-level sum when one is drawn
 
@@ -127,6 +127,11 @@ class CacheTensor:
     present: str
     heads: int
     width: int
+
+
+def step_rows(k: Sequence[int]) -> list[int]:
+    """Return the numbers of rows that rounds run step models with, ascending; k are the built numbers of drafted tokens."""
+    return sorted({1, 2, *(each + 1 for each in k)})
 
 
 def cache_tensors(layers: Sequence[tuple[int, int, int]], features: int | None = None) -> list[CacheTensor]:

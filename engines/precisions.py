@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+from outrider.engines.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,19 @@ class DType:
     onnxruntime: str  # the type of a session's input or output
     tensorrt: str  # the member of `DataType`
     openvino: str  # the name of `Type`
+
+    def encode(self, values: Floats) -> npt.NDArray[Any]:
+        """Return float32 values as the host holds them in this type, rounded to the nearest, and to even between two."""
+        if self.onnxruntime != "tensor(bfloat16)":
+            return values.astype(self.numpy)
+        bits = values.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(self.numpy)
+
+    def decode(self, held: npt.NDArray[Any]) -> Floats:
+        """Return what the host holds in this type as float32 values."""
+        if self.onnxruntime != "tensor(bfloat16)":
+            return held.astype(np.float32)
+        return (held.astype(np.uint32) << 16).view(np.float32)
 
 
 DTYPES = {

@@ -284,8 +284,9 @@ class GraphSession(Session):
 
     def set_features(self, features: Floats) -> None:
         assert self._features is not None
-        whole = np.zeros(self._features.shape, DTYPES[self._features.dtype].numpy)
-        whole[:, 0, : features.shape[1]] = features
+        kind = DTYPES[self._features.dtype]
+        whole = np.zeros(self._features.shape, kind.numpy)
+        whole[:, 0, : features.shape[1]] = kind.encode(features)
         self.device.write(self._features, whole)
 
     def _slots(self, cache: Buffer, first: int, count: int) -> Buffer:

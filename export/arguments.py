@@ -69,7 +69,7 @@ class Arguments:
                 raise UsageError(f"--draft names two {role}s: {sources[role].name} and {source.name}", "choose one of them")
             sources[role] = source
         if self.shortening is not None and "draft" not in sources:
-            raise UsageError("--draft-vocab is for draft models; a head has its own", "leave --draft-vocab out")
+            raise UsageError("--draft-vocab is for draft models, not for draft heads", "leave --draft-vocab out")
         return sources
 
 

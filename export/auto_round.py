@@ -14,6 +14,7 @@ from outrider.errors import UnsupportedModelError, UsageError
 from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.rounding import Rounding
 from outrider.export.short_head import output_head
+from outrider.export.step_model import FEATURE_MIXER
 
 PIECE_TOKENS, MAX_PIECES = 512, 128  # of the calibration text
 BATCH = 8  # pieces per step
@@ -81,7 +82,7 @@ def _layer_config(model: PreTrainedModel, rounding: Rounding) -> dict[str, dict[
     head = output_head(model)
     config: dict[str, dict[str, int | str]] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | Conv1D) or module is head:
+        if not isinstance(module, nn.Linear | Conv1D) or module is head or name.startswith(FEATURE_MIXER):
             continue
         block = None if isinstance(module, Conv1D) else rounding.block_for(module.in_features, 4)
         if block is None:

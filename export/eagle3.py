@@ -26,48 +26,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from outrider.errors import SourceError, UnsupportedModelError
-from outrider.export.checkpoint import LENGTH_DEPENDENT_ROPE
+from outrider.errors import OutriderError, SourceError, UnsupportedModelError
+from outrider.export.eagle3_config import AGAIN, HeadConfig, not_known
 from outrider.export.short_head import ShortHead
 from outrider.export.source import Source
 
-THETA = 10_000.0  # of a rotary embedding whose configuration has none
-FILES = ("model.safetensors", "pytorch_model.bin")
+FILES, INDEX = ("model.safetensors", "pytorch_model.bin"), "model.safetensors.index.json"
 MIDLAYER, LAYERS = "midlayer.", "layers.0."
-IDS = "eagle_aux_hidden_state_layer_ids"
-
-SHAPES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # without a default
-OPTIONAL = ("num_hidden_layers", "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-LAYER_KEYS = {
-    *SHAPES,
-    *OPTIONAL,
-    *("attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters"),
-    *("model_type", "layer_types", "sliding_window", "tie_word_embeddings"),
-}
-HEAD_KEYS = {*FLAGS, "draft_vocab_size", "target_hidden_size"}
-SPECULATORS_KEYS = {IDS, "speculators_model_type", "transformer_layer_config", "tie_word_embeddings"}
-# These say how the head was trained, by what, or how long its texts may be; or they repeat others.
-WITHOUT_EFFECT = {
-    *("auto_map", "dtype", "torch_dtype", "attention_dropout", "initializer_range", "pretraining_tp", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers", "use_sliding_window", "transformers_version"),
-    *("speculators_config", "speculators_version", "embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init"),
-}
-# The values that ModelOpt's `eagle_config` must have, as EAGLE-3 has them; None is any value.
-EAGLE_CONFIG: dict[str, Any] = {
-    IDS: None,
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "next_layer_regular": True,
-    "parallel_draft_step": 1,
-    "parallel_draft_heads_num_layers": None,
-}
 NOT_OURS = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")  # of training; t2d repeats d2t
 
 
@@ -80,7 +49,7 @@ class Target:
     hidden_size: int
     vocab_rows: int
     embedding: torch.Tensor  # [V, Ht]
-    output_head: torch.Tensor  # [V, Ht]
+    output_head: torch.Tensor | None  # [V, Ht]; None if it is more than a matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +57,7 @@ class Eagle3Checkpoint:
     """The configuration and the tensors of a head, by the names of speculators."""
 
     name: str
-    layer: Mapping[str, Any]  # the configuration of its decoder layers
-    flags: Mapping[str, bool]
-    hidden_size: int
-    target_hidden_size: int
-    draft_vocab: int
-    ids: list[int] | None  # the features are what enters these layers of the target; None leaves it to the default
+    config: HeadConfig
     tensors: dict[str, torch.Tensor]
 
     @classmethod
@@ -101,47 +65,10 @@ class Eagle3Checkpoint:
         """Read a checkpoint.
 
         Raises:
-            SourceError: it cannot be read, or a tensor is missing.
-            UnsupportedModelError: it has a key or a tensor that is not known here.
+            SourceError: it cannot be read, or its configuration is impossible.
+            UnsupportedModelError: its configuration has a key or a value that is not known here.
         """
-        config = source.config()
-        tensors = _renamed(_load(source))
-        speculators = "transformer_layer_config" in config
-        layer = config["transformer_layer_config"] if speculators else config
-        eagle = config.get("eagle_config") or {}
-        known = HEAD_KEYS | (SPECULATORS_KEYS if speculators else LAYER_KEYS | {"eagle_config"})
-        _refuse_unknown(config, known, source.name)
-        if speculators:
-            _refuse_unknown(layer, LAYER_KEYS, source.name)
-        for key, value in eagle.items():
-            if key not in EAGLE_CONFIG or (EAGLE_CONFIG[key] is not None and value not in (EAGLE_CONFIG[key], None)):
-                raise _unknown(source.name, f"eagle_config.{key} = {value!r}")
-        missing = [key for key in SHAPES if not isinstance(layer.get(key), int)]
-        if missing:
-            raise SourceError(f"the configuration of {source.name} has no {missing[0]}", "download the checkpoint again")
-        kind = layer.get("model_type", "llama")
-        if kind not in ("llama", "qwen3"):
-            raise _unknown(source.name, f"layers of the type {kind!r}")
-        if layer.get("num_hidden_layers", 1) < 1:
-            raise SourceError(f"the configuration of {source.name} has no decoder layers", "a head has one or more")
-        if config.get("fc_norm") and config.get("norm_before_fc"):
-            raise SourceError(
-                f"the configuration of {source.name} has both fc_norm and norm_before_fc", "the features have one kind of norm"
-            )
-        if "fc.weight" not in tensors:
-            raise SourceError(f"{source.name} has no tensor fc.weight", "download the checkpoint again")
-        ids = config.get(IDS) if speculators else [each + 1 for each in eagle.get(IDS) or ()]
-        hidden = layer["hidden_size"]
-        return cls(
-            source.name,
-            layer,
-            {flag: bool(config.get(flag)) for flag in FLAGS},
-            hidden,
-            config.get("target_hidden_size") or hidden,
-            config.get("draft_vocab_size") or layer["vocab_size"],
-            sorted(ids) if ids else None,
-            tensors,
-        )
+        return cls(source.name, HeadConfig.parse(source.config(), source.name), _renamed(_load(source)))
 
     def features_of(self, target: Target) -> list[int]:
         """Return the layers of the target whose inputs are the features, ascending; the number of layers is its output.
@@ -149,12 +76,15 @@ class Eagle3Checkpoint:
         Raises:
             UnsupportedModelError: the head was made for another target.
         """
-        layers = target.layers
-        ids = self.ids or sorted([2, layers // 2, layers - 3])
+        layers, config = target.layers, self.config
+        ids = config.ids or sorted([2, layers // 2, layers - 3])
+        fc = self.tensors.get("fc.weight")
+        if fc is None or fc.dim() != 2:
+            raise SourceError(f"{self.name} has no matrix fc.weight", AGAIN)
         differs = {
-            "hidden size": (self.target_hidden_size, target.hidden_size),
-            "vocabulary": (self.layer["vocab_size"], target.vocab_rows),
-            "inputs of fc": (self.tensors["fc.weight"].shape[1], len(ids) * target.hidden_size),
+            "hidden size": (config.target_hidden_size, target.hidden_size),
+            "vocabulary": (config.layers.vocab_size, target.vocab_rows),
+            "inputs of fc": (fc.shape[1], len(ids) * target.hidden_size),
         }
         for what, (own, other) in differs.items():
             if own != other:
@@ -172,18 +102,19 @@ class Eagle3Checkpoint:
         Raises:
             SourceError: `d2t` has not one entry for each of them, leads to tokens that the target lacks, or is missing.
         """
-        if "d2t" not in self.tensors and self.draft_vocab != target.vocab_rows:
+        count, offsets = self.config.draft_vocab, self.tensors.get("d2t")
+        if offsets is None:
+            if count != target.vocab_rows:
+                raise SourceError(
+                    f"{self.name} proposes {count:,} of {target.vocab_rows:,} tokens, and has no tensor d2t that names them",
+                    AGAIN,
+                )
+            return torch.arange(count)
+        listed = offsets.shape == (count,) and not offsets.is_floating_point()
+        ids = torch.arange(count) + (offsets.long() if listed else 0)
+        if not listed or (ids.diff() <= 0).any() or not 0 <= int(ids[0]) <= int(ids[-1]) < target.vocab_rows:
             raise SourceError(
-                f"{self.name} proposes {self.draft_vocab:,} of {target.vocab_rows:,} tokens, and has no tensor d2t that names them",
-                "download the checkpoint again",
-            )
-        offsets = self.tensors.get("d2t", torch.zeros(self.draft_vocab, dtype=torch.int64))
-        ids = torch.arange(len(offsets)) + offsets.long()
-        if len(ids) != self.draft_vocab or (ids.diff() <= 0).any() or not 0 <= int(ids[0]) <= int(ids[-1]) < target.vocab_rows:
-            raise SourceError(
-                f"d2t of {self.name} is not a list of {self.draft_vocab:,} tokens in ascending order below"
-                f" {target.vocab_rows:,}",
-                "download the checkpoint again",
+                f"d2t of {self.name} is not a list of {count:,} tokens in ascending order below {target.vocab_rows:,}", AGAIN
             )
         return ids
 
@@ -191,24 +122,29 @@ class Eagle3Checkpoint:
         """Return what the target's graph computes, and the head, in fp32.
 
         Raises:
-            SourceError: a tensor is missing or has another shape.
+            SourceError: a tensor is missing or has another shape, or the sizes contradict each other.
             UnsupportedModelError: a tensor is not known here, or the head was made for another target.
         """
-        ids = self.features_of(target)
+        ids, config = self.features_of(target), self.config
         tensors, tokens = dict(self.tensors), self.tokens(target)
-        for name in NOT_OURS:
+        for name in (*NOT_OURS, "d2t"):
             tensors.pop(name, None)
-        tensors.pop("d2t", None)
-        own = self.target_hidden_size == self.hidden_size
-        for name, rows in (("embed_tokens.weight", target.embedding), ("lm_head.weight", target.output_head[tokens])):
-            if name not in tensors:
-                if not own or (name == "lm_head.weight" and self.layer.get("tie_word_embeddings")):
-                    raise SourceError(f"{self.name} has no {name}, and the target's does not fit", OTHER_HEAD)
-                tensors[name] = rows
-        mixer = FeatureMixer(
-            ids, target.hidden_size, self.hidden_size, self.flags, self.layer.get("rms_norm_eps", 1e-6), "fc.bias" in tensors
-        )
-        head = Eagle3Head(self._decoder(), self.layer, self.flags, self.draft_vocab)
+        own = config.target_hidden_size == config.layers.hidden_size
+        lent = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.output_head}
+        for name in sorted(lent.keys() - tensors.keys()):
+            weight = lent[name]
+            if not own or weight is None or (name == "lm_head.weight" and config.tied):
+                raise SourceError(f"{self.name} has no {name}, and the target's does not fit", OTHER_HEAD)
+            tensors[name] = weight[tokens] if name == "lm_head.weight" else weight
+        try:
+            mixer = FeatureMixer(ids, target.hidden_size, config, "fc.bias" in tensors)
+            head = Eagle3Head(config.decoder(self.name), config)
+        except (MemoryError, OutriderError):
+            raise
+        except Exception as error:  # transformers raises errors of any type where sizes contradict each other
+            raise SourceError(
+                f"the configuration of {self.name} is impossible: {' '.join(str(error).split())[:300]}", AGAIN
+            ) from error
         places = {name: f"model.{name}" for name in tensors} | {"lm_head.weight": "lm_head.weight"}
         of_mixer = [name for name in tensors if name.startswith(("fc.", "fc_norm.", "input_norm."))]
         self._fill(mixer, {name: tensors[name] for name in of_mixer})
@@ -221,43 +157,15 @@ class Eagle3Checkpoint:
         wanted = module.state_dict()
         names = {name: name.removeprefix("model.") for name in {*wanted, *tensors}}
         if unknown := sorted(tensors.keys() - wanted.keys()):
-            raise _unknown(self.name, f"the tensor {names[unknown[0]]}")
+            raise not_known(self.name, f"the tensor {names[unknown[0]]}")
         for name, tensor in wanted.items():
             if name not in tensors:
-                raise SourceError(f"{self.name} has no tensor {names[name]}", "download the checkpoint again")
+                raise SourceError(f"{self.name} has no tensor {names[name]}", AGAIN)
             if tensors[name].shape != tensor.shape:
                 shapes = " and not ".join("x".join(map(str, each.shape)) for each in (tensors[name], tensor))
-                raise SourceError(f"{names[name]} of {self.name} has the shape {shapes}", "download the checkpoint again")
-        module.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+                raise SourceError(f"{names[name]} of {self.name} has the shape {shapes}", AGAIN)
+        module.load_state_dict({name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}, assign=True)
         module.requires_grad_(False).eval()
-
-    def _decoder(self) -> Qwen3Config:
-        """Return the configuration of a Qwen3 of the head's size."""
-        layer, heads = self.layer, self.layer["num_attention_heads"]
-        count = layer.get("num_hidden_layers", 1)
-        rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-        rope = {**rope, "rope_theta": layer.get("rope_theta") or rope.get("rope_theta") or THETA}
-        kind = rope.setdefault("rope_type", rope.pop("type", "default"))
-        if kind in LENGTH_DEPENDENT_ROPE:
-            raise _unknown(self.name, f"a rotary embedding scaled by the length of the text ({kind})")
-        types = layer.get("layer_types") or ["full_attention"] * count
-        return Qwen3Config(
-            **{key: layer[key] for key in SHAPES},
-            num_hidden_layers=count,
-            num_key_value_heads=layer.get("num_key_value_heads") or heads,
-            head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
-            rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-            hidden_act=layer.get("hidden_act", "silu"),
-            max_position_embeddings=layer.get("max_position_embeddings") or 2048,
-            attention_bias=bool(layer.get("attention_bias")),
-            rope_parameters=rope,
-            layer_types=types,
-            sliding_window=layer.get("sliding_window"),
-            use_sliding_window="sliding_attention" in types,
-            max_window_layers=0,
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-        )
 
 
 class FirstLayer(nn.Module):
@@ -288,15 +196,15 @@ class FirstLayer(nn.Module):
 class FeatureMixer(nn.Module):
     """What a head makes of the target's hidden states: norms and fc."""
 
-    def __init__(self, ids: list[int], width: int, hidden_size: int, flags: Mapping[str, bool], epsilon: float, bias: bool):
+    def __init__(self, ids: list[int], width: int, config: HeadConfig, bias: bool):
         super().__init__()
         self.ids = ids
-        self.hidden_size = hidden_size
-        if flags["norm_before_fc"]:
+        self.hidden_size, epsilon = config.layers.hidden_size, config.layers.rms_norm_eps
+        if config.flags.norm_before_fc:
             self.input_norm = Qwen3RMSNorm(len(ids) * width, epsilon)
-        if flags["fc_norm"]:
+        if config.flags.fc_norm:
             self.fc_norm = nn.ModuleList([Qwen3RMSNorm(width, epsilon) for _ in ids])
-        self.fc = nn.Linear(len(ids) * width, hidden_size, bias=bias)
+        self.fc = nn.Linear(len(ids) * width, self.hidden_size, bias=bias, device="meta")
 
     def forward(self, hidden: list[torch.Tensor]) -> torch.Tensor:
         """Return features [B, S, H] of hidden states, [B, S, Ht] for each of `ids`."""
@@ -312,17 +220,22 @@ class FeatureMixer(nn.Module):
 class Eagle3Head(Qwen3ForCausalLM):  # type: ignore[misc]  # transformers is untyped here
     """A head over features. It is a Qwen3; a Llama is one without the norms of queries and keys."""
 
-    def __init__(self, config: Qwen3Config, layer: Mapping[str, Any], flags: Mapping[str, bool], draft_vocab: int):
-        super().__init__(config)
+    def __init__(self, decoder: Qwen3Config, config: HeadConfig):
+        """Make a head without weights for its embedding and its output head, which are as large as the target's."""
+        layers, vocab_rows = config.layers, decoder.vocab_size
+        decoder.vocab_size = 1
+        super().__init__(decoder)
+        decoder.vocab_size = vocab_rows
         for each in self.model.layers:
-            if layer.get("model_type", "llama") == "llama":
+            if layers.model_type == "llama":
                 each.self_attn.q_norm, each.self_attn.k_norm = nn.Identity(), nn.Identity()
-            if layer.get("mlp_bias"):
-                sizes = {key: getattr(config, key) for key in ("hidden_size", "intermediate_size", "hidden_act")}
+            if layers.mlp_bias:
+                sizes = {key: getattr(decoder, key) for key in ("hidden_size", "intermediate_size", "hidden_act")}
                 each.mlp = LlamaMLP(LlamaConfig(**sizes, mlp_bias=True))
-        self.model.layers[0] = FirstLayer(self.model.layers[0], config, flags["norm_before_residual"])
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
-        self.norm_output = flags["norm_output"]
+        self.model.layers[0] = FirstLayer(self.model.layers[0], decoder, bool(config.flags.norm_before_residual))
+        self.model.embed_tokens = nn.Embedding(vocab_rows, decoder.hidden_size, device="meta")
+        self.lm_head = nn.Linear(decoder.hidden_size, config.draft_vocab, bias=False, device="meta")
+        self.norm_output = bool(config.flags.norm_output)
 
     def forward(
         self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any
@@ -355,34 +268,24 @@ OTHER_HEAD = "choose a head that was made for this target"
 
 
 def _load(source: Source) -> dict[str, torch.Tensor]:
-    path = next((found for name in FILES if (found := source.file(name)) is not None), None)
+    index = source.file(INDEX)
+    path = index or next((found for name in FILES if (found := source.file(name)) is not None), None)
     if path is None:
-        raise SourceError(f"{source.name} has no weights", f"a head has one of {' and '.join(FILES)}")
+        raise SourceError(f"{source.name} has no weights", f"a head has one of {', '.join((*FILES, INDEX))}")
     try:
+        if path == index:
+            names = sorted({*json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
+            return {key: tensor for name in names for key, tensor in load_file(str(source.file(name))).items()}
         if path.suffix == ".safetensors":
             return load_file(path)
         loaded: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        if not all(isinstance(each, torch.Tensor) for each in loaded.values()):
+            raise ValueError("it has more than tensors")
     except Exception as error:  # safetensors and torch raise errors of many types
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise SourceError(
-            f"cannot read {path.name} of {source.name}: {reason[:300]}", "download the checkpoint again"
-        ) from error
+        raise SourceError(f"cannot read {path.name} of {source.name}: {reason[:300]}", AGAIN) from error
     return loaded
 
 
 def _renamed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {LAYERS + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name: each for name, each in tensors.items()}
-
-
-def _refuse_unknown(config: Mapping[str, Any], known: set[str], name: str) -> None:
-    generic = PreTrainedConfig().to_dict()
-    for key, value in config.items():
-        if key not in known and key not in WITHOUT_EFFECT and key not in generic and value is not None:
-            raise _unknown(name, f"{key} = {json.dumps(value)[:80]}")
-
-
-def _unknown(name: str, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{name} has {what}, which outrider does not know in an EAGLE-3 head",
-        "to ignore it would cost acceptance; report it, with the name of the checkpoint",
-    )

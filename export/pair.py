@@ -86,7 +86,8 @@ def export_pair(
 
 
 def export(arguments: Arguments, progress: Progress) -> Manifest:
-    """Export what was asked for, one model in memory at a time; the folder is written completely or not at all.
+    """Export what was asked for, one model in memory at a time, with a draft head beside each; the folder is written completely
+    or not at all.
 
     Errors are those of `export_pair`.
     """
@@ -181,14 +182,12 @@ def _positions(model: PreTrainedModel) -> int | None:
 
 
 def _what_heads_take(name: str, model: PreTrainedModel, vocab_rows: int) -> Target:
-    """Return what a draft head takes from its target.
-
-    Raises:
-        UnsupportedModelError: its embeddings or its output head are more than a matrix.
-    """
-    config = model.config.get_text_config()
-    embedding, output_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return Target(name, config.num_hidden_layers, config.hidden_size, vocab_rows, embedding, output_head)
+    """Return what a draft head takes from its target."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    output_head = head.weight if getattr(head, "bias", None) is None else None
+    return Target(
+        name, config.num_hidden_layers, config.hidden_size, vocab_rows, model.get_input_embeddings().weight, output_head
+    )
 
 
 def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
@@ -197,7 +196,9 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
     mixer, is_head = feature_mixer(model), isinstance(model, Eagle3Head)
     width = model.config.hidden_size if is_head else None if mixer is None else mixer.hidden_size
     architecture = type(model).__name__
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # A head's embedding is most often lent, and a step of it reads one row of that.
+    lent = {id(parameter) for parameter in model.get_input_embeddings().parameters()} if is_head else set()
+    parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in lent)
     # A head's is often that of its training texts; rotary embeddings go on beyond it, at some loss of acceptance.
     positions, known = None if is_head else _positions(model), _known(model, job, rows)
     quantization, pieces, reference_perplexity = None, list[torch.Tensor](), 0.0
@@ -228,7 +229,7 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
     assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
     parity = compare(expected.logits[:, known.numpy()], actual[:, known.numpy()], job.precision)
     if expected.features is not None and written is not None:
-        compare(expected.features, written, job.precision)
+        compare(expected.features, written, job.precision, "features")
     if pieces and rounding is not None:
         progress.stage(f"reading held-out text with the {role}'s graph")
         served = Exported(path, layers, job.precision, as_served=True, features=width)

@@ -55,7 +55,8 @@ class Reference(NamedTuple):
 
     logits: Floats  # float32 [S, V]
     layers: list[tuple[int, int, int]]  # (key/value heads, key width, value width) of each
-    features: Floats | None  # float32 [S, H], of a target with a draft head
+    # float32 [S, H] of a target with a draft head; what a draft head makes for the next row, [1, H]
+    features: Floats | None
 
 
 def sample_features(width: int) -> torch.Tensor:
@@ -80,7 +81,8 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
         with torch.no_grad():
             if features is not None:
                 cache: Any = DynamicCache()
-                logits, _ = model(tokens, features.to(model.dtype), torch.arange(tokens.shape[1])[None], cache)
+                logits, made = model(tokens, features.to(model.dtype), torch.arange(tokens.shape[1])[None], cache)
+                mixed = made[0, -1:].float().numpy()
             else:
                 with entering(model, [] if mixer is None else mixer.ids) as hidden:
                     output = model(tokens, use_cache=True)
@@ -153,7 +155,7 @@ class Exported:
     def results(
         self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS, features: torch.Tensor | None = None
     ) -> tuple[Floats, Floats | None]:
-        """Return logits as `logits` does, and the features [S, H] that a target has written; None if it writes none."""
+        """Return logits as `logits` does, and the features that the model has written, as in `Reference`."""
         capacity = max(CAPACITY, tokens.shape[1])
         past = {c.past: np.zeros((1, c.heads, capacity, c.width), dtype=self._dtype) for c in self._caches}
         further = {}
@@ -174,8 +176,10 @@ class Exported:
             past = {c.past: array for c, array in zip(self._caches, present, strict=True)}
             logits.append(output[0])
             start += rows
-        written = past.get(PAST_FEATURES) if features is None else None
-        return np.concatenate(logits), None if written is None else written[0, 0, :start].astype(np.float32)
+        written = past.get(PAST_FEATURES)
+        if written is not None:
+            written = written[0, 0, :start] if features is None else written[0, 0, -1:]
+        return np.concatenate(logits), None if written is None else written.astype(np.float32)
 
 
 def heldout_tokens(tokenizer: TokenizerFiles, positions: int | None) -> list[torch.Tensor]:
@@ -241,8 +245,8 @@ def _in_fp32(path: Path) -> Path:
     return copy
 
 
-def compare(expected: Floats, actual: Floats, precision: str) -> Parity:
-    """Compare logits, float32 [S, V], and return the figures for the manifest.
+def compare(expected: Floats, actual: Floats, precision: str, what: str = "logits") -> Parity:
+    """Compare logits, float32 [S, V], or features, and return the figures for the manifest.
 
     Raises:
         ParityError: a logit differs by more than the tolerance, or is NaN. (So if the most likely token of a row differs, the
@@ -252,7 +256,7 @@ def compare(expected: Floats, actual: Floats, precision: str) -> Parity:
     difference = float(np.abs(expected - actual).max())
     if not difference <= tolerance:  # also true for NaN
         raise ParityError(
-            f"the exported graph does not match the checkpoint: logits differ by up to {difference:.3g}, and the tolerance is"
+            f"the exported graph does not match the checkpoint: {what} differ by up to {difference:.3g}, and the tolerance is"
             f" {tolerance:.3g}",
             "check the checkpoint for NaN and overflow (try --precision fp32), or report a bug with the name of the model",
         )

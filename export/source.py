@@ -104,8 +104,7 @@ class Source:
             SourceError: it has no configuration.
         """
         config = self.config()
-        architectures = " ".join(map(str, config.get("architectures") or ()))
-        named = config.get("speculators_model_type") == EAGLE3 or EAGLE3 in architectures.lower()
+        named = config.get("speculators_model_type") == EAGLE3 or EAGLE3 in str(config.get("architectures")).lower()
         return named or "eagle_config" in config or "draft_vocab_size" in config
 
     def read(self, what: str, loader: Any, **options: Any) -> Any:

@@ -249,7 +249,8 @@ def entering(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[list[torch.
         yield found
         return
     count = model.config.get_text_config().num_hidden_layers
-    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
+    decoder = model.get_decoder() or model  # a vision tower may have as many layers
+    lists = (each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
     layers = next(lists, None)
     if layers is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} layers that a draft head could read")

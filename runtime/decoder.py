@@ -73,7 +73,8 @@ class Decoder:
             EngineError: the backend failed; nothing was confirmed.
         """
         slots = [slot for request in requests if (slot := request.slot) is not None]
-        views = [self._view(request, slot, names) for request, slot in zip(requests, slots, strict=True)]
+        batched = len(requests) > 1
+        views = [self._view(request, slot, names, batched) for request, slot in zip(requests, slots, strict=True)]
         choice, counts = self._plan(policy, requests, slots, views, chunks)
         lanes, first = self._lanes(choice, requests, slots, views, counts)
         confidences: list[float] = []
@@ -94,10 +95,12 @@ class Decoder:
                 self._commit(choice, request, slot, result)
         return results
 
-    def _view(self, request: Request, slot: Slot, names: Sequence[str]) -> SequenceView:
+    def _view(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> SequenceView:
         offers, index, tokens = {}, slot.index, request.tokens
         for name in names:
             drafter = self.drafters[name]
+            if not drafter.can_draft(len(tokens), batched):
+                continue
             if name in self._on_device:
                 offers[name] = Offer(drafter.pending(index, tokens), None)
             elif (proposal := drafter.propose(index, tokens, self._k[-1])) is not None:
@@ -127,7 +130,7 @@ class Decoder:
         counts = []
         for request, slot, view in zip(requests, slots, views, strict=True):
             count, offer = min(limit, view.remaining - 1), view.offers.get(choice.drafter)
-            if offer is None or not self.drafters[choice.drafter].can_draft(view.length, batched=len(requests) > 1):
+            if offer is None:
                 count = 0
             elif offer.proposal is not None:
                 count = min(count, len(offer.proposal.tokens))

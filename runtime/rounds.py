@@ -128,6 +128,10 @@ class Rounds:
                 steps = self.launches.steps(shape)
                 continue
             assert status is not None
+            drafter = self.launches.on_device(shape)
+            if drafter is not None and drafter.overwritten and row != VERIFIER and not self.device.synchronous:
+                for step in [step for step in steps[1 : pause.at] if step.status is None]:
+                    step.launch()
             for index in [index for index in active if status[index] not in (DECIDED, MORE_CANDIDATES)]:
                 active.remove(index)  # the others go on
                 failed[index] = not_finite()

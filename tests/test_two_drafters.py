@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from outrider.audit import audit as audit_module
+from outrider.audit.prompts import PROMPTS
 from outrider.bench.results import read
 from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.reference import Fault
 from outrider.tests.serve.server import fetch, serving
 from outrider.tests.support import run
 
@@ -76,7 +79,7 @@ def test_bench_and_plan_show_them_side_by_side(bundle: Path, tmp_path: Path) -> 
     assert len(results.drafts) == 2
     assert all(each.same_text == each.prompts for each in results.summaries)
     planned = json.loads(run("plan", bundle, "--bench", tmp_path / "report" / "bench.json", "--json").stdout)
-    assert planned["measured"]["support"].keys() == {"head", "model"}
+    assert planned["measured"]["support"].keys() == {"none", "head", "model"}
     assert {each["drafter"] for each in planned["predictions"] if each["k"]} == {"head", "model"}
 
 
@@ -91,12 +94,22 @@ def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
     assert metrics['outrider_spec_decode_num_accepted_tokens_total{drafter="head"}'] > 3
 
 
-def test_it_passes_the_audit(bundle: Path) -> None:
-    """Greedy, sampled, batched, with every wrong sampler detected over the head's proposals."""
-    done = run("verify", bundle, "--draws", "100", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["passed"]
-    assert report["greedy"]["compared"] == 10 * 6  # two of each on the device, n-grams, and all at random
-    assert {control["sampled"]["k"] for control in report["controls"] if control["fault"]} >= {4, "ngram"}
-    assert report["counters"]["accepted"] > 1000
+def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In short: two settings and few draws, which show all wrong samplers over the head's proposals but the subtlest one."""
+    monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED, audit_module.SAMPLED[-1]))
+    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
+    report = audit_module.audit(both, draws=150)
+    verdicts = report.as_dict()["verdicts"]
+    assert {name for name, passed in verdicts.items() if not passed} <= {"controls"}
+    detected = {control.fault for control in report.controls if control.detected}
+    assert {fault.value for fault in Fault} - detected <= {Fault.RESIDUAL_NOT_SUBTRACTED.value}
+    assert None not in detected
+    assert report.counters.accepted > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["random", "trained"])
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_it_passes_the_whole_audit(head_bundles: Callable[..., Path], precision: str, head: str) -> None:
+    done = run("verify", head_bundles(precision, head, capacity=512, batch=2, k=[1, 4]))
+    assert done.returncode == 0, done.stdout

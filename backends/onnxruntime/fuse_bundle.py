@@ -10,7 +10,7 @@ import msgspec
 
 from outrider.backends.comparison import check_same
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines, optimize
-from outrider.bundle.manifest import WEIGHTS, Build, Manifest, model_file
+from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, Build, Manifest, model_file
 from outrider.engines.device import Cpu
 from outrider.errors import OutriderWarning
 from outrider.progress import Progress
@@ -35,7 +35,7 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
     except ImportError as error:
         _warn(f"the graphs stay as exported, which is slower: {error}; pip install 'outrider[build]' fuses them")
         return {}
-    from outrider.backends.rewriting.sharing import keep_own_weights, share_weights
+    from outrider.backends.rewriting.sharing import keep_own_weights, share_with_target
 
     counts = {}
     for role in manifest.roles:
@@ -49,11 +49,11 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
         finally:
             shutil.rmtree(folder / "fused", ignore_errors=True)
             shutil.rmtree(folder / "final", ignore_errors=True)
-    if "head" in manifest.roles and counts:
-        graph, other = (folder / model_file(role) for role in ("head", "target"))
-        if "head" not in counts:  # it uses weights of the target as exported
-            keep_own_weights(source / model_file("head"), graph)
-        share_weights(graph, other)
+    if counts.get("target"):
+        for role in {*READS_FEATURES} & {*manifest.roles}:
+            if not counts.get(role):  # as exported, it uses weights of the target as exported, whose file is gone
+                keep_own_weights(source / model_file(role), folder / model_file(role))
+    share_with_target(folder, manifest)
     return counts
 
 

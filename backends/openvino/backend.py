@@ -29,7 +29,7 @@ class OpenVinoBackend(Backend):
         build = spec.result(self, package_version(), spec.device or DEVICES[0])
         try:
             from outrider.backends.openvino.rewrite import NotExpressible, rewrite
-            from outrider.backends.rewriting.sharing import share_weights
+            from outrider.backends.rewriting.sharing import share_with_target
         except ImportError as error:
             raise EngineError(f"cannot rewrite the graphs: {error}", "pip install 'outrider[openvino,build]'") from error
         entries, manifest = spec.manifest.files, spec.manifest
@@ -49,8 +49,7 @@ class OpenVinoBackend(Backend):
             except Exception as error:  # a rewrite may raise anything when it meets a graph of a new kind
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise EngineError(f"the {role} cannot be rewritten for {self.name}: {reason}", OTHERWISE) from error
-        if "head" in manifest.roles:
-            share_weights(folder / model_file("head"), folder / model_file("target"))
+        share_with_target(folder, manifest)
         build = msgspec.structs.replace(build, rewrites=rewrites)
         if build.device == "cpu":
             from outrider.backends.comparison import check_same

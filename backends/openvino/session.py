@@ -61,8 +61,8 @@ class PagedSession(Session):
         """
         device = Cpu()
         tensors = cache_tensors(sizes.layers)
-        kind = compiled.input(tensors[0].past).get_element_type().to_string()
-        dtype = next(name for name, each in DTYPES.items() if each.openvino == kind)
+        self._type = compiled.input(tensors[0].past).get_element_type()  # NumPy has no bfloat16
+        dtype = next(name for name, each in DTYPES.items() if each.openvino == self._type.to_string())
         block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
         self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for a row that only keeps company
         self._block = block
@@ -78,8 +78,7 @@ class PagedSession(Session):
             if sizes.features is not None:
                 self._features = np.zeros((sizes.batch, sizes.capacity, sizes.features), DTYPES[dtype].numpy)
             for name, array in self._cache.items():
-                whole = ov.Tensor(array, ov.Shape(array.shape), compiled.input(name).get_element_type())
-                self._request.set_tensor(name, whole)
+                self._request.set_tensor(name, self._typed(array))
 
     def pack(self) -> None:
         """Run a pass of one row, in which kernels copy all weights into their own order, and clear what it wrote.
@@ -99,7 +98,8 @@ class PagedSession(Session):
 
     def set_features(self, features: Floats) -> None:
         assert self._features is not None
-        self._features[:] = features
+        kind = next(each for each in DTYPES.values() if each.openvino == self._type.to_string())
+        self._features[:, : features.shape[1]] = kind.encode(features)
 
     def bind(
         self,
@@ -161,7 +161,7 @@ class PagedSession(Session):
         total, width = max(sequences * rows, FEWEST), kept.shape[2]
         made = np.empty((total, 1, 1, width), kept.dtype)
         by_row = made[: sequences * rows].reshape(sequences, rows, width)
-        tensors[NEW_FEATURES] = _tensor(made)
+        tensors[NEW_FEATURES] = self._typed(made)
 
         if to is None:
 
@@ -170,7 +170,7 @@ class PagedSession(Session):
 
             return nothing, keep
         read, places = np.zeros((total, 1, width), kept.dtype), to.view()
-        tensors[READ_FEATURES] = _tensor(read)
+        tensors[READ_FEATURES] = self._typed(read)
 
         def bring() -> None:
             read[: sequences * rows, 0] = kept[slots[:, None], starts[:, None] + counts].reshape(-1, width)
@@ -179,6 +179,10 @@ class PagedSession(Session):
             kept[slots, places] = by_row[:, -1]
 
         return bring, keep_last
+
+    def _typed(self, array: npt.NDArray[Any]) -> Any:
+        """Return an array as a tensor of the cache's type over the same memory."""
+        return ov.Tensor(array, ov.Shape(array.shape), self._type)
 
     def _inputs(
         self, sequences: int, rows: int, starts: npt.NDArray[np.int64], first: int

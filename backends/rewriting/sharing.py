@@ -11,10 +11,17 @@ import numpy as np
 import onnx
 from onnx.external_data_helper import ExternalDataInfo
 
-from outrider.bundle.manifest import WEIGHTS
+from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, Manifest, model_file
 
 SMALLEST = 1 << 16  # bytes; to share less is not worth a look
 ALIGNMENT = 4096  # of large weights in a file, so that they can be mapped into memory
+
+
+def share_with_target(folder: Path, manifest: Manifest) -> None:
+    """Make the models of a folder that read the target's features use its weights, too, where they have the same."""
+    for role in READS_FEATURES:
+        if role in manifest.roles:
+            share_weights(folder / model_file(role), folder / model_file("target"))
 
 
 def share_weights(graph: Path, other: Path) -> None:

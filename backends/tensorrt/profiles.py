@@ -14,6 +14,7 @@ from outrider.engines.contract import (
     KEY_POSITIONS,
     POSITIONS,
     sampler_tensors,
+    step_rows,
     window_buckets,
 )
 
@@ -36,7 +37,7 @@ def step_profiles(
     Two rows are a draft's first step. The target gets them, too, since a prompt's last chunk may have two rows.
     """
     windows = window_buckets(capacity)
-    rows = [(1, max_prompt_chunk), *((n, n) for n in sorted({1, 2, *(each + 1 for each in k)}))]
+    rows = [(1, max_prompt_chunk), *((n, n) for n in step_rows(k))]
     return [
         {
             INPUT_IDS: ([1, low], [batch, high], [batch, high]),

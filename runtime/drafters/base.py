@@ -102,6 +102,11 @@ class Drafter(ABC):
         """Note that a round drafted `drafted` after the confirmed `tokens`; which were accepted is not known yet."""
 
     @classmethod
+    def unread(cls, tokens: int, k: Sequence[int]) -> int:
+        """Return what is pending of a prompt of so many tokens, of which nothing was processed; k are the built ones."""
+        return 0
+
+    @classmethod
     def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool) -> float:
         """Return the milliseconds that drafting so many tokens takes, up to position `end`."""
         return 0.0
@@ -123,6 +128,8 @@ class DeviceDrafter(Drafter):
     It can draft in every round, so its acceptance is estimated for each request, where a host drafter's is estimated by
     the evidence of its proposals.
     """
+
+    overwritten: ClassVar[bool] = False  # whether the target's pass writes over what draft steps read of one another
 
     def context_rows(self, lanes: Sequence[Lane], first: int) -> int:
         """Return how many confirmed tokens the first draft step reads in a round of the slots from `first` on; part of the

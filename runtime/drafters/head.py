@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.runtime.drafters.step import SAMPLERS, StepDrafter
+from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
+from outrider.engines.device import Buffer, Layout
+from outrider.runtime.buffers import Lane, Shape
+from outrider.runtime.drafters.step import StepDrafter
 
 if TYPE_CHECKING:
     from outrider.runtime.costs import Costs
@@ -22,15 +25,31 @@ class HeadDrafter(StepDrafter):
     label = "draft head"
     prior = 0.7
     role = "head"
-    engines = (role, *SAMPLERS)
+    engines = (role, *DRAFT_SAMPLERS)
     shift = 1
+    overwritten = True
 
     @classmethod
     def contexts(cls, k: Sequence[int]) -> list[int]:
-        return sorted({1, 2, *(each + 1 for each in k)})
+        return step_rows(k)
 
     def _kept(self, drafted: list[int]) -> list[int]:
         return []
+
+    def layout(self, batch: int, max_k: int) -> Layout:
+        next_features = {self._tensor("next feature", row): ((batch,), "int64") for row in range(max_k)}
+        return {**super().layout(batch, max_k), **next_features}
+
+    def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:
+        super().fill(lanes, shape)
+        host = self._launches.inputs.host
+        for step in range(shape.drafted):
+            places = host[self._tensor("next feature", step)]
+            for index, lane in enumerate(lanes):
+                places[index] = len(lane.tokens) - self.shift + step if lane.k else self._session.spare_feature
+
+    def _feature_positions(self, row: int, shape: Shape) -> Buffer:
+        return self._launches.inputs.device[self._tensor("next feature", row)].part(0, shape.batch)
 
     @classmethod
     def upkeep(cls, costs: Costs, end: int) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.runtime.buffers import Lane
-from outrider.runtime.drafters.step import SAMPLERS, StepDrafter
+from outrider.runtime.drafters.step import StepDrafter
 
 if TYPE_CHECKING:
     from outrider.runtime.costs import Costs
@@ -25,7 +26,7 @@ class ModelDrafter(StepDrafter):
     label = "draft model"
     prior = 0.6
     role = "draft"
-    engines = (role, *SAMPLERS)
+    engines = (role, *DRAFT_SAMPLERS)
 
     @classmethod
     def contexts(cls, k: Sequence[int]) -> list[int]:

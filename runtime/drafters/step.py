@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from outrider.engines.arrays import Floats, Int64s
+from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.engines.device import Buffer, Launch, Layout
 from outrider.runtime.buffers import Lane, Shape, Step
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
     from outrider.runtime.costs import Costs
     from outrider.runtime.launches import Launches
-
-SAMPLERS = ("drafter", "greedy_drafter")  # by whether the round is greedy
 
 
 def top_probability(logits: Floats, scratch: Floats) -> float:
@@ -120,13 +119,18 @@ class StepDrafter(DeviceDrafter):
     # Costs
 
     @classmethod
+    def unread(cls, tokens: int, k: Sequence[int]) -> int:
+        entries = tokens - cls.shift
+        return max(entries - max((rows for rows in cls.contexts(k) if rows <= entries), default=0), 0)
+
+    @classmethod
     def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool) -> float:
         if not drafted:
             return 0.0
         contexts = cls.contexts(costs.k)
         context = next((rows for rows in contexts if rows > drafted), contexts[-1])  # all drafted ones may have been accepted
         steps = costs.step(cls.role, context, end) + (drafted - 1) * costs.step(cls.role, 1, end)
-        return steps + drafted * costs.sampler(SAMPLERS[greedy], 1)
+        return steps + drafted * costs.sampler(DRAFT_SAMPLERS[greedy], 1)
 
     @classmethod
     def catch_up_cost(cls, costs: Costs, tokens: int, end: int) -> float:
@@ -142,8 +146,7 @@ class StepDrafter(DeviceDrafter):
     def layout(self, batch: int, max_k: int) -> Layout:
         layout: dict[str, tuple[tuple[int, ...], str]] = {self._tensor("ids"): ((batch * self._contexts[-1],), "int64")}
         for row in range(max_k):
-            for name in ("position", "next"):
-                layout[self._tensor(name, row)] = ((batch,), "int64")
+            layout[self._tensor("position", row)] = ((batch,), "int64")
             layout[self._tensor("uniforms", row)] = ((batch, 2), "float32")
             layout[self._tensor("first_row", row)] = ((1,), "int64")
         return layout
@@ -157,7 +160,6 @@ class StepDrafter(DeviceDrafter):
         host, device, rows = launches.inputs.host, launches.device, range(launches.max_k)
         self._ids = host[self._tensor("ids")]
         self._positions: list[Int64s] = [host[self._tensor("position", row)] for row in rows]
-        self._next: list[Int64s] = [host[self._tensor("next", row)] for row in rows]
         self._uniforms = [host[self._tensor("uniforms", row)] for row in rows]
         for row in rows:
             host[self._tensor("first_row", row)][0] = row
@@ -190,7 +192,6 @@ class StepDrafter(DeviceDrafter):
             after = start + context
             for step in range(drafted):
                 self._positions[step][index] = after + step - 1 if step else start
-                self._next[step][index] = after + step if lane.k else self._session.spare_feature
 
     def steps(self, shape: Shape) -> list[Step]:
         steps = []
@@ -207,12 +208,15 @@ class StepDrafter(DeviceDrafter):
             launches, session = self._launches, self._session
             inputs = launches.inputs.device
             ids = launches.token(row - 1, shape)[0] if row else inputs[self._tensor("ids")].part(0, shape.batch, rows)
-            positions, features = (inputs[self._tensor(name, row)].part(0, shape.batch) for name in ("position", "next"))
+            positions = inputs[self._tensor("position", row)].part(0, shape.batch)
             logits = self._logits[row].part(0, shape.batch, 1 if session.skips_logits else rows, session.vocab_rows)
-            reads = features if session.reads_features else None
-            return session.bind(ids, positions, logits, shape.window, shape.first, reads)
+            return session.bind(ids, positions, logits, shape.window, shape.first, self._feature_positions(row, shape))
 
         return self._launches.cached((self.name, "step", row, rows, shape.window, shape.first, shape.batch), make)
+
+    def _feature_positions(self, row: int, shape: Shape) -> Buffer | None:
+        """Return where a step writes the feature that the next one reads, if it does."""
+        return None
 
     def _last_logits(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
         """The logits [B, 1, V] that a token is drawn from, and the launches that bring them there."""
@@ -253,7 +257,7 @@ class StepDrafter(DeviceDrafter):
                     "uniforms": launches.inputs.device[self._tensor("uniforms", row)].part(0, shape.batch, 2),
                     "q": q,
                 }
-            return launches.sequence([*before, launches.sampler(SAMPLERS[shape.greedy], tensors, shape), *after])
+            return launches.sequence([*before, launches.sampler(DRAFT_SAMPLERS[shape.greedy], tensors, shape), *after])
 
         key = (self.name, "sampler", row, rows, shape.batch, shape.greedy, shape.edits, shape.candidates)
         return launches.cached(key, make)

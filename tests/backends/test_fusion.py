@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cohere2Config
 
+from outrider.backends.comparison import check_same
+from outrider.backends.onnxruntime import fuse_bundle as fusing
 from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 from outrider.backends.onnxruntime.fusion.attention import GroupQueryAttention
 from outrider.backends.onnxruntime.fusion.fuse import fuse
@@ -362,3 +364,20 @@ def test_a_graph_that_cannot_be_rewritten_stays_as_exported(
     assert any("the target stays as exported, which is slower: 'a node" in str(each.message) for each in caught)
     assert made_of(bundle).rewrites == {}
     assert {each.name for each in bundle.iterdir()} >= {"target", "draft", "sampler"}
+
+
+def test_a_head_that_stays_as_exported_keeps_its_weights(
+    head_exports: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it has in common with the target are in the target's file, which is replaced."""
+    fuse_one = fusing._fuse
+
+    def without_the_head(*arguments: Any) -> dict[str, int]:
+        return {} if arguments[4] == "head" else fuse_one(*arguments)
+
+    monkeypatch.setattr(fusing, "_fuse", without_the_head)
+    bundle = build(head_exports("fp32", "trained"), tmp_path / "bundle")
+    manifest = read_manifest(bundle)
+    assert manifest.build is not None
+    assert manifest.build.rewrites["head"] == {}
+    check_same(head_exports("fp32", "trained"), open_engines(bundle, *open_bundle(bundle)), "head")

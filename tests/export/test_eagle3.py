@@ -106,16 +106,19 @@ def test_a_head_computes_what_speculators_does(name: str, fixtures: dict[str, np
     _differences[name] = max(differences)
 
 
+IN_CI = ("speculators-residual-before-fc-output", "speculators-two-layers-mixed", "safeailab", "modelopt")
+
+
 @pytest.mark.parametrize(
-    "name", ["speculators-residual-before-fc-output", "speculators-two-layers-mixed", "safeailab", "modelopt"]
+    "name", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.slow) for each in weights.CASES]
 )
 def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
     name: str, fixtures: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    """Rounds as the runtime runs them, on one cache: the context of each round replaces what draft steps wrote."""
+    """Rounds as the runtime runs them: the context of each round replaces what the draft steps before it wrote."""
     mixer, head = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path / "head", name)))).build(target(name))
-    width = weights.HIDDEN
-    layers = [(weights.KV_HEADS, 8, 8)] * weights.CASES[name].layers
+    width, case = weights.HIDDEN, weights.CASES[name]
+    layers = [(weights.KV_HEADS, case.head_dim, case.head_dim)] * case.layers
     path = tmp_path / "head.onnx"
     trace(head, layers, features=width, is_head=True).save(path, external_data=True)
     inputs, outputs = step_tensors(layers, weights.VOCAB, "fp32", width, reads_features=True)
@@ -126,32 +129,39 @@ def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
     with torch.no_grad():
         features = mixer([*torch.from_numpy(hidden)[None].chunk(len(mixer.ids), -1)])[0].numpy()
     known = weights.target_ids(name)
-    ids, position, to = (device.zeros(shape, "int64", "a step") for shape in ((1, 1), (1,), (1,)))
+    position, to = (device.zeros((1,), "int64", "a step") for _ in range(2))
 
-    def draft_step(rows: list[int], at: int) -> np.ndarray:
-        """The logits of the last of these rows, which writes the feature of the next one."""
+    def written() -> np.ndarray:
+        return session.cache()["past_features"][:, 0, :CAPACITY].copy()
+
+    def draft_step(rows: list[int], at: int) -> tuple[np.ndarray, np.ndarray]:
+        """The logits of the last of these rows, and the feature of the next one, which it writes."""
         given = device.zeros((1, len(rows)), "int64", "a step")
         logits = device.zeros((1, len(rows), weights.VOCAB), "float32", "a step")
         given.view()[:], position.view()[:], to.view()[:] = rows, at, at + len(rows)
         session.bind(given, position, logits, session.window(len(rows), at, at), 0, to)()
-        last: np.ndarray = logits.view()[0, -1, known].copy()
-        return last
+        return logits.view()[0, -1, known].copy(), written()[0, at + len(rows)]
 
-    del ids
-    all_features = np.zeros((1, CAPACITY, width), np.float32)
-    confirmed = 0
-    for prefix, length in enumerate(weights.PREFIXES):  # each confirms one token more than the one before it
-        kept = session.cache()["past_features"][:, 0, :CAPACITY].copy() if confirmed else all_features
-        kept[0, :length] = features[:length]  # the target's pass
-        session.set_features(kept)
-        before = max(length - 1 - (prefix + 1), 0) if prefix else 0  # contexts of 2, 3, ... rows
-        rows = tokens[1 + before : length + 1].tolist()
-        logits, at = draft_step(rows, before), length
-        np.testing.assert_allclose(logits, fixtures[f"{name}/logits"][length - 1], atol=TOLERANCE)
-        for step, token in enumerate(fixtures[f"{name}/chain_tokens"][prefix]):
-            logits = draft_step([int(token)], at + step)
-            np.testing.assert_allclose(logits, fixtures[f"{name}/chain_logits"][prefix, step], atol=TOLERANCE)
-        confirmed = length
+    def same(got: tuple[np.ndarray, np.ndarray], logits: np.ndarray, feature: np.ndarray) -> None:
+        np.testing.assert_allclose(got[0], logits, atol=TOLERANCE)
+        np.testing.assert_allclose(got[1], feature, atol=TOLERANCE)
+
+    first, last = weights.PREFIXES[0], weights.PREFIXES[-1]
+    for accepted in range(last - first):  # in each round; it emits one token more
+        session.set_features(np.zeros((1, CAPACITY, width), np.float32))
+        before = 0
+        for length in range(first, last + 1, accepted + 1):
+            kept = written()
+            kept[0, :length] = features[:length]  # the target's pass
+            session.set_features(kept)
+            results = {kind: fixtures[f"{name}/{kind}"] for kind in ("logits", "hidden", "chain_logits", "chain_hidden")}
+            got = draft_step(tokens[before + 1 : length + 1].tolist(), before)
+            same(got, results["logits"][length - 1], results["hidden"][length - 1])
+            prefix = length - first
+            for step, token in enumerate(fixtures[f"{name}/chain_tokens"][prefix]):
+                got = draft_step([int(token)], length + step)
+                same(got, results["chain_logits"][prefix, step], results["chain_hidden"][prefix, step])
+            before = length
 
 
 @pytest.mark.parametrize(
@@ -254,12 +264,24 @@ def outside(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         ("speculators-fc-norm", without("fc_norm.1.weight"), "has no tensor fc_norm.1.weight"),
         ("safeailab", without("midlayer.hidden_norm.weight"), "has no tensor layers.0.hidden_norm.weight"),
         ("safeailab", with_tensor("norm.weight", 31), "norm.weight of head has the shape 31 and not 32"),
-        ("safeailab", without("hidden_size"), "has no hidden_size"),
+        ("safeailab", without("hidden_size"), "missing required field `hidden_size`"),
         ("safeailab", with_tensor("d2t", 39), "d2t of head is not a list of 40 tokens"),
         ("safeailab", outside, "d2t of head is not a list of 40 tokens in ascending order below 96"),
         ("safeailab", without("d2t"), "head proposes 40 of 96 tokens, and has no tensor d2t that names them"),
-        ("safeailab", without("fc.weight"), "head has no tensor fc.weight"),
-        ("safeailab", with_key("num_hidden_layers", 0), "head has no decoder layers"),
+        ("safeailab", without("fc.weight"), "head has no matrix fc.weight"),
+        ("safeailab", with_tensor("fc.weight", 32), "head has no matrix fc.weight"),
+        ("safeailab", with_tensor("d2t", 40, 1), "d2t of head is not a list of 40 tokens"),
+        ("safeailab", with_tensor("d2t", 40), "d2t of head is not a list of 40 tokens"),  # of floats
+        ("safeailab", with_key("hidden_size", "32"), "Expected `int`, got `str` - at `$.hidden_size`"),
+        ("safeailab", with_key("num_attention_heads", 3), "q_proj.weight of head has the shape"),
+        ("safeailab", with_key("hidden_act", "bogus"), "the configuration of head is impossible: "),
+        ("safeailab", with_key("fc_norm", "false"), "Expected `bool | null`, got `str` - at `$.fc_norm`"),
+        ("safeailab", with_key("eagle_config", []), "Expected `object | null`, got `array` - at `$.eagle_config`"),
+        ("modelopt", with_eagle("eagle_aux_hidden_state_layer_ids", 5), "Expected `array | null`, got `int`"),
+        ("speculators", with_key("transformer_layer_config", None), "missing required field `hidden_size`"),
+        ("speculators", with_key("speculators_model_type", "peagle"), "speculators_model_type = 'peagle', which"),
+        ("safeailab", with_key("rope_scaling", {"rope_type": "linear", "scale": 2}), "the key scale of a rotary"),
+        ("safeailab", with_key("num_hidden_layers", 0), "Expected `int` >= 1 - at `$.num_hidden_layers`"),
         ("specforge-fc-norm", with_key("norm_before_fc", True), "has both fc_norm and norm_before_fc"),
         (
             "safeailab-target-hidden",

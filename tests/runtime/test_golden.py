@@ -37,7 +37,9 @@ CHUNK = 16
 PRECISIONS = ("int4", "int8", "fp16")
 OPENVINO = ("openvino fp32", "openvino int4", "openvino int8", "openvino fp16", "openvino bf16")
 HEADS = tuple(  # beside the draft model
-    f"{head} head {kind}" for head in ("random", "trained") for kind in ("fp32", "int4", "openvino fp32", "openvino int4")
+    f"{head} head {kind}"
+    for head in ("random", "trained")
+    for kind in ("fp32", "int4", "openvino fp32", "openvino int4", "openvino bf16")
 )
 SLOW = set(HEADS) - {"trained head fp32", "random head openvino int4"}
 DRAFTS = ("trained", "self", "random", *PRECISIONS, *OPENVINO, *HEADS)  # most are trained

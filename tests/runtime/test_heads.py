@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.generation import Outrider
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.policy import FixedPolicy
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.scheduler import Scheduler
+from outrider.tests.deferred import deferred
 from outrider.tests.support import PAIR, random_head
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
@@ -112,20 +115,39 @@ def test_its_proposals_are_those_of_eager_transformers(
 def test_after_plain_rounds_and_those_of_other_drafters(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
     outrider, recorder = recorded
     outrider.policy = RandomPolicy(outrider.adaptive_policy())
-    for seed in range(4):
-        params = SamplingParams(max_new_tokens=60, temperature=1.0, seed=seed, rule="exact-match")
-        list(outrider.generate(PROMPT, params))
-        recorder.proposed.clear()
+    for seed in range(6):
+        list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=100, temperature=0.5, seed=seed, repetition_penalty=1.1)))
+    greedy = len(recorder.proposed)
     list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=100)))
-    check(reference, recorder.proposed, 5)
+    check(reference, recorder.proposed[greedy:], 5)
 
 
 def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
-    """The prompts differ in their last words, and the first one's answer is in the slot."""
+    """The prompts differ in their last words or are each other's beginnings, and earlier answers are in the slots."""
     outrider, recorder = recorded
-    for prompt in (PROMPT, PROMPT.replace("San Jose", "Oakland"), PROMPT, PROMPT[: len(PROMPT) // 2]):
-        list(outrider.generate(prompt, SamplingParams(max_new_tokens=30), k=4, drafter="head"))
-    check(reference, recorder.proposed, 12)
+    scheduler = Scheduler(outrider, policy=FixedPolicy("head", 4))
+    long = 4 * PROMPT
+    prompts = [long, long + " What", 3 * PROMPT + " Where", long, long[:-30]]
+    for at, prompt in enumerate(prompts):
+        request = scheduler.submit(outrider.text.encode(prompt, chat=False), SamplingParams(max_new_tokens=30))
+        while scheduler.busy:
+            scheduler.step()
+        assert (request.stats.cached_tokens > 40) == (at > 0)
+    check(reference, recorder.proposed, 15)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "exact-match"])
+def test_on_a_device_that_runs_ahead(head_bundles: Callable[..., Path], rule: Any) -> None:
+    """Where a sampler needs more candidates, the target has already written over what the head's steps had left."""
+    bundle = head_bundles("fp32", "trained", backend="onnxruntime", capacity=512, batch=4)
+    params = SamplingParams(max_new_tokens=60, temperature=2.0, top_p=0.999, seed=3, rule=rule)
+    proposed = []
+    for outrider in (Outrider.load(bundle), deferred(bundle), deferred(bundle, max_candidates=256)):
+        recorder = Recorder()
+        list(outrider.observed(recorder).generate(PROMPT, params, k=4, drafter="head"))
+        proposed.append(recorder.proposed)
+    assert len(proposed[0]) > 10
+    assert proposed[0] == proposed[1] == proposed[2]
 
 
 def test_in_batches_whose_requests_come_and_go(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
