@@ -99,7 +99,7 @@ def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED, audit_module.SAMPLED[-1]))
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
     report = audit_module.audit(both, draws=150)
-    verdicts = report.verdicts
+    verdicts = report.verdicts()
     assert {name for name, passed in verdicts.items() if not passed} <= {"controls"}
     detected = {control.fault for control in report.controls if control.detected}
     assert {fault.value for fault in Fault} - detected <= {Fault.RESIDUAL_NOT_SUBTRACTED.value}
