@@ -69,7 +69,7 @@ class Deployed(Served):
         self.cluster = cluster
 
     def deploy(self, bundle: Path, *options: str) -> None:
-        command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(self.port), "--drain", "10", *options]
+        command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(self.port), "--drain", "60", *options]
         done = subprocess.run(
             command, env={**os.environ, "RAY_ADDRESS": self.cluster.address}, capture_output=True, text=True, timeout=600
         )
