@@ -26,9 +26,10 @@ from outrider.audit.controls import RandomPolicy, ReferenceWatch, Watch
 from outrider.audit.prompts import PROMPTS, REPEATING
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Sampled
 from outrider.audit.statistics import Comparison, compare
-from outrider.audit.texts import LENGTH, Mode, compare_batched, compare_greedy, count_sampled, on_device
+from outrider.audit.texts import LENGTH, Mode, compare_batched, compare_greedy, count_sampled
 from outrider.errors import EngineError
 from outrider.progress import SILENT, Progress
+from outrider.runtime import drafters
 from outrider.runtime.choice import AUTO
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -73,17 +74,16 @@ class Plan(NamedTuple):
 def plans(outrider: Outrider) -> list[Plan]:
     """Return what is drawn: every k of the first drafter and all drafters at random at each setting; the default k of each
     other one that drafts on the device; and the largest k of each one that proposes on the host, at one setting."""
-    k, first = outrider.build.k, outrider.drafters[0]
-    drafts_on_device = on_device(outrider, first)
+    k, first, on_device = outrider.build.k, outrider.drafters[0], drafters.on_device(outrider.drafters)
     usual = [*(Mode(each, first) for each in k), Mode(AUTO, None)]
     control = Mode(outrider.default_k, first)
     planned = [
-        Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and drafts_on_device else ())
+        Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and first in on_device else ())
         for setting in SAMPLED
     ]
     for name in outrider.drafters:
-        mode = Mode(outrider.default_k if on_device(outrider, name) else k[-1], name)
-        if not on_device(outrider, name):
+        mode = Mode(outrider.default_k if name in on_device else k[-1], name)
+        if name not in on_device:
             planned.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
         elif name != first:
             planned += [Plan(*setting, [mode], mode, ()) for setting in SAMPLED]

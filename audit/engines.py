@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.backends.base import Engines
+from outrider.backends.base import Engines, required_rows
 from outrider.backends.comparison import alike, give_features, written_features
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import model_file
@@ -73,7 +73,6 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
             )
     check_files(export, manifest, progress)
     engines, reference, unrounded = alike(engines, export, manifest)
-    verified = [k + 1 for k in build.k]
     for role in engines.manifest.roles:
         progress.stage(f"comparing the {role}")
         precision = PRECISIONS[engines.manifest.models[role].precision]
@@ -81,7 +80,7 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
         sessions = engines.session(role, batch=1), reference.session(role, batch=1)
         for session in sessions:
             give_features(session, engines.manifest.models[role].features)
-        for rows in sorted({1, 2, *verified, build.max_prompt_chunk}):
+        for rows in sorted({*required_rows(role, build), build.max_prompt_chunk}):
             yield _step(role, rows, tolerance, *sessions)
         precisions = (each.models[role].precision for each in (engines.manifest, manifest))
         got, want = (written_features(*each) for each in zip(sessions, precisions, strict=True))
@@ -91,7 +90,7 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     for name in engines.manifest.samplers:
         progress.stage(f"comparing the {name}")
         samplers = engines.sampler(name), reference.sampler(name)
-        for rows in [1] if name in DRAFT_SAMPLERS else sorted({1, *verified}):
+        for rows in sorted(required_rows(name, build)):
             yield _sampler(name, rows, engines, reference, *samplers)
 
 

@@ -13,8 +13,8 @@ from outrider.audit.controls import Watch
 from outrider.audit.report import Counters, Divergence, Texts
 from outrider.errors import OutriderError
 from outrider.progress import Progress
+from outrider.runtime import drafters
 from outrider.runtime.choice import AUTO
-from outrider.runtime.drafters.base import DeviceDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import TOLERANCE, edits_of, named_settings, verify
@@ -36,15 +36,10 @@ class Mode(NamedTuple):
 PLAIN = Mode(0, None)
 
 
-def on_device(outrider: Outrider, drafter: str) -> bool:
-    """Return whether a drafter drafts on the device."""
-    return isinstance(outrider.decoder.drafters[drafter], DeviceDrafter)
-
-
 def modes(outrider: Outrider) -> list[Mode]:
     """Return every k of the drafters on the device, the largest k of the others, and all of these at random."""
-    k = outrider.build.k
-    fixed = [Mode(each, name) for name in outrider.drafters for each in (k if on_device(outrider, name) else k[-1:])]
+    k, on_device = outrider.build.k, drafters.on_device(outrider.drafters)
+    fixed = [Mode(each, name) for name in outrider.drafters for each in (k if name in on_device else k[-1:])]
     return [*fixed, Mode(AUTO, AUTO)]
 
 

@@ -22,6 +22,7 @@ from outrider.calibration.workloads import Prompt
 from outrider.engines.device import Device
 from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
+from outrider.runtime import drafters
 from outrider.runtime.choice import AUTO
 from outrider.runtime.costs import Costs
 from outrider.runtime.drafters.base import DeviceDrafter
@@ -42,18 +43,13 @@ def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
     if missing := [each for each in sizes if each not in loaded.build.k]:
         built = ", ".join(map(str, loaded.build.k))
         raise UsageError(f"k = {missing[0]} was not built into this bundle; it has k = {built}", "choose one of these")
-    every = on_device(loaded) or loaded.drafters[:1]
+    every = drafters.on_device(loaded.drafters) or loaded.drafters[:1]
     drafted = [
         Mode(drafter=name, k=each)
         for name in loaded.drafters
         for each in (sizes if name in every and sizes else [loaded.default_k])
     ]
     return [PLAIN, *drafted, Mode(drafter=AUTO, k=AUTO)]
-
-
-def on_device(loaded: Outrider) -> list[str]:
-    """Return the names of the drafters on the device."""
-    return [name for name, drafter in loaded.decoder.drafters.items() if isinstance(drafter, DeviceDrafter)]
 
 
 def measure(
@@ -204,10 +200,9 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int],
     agrees, confidences = {}, {}
     for _ in loaded.generate((prompt + tokens)[:-1], SamplingParams(max_new_tokens=1), k=0):
         pass  # the target reads the text, for drafters that read the target
-    for name in on_device(loaded):
-        drafter = loaded.decoder.drafters[name]
-        assert isinstance(drafter, DeviceDrafter)
-        agrees[name], confidences[name] = drafter.agreement(prompt, tokens)
+    for name, drafter in loaded.decoder.drafters.items():
+        if isinstance(drafter, DeviceDrafter):
+            agrees[name], confidences[name] = drafter.agreement(prompt, tokens)
     return Trace(workload, prompt, tokens, agrees, confidences, most)
 
 

@@ -12,7 +12,7 @@ from outrider.bench.simulator import Trace, replay
 from outrider.errors import UsageError
 from outrider.runtime import drafters
 from outrider.runtime.costs import Costs, expected_tokens
-from outrider.runtime.drafters.base import NONE, DeviceDrafter
+from outrider.runtime.drafters.base import NONE
 from outrider.runtime.policy import FixedPolicy
 
 BETTER = 0.1  # the share of rejections that the hypothetical better draft turns into acceptances
@@ -69,11 +69,6 @@ class Prediction:
     break_even: float | None  # acceptance rate at which it would be as fast as plain decoding; None where there is none
     cheaper_draft: float  # the speed-up with a draft that costs `CHEAPER` times as much
     better_draft: float  # the speed-up with a draft whose rejections are fewer by the share `BETTER`
-
-
-def plannable(names: Sequence[str]) -> list[str]:
-    """Return those of these drafters that draft on the device, because only their rounds can be predicted from costs."""
-    return [name for name in names if issubclass(drafters.get(name), DeviceDrafter)]
 
 
 def at_rate(costs: Costs, drafter: str, rate: float, end: int) -> list[Prediction]:

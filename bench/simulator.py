@@ -93,10 +93,10 @@ class SimulatedSession(Session):
         return nothing
 
     def share_features(self, target: Session) -> None:
-        """Do nothing: there are no features."""
+        """Ignore the target: a simulated model reads no features."""
 
     def set_features(self, features: object) -> None:
-        """Do nothing: there are no features."""
+        """Ignore the features: a simulated model reads none."""
 
     def clear(self, slot: int) -> None:
         """Do nothing: there is no cache."""
@@ -208,7 +208,8 @@ def compare(
         names: the drafters that the bundle can use.
         early_stopping: whether rounds can stop drafting early, as they can on a CPU.
     """
-    names = [name for name in names if not _on_device(name) or all(name in trace.agrees for trace in traces)]
+    on_device = drafters.on_device(names)
+    names = [name for name in names if name not in on_device or all(name in trace.agrees for trace in traces)]
     policies: dict[str, Policy] = {"plain": FixedPolicy(NONE, 0)}
     for name in names:
         policies |= {f"{name}, k = {k}": FixedPolicy(name, k) for k in costs.k}
@@ -221,10 +222,6 @@ def compare(
             taken[name] += replay(trace, costs, policy)
         taken["oracle"] += oracle(trace, costs, names)
     return compared
-
-
-def _on_device(name: str) -> bool:
-    return issubclass(drafters.get(name), DeviceDrafter)
 
 
 REGRET_HEADS = (

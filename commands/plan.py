@@ -196,7 +196,7 @@ class _Plan:
 
 def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, position: int | None) -> _Plan:
     from outrider.backends.open import open_bundle
-    from outrider.bench.planner import at_rate, plannable
+    from outrider.bench.planner import at_rate
     from outrider.runtime import drafters
     from outrider.runtime.costs import Costs
 
@@ -205,9 +205,9 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
         raise UsageError(
             "this bundle's costs were not measured", f"run outrider calibrate {bundle} on the machine that will serve it"
         )
-    names = plannable(drafters.available(manifest))
+    names = drafters.on_device(drafters.available(manifest))  # only their rounds can be predicted from costs
     if not names:
-        missing = " or ".join(drafters.get(name).label for name in plannable(drafters.names()))
+        missing = " or ".join(drafters.get(name).label for name in drafters.on_device(drafters.names()))
         available = ", ".join(drafters.get(name).label for name in drafters.available(manifest))
         raise UsageError(
             f"this bundle has no {missing}, so there is nothing to plan", f"outrider bench measures its drafters: {available}"

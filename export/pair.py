@@ -19,7 +19,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.backends.rewriting.sharing import share_weights
+from outrider.backends.rewriting.sharing import share_with_target
 from outrider.bundle.folder import digest_all, staged
 from outrider.bundle.manifest import (
     CHAT_TEMPLATE,
@@ -122,7 +122,7 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
             own = replace(own, method="rtn") if own is not None else None  # there is no text to tune a head on
             job = _Job(sources["head"], "head", tokenizers["target"], tokens, folder, precision, own, progress)
             models["head"] = _export_model(job, drafter.to(getattr(torch, PRECISIONS[precision].dtype)), vocab_rows)
-            share_weights(folder / model_file("head"), folder / model_file("target"))
+            share_with_target(folder, models)
         _write_text(folder, tokenizers["target"])
         return _seal(folder, vocab_tokens, models, defaults, progress)
 

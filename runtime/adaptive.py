@@ -14,7 +14,7 @@ from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
-from outrider.runtime.drafters.base import DeviceDrafter, matching
+from outrider.runtime.drafters.base import matching
 from outrider.runtime.pace import Pace
 from outrider.runtime.policy import Policy, SequenceView
 from outrider.runtime.rounds import RoundResult
@@ -70,7 +70,7 @@ class AdaptivePolicy(Policy):
         self.names = list(names)
         self.may_stop = early_stopping
         kinds = {name: drafters.get(name) for name in names}
-        self._on_device = [name for name, kind in kinds.items() if issubclass(kind, DeviceDrafter)]
+        self._on_device = drafters.on_device(names)
         self._on_host = [name for name in names if name not in self._on_device]
         self._history = {name: Acceptance(kind.prior, HISTORY_MEMORY, HISTORY_WEIGHT) for name, kind in kinds.items()}
         for name, rate in self.costs(1).acceptance.items():

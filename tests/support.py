@@ -18,10 +18,15 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.backends.tensorrt.job import Job
+from outrider.backends.tensorrt.options import Options
+from outrider.backends.tensorrt.package import RTX
+from outrider.backends.tensorrt.profiles import step_profiles
+from outrider.bench.results import Results, read
 from outrider.builder.build import build_engine
 from outrider.bundle.folder import digest_all, read_manifest
 from outrider.bundle.manifest import MANIFEST
-from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS
+from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, CacheTensor
 from outrider.engines.session import Session
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported
@@ -130,6 +135,22 @@ def build(source: Path, output: Path, **overrides: Any) -> Path:
     options: dict[str, Any] = {"backend": "onnxruntime", "k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
     build_engine(source, output, **(options | overrides))
     return output
+
+
+def rtx_job(graph: Path, cache: list[CacheTensor], reads_features: bool = False) -> Job:
+    """The build of a step model's plan with TensorRT-RTX, with every profile."""
+    profiles = step_profiles([4], 128, 1, 16, reads_features)
+    plan = str(graph.with_suffix(".plan"))
+    return Job(package=RTX, options=Options(), graph=str(graph), plan=plan, cache=cache, capacity=128, profiles=profiles)
+
+
+def bench_once(bundle: Path, prompt: str, folder: Path) -> Results:
+    """The report in `folder` of a short run of `outrider bench` over one prompt."""
+    (folder / "one.jsonl").write_text(json.dumps({"workload": "support", "prompt": prompt}))
+    few = ["--workload", folder / "one.jsonl", "--rounds", "1", "--max-new-tokens", "16", "--report", folder / "report"]
+    done = run("bench", bundle, *map(str, few))
+    assert done.returncode == 0, done.stderr
+    return read(folder / "report" / "bench.json")
 
 
 def write_models_page(before: str | None = None, heads: str | None = None) -> None:

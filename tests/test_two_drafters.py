@@ -11,13 +11,12 @@ import pytest
 
 from outrider.audit import audit as audit_module
 from outrider.audit.prompts import PROMPTS
-from outrider.bench.results import read
 from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import Fault
 from outrider.tests.serve.server import fetch, serving
-from outrider.tests.support import run
+from outrider.tests.support import bench_once, run
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -69,11 +68,7 @@ def test_it_is_inspected_and_measured(bundle: Path) -> None:
 
 
 def test_bench_and_plan_show_them_side_by_side(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "one.jsonl").write_text(json.dumps({"workload": "support", "prompt": PROMPT}))
-    few = ["--workload", tmp_path / "one.jsonl", "--rounds", "1", "--max-new-tokens", "16", "--report", tmp_path / "report"]
-    done = run("bench", bundle, *map(str, few))
-    assert done.returncode == 0, done.stderr
-    results = read(tmp_path / "report" / "bench.json")
+    results = bench_once(bundle, PROMPT, tmp_path)
     labels = [mode.label for mode in results.modes]
     assert labels[1:5] == [f"draft {kind}, k = {k}" for kind in ("head", "model") for k in (1, 4)]
     assert len(results.drafts) == 2

@@ -53,7 +53,7 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
         for role in {*READS_FEATURES} & {*manifest.roles}:
             if not counts.get(role):  # as exported, it uses weights of the target as exported, whose file is gone
                 keep_own_weights(source / model_file(role), folder / model_file(role))
-    share_with_target(folder, manifest)
+    share_with_target(folder, manifest.roles)
     return counts
 
 

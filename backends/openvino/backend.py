@@ -49,7 +49,7 @@ class OpenVinoBackend(Backend):
             except Exception as error:  # a rewrite may raise anything when it meets a graph of a new kind
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise EngineError(f"the {role} cannot be rewritten for {self.name}: {reason}", OTHERWISE) from error
-        share_with_target(folder, manifest)
+        share_with_target(folder, manifest.roles)
         build = msgspec.structs.replace(build, rewrites=rewrites)
         if build.device == "cpu":
             from outrider.backends.comparison import check_same

@@ -63,6 +63,7 @@ class PagedSession(Session):
         tensors = cache_tensors(sizes.layers)
         self._type = compiled.input(tensors[0].past).get_element_type()  # NumPy has no bfloat16
         dtype = next(name for name, each in DTYPES.items() if each.openvino == self._type.to_string())
+        self._dtype = DTYPES[dtype]
         block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
         self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for a row that only keeps company
         self._block = block
@@ -76,7 +77,7 @@ class PagedSession(Session):
             self._request = compiled.create_infer_request()
             self._features: npt.NDArray[Any] | None = None  # [B, C, H]
             if sizes.features is not None:
-                self._features = np.zeros((sizes.batch, sizes.capacity, sizes.features), DTYPES[dtype].numpy)
+                self._features = np.zeros((sizes.batch, sizes.capacity, sizes.features), self._dtype.numpy)
             for name, array in self._cache.items():
                 self._request.set_tensor(name, self._typed(array))
 
@@ -98,8 +99,7 @@ class PagedSession(Session):
 
     def set_features(self, features: Floats) -> None:
         assert self._features is not None
-        kind = next(each for each in DTYPES.values() if each.openvino == self._type.to_string())
-        self._features[:, : features.shape[1]] = kind.encode(features)
+        self._features[:, : features.shape[1]] = self._dtype.encode(features)
 
     def bind(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ import numpy as np
 import onnx
 from onnx.external_data_helper import ExternalDataInfo
 
-from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, Manifest, model_file
+from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, model_file
 
 SMALLEST = 1 << 16  # bytes; to share less is not worth a look
 ALIGNMENT = 4096  # of large weights in a file, so that they can be mapped into memory
 
 
-def share_with_target(folder: Path, manifest: Manifest) -> None:
+def share_with_target(folder: Path, roles: Collection[str]) -> None:
     """Make the models of a folder that read the target's features use its weights, too, where they have the same."""
     for role in READS_FEATURES:
-        if role in manifest.roles:
+        if role in roles:
             share_weights(folder / model_file(role), folder / model_file("target"))
 
 

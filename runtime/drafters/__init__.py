@@ -5,10 +5,11 @@ The order of registration is the order of preference where a caller fixes k and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from outrider.errors import UsageError
-from outrider.runtime.drafters.base import Drafter
+from outrider.runtime.drafters.base import DeviceDrafter, Drafter
 from outrider.runtime.drafters.head import HeadDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
@@ -48,6 +49,11 @@ def get(name: str) -> type[Drafter]:
 def available(manifest: Manifest) -> list[str]:
     """Return the names of the drafters that a bundle can use, in order of preference."""
     return [name for name, drafter in _REGISTRY.items() if drafter.available(manifest)]
+
+
+def on_device(names: Iterable[str]) -> list[str]:
+    """Return those of these drafters that draft on the device."""
+    return [name for name in names if issubclass(get(name), DeviceDrafter)]
 
 
 register(HeadDrafter)

@@ -25,11 +25,7 @@ from outrider.backends.onnxruntime.fusion.fuse import fuse
 from outrider.backends.openvino.reader import compile_model
 from outrider.backends.openvino.rewrite import NotExpressible, rewrite
 from outrider.backends.openvino.session import PagedSession
-from outrider.backends.tensorrt.job import Job
-from outrider.backends.tensorrt.options import Options
-from outrider.backends.tensorrt.package import RTX
 from outrider.backends.tensorrt.process import build_plan
-from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import cache_tensors, window_buckets
 from outrider.engines.session import Sizes
@@ -38,7 +34,7 @@ from outrider.export.checkpoint import load_model, read_config
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source
 from outrider.export.step_model import trace
-from outrider.tests.support import Fused, write_checkpoint, write_models_page
+from outrider.tests.support import Fused, rtx_job, write_checkpoint, write_models_page
 
 COMMON = {
     "vocab_size": 320,
@@ -223,15 +219,7 @@ def build_plans(traced: Traced, *precisions: str) -> list[str]:
             path = traced.graph.with_name(f"{precision}.onnx")
             if precision != "fp32":
                 trace(load_model(traced.source, precision), traced.layers).save(path, external_data=True)
-            job = Job(
-                package=RTX,
-                options=Options(),
-                graph=str(path),
-                plan=str(path.with_suffix(".plan")),
-                cache=cache_tensors(traced.layers),
-                capacity=128,
-                profiles=step_profiles([4], 128, 1, 16),
-            )
+            job = rtx_job(path, cache_tensors(traced.layers))
             results[precision] = pool.submit(build_plan, job, traced.name)
     built = []
     for precision, result in results.items():

@@ -15,11 +15,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
-from outrider.backends.tensorrt.job import Job
-from outrider.backends.tensorrt.options import Options
-from outrider.backends.tensorrt.package import RTX
 from outrider.backends.tensorrt.process import build_plan
-from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.bundle.folder import read_manifest
 from outrider.engines.contract import cache_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu
@@ -30,7 +26,7 @@ from outrider.export.pair import export_pair
 from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.tests.export.eagle3 import weights
-from outrider.tests.support import llama, run, write_checkpoint, write_models_page
+from outrider.tests.support import llama, rtx_job, run, write_checkpoint, write_models_page
 
 _differences: dict[str, float] = {}
 _built: dict[str, list[str]] = {}
@@ -177,16 +173,7 @@ def test_tensorrt_rtx_builds_it(name: str, tmp_path: Path) -> None:
     for precision, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):
         path = tmp_path / f"{precision}.onnx"
         trace(head.to(dtype), layers, features=mixer.hidden_size, is_head=True).save(path, external_data=True)
-        job = Job(
-            package=RTX,
-            options=Options(),
-            graph=str(path),
-            plan=str(path.with_suffix(".plan")),
-            cache=cache_tensors(layers, mixer.hidden_size),
-            capacity=128,
-            profiles=step_profiles([4], 128, 1, 16, reads_features=True),
-        )
-        build_plan(job, name)
+        build_plan(rtx_job(path, cache_tensors(layers, mixer.hidden_size), reads_features=True), name)
         built.append(precision)
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.results import read
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.support import PAIR, build, run
+from outrider.tests.support import PAIR, bench_once, build, run
 
 PROMPT = "Agent: What time? Customer: At six. " * 5
 
@@ -82,11 +81,7 @@ def test_a_missing_draft_model_is_refused(alone: Outrider, bundle: Path, tmp_pat
 
 
 def test_every_k_of_the_ngram_drafter_is_measured(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "one.jsonl").write_text(json.dumps({"workload": "support", "prompt": PROMPT}))
-    few = ["--workload", tmp_path / "one.jsonl", "--rounds", "1", "--max-new-tokens", "16", "--report", tmp_path / "report"]
-    done = run("bench", bundle, *map(str, few))
-    assert done.returncode == 0, done.stderr
-    results = read(tmp_path / "report" / "bench.json")
+    results = bench_once(bundle, PROMPT, tmp_path)
     assert [mode.label for mode in results.modes[1:-1]] == [f"n-gram, k = {k}" for k in (1, 4, 8)]
     assert results.drafts == []
     assert (tmp_path / "report" / "index.html").read_text().count("<svg") == 5
