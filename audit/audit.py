@@ -73,13 +73,17 @@ class Plan(NamedTuple):
 
 def plans(outrider: Outrider) -> list[Plan]:
     """Return what is drawn: every k of the first drafter and all drafters at random at each setting; the default k of each
-    other one that drafts on the device; and the largest k of each one that proposes on the host, at one setting."""
+    other one that drafts on the device; and the largest k of each one that proposes on the host, at one setting.
+
+    The wrong samplers get the drafter that is accepted most often, because over one that is never accepted, some of them are
+    right.
+    """
     k, first, on_device = outrider.build.k, outrider.drafters[0], drafters.on_device(outrider.drafters)
     usual = [*(Mode(each, first) for each in k), Mode(AUTO, None)]
-    control = Mode(outrider.default_k, first)
+    controlled = max(on_device, key=lambda name: outrider.build.acceptance.get(name, 0.0), default=first)
+    control = Mode(outrider.default_k, controlled)
     planned = [
-        Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and first in on_device else ())
-        for setting in SAMPLED
+        Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and on_device else ()) for setting in SAMPLED
     ]
     for name in outrider.drafters:
         mode = Mode(outrider.default_k if name in on_device else k[-1], name)

@@ -6,13 +6,13 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from outrider.bundle.folder import check_files
-from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged
-from outrider.engines.contract import DRAFT_SAMPLERS, Tensor, sampler_tensors, step_rows, step_tensors, window_buckets
+from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged, round_rows
+from outrider.engines.contract import DRAFT_SAMPLERS, Tensor, sampler_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.session import GraphSession, Session, Sizes
 from outrider.errors import EngineError, FolderError
@@ -70,8 +70,17 @@ class Engines(ABC):
     def sizes(self, role: str, batch: int) -> Sizes:
         """Return what `session` makes a session for."""
         model, build = self.manifest.models[role], self.build
-        sizes = Sizes(model.layers, model.vocab_rows, build.capacity, build.windows, build.max_rows, batch)
-        return replace(sizes, features=model.features, reads_features=role in READS_FEATURES)
+        return Sizes(
+            model.layers,
+            model.vocab_rows,
+            build.capacity,
+            build.windows,
+            build.max_rows,
+            batch,
+            features=model.features,
+            reads_features=role in READS_FEATURES,
+            mask_token=model.mask_token or 0,
+        )
 
     def prepare(self, sessions: Mapping[str, Session], progress: Progress) -> None:  # noqa: B027  # most need nothing
         """Do what would otherwise delay the first requests: nothing, unless a backend compiles kernels for shapes it meets."""
@@ -238,7 +247,7 @@ def required_rows(name: str, build: Build) -> set[int]:
     """Return the numbers of rows that rounds run one of `ENGINES` with."""
     if name in DRAFT_SAMPLERS:
         return {1}
-    return {*step_rows(build.k)} if name in ROLES else {1, *(k + 1 for k in build.k)}
+    return {*round_rows(name, build.k)} if name in ROLES else {1, *(k + 1 for k in build.k)}
 
 
 def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Tensor]]:

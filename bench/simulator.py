@@ -73,7 +73,7 @@ class SimulatedSession(Session):
     def __init__(self, spend: Callable[[int, int], None]):
         """`spend` takes the rows and the end of each pass."""
         self.device = Cpu()
-        self.batch = 1
+        self.batch, self.mask_token = 1, 0
         self.capacity = self.vocab_rows = VOCABULARY
         self._spend = spend
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, SAMPLERS, window_buckets
+from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, SAMPLERS, step_rows, window_buckets
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import FolderError
 
@@ -19,8 +19,9 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHTS = ".data"  # at the end of the names of files of weights
-ROLES = ("target", "draft", "head")
+ROLES = ("target", "draft", "parallel-draft", "head")
 READS_FEATURES = ("head",)
+READS_MASKS = ("parallel-draft",)
 ENGINES = (*ROLES, *SAMPLERS)
 REMAKE = "make the folder again with this outrider: outrider export, then outrider build-engine"
 
@@ -37,6 +38,11 @@ def model_file(role: str) -> str:
     A head is in the target's folder, because it may use weights in the target's file.
     """
     return "target/head.onnx" if role == "head" else f"{role}/model.onnx"
+
+
+def round_rows(role: str, k: list[int]) -> list[int]:
+    """Return the numbers of rows, ascending, that rounds of the built `k` run a role's model with."""
+    return step_rows(k, masks=role in READS_MASKS)
 
 
 def sampler_file(name: str) -> str:
@@ -83,7 +89,7 @@ class Quantization(Struct, frozen=True):
 
 
 class Model(Struct, frozen=True):
-    """The target, a draft model or a draft head."""
+    """The target, or what drafts for it: a draft model, a parallel draft, or a draft head."""
 
     source: str
     architecture: str
@@ -96,6 +102,7 @@ class Model(Struct, frozen=True):
     quantization: Quantization | None = None
     head_tokens: Positive | None = None  # size of a draft's reduced vocabulary, if it has one
     features: Positive | None = None  # width of what a draft head reads of the target, in both; None without a head
+    mask_token: Annotated[int, msgspec.Meta(ge=0)] | None = None  # a parallel draft's: it stands for tokens not known yet
 
 
 class Generation(Struct, frozen=True):
@@ -139,8 +146,8 @@ class Build(Struct, frozen=True):
 
     @property
     def max_rows(self) -> int:
-        """Return the rows of the longest pass that an engine is built for."""
-        return max(self.max_prompt_chunk, self.k[-1] + 1, 2)
+        """Return the rows of the longest pass that an engine is built for: of a parallel draft's, or of a prompt's chunk."""
+        return max(self.max_prompt_chunk, 2 * self.k[-1])
 
     def rows(self, engine: str) -> list[tuple[int, int]]:
         """Return the minimum and maximum rows of a pass, for each profile of one of `ENGINES`."""
@@ -229,6 +236,8 @@ def _check(manifest: Manifest) -> None:
     if features.keys() != ({"target", "head"} if "head" in manifest.models else set()) or len({*features.values()}) > 1:
         raise damaged("target and head disagree on features - at `$.models`")
     for role, model in manifest.models.items():
+        if (model.mask_token is not None) != (role in READS_MASKS):
+            raise damaged(f"a parallel draft has a mask token, and nothing else has - at `$.models.{role}.mask_token`")
         if model.precision not in PRECISIONS:
             raise damaged(f"{model.precision!r} is not one of {', '.join(PRECISIONS)} - at `$.models.{role}.precision`")
     rows = manifest.vocab_rows

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.backends.base import Engines
-from outrider.bundle.manifest import Build, Cost, Manifest
+from outrider.bundle.manifest import Build, Cost, Manifest, round_rows
 from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, sampler_tensors, step_rows
 from outrider.engines.device import Device, Engine, Launch, host_buffer
 from outrider.engines.session import Session
@@ -121,7 +121,7 @@ def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> 
     chunk = build.max_prompt_chunk
     holding = [window for window in build.windows if window >= chunk]
     passes: dict[Pass, Timed] = {}
-    of_rounds = step_rows(build.k)
+    of_rounds = round_rows(role, build.k)
     for rows in sorted({*of_rounds, chunk}):
         for window in windows:
             if rows <= window and (rows in of_rounds or window in (holding[0], holding[-1])):

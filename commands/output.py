@@ -58,11 +58,11 @@ def progress_bar() -> Iterator[Progress]:
             yield Lines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     name = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with (
         Bars(*columns, console=Console(stderr=True), transient=True) as bars,
         _interrupts(),
@@ -95,6 +95,9 @@ class Lines(Progress):
     def stage(self, name: str, total: int | None = None) -> None:
         click.echo(f"{printable(name)} ...", err=True)
 
+    def note(self, text: str) -> None:
+        click.echo(printable(text), err=True)
+
 
 class Bar(Progress):
     """Progress as one bar, which restarts with each stage. It pulses while the total is unknown."""
@@ -107,6 +110,9 @@ class Bar(Progress):
 
     def advance(self, size: int) -> None:
         self._bars.advance(self._task, size)
+
+    def note(self, text: str) -> None:
+        self._bars.update(self._task, description=printable(text))
 
 
 def bundle_table(manifest: Manifest) -> Any:

@@ -129,9 +129,15 @@ class CacheTensor:
     width: int
 
 
-def step_rows(k: Sequence[int]) -> list[int]:
-    """Return the numbers of rows that rounds run step models with, ascending; k are the built numbers of drafted tokens."""
-    return sorted({1, 2, *(each + 1 for each in k)})
+def step_rows(k: Sequence[int], masks: bool = False) -> list[int]:
+    """Return the numbers of rows that rounds run step models with, ascending.
+
+    Args:
+        k: the built numbers of drafted tokens.
+        masks: whether the model drafts k tokens in one pass, from the confirmed tokens that it has not read and k - 1 masks.
+    """
+    rows = {1, 2, *(each + 1 for each in k)}
+    return sorted({context + each - 1 for context in rows for each in k} | rows if masks else rows)
 
 
 def cache_tensors(layers: Sequence[tuple[int, int, int]], features: int | None = None) -> list[CacheTensor]:

@@ -51,6 +51,8 @@ class Sizes:
     """width of the features that the model writes or reads; None if it has none"""
     reads_features: bool = False
     """whether the model is a draft head"""
+    mask_token: int = 0
+    """of a parallel draft: what stands for tokens not known yet"""
 
     @property
     def cache(self) -> str:
@@ -81,6 +83,7 @@ class Session(ABC):
         self.seconds = 0.0
         self.windows = sizes.windows
         self.reads_features = sizes.reads_features
+        self.mask_token = sizes.mask_token
         ids, one = ((sizes.batch * sizes.max_rows,), "int64"), ((sizes.batch,), "int64")
         self._arena = Arena(device, {INPUT_IDS: ids, POSITIONS: one, FEATURE_POSITIONS: one})
         self._arena.host[FEATURE_POSITIONS][:] = self.spare_feature

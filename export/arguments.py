@@ -64,11 +64,12 @@ class Arguments:
         """
         sources = {"target": self.target}
         for source in self.drafts:
-            role = "head" if source.is_head() else "draft"
+            role = source.drafting_role()
             if role in sources:
-                raise UsageError(f"--draft names two {role}s: {sources[role].name} and {source.name}", "choose one of them")
+                both = f"{sources[role].name} and {source.name}"
+                raise UsageError(f"--draft names two that draft in the same way: {both}", "choose one of them")
             sources[role] = source
-        if self.shortening is not None and "draft" not in sources:
+        if self.shortening is not None and not {"draft", "parallel-draft"} & sources.keys():
             raise UsageError("--draft-vocab is for draft models, not for draft heads", "leave --draft-vocab out")
         return sources
 

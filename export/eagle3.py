@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -50,6 +50,14 @@ class Target:
     vocab_rows: int
     embedding: torch.Tensor  # [V, Ht]
     output_head: torch.Tensor | None  # [V, Ht]; None if it is more than a matrix
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, name: str = "the target") -> Target:
+        """Return what a head takes from a model."""
+        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        output_head = head.weight if getattr(head, "bias", None) is None else None
+        embedding, rows = model.get_input_embeddings().weight, int(head.weight.shape[0])
+        return cls(name, config.num_hidden_layers, config.hidden_size, rows, embedding, output_head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +256,14 @@ class Eagle3Head(Qwen3ForCausalLM):  # type: ignore[misc]  # transformers is unt
             position_ids: int64 [B, S].
             past_key_values: transformers' cache, which is updated.
         """
+        normed, following = self.hidden(input_ids, features, position_ids, past_key_values)
+        logits: torch.Tensor = self.get_output_embeddings()(normed)
+        return logits, following
+
+    def hidden(
+        self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the output head reads, and what the next step takes for its feature, both [B, S, H]; see `forward`."""
         embedded = self.get_input_embeddings()(input_ids)
         before_norm: list[torch.Tensor] = []
         hook = self.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
@@ -260,8 +276,7 @@ class Eagle3Head(Qwen3ForCausalLM):  # type: ignore[misc]  # transformers is unt
             ).last_hidden_state
         finally:
             hook.remove()
-        logits: torch.Tensor = self.get_output_embeddings()(normed)
-        return logits, normed if self.norm_output else before_norm[0]
+        return normed, normed if self.norm_output else before_norm[0]
 
 
 OTHER_HEAD = "choose a head that was made for this target"

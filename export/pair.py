@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from outrider.bundle.folder import digest_all, staged
 from outrider.bundle.manifest import (
     CHAT_TEMPLATE,
     MANIFEST,
+    READS_MASKS,
     SCHEMA_VERSION,
     TOKENIZER,
     Generation,
@@ -53,7 +54,7 @@ from outrider.export.quantize import pack, quantize_model
 from outrider.export.rounding import Rounding
 from outrider.export.sampler import sampler
 from outrider.export.short_head import ShortHead, frequent_tokens, propose
-from outrider.export.source import Source
+from outrider.export.source import MASK_TOKEN, Source
 from outrider.export.step_model import FEATURE_MIXER, feature_mixer, trace
 from outrider.export.vocabulary import check_same_vocabulary
 from outrider.progress import SILENT, Progress
@@ -94,9 +95,8 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
     rounding, shortening, precision = arguments.rounding, arguments.shortening, arguments.precision
     with staged(arguments.output) as folder, _quiet_libraries():
         sources = arguments.sources()
-        for role, source in sources.items():
-            if role != "head":
-                read_config(source)
+        configs = {role: read_config(source) for role, source in sources.items() if role != "head"}
+        masks = {role: _mask_token(sources[role], configs[role]) for role in READS_MASKS if role in sources}
         head = Eagle3Checkpoint.read(sources["head"]) if "head" in sources else None
         progress.stage("reading the vocabularies")
         tokenizers = {role: load_tokenizer(source) for role, source in sources.items() if _has_tokenizer(role, source)}
@@ -107,17 +107,17 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
         model, defaults = _load(job)
         vocab_rows, drafter = _head_rows(model, job), None
         if head is not None:
-            mixer, drafter = head.build(_what_heads_take(job.source.name, model, vocab_rows))
+            mixer, drafter = head.build(Target.of(model, job.source.name))
             model.add_module(FEATURE_MIXER, mixer.to(model.dtype))
         models = {"target": _export_model(job, model, vocab_rows)}
         del model
         own = rounding.for_draft(arguments.head_precision) if rounding is not None else None
-        if "draft" in sources:
-            job = _Job(sources["draft"], "draft", tokenizers["draft"], tokens, folder, precision, own, progress)
+        for role in [role for role in ("draft", "parallel-draft") if role in sources]:
+            job = _Job(sources[role], role, tokenizers[role], tokens, folder, precision, own, progress)
             if shortening is not None:
                 short = frequent_tokens(job.tokenizer.json, *shortening, tokens, defaults.eos_token_ids)
                 job = replace(job, short=short)
-            models["draft"] = _export_model(job, _load(job)[0], vocab_rows)
+            models[role] = msgspec.structs.replace(_export_model(job, _load(job)[0], vocab_rows), mask_token=masks.get(role))
         if drafter is not None:
             own = replace(own, method="rtn") if own is not None else None  # there is no text to tune a head on
             job = _Job(sources["head"], "head", tokenizers["target"], tokens, folder, precision, own, progress)
@@ -176,18 +176,22 @@ def _load(job: _Job) -> tuple[PreTrainedModel, Generation]:
     return model, defaults
 
 
+def _mask_token(source: Source, config: Any) -> int:
+    """Return the token that stands for tokens not known yet, in the configuration of a parallel draft.
+
+    Raises:
+        SourceError: it is not one of the model's tokens.
+    """
+    token, embeddings = source.config()[MASK_TOKEN], config.get_text_config().vocab_size
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < embeddings:
+        hint = "download the checkpoint again, or remove the entry to draft token by token"
+        raise SourceError(f"{source.name} has the {MASK_TOKEN} {token!r}, and {embeddings:,} tokens", hint)
+    return token
+
+
 def _positions(model: PreTrainedModel) -> int | None:
     positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions
-
-
-def _what_heads_take(name: str, model: PreTrainedModel, vocab_rows: int) -> Target:
-    """Return what a draft head takes from its target."""
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    output_head = head.weight if getattr(head, "bias", None) is None else None
-    return Target(
-        name, config.num_hidden_layers, config.hidden_size, vocab_rows, model.get_input_embeddings().weight, output_head
-    )
 
 
 def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:

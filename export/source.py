@@ -14,6 +14,7 @@ from typing import Any
 from outrider.errors import OutriderError, SourceError
 
 EAGLE3 = "eagle3"
+MASK_TOKEN = "pard_token"  # in the configuration of a parallel draft, which thereby says what it is
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -97,15 +98,17 @@ class Source:
             raise SourceError(f"the configuration of {self.name} is not an object", hint)
         return value
 
-    def is_head(self) -> bool:
-        """Return whether the checkpoint is an EAGLE-3 head, as its configuration has it.
+    def drafting_role(self) -> str:
+        """Return how the checkpoint drafts, as its configuration has it: as a "head", as a "parallel-draft", or as a "draft".
 
         Raises:
             SourceError: it has no configuration.
         """
         config = self.config()
         named = config.get("speculators_model_type") == EAGLE3 or EAGLE3 in str(config.get("architectures")).lower()
-        return named or "eagle_config" in config or "draft_vocab_size" in config
+        if named or "eagle_config" in config or "draft_vocab_size" in config:
+            return "head"
+        return "parallel-draft" if MASK_TOKEN in config else "draft"
 
     def read(self, what: str, loader: Any, **options: Any) -> Any:
         """Call `loader.from_pretrained` on this source; every failure becomes a `SourceError` that names the source."""

@@ -16,7 +16,7 @@ from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs
-from outrider.tests.support import PAIR, broken_export, build, llama, random_head, write_checkpoint
+from outrider.tests.support import PAIR, broken_export, build, llama, parallel_draft, random_head, write_checkpoint
 
 torch.set_num_threads(2)
 
@@ -124,25 +124,28 @@ def shipped_bundles(shipped_exports: Callable[[str], Path], once: Once) -> Calla
 
 
 @pytest.fixture(scope="session")
-def head_exports(once: Once) -> Callable[..., Path]:
-    """Return a function from a precision, and "random" or "trained", to an export of the shipped pair with that draft head."""
+def drafter_exports(once: Once) -> Callable[[str, str], Path]:
+    """Return a function from a precision and a drafter to an export of the shipped pair with that drafter beside its draft."""
 
-    def made(precision: str, head: str = "random") -> Path:
-        drafts = [str(PAIR / "draft"), str(PAIR / "head" if head == "trained" else once("head", random_head))]
-        target = str(PAIR / "target")
-        return once(f"{head}-head-{precision}", lambda output: export_pair(target, drafts, output, precision=precision))
+    def made(precision: str, drafter: str) -> Path:
+        makers = {"random head": random_head, "random parallel": parallel_draft}
+        kind, what = drafter.split()
+        source = PAIR / what if kind == "trained" else once(drafter.replace(" ", "-"), makers[drafter])
+        target, drafts = str(PAIR / "target"), [str(PAIR / "draft"), str(source)]
+        name = f"{what}-{kind}-{precision}"
+        return once(name, lambda output: export_pair(target, drafts, output, precision=precision))
 
     return made
 
 
 @pytest.fixture(scope="session")
-def head_bundles(head_exports: Callable[..., Path], once: Once) -> Callable[..., Path]:
-    """Return a function from a precision and a head, and what `build` takes, to a bundle of that export."""
+def drafter_bundles(drafter_exports: Callable[[str, str], Path], once: Once) -> Callable[..., Path]:
+    """Return a function from a precision and a drafter, and what `build` takes, to a bundle of that export."""
 
-    def made(precision: str = "fp32", head: str = "random", **options: Any) -> Path:
+    def made(precision: str, drafter: str, **options: Any) -> Path:
         named = "".join(f"-{key}={value}".replace(" ", "") for key, value in sorted(options.items()))
-        name = f"{head}-head-bundle-{precision}{named}"
-        return once(name, lambda output: build(head_exports(precision, head), output, **options))
+        name = f"{drafter.replace(' ', '-')}-bundle-{precision}{named}"
+        return once(name, lambda output: build(drafter_exports(precision, drafter), output, **options))
 
     return made
 

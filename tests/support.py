@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,14 @@ def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(options | overrides))).eval()
 
 
+def parallel_draft(folder: Path) -> Path:
+    """The checkpoint of a parallel draft: the shipped draft, which was not trained to read masks."""
+    shutil.copytree(PAIR / "draft", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pard_token": config["vocab_size"] - 1}))
+    return folder
+
+
 def random_head(folder: Path, tokens: int = 16) -> Path:
     """The checkpoint of a random EAGLE-3 head for the shipped target, which proposes so many of the most frequent tokens."""
     width, heads, kept, vocabulary = 256, (8, 4), 32, 4096
@@ -139,7 +148,7 @@ def build(source: Path, output: Path, **overrides: Any) -> Path:
 
 def rtx_job(graph: Path, cache: list[CacheTensor], reads_features: bool = False) -> Job:
     """The build of a step model's plan with TensorRT-RTX, with every profile."""
-    profiles = step_profiles([4], 128, 1, 16, reads_features)
+    profiles = step_profiles([4], 128, 1, 16, "head" if reads_features else "target")
     plan = str(graph.with_suffix(".plan"))
     return Job(package=RTX, options=Options(), graph=str(graph), plan=plan, cache=cache, capacity=128, profiles=profiles)
 

@@ -28,8 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def bundle(head_bundles: Callable[..., Path]) -> Path:
-    return head_bundles("fp32", "trained", capacity=512, batch=2, k=[1, 4])
+def bundle(drafter_bundles: Callable[..., Path]) -> Path:
+    return drafter_bundles("fp32", "trained head", capacity=512, batch=2, k=[1, 4])
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,6 @@ def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["random", "trained"])
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
-def test_it_passes_the_whole_audit(head_bundles: Callable[..., Path], precision: str, head: str) -> None:
-    done = run("verify", head_bundles(precision, head, capacity=512, batch=2, k=[1, 4]))
+def test_it_passes_the_whole_audit(drafter_bundles: Callable[..., Path], precision: str, head: str) -> None:
+    done = run("verify", drafter_bundles(precision, f"{head} head", capacity=512, batch=2, k=[1, 4]))
     assert done.returncode == 0, done.stdout

@@ -64,7 +64,7 @@ def _compiled(core: Any, path: Path, device: str, precision: str, group: int) ->
         "PERFORMANCE_HINT": "LATENCY",
         # Without it, OpenVINO would compute every model in bf16 wherever there is AMX.
         "INFERENCE_PRECISION_HINT": own if has_own else "f32",
-        "KV_CACHE_PRECISION": own,
+        "KV_CACHE_PRECISION": own if has_own or own != "bf16" else "f32",  # in bf16 only where it computes in bf16
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
     }
     if device == "cpu":

@@ -61,9 +61,8 @@ class PagedSession(Session):
         """
         device = Cpu()
         tensors = cache_tensors(sizes.layers)
-        self._type = compiled.input(tensors[0].past).get_element_type()  # NumPy has no bfloat16
-        dtype = next(name for name, each in DTYPES.items() if each.openvino == self._type.to_string())
-        self._dtype = DTYPES[dtype]
+        cache_type = compiled.input(tensors[0].past).get_element_type()
+        dtype = _dtype(cache_type)
         block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
         self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for a row that only keeps company
         self._block = block
@@ -77,9 +76,11 @@ class PagedSession(Session):
             self._request = compiled.create_infer_request()
             self._features: npt.NDArray[Any] | None = None  # [B, C, H]
             if sizes.features is not None:
-                self._features = np.zeros((sizes.batch, sizes.capacity, sizes.features), self._dtype.numpy)
+                self._feature_type = compiled.output(NEW_FEATURES).get_element_type()  # that of a bf16 model is not its cache's
+                self._feature_dtype = DTYPES[_dtype(self._feature_type)]
+                self._features = np.zeros((sizes.batch, sizes.capacity, sizes.features), self._feature_dtype.numpy)
             for name, array in self._cache.items():
-                self._request.set_tensor(name, self._typed(array))
+                self._request.set_tensor(name, _typed(array, cache_type))
 
     def pack(self) -> None:
         """Run a pass of one row, in which kernels copy all weights into their own order, and clear what it wrote.
@@ -99,7 +100,7 @@ class PagedSession(Session):
 
     def set_features(self, features: Floats) -> None:
         assert self._features is not None
-        self._features[:, : features.shape[1]] = self._dtype.encode(features)
+        self._features[:, : features.shape[1]] = self._feature_dtype.encode(features)
 
     def bind(
         self,
@@ -161,7 +162,7 @@ class PagedSession(Session):
         total, width = max(sequences * rows, FEWEST), kept.shape[2]
         made = np.empty((total, 1, 1, width), kept.dtype)
         by_row = made[: sequences * rows].reshape(sequences, rows, width)
-        tensors[NEW_FEATURES] = self._typed(made)
+        tensors[NEW_FEATURES] = _typed(made, self._feature_type)
 
         if to is None:
 
@@ -170,7 +171,7 @@ class PagedSession(Session):
 
             return nothing, keep
         read, places = np.zeros((total, 1, width), kept.dtype), to.view()
-        tensors[READ_FEATURES] = self._typed(read)
+        tensors[READ_FEATURES] = _typed(read, self._feature_type)
 
         def bring() -> None:
             read[: sequences * rows, 0] = kept[slots[:, None], starts[:, None] + counts].reshape(-1, width)
@@ -179,10 +180,6 @@ class PagedSession(Session):
             kept[slots, places] = by_row[:, -1]
 
         return bring, keep_last
-
-    def _typed(self, array: npt.NDArray[Any]) -> Any:
-        """Return an array as a tensor of the cache's type over the same memory."""
-        return ov.Tensor(array, ov.Shape(array.shape), self._type)
 
     def _inputs(
         self, sequences: int, rows: int, starts: npt.NDArray[np.int64], first: int
@@ -234,6 +231,16 @@ class PagedSession(Session):
         _, heads, block, width = cache.shape
         by_slot = cache.reshape(self.batch, self._blocks, heads, block, width).transpose(0, 2, 1, 3, 4)
         return by_slot.reshape(self.batch, heads, -1, width)[:, :, : self.capacity]
+
+
+def _dtype(kind: Any) -> str:
+    """Return OpenVINO's element type as a key of `DTYPES`."""
+    return next(name for name, each in DTYPES.items() if each.openvino == kind.to_string())
+
+
+def _typed(array: npt.NDArray[Any], kind: Any) -> Any:
+    """Return an array as a tensor of an element type over the same memory; NumPy has no bfloat16."""
+    return ov.Tensor(array, ov.Shape(array.shape), kind)
 
 
 def _tensor(array: npt.NDArray[Any]) -> Any:

@@ -9,7 +9,7 @@ from outrider.backends.tensorrt.job import Facts, Job
 from outrider.backends.tensorrt.options import RTX_OPTIONS, TENSORRT_OPTIONS, Options
 from outrider.backends.tensorrt.package import RTX, TENSORRT, Package
 from outrider.backends.tensorrt.process import build_plan, facts
-from outrider.backends.tensorrt.profiles import all_profiles
+from outrider.backends.tensorrt.profiles import all_profiles, step_rows_profiled
 from outrider.bundle.manifest import ROLES, Build, Manifest, damaged, graph_files
 from outrider.engines.contract import cache_tensors
 from outrider.errors import UsageError
@@ -88,9 +88,10 @@ class TensorRTBackend(Backend):
         """Check files and costs, and that there are profiles for every pass of a round; see `Backend.check`."""
         super().check(manifest, build)
         for name in manifest.engines:
-            spans = {(rows, rows) for rows in required_rows(name, build)}
             if name in ROLES:
-                spans.add((1, build.max_prompt_chunk))
+                spans = {(1, build.max_prompt_chunk), *step_rows_profiled(name, build.k)}
+            else:
+                spans = {(rows, rows) for rows in required_rows(name, build)}
             if not spans <= set(build.rows(name)):
                 raise damaged(f"profiles of the {name} are missing - at `$.build.profiles`")
 
@@ -101,7 +102,7 @@ def plan_file(name: str) -> str:
 
 
 def _check_volumes(spec: BuildSpec) -> None:
-    rows = max(spec.max_prompt_chunk, spec.k[-1] + 1)
+    rows = max(spec.max_prompt_chunk, 2 * spec.k[-1])
     for role, model in spec.manifest.models.items():
         caches = [
             spec.batch * spec.capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers, model.features)

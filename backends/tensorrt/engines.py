@@ -16,7 +16,7 @@ from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, silent_logger
 from outrider.backends.tensorrt.package import OTHER_BACKENDS, Package
 from outrider.backends.tensorrt.runtime_cache import cache_file
-from outrider.bundle.manifest import Build, Manifest
+from outrider.bundle.manifest import Build, Manifest, round_rows
 from outrider.engines.contract import Tensor
 from outrider.engines.cuda import Cuda
 from outrider.engines.device import Engine
@@ -87,7 +87,7 @@ class TensorRTEngines(GraphEngines):
         """Have TensorRT-RTX compile the kernels of all rounds, and keep them for the next time; see `Engines.prepare`."""
         if hasattr(self._trt, "DynamicShapesKernelSpecializationStrategy"):
             for role, session in sessions.items():
-                warm(role, session, [low for low, high in self.build.rows(role) if low == high], progress)
+                warm(role, session, round_rows(role, self.build.k), progress)
             for engine in self._engines.values():
                 if engine.runtime_cache is not None:
                     engine.runtime_cache.save()

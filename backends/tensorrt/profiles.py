@@ -5,7 +5,7 @@ Only the batch, the window of the cache, and the rows of a prompt's chunk vary w
 
 from __future__ import annotations
 
-from outrider.bundle.manifest import READS_FEATURES, Manifest, Profile
+from outrider.bundle.manifest import READS_FEATURES, READS_MASKS, Manifest, Profile
 from outrider.engines.contract import (
     CANDIDATES,
     DRAFT_SAMPLERS,
@@ -24,27 +24,31 @@ def all_profiles(
 ) -> dict[str, list[Profile]]:
     """Return the profiles of every engine of a bundle."""
     sizes = k, capacity, batch, max_prompt_chunk
-    steps = {role: step_profiles(*sizes, reads_features=role in READS_FEATURES) for role in manifest.roles}
+    steps = {role: step_profiles(*sizes, role) for role in manifest.roles}
     samplers = {name: sampler_profiles(name, k, batch, manifest.vocab_rows) for name in manifest.samplers}
     return {**steps, **samplers}
 
 
-def step_profiles(
-    k: list[int], capacity: int, batch: int, max_prompt_chunk: int, reads_features: bool = False
-) -> list[Profile]:
-    """Return the profiles of a step model, without its cache: one to read prompts, then one for each number of rows.
+def step_rows_profiled(role: str, k: list[int]) -> list[tuple[int, int]]:
+    """Return the fewest and the most rows of each profile for the rounds of a role's model.
 
-    Two rows are a draft's first step. The target gets them, too, since a prompt's last chunk may have two rows.
+    Two rows are a draft's first step. The target gets them, too, since a prompt's last chunk may have two rows. The passes of a
+    parallel draft have so many different numbers of rows that they share one profile.
     """
+    return [(1, 2 * k[-1])] if role in READS_MASKS else [(rows, rows) for rows in step_rows(k)]
+
+
+def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int, role: str = "target") -> list[Profile]:
+    """Return the profiles of a role's step model, without its cache: one to read prompts, then those for rounds."""
     windows = window_buckets(capacity)
-    rows = [(1, max_prompt_chunk), *((n, n) for n in step_rows(k))]
+    rows = [(1, max_prompt_chunk), *step_rows_profiled(role, k)]
     return [
         {
             INPUT_IDS: ([1, low], [batch, high], [batch, high]),
             POSITIONS: ([1], [batch], [batch]),
             # Tuned for the longest window, where a slow kernel costs the most.
             KEY_POSITIONS: ([windows[0]], [windows[-1]], [windows[-1]]),
-            **({FEATURE_POSITIONS: ([1], [batch], [batch])} if reads_features else {}),
+            **({FEATURE_POSITIONS: ([1], [batch], [batch])} if role in READS_FEATURES else {}),
         }
         for low, high in rows
     ]

@@ -13,6 +13,7 @@ from outrider.runtime.drafters.base import DeviceDrafter, Drafter
 from outrider.runtime.drafters.head import HeadDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
+from outrider.runtime.drafters.parallel import ParallelDrafter
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
@@ -57,5 +58,6 @@ def on_device(names: Iterable[str]) -> list[str]:
 
 
 register(HeadDrafter)
+register(ParallelDrafter)
 register(ModelDrafter)
 register(NgramDrafter)

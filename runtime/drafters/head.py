@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
 from outrider.engines.device import Buffer, Layout
 from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.drafters.step import StepDrafter
-
-if TYPE_CHECKING:
-    from outrider.runtime.costs import Costs
 
 
 class HeadDrafter(StepDrafter):
@@ -50,8 +46,3 @@ class HeadDrafter(StepDrafter):
 
     def _feature_positions(self, row: int, shape: Shape) -> Buffer:
         return self._launches.inputs.device[self._tensor("next feature", row)].part(0, shape.batch)
-
-    @classmethod
-    def upkeep(cls, costs: Costs, end: int) -> float:
-        contexts = cls.contexts(costs.k)  # the tokens of such rounds make the next context longer
-        return costs.step(cls.role, contexts[-1], end) - costs.step(cls.role, contexts[0], end)

@@ -1,4 +1,4 @@
-"""Drafting token by token with a step model: what a draft model and a draft head have in common."""
+"""Drafting with a step model: what draft models, parallel drafts and draft heads have in common."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def top_probability(logits: Floats, scratch: Floats) -> float:
 
 
 class StepDrafter(DeviceDrafter):
-    """A step model with a KV cache of its own, which drafts one token a step.
+    """A step model with a KV cache of its own, which drafts one token a step unless a subclass has it otherwise.
 
     Entry i of the cache belongs to the confirmed token i + `shift`. The first step of a round writes the last few entries, its
     context, and drafts from the last of them.
@@ -36,6 +36,7 @@ class StepDrafter(DeviceDrafter):
 
     role: ClassVar[str]  # of its model
     shift: ClassVar[int] = 0
+    _filling = 0  # what the rows of a round's first step hold that are no confirmed tokens
 
     def __init__(self, resources: Resources):
         super().__init__(resources)
@@ -55,6 +56,12 @@ class StepDrafter(DeviceDrafter):
     @abstractmethod
     def contexts(cls, k: Sequence[int]) -> list[int]:
         """Return the numbers of rows, ascending, that a round's first step may have; k are the built ones."""
+
+    @classmethod
+    def typical_context(cls, k: Sequence[int], drafted: int) -> int:
+        """Return the rows of a context after a round of so many drafted tokens, all of which may have been accepted."""
+        contexts = cls.contexts(k)
+        return next((rows for rows in contexts if rows > drafted), contexts[-1])
 
     def can_draft(self, length: int, batched: bool) -> bool:
         return length - self.shift >= self._contexts[-1 if batched else 0]
@@ -127,8 +134,7 @@ class StepDrafter(DeviceDrafter):
     def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool) -> float:
         if not drafted:
             return 0.0
-        contexts = cls.contexts(costs.k)
-        context = next((rows for rows in contexts if rows > drafted), contexts[-1])  # all drafted ones may have been accepted
+        context = cls.typical_context(costs.k, drafted)
         steps = costs.step(cls.role, context, end) + (drafted - 1) * costs.step(cls.role, 1, end)
         return steps + drafted * costs.sampler(DRAFT_SAMPLERS[greedy], 1)
 
@@ -137,6 +143,11 @@ class StepDrafter(DeviceDrafter):
         whole, rest = divmod(max(tokens, 0), costs.chunk)
         return (whole and whole * costs.step(cls.role, costs.chunk, end)) + (rest and costs.step(cls.role, rest, end))
 
+    @classmethod
+    def upkeep(cls, costs: Costs, end: int) -> float:
+        contexts = cls.contexts(costs.k)  # the tokens of such rounds make the next context longer
+        return costs.step(cls.role, contexts[-1], end) - costs.step(cls.role, contexts[0], end)
+
     # The round
 
     def context_rows(self, lanes: Sequence[Lane], first: int) -> int:
@@ -144,7 +155,8 @@ class StepDrafter(DeviceDrafter):
         return next(rows for rows in self._contexts if rows >= needed)
 
     def layout(self, batch: int, max_k: int) -> Layout:
-        layout: dict[str, tuple[tuple[int, ...], str]] = {self._tensor("ids"): ((batch * self._contexts[-1],), "int64")}
+        most = self._first_rows(self._contexts[-1], max_k)
+        layout: dict[str, tuple[tuple[int, ...], str]] = {self._tensor("ids"): ((batch * most,), "int64")}
         for row in range(max_k):
             layout[self._tensor("position", row)] = ((batch,), "int64")
             layout[self._tensor("uniforms", row)] = ((batch, 2), "float32")
@@ -163,14 +175,28 @@ class StepDrafter(DeviceDrafter):
         self._uniforms = [host[self._tensor("uniforms", row)] for row in rows]
         for row in rows:
             host[self._tensor("first_row", row)][0] = row
-        width, most = self._session.vocab_rows, launches.batch * (1 if self._session.skips_logits else self._contexts[-1])
-        sizes = [launches.batch if row else most for row in rows]
+        width = self._session.vocab_rows
+        sizes = [launches.batch * most for most in self._most_logits(launches.max_k)]
         self._logits = [device.zeros((size, width), "float32", "the logits of a round") for size in sizes]
-        self._rows: dict[tuple[int, int, int], tuple[Buffer, list[Launch]]] = {}
+        self._rows: dict[tuple[int, int, int, int], tuple[Buffer, list[Launch]]] = {}
+
+    def _first_rows(self, context: int, drafted: int) -> int:
+        """Return the rows of a round's first step."""
+        return context
+
+    def _most_logits(self, max_k: int) -> list[int]:
+        """Return the most rows of logits of each step of a round."""
+        return [1 if self._session.skips_logits else self._contexts[-1], *[1] * (max_k - 1)]
+
+    def _place(self, row: int, shape: Shape) -> tuple[int, int, int]:
+        """Return whose logits a token is drawn from: the step, its row among the step's rows of logits, and their number."""
+        rows = 1 if row or self._session.skips_logits else shape.context
+        return row, rows - 1, rows
 
     def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:
         context, drafted = shape.context, shape.drafted
-        ids = self._ids[: shape.batch * context].reshape(shape.batch, context)
+        rows = self._first_rows(context, drafted)
+        ids = self._ids[: shape.batch * rows].reshape(shape.batch, rows)
         for index, lane in enumerate(lanes):
             sampling = lane.sampling
             if sampling is None:  # a slot between others: its pass writes where no entry is needed
@@ -184,7 +210,7 @@ class StepDrafter(DeviceDrafter):
                 start = max(len(tokens) - self.shift - context, 0)
                 given = tokens[start + self.shift : start + self.shift + context]
                 ids[index, : len(given)] = given
-                ids[index, len(given) :] = 0
+                ids[index, len(given) :] = self._filling
                 if not shape.greedy:
                     uniforms = sampling.uniforms(sampling.emitted, drafted)[:, DRAWING if sampling.exact else DRAFTING]
                     for step in range(drafted):
@@ -196,23 +222,24 @@ class StepDrafter(DeviceDrafter):
     def steps(self, shape: Shape) -> list[Step]:
         steps = []
         for row in range(shape.drafted):
-            steps.append(Step(self._step(row, shape)))
+            if self._place(row, shape)[0] == row:  # else an earlier step gives the logits
+                steps.append(Step(self._step(row, shape)))
             steps.append(Step(self._sampler(row, shape), self._launches.outputs.host[f"status {row}"], row))
         return steps
 
     def _step(self, row: int, shape: Shape) -> Launch:
         """The pass that gives the logits of a drafted token."""
-        rows = 1 if row else shape.context
+        rows, of_logits = 1 if row else self._first_rows(shape.context, shape.drafted), self._place(row, shape)[-1]
 
         def make() -> Launch:
             launches, session = self._launches, self._session
             inputs = launches.inputs.device
             ids = launches.token(row - 1, shape)[0] if row else inputs[self._tensor("ids")].part(0, shape.batch, rows)
             positions = inputs[self._tensor("position", row)].part(0, shape.batch)
-            logits = self._logits[row].part(0, shape.batch, 1 if session.skips_logits else rows, session.vocab_rows)
+            logits = self._logits[row].part(0, shape.batch, of_logits, session.vocab_rows)
             return session.bind(ids, positions, logits, shape.window, shape.first, self._feature_positions(row, shape))
 
-        return self._launches.cached((self.name, "step", row, rows, shape.window, shape.first, shape.batch), make)
+        return self._launches.cached((self.name, "step", row, rows, of_logits, shape.window, shape.first, shape.batch), make)
 
     def _feature_positions(self, row: int, shape: Shape) -> Buffer | None:
         """Return where a step writes the feature that the next one reads, if it does."""
@@ -220,25 +247,25 @@ class StepDrafter(DeviceDrafter):
 
     def _last_logits(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
         """The logits [B, 1, V] that a token is drawn from, and the launches that bring them there."""
-        rows = 1 if row or self._session.skips_logits else shape.context
-        whole, width, device = self._logits[row], self._session.vocab_rows, self._launches.device
+        step, at, rows = self._place(row, shape)
+        whole, width, device = self._logits[step], self._session.vocab_rows, self._launches.device
         if rows == 1:
             return whole.part(0, shape.batch, 1, width), []
-        logits = whole.part((rows - 1) * width, shape.batch, 1, width)
-        if shape.batch == 1 and logits.address % device.alignment == 0:
-            return logits, []
-        key = row, rows, shape.batch
+        if shape.batch == 1:
+            logits = whole.part(at * width, 1, 1, width)
+            if logits.address % device.alignment == 0:
+                return logits, []
+        key = step, at, rows, shape.batch
         if key not in self._rows:
             own = device.zeros((shape.batch, 1, width), "float32", "the buffers of a round")
             matrix = whole.part(0, shape.batch, rows * width)
-            copy = device.copy_columns(own.part(0, shape.batch, width), 0, matrix, (rows - 1) * width, width)
+            copy = device.copy_columns(own.part(0, shape.batch, width), 0, matrix, at * width, width)
             self._rows[key] = own, [copy]
         return self._rows[key]
 
     def _sampler(self, row: int, shape: Shape) -> Launch:
         """The run of the sampler that draws a token from the logits of a step."""
         launches = self._launches
-        rows = 1 if row else shape.context
 
         def make() -> Launch:
             logits, before = self._last_logits(row, shape)
@@ -259,7 +286,8 @@ class StepDrafter(DeviceDrafter):
                 }
             return launches.sequence([*before, launches.sampler(DRAFT_SAMPLERS[shape.greedy], tensors, shape), *after])
 
-        key = (self.name, "sampler", row, rows, shape.batch, shape.greedy, shape.edits, shape.candidates)
+        place = self._place(row, shape)
+        key = (self.name, "sampler", row, *place, shape.batch, shape.greedy, shape.edits, shape.candidates)
         return launches.cached(key, make)
 
     def logits(self, row: int, shape: Shape, lane: int) -> Floats:

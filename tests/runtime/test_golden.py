@@ -36,13 +36,13 @@ CAPACITY = 160
 CHUNK = 16
 PRECISIONS = ("int4", "int8", "fp16")
 OPENVINO = ("openvino fp32", "openvino int4", "openvino int8", "openvino fp16", "openvino bf16")
-HEADS = tuple(  # beside the draft model
-    f"{head} head {kind}"
-    for head in ("random", "trained")
+BESIDE = {  # drafters beside the draft model, and the precision and the backend
+    f"{drafter} {kind}": (drafter, kind)
+    for drafter in ("random head", "trained head", "random parallel")
     for kind in ("fp32", "int4", "openvino fp32", "openvino int4", "openvino bf16")
-)
-SLOW = set(HEADS) - {"trained head fp32", "random head openvino int4"}
-DRAFTS = ("trained", "self", "random", *PRECISIONS, *OPENVINO, *HEADS)  # most are trained
+}
+SLOW = BESIDE.keys() - {"trained head fp32", "random head openvino int4", "random parallel fp32"}
+DRAFTS = ("trained", "self", "random", *PRECISIONS, *OPENVINO, *BESIDE)  # most are trained
 PROMPTS = {
     "support": "Customer: Hi, I would like to order a coffee.\nAgent:",
     "story": "Once upon a time there was a little",
@@ -75,15 +75,17 @@ def params(names: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def folders(
-    shipped_exports: Callable[[str], Path], head_exports: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    shipped_exports: Callable[[str], Path],
+    drafter_exports: Callable[[str, str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
     """The shipped target with three drafts: the trained one, itself, and a random one; the trained pair in other precisions and
-    on another backend; and with draft heads. No token ends the text."""
+    on another backend; and with other drafters. No token ends the text."""
     folder = tmp_path_factory.mktemp("golden")
 
     def exported(name: str) -> Path:
-        if name in HEADS:
-            return head_exports(name.split()[-1], name.split()[0])
+        if name in BESIDE:
+            return drafter_exports(name.split()[-1], BESIDE[name][0])
         if name not in ("self", "random"):
             return shipped_exports("fp32" if name == "trained" else name.split()[-1])
         draft = PAIR / "target"
@@ -143,7 +145,7 @@ def plain(bundles: dict[str, Outrider]) -> dict[str, dict[str, list[Event]]]:
 def test_speculative_text_is_plain_text_up_to_the_last_slot(
     bundles: dict[str, Outrider], plain: dict[str, dict[str, list[Event]]], prompt: str, draft: str, k: int | str
 ) -> None:
-    kind = draft.split("head ")[-1]  # a head changes nothing of the target
+    kind = BESIDE[draft][1] if draft in BESIDE else draft  # it changes nothing of the target
     kind = "trained" if kind in ("self", "random", "fp32") else kind
     events, want = run(bundles[draft], PROMPTS[prompt], k), plain[kind][prompt]
     assert tokens(events) == tokens(want)
@@ -212,14 +214,18 @@ def test_the_cache_is_that_of_a_fresh_prefill(
         if isinstance(drafter, StepDrafter):
             written, belongs = drafter.written(0), confirmed[drafter.shift :]
             agreed = next((at for at, (a, b) in enumerate(zip(written, belongs, strict=False)) if a != b), len(written))
-            # In other modes the drafter may not have been used lately.
-            assert not isinstance(k, int) or name != outrider.drafters[0] or agreed >= len(belongs) - k - 1
+            # In other modes the drafter may not have been used lately. A drafter that keeps nothing of what it drafted writes
+            # a round's k + 1 tokens in the next round that it drafts in, and the last one may have been plain.
+            behind = k + (1 if name == "model" else 2) if isinstance(k, int) else len(belongs)
+            assert name != outrider.drafters[0] or agreed >= len(belongs) - behind
             ends[drafter.role] = agreed
             prefill(fresh[drafter.role], belongs[:agreed], CHUNK)
     for role, session in outrider.sessions.items():
+        # In the large blocks of a quantized draft, a row may differ by a rounding step from what it is among others.
+        tolerance = 0.05 if role != "target" and outrider.manifest.models[role].quantization is not None else 2e-4
         for name, kept in session.cache().items():
             end = ends[role] if name != PAST_FEATURES else ends["target"] * (role == "target")
-            np.testing.assert_allclose(kept[:, :, :end], fresh[role].cache()[name][:, :, :end], atol=2e-4, rtol=1e-4)
+            np.testing.assert_allclose(kept[:, :, :end], fresh[role].cache()[name][:, :, :end], atol=tolerance, rtol=1e-4)
 
 
 @pytest.mark.parametrize("draft", ["self", "random"])

@@ -70,7 +70,7 @@ def test_a_missing_draft_model_is_refused(alone: Outrider, bundle: Path, tmp_pat
         alone.generate(PROMPT, drafter="model")
     for command, missing in (
         (("generate", bundle, "--prompt", "x", "--drafter", "model"), "has no draft model"),
-        (("plan", bundle, "--rate", "0.5"), "has no draft head or draft model"),
+        (("plan", bundle, "--rate", "0.5"), "has no model or head that drafts"),
     ):
         done = run(*command)
         assert (done.returncode, missing in done.stderr) == (2, True)

@@ -1,10 +1,10 @@
-"""A draft head proposes what a fresh reading of the text gives, whatever happened before."""
+"""Draft heads and parallel drafts propose what a fresh reading of the text gives, whatever happened before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from outrider.export.eagle3 import Eagle3Checkpoint, Target
 from outrider.export.source import Source
 from outrider.export.step_model import entering
 from outrider.runtime.buffers import Lane, Shape
+from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
@@ -23,7 +24,7 @@ from outrider.runtime.policy import FixedPolicy
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
-from outrider.tests.support import PAIR, random_head
+from outrider.tests.support import PAIR, parallel_draft, random_head
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
 Proposed = tuple[tuple[int, ...], tuple[int, ...]]
@@ -31,19 +32,27 @@ Proposed = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Recorder:
-    """Notes what the head proposes."""
+    """Notes what a drafter proposes."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: str) -> None:
+        self.drafter = drafter
         self.proposed: list[Proposed] = []
 
     def __call__(self, launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
-        if result.drafter == "head":
+        if result.drafter == self.drafter:
             self.proposed.append((tuple(lane.tokens), tuple(result.drafted)))
         return result
 
 
-class Reference:
-    """The head in eager transformers, which reads every text anew."""
+class Reference(Protocol):
+    """A drafter in eager transformers, which reads every text anew."""
+
+    def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        """Return the k most likely tokens after these."""
+
+
+class HeadReference:
+    """A draft head with its target."""
 
     def __init__(self, head: Path) -> None:
         self.target = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
@@ -67,24 +76,51 @@ class Reference:
         return tuple(drafted)
 
 
+class ParallelReference:
+    """A parallel draft."""
+
+    def __init__(self, draft: Path) -> None:
+        self.draft = LlamaForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        masks = [self.draft.config.pard_token] * (k - 1)
+        return tuple(self.draft(torch.tensor([[*tokens, *masks]])).logits[0, -k:].argmax(-1).tolist())
+
+
 @pytest.fixture(
     scope="module",
-    params=["onnxruntime trained", pytest.param("onnxruntime random", marks=pytest.mark.slow), "openvino trained"],
+    params=[
+        ("onnxruntime", "trained head"),
+        pytest.param(("onnxruntime", "random head"), marks=pytest.mark.slow),
+        ("openvino", "trained head"),
+        ("onnxruntime", "random parallel"),
+        ("openvino", "random parallel"),
+    ],
+    ids=" ".join,
 )
-def kind(request: pytest.FixtureRequest) -> list[str]:
-    """The backend, and whether the head is the shipped one."""
-    named: str = request.param
-    return named.split()
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The backend and the drafter."""
+    named: tuple[str, str] = request.param
+    return named
 
 
 @pytest.fixture(scope="module")
-def reference(kind: list[str], tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(PAIR / "head" if kind[1] == "trained" else random_head(tmp_path_factory.mktemp("reference") / "head"))
+def drafter(kind: tuple[str, str]) -> str:
+    return kind[1].split()[1]
 
 
 @pytest.fixture(scope="module")
-def bundle(kind: list[str], head_bundles: Callable[..., Path]) -> Path:
-    return head_bundles("fp32", kind[1], backend=kind[0], capacity=512, batch=4)
+def reference(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    made = tmp_path_factory.mktemp("reference") / "draft"
+    if kind[1] == "random parallel":
+        return ParallelReference(parallel_draft(made))
+    return HeadReference(PAIR / "head" if kind[1] == "trained head" else random_head(made))
+
+
+@pytest.fixture(scope="module")
+def bundle(kind: tuple[str, str], drafter_bundles: Callable[..., Path]) -> Path:
+    return drafter_bundles("fp32", kind[1], backend=kind[0], capacity=512, batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +129,8 @@ def loaded(bundle: Path) -> Outrider:
 
 
 @pytest.fixture
-def recorded(loaded: Outrider) -> tuple[Outrider, Recorder]:
-    recorder = Recorder()
+def recorded(loaded: Outrider, drafter: str) -> tuple[Outrider, Recorder]:
+    recorder = Recorder(drafter)
     return loaded.observed(recorder), recorder
 
 
@@ -105,10 +141,10 @@ def check(reference: Reference, proposed: list[Proposed], least: int) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_its_proposals_are_those_of_eager_transformers(
-    recorded: tuple[Outrider, Recorder], reference: Reference, k: int
+    recorded: tuple[Outrider, Recorder], reference: Reference, drafter: str, k: int
 ) -> None:
     outrider, recorder = recorded
-    list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=40), k=k, drafter="head"))
+    list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=40), k=k, drafter=drafter))
     check(reference, recorder.proposed, 4)
 
 
@@ -122,10 +158,10 @@ def test_after_plain_rounds_and_those_of_other_drafters(recorded: tuple[Outrider
     check(reference, recorder.proposed[greedy:], 5)
 
 
-def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
+def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder], reference: Reference, drafter: str) -> None:
     """The prompts differ in their last words or are each other's beginnings, and earlier answers are in the slots."""
     outrider, recorder = recorded
-    scheduler = Scheduler(outrider, policy=FixedPolicy("head", 4))
+    scheduler = Scheduler(outrider, policy=FixedPolicy(drafter, 4))
     long = 4 * PROMPT
     prompts = [long, long + " What", 3 * PROMPT + " Where", long, long[:-30]]
     for at, prompt in enumerate(prompts):
@@ -136,15 +172,17 @@ def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder]
     check(reference, recorder.proposed, 15)
 
 
+@pytest.mark.parametrize("named", ["trained head", "random parallel"])
 @pytest.mark.parametrize("rule", ["rejection", "exact-match"])
-def test_on_a_device_that_runs_ahead(head_bundles: Callable[..., Path], rule: Any) -> None:
-    """Where a sampler needs more candidates, the target has already written over what the head's steps had left."""
-    bundle = head_bundles("fp32", "trained", backend="onnxruntime", capacity=512, batch=4)
+def test_on_a_device_that_runs_ahead(drafter_bundles: Callable[..., Path], named: str, rule: Any) -> None:
+    """Where a sampler needs more candidates, the target has already written over what a head's steps had left."""
+    bundle = drafter_bundles("fp32", named, backend="onnxruntime", capacity=512, batch=4)
+    drafter = named.split()[1]
     params = SamplingParams(max_new_tokens=60, temperature=2.0, top_p=0.999, seed=3, rule=rule)
     proposed = []
     for outrider in (Outrider.load(bundle), deferred(bundle), deferred(bundle, max_candidates=256)):
-        recorder = Recorder()
-        list(outrider.observed(recorder).generate(PROMPT, params, k=4, drafter="head"))
+        recorder = Recorder(drafter)
+        list(outrider.observed(recorder).generate(PROMPT, params, k=4, drafter=drafter))
         proposed.append(recorder.proposed)
     assert len(proposed[0]) > 10
     assert proposed[0] == proposed[1] == proposed[2]
@@ -167,20 +205,20 @@ def test_in_batches_whose_requests_come_and_go(recorded: tuple[Outrider, Recorde
     check(reference, recorder.proposed, 10)
 
 
-def test_features_and_entries_are_those_of_a_fresh_prefill(loaded: Outrider) -> None:
-    list(loaded.generate(PROMPT, SamplingParams(max_new_tokens=40), k=4, drafter="head"))
-    tokens = loaded.decoder.slots[0].tokens
-    drafter = loaded.decoder.drafters["head"]
-    drafter.catch_up(0, tokens)
-    before = {role: {name: kept[0].copy() for name, kept in each.cache().items()} for role, each in loaded.sessions.items()}
-    target, head, end = loaded.sessions["target"], loaded.sessions["head"], len(tokens) - 1
+def test_features_and_entries_are_those_of_a_fresh_prefill(loaded: Outrider, drafter: str) -> None:
+    list(loaded.generate(PROMPT, SamplingParams(max_new_tokens=40), k=4, drafter=drafter))
+    tokens, step = loaded.decoder.slots[0].tokens, loaded.decoder.drafters[drafter]
+    assert isinstance(step, StepDrafter)
+    step.catch_up(0, tokens)
+    roles, shift = ("target", step.role), step.shift
+    before = {role: {name: kept[0].copy() for name, kept in loaded.sessions[role].cache().items()} for role in roles}
+    target, own, end = loaded.sessions["target"], loaded.sessions[step.role], len(tokens) - 1
     for at in range(0, end, 16):
         rows = slice(at, min(at + 16, end))
         target.write(np.array([tokens[rows]]), np.array([at]))
-        head.write(np.array([tokens[at + 1 : rows.stop + 1]]), np.array([at]))
+        own.write(np.array([tokens[at + shift : rows.stop + shift]]), np.array([at]))
     entries = end - 9  # the context of the last round's successor was not written yet
-    for role, session in loaded.sessions.items():
-        if role != "draft":
-            for name, kept in session.cache().items():
-                np.testing.assert_allclose(kept[0][:, :entries], before[role][name][:, :entries], atol=2e-4, rtol=1e-4)
-    drafter.truncate(0, 0)
+    for role in roles:
+        for name, kept in loaded.sessions[role].cache().items():
+            np.testing.assert_allclose(kept[0][:, :entries], before[role][name][:, :entries], atol=2e-4, rtol=1e-4)
+    step.truncate(0, 0)
