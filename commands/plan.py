@@ -207,10 +207,10 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
         )
     names = drafters.on_device(drafters.available(manifest))  # only their rounds can be predicted from costs
     if not names:
-        missing = " or ".join(drafters.get(name).label for name in drafters.on_device(drafters.names()))
         available = ", ".join(drafters.get(name).label for name in drafters.available(manifest))
         raise UsageError(
-            f"this bundle has no {missing}, so there is nothing to plan", f"outrider bench measures its drafters: {available}"
+            "this bundle has no model or head that drafts, so there is nothing to plan",
+            f"outrider bench measures its drafters: {available}",
         )
     if bench is not None:
         return _plan_from_texts(manifest, build, names, bench)
