@@ -12,13 +12,14 @@ from typing import Any, NoReturn, TextIO
 import click
 
 import outrider
-from outrider.commands import bench, build_engine, calibrate, export, generate, inspect, plan, serve, verify
+from outrider.commands import bench, build_engine, calibrate, export, generate, inspect, plan, serve, train_draft, verify
 from outrider.commands.output import printable
 from outrider.errors import OutriderError, OutriderWarning, UsageError
 
 # The extra to install if a package is missing, for packages that `export,cpu` does not bring.
 EXTRAS = {
     **dict.fromkeys(("fastapi", "prometheus_client", "pythonjsonlogger", "starlette", "uvicorn"), "serve"),
+    "matplotlib": "bench",
     "ray": "serve,ray",
 }
 
@@ -98,5 +99,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # print a question mark for characters that the terminal lacks
 
 
-for module in (export, build_engine, calibrate, verify, generate, serve, inspect, plan, bench):
+for module in (export, train_draft, build_engine, calibrate, verify, generate, serve, inspect, plan, bench):
     main.add_command(module.command)

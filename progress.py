@@ -12,5 +12,8 @@ class Progress:
     def advance(self, size: int) -> None:
         """Report that `size` more units of the stage are done."""
 
+    def note(self, text: str) -> None:
+        """Describe how the stage is going."""
+
 
 SILENT = Progress()

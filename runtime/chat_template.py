@@ -28,13 +28,14 @@ class ChatTemplate:
         """Keep a template with the variables it may use besides the messages, such as `bos_token`."""
         self.source, self.special_tokens = source, special_tokens
 
-    def render(self, messages: Messages) -> str:
-        """Return the messages in the template, ready for the assistant's turn.
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """Return the messages in the template, ready for the assistant's turn if `add_generation_prompt`.
 
         Raises:
             UsageError: the template rejects the messages.
         """
-        variables = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
+        turns = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        variables = turns | {"tools": None, "documents": None}
         try:
             return self._template.render({**self.special_tokens, **variables})
         except Exception as error:  # a template is a program and may fail in any way

@@ -169,8 +169,8 @@ class Text:
         text: str = _decode(self.tokenizer.decode, [token], skip_special_tokens=False)
         return text
 
-    def render(self, messages: Messages) -> str:
-        """Return the messages in the bundle's chat template, ready for the assistant's turn.
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """Return the messages in the bundle's chat template, ready for the assistant's turn if `add_generation_prompt`.
 
         Raises:
             UsageError: there is no chat template, or it rejects the messages.
@@ -179,7 +179,7 @@ class Text:
             raise UsageError(
                 "this bundle has no chat template", "write the prompt as the model expects it, without a template", param="chat"
             )
-        return self.template.render(messages)
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt)
 
 
 def _changed() -> UsageError:

@@ -1,0 +1,88 @@
+"""Attention for training several draft steps ahead (EAGLE-3's training-time test, Li et al. 2025, section 3.2).
+
+From every row of a text a chain of draft steps begins. Step s of the chain at row c attends to the rows 0..c, which have real
+features, and to the steps 1..s of its own chain. All chains take a step in one pass, so each layer keeps one tensor of keys
+and values for each step, and a later step needs only the entry of its own row from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION = "outrider_chains"
+
+_current: ContextVar[list[ChainLayer]] = ContextVar("_current")
+
+
+class ChainLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """The keys and values of one layer, [B, Hkv, R, D] for each step."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        self.steps.append((key_states, value_states))
+        return key_states, value_states
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@contextmanager
+def chains(layers: int) -> Iterator[Cache]:
+    """Yield the cache for the steps of the chains of one batch, for a model with so many layers."""
+    kept = [ChainLayer() for _ in range(layers)]
+    token = _current.set(kept)
+    try:
+        yield Cache(layers=kept)
+    finally:
+        _current.reset(token)
+
+
+def attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, scaling: float, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend from rows [B, H, R, D], one for each chain that still goes on, to [B, R, H, D]."""
+    batch, heads, rows, width = query.shape
+    kept = _current.get()[module.layer_idx].steps  # type: ignore[index]
+    groups = heads // key.shape[1]
+    query = query.reshape(batch, -1, groups, rows, width) * scaling
+    (keys, values), *own = [(k[:, :, None, :rows], v[:, :, None, :rows]) for k, v in kept]
+    later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+    scores = [(query @ keys.transpose(-2, -1)).masked_fill(later, -torch.inf)]
+    scores += [(query * k).sum(-1, keepdim=True) for k, _ in own]
+    weights = torch.cat(scores, -1).softmax(-1, dtype=torch.float32).to(values.dtype)
+    mixed = weights[..., :rows] @ values
+    for index, (_, v) in enumerate(own):
+        mixed = mixed + weights[..., rows + index, None] * v
+    return mixed.reshape(batch, heads, rows, width).transpose(1, 2), None
+
+
+def no_mask(**_: Any) -> None:
+    """Return no mask: `attention` knows which rows it may read."""
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, no_mask)

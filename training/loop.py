@@ -1,0 +1,164 @@
+"""The training loop: transformers' Trainer, which brings accumulation, the schedule, bf16, and checkpoints to go on from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.utils.data import Dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from outrider.errors import EngineError, FolderError
+from outrider.progress import Progress
+from outrider.training.answers import Example
+from outrider.training.objective import Batch, Objective, measure
+
+EVALUATIONS = 10  # during a run
+WARM_UP = 0.03  # of the updates
+NO_ROOM = ("os error 28", "os error 27", "PytorchStreamWriter failed", "file write failed")  # of safetensors, and of torch
+FINISHED = "trainer_state.json"  # what Trainer writes last into a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how fast to train."""
+
+    epochs: float
+    batch: int  # examples of a pass
+    accumulate: int  # passes of an update
+    learning_rate: float
+    seed: int
+
+
+class Examples(Dataset[Example]):
+    """Examples for Trainer."""
+
+    def __init__(self, examples: Sequence[Example]):
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self._examples[index]
+
+
+def device() -> torch.device:
+    """Return where training runs."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def has_bf16() -> bool:
+    """Return whether products in bf16 are fast here."""
+    if device().type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    fast = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in fast)
+
+
+def fit(
+    objective: Objective,
+    examples: Sequence[Example],
+    held_out: Sequence[Example],
+    schedule: Schedule,
+    folder: Path,
+    progress: Progress,
+) -> list[dict[str, float]]:
+    """Train, going on after the last whole checkpoint in `folder`; and return what was measured on the way.
+
+    Returns:
+        at each update that something was measured after, its number `step`, and `loss`, `length` (tokens of a round over the
+        held-out examples), or both.
+
+    Raises:
+        EngineError: the loss is not finite.
+        OSError: a checkpoint cannot be written.
+    """
+    updates = math.ceil(len(examples) / (schedule.batch * schedule.accumulate)) * schedule.epochs
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=schedule.batch,
+        gradient_accumulation_steps=schedule.accumulate,
+        num_train_epochs=schedule.epochs,
+        learning_rate=schedule.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.05},
+        warmup_steps=max(int(WARM_UP * updates), 1),
+        weight_decay=0.01,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        bf16=has_bf16(),
+        use_cpu=device().type == "cpu",
+        seed=schedule.seed,
+        logging_steps=max(int(updates / 100), 1),
+        logging_nan_inf_filter=False,
+        save_steps=max(int(updates / EVALUATIONS), 1),
+        save_total_limit=2,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(
+        model=objective,
+        args=arguments,
+        train_dataset=Examples(examples),
+        data_collator=lambda chosen: Batch.of(chosen)._asdict(),
+        callbacks=[_Watch(objective, lambda: measure(objective, held_out, objective.steps).mean_acceptance_length, progress)],
+    )
+    trainer.pop_callback(PrinterCallback)
+    try:
+        trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
+    except (SafetensorError, RuntimeError) as error:
+        if any(sign in str(error) for sign in NO_ROOM):
+            raise FolderError(f"no room to write a checkpoint into {folder}", "free some disk space and run again") from error
+        raise
+    return [
+        {"step": entry["step"], **{key: entry[key] for key in ("loss", "length") if key in entry}}
+        for entry in trainer.state.log_history
+        if "loss" in entry or "length" in entry
+    ]
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """Return the last checkpoint that was written to its end."""
+    whole = [path for path in folder.glob("checkpoint-*") if (path / FINISHED).is_file()]
+    return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Reports progress, measures now and then, and ends what has failed."""
+
+    def __init__(self, objective: Objective, measured: Callable[[], float], progress: Progress):
+        self._objective, self._measured, self._progress = objective, measured, progress
+        self._loss = self._length = math.nan
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._progress.stage("training", state.max_steps)
+        self._progress.advance(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._progress.advance(1)
+        if state.global_step % max(state.max_steps // EVALUATIONS, 1) == 0 or state.global_step == state.max_steps:
+            self._length = self._measured()
+            state.log_history.append({"step": state.global_step, "length": self._length})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self._loss = logs["loss"]
+            if not math.isfinite(self._loss):
+                raise EngineError(
+                    f"the loss is {self._loss} after {state.global_step:,} updates",
+                    "train again with a smaller --learning-rate",
+                )
+            self._report()
+
+    def _report(self) -> None:
+        known = [f"loss {self._loss:.3f}"] if math.isfinite(self._loss) else []
+        known += [f"{self._length:.2f} tokens a round" if math.isfinite(self._length) else ""]
+        self._progress.note(", ".join(["training", *filter(None, known)]))

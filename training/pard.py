@@ -1,0 +1,108 @@
+"""Training of parallel drafts (PARD, An et al. 2025): an ordinary small model learns to continue a text behind mask tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.export.source import MASK_TOKEN
+from outrider.training.objective import Batch, Objective
+
+KEPT, LEAST = 0.7, 0.2  # share of the chains of masks that have a further one, and the smallest share that any place has
+
+
+class Rows(NamedTuple):
+    """A text, and masks behind some of its tokens, as the rows of one pass [R]."""
+
+    anchor: torch.Tensor  # int64, the last token of the text that a row may attend to
+    depth: torch.Tensor  # int64, 0 for a token of the text, or 1, 2, ... for the masks behind the anchor
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The position of each row in the text that it stands for, int64 [R]."""
+        return self.anchor + self.depth
+
+    def visible(self) -> torch.Tensor:
+        """Return bool [R, R]: a row attends to the text up to its anchor, and to the masks before it behind the same one."""
+        text = (self.depth[None] == 0) & (self.anchor[None] <= self.anchor[:, None])
+        masks = (self.depth[None] > 0) & (self.anchor[None] == self.anchor[:, None]) & (self.depth[None] <= self.depth[:, None])
+        return text | masks
+
+
+class PardObjective(Objective):
+    """A language model that drafts several tokens in one pass.
+
+    The loss is the cross-entropy with the tokens that follow: of each of the assistant's tokens from the one before, and from
+    up to steps - 1 masks behind earlier ones. Deeper masks are drawn for fewer of them, which saves time (section 3.3).
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int):
+        """Take a model; one without a mask token gets one: an id that no token has, or a new row of its embedding."""
+        super().__init__()
+        self.steps, self.tokenizer = steps, tokenizer
+        mask = getattr(model.config, MASK_TOKEN, None)
+        if mask is None:
+            used, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
+            mask = used if used < rows else rows
+            if mask == rows:
+                model.resize_token_embeddings(rows + 1, mean_resizing=False)
+            with torch.no_grad():
+                embedding = model.get_input_embeddings().weight
+                embedding[mask] = embedding[:used].mean(0)
+            setattr(model.config, MASK_TOKEN, mask)
+        self.model, self.mask = model.requires_grad_(True), int(mask)
+        self._random = torch.Generator().manual_seed(0)
+
+    def forward(self, ids: torch.Tensor, drafted: torch.Tensor) -> dict[str, torch.Tensor]:
+        count = ids.shape[1]
+        begins = drafted.any(0)[1:].nonzero()[:, 0]  # the tokens that some example's answer goes on after
+        rows = self._rows(count, begins, self._depths(len(begins)).to(ids.device))
+        hidden = self._read(ids, rows)
+        follows = rows.positions + 1
+        inside = follows < count
+        follows = follows.clamp(max=count - 1)
+        wanted = drafted[:, follows] & inside
+        logits = self.model.get_output_embeddings()(hidden[wanted])
+        return {"loss": nn.functional.cross_entropy(logits.float(), ids[:, follows][wanted])}
+
+    def agreement(self, batch: Batch) -> torch.Tensor:
+        ids = batch.ids.to(self.model.device)
+        count = ids.shape[1]
+        anchors = torch.arange(count, device=ids.device)
+        rows = self._rows(count, anchors, torch.full_like(anchors, self.steps - 1))
+        proposed = self.model.get_output_embeddings()(self._read(ids, rows)).argmax(-1)
+        padded = nn.functional.pad(ids, (0, self.steps + 1), value=-1)
+        agrees = torch.zeros(*ids.shape, self.steps, dtype=torch.bool, device=ids.device)
+        agrees[:, rows.anchor, rows.depth] = proposed == padded[:, rows.positions + 1]
+        return agrees
+
+    def _depths(self, count: int) -> torch.Tensor:
+        """Draw the number of masks behind each of so many tokens, 0..steps - 1."""
+        shares = torch.tensor([max(KEPT**depth, LEAST) for depth in range(1, self.steps)])
+        return (torch.rand(count, 1, generator=self._random) < shares).sum(1)
+
+    def _rows(self, count: int, anchors: torch.Tensor, depths: torch.Tensor) -> Rows:
+        text = torch.arange(count, device=anchors.device)
+        behind = torch.arange(1, self.steps, device=anchors.device).expand(len(anchors), -1)
+        chosen = behind <= depths[:, None]
+        masks = anchors[:, None].expand_as(behind)[chosen]
+        return Rows(torch.cat([text, masks]), torch.cat([torch.zeros_like(text), behind[chosen]]))
+
+    def _read(self, ids: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the last hidden states [B, R, H]."""
+        tokens = torch.where(rows.depth > 0, self.mask, ids[:, rows.anchor])
+        mask = torch.zeros(rows.visible().shape, device=ids.device, dtype=self.model.dtype)
+        mask = mask.masked_fill(~rows.visible(), torch.finfo(mask.dtype).min)[None, None].expand(len(ids), -1, -1, -1)
+        output = self.model.base_model(
+            input_ids=tokens, position_ids=rows.positions[None].expand_as(tokens), attention_mask=mask, use_cache=False
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    def write(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)

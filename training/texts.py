@@ -1,0 +1,65 @@
+"""Reads what a draft is trained on: prompts, conversations, or plain texts."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+
+from outrider.errors import UsageError
+
+LINES = (".jsonl", ".jsonl.gz")
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One line of a file: a conversation, a user's prompt, or a plain text. Whatever else a line has is ignored."""
+
+    messages: list[Message] | None = None
+    prompt: str | None = None
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(each is not None for each in (self.messages, self.prompt, self.text)) != 1:
+            raise ValueError("it needs one of messages, prompt and text")
+        if not (self.messages or self.prompt or self.text):
+            raise ValueError("it is empty")
+
+
+def read_texts(paths: Sequence[Path]) -> list[Sample]:
+    """Read files of JSON lines (`.jsonl`, `.jsonl.gz`), or of plain text, each of which is one sample.
+
+    Raises:
+        UsageError: a file cannot be read, or a line of it is not a sample.
+    """
+    return [sample for path in paths for sample in _read(path)]
+
+
+def _read(path: Path) -> Iterator[Sample]:
+    number = 0
+    try:
+        if not path.name.endswith(LINES):
+            yield Sample(text=path.read_text(encoding="utf-8"))
+            return
+        with _opened(path) as lines:
+            for line in lines:
+                number += 1
+                if line.strip():
+                    yield msgspec.json.decode(line, type=Sample)
+    except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:  # of both, of gzip, and of UTF-8
+        where = f"line {number} of {path}" if number else str(path)
+        hint = 'use text, or JSON lines with {"messages": [...]}, {"prompt": "..."} or {"text": "..."}'
+        raise UsageError(f"cannot read {where}: {' '.join(str(error).split())}", hint, param="texts") from error
+
+
+def _opened(path: Path) -> AbstractContextManager[Iterable[bytes]]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
