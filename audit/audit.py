@@ -34,6 +34,7 @@ from outrider.runtime.choice import AUTO
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import Fault
+from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult
 
 DRAWS = 500
@@ -198,24 +199,34 @@ class Cell:
             mode_id = mode.k + (mode.drafter is not None and 2**10 * self.outrider.drafters.index(mode.drafter))
         observed = self.outrider.observed(watch, RandomPolicy(self.outrider.adaptive_policy()))
         policy, allowed = observed.policy_for(*mode), observed.allowed_drafters(*mode)
-        decoder, slot = observed.decoder, observed.decoder.slots[0]
+        decoder = observed.decoder
+        # Drafting stops early only in a sequence that is alone.
+        free, running = [decoder.slots[0]] if mode.k == AUTO else list(decoder.slots), dict[int, tuple[Request, list[int]]]()
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
-        for index in range(draws):
-            seed = (self.number << 48) + (mode_id << 32) + first + index
-            request = observed.request(self.prompt, replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS))
-            request.acceptance = policy.begin()
-            decoder.slots.begin(slot, request, slot.shared(self.prompt))
-            while slot.unread:
-                decoder.slots.prefill(slot)
-            tokens: list[int] = []
-            while request.finish_reason is None:
-                (result,) = decoder.round([request], policy, allowed)
+        begun = 0
+        while running or begun < draws:
+            while free and begun < draws:
+                seed = (self.number << 48) + (mode_id << 32) + first + begun
+                request = observed.request(self.prompt, replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS))
+                request.acceptance = policy.begin()
+                slot = free.pop()
+                decoder.slots.begin(slot, request, slot.shared(self.prompt))
+                while slot.unread:
+                    decoder.slots.prefill(slot)
+                running[begun] = request, []
+                begun += 1
+            results = decoder.round([request for request, _ in running.values()], policy, allowed)
+            for (index, (request, tokens)), result in zip([*running.items()], results, strict=True):
                 if not isinstance(result, RoundResult):
                     raise result
                 tokens += request.take(result).token_ids
-            drawn[index, : len(tokens)] = tokens
-            drawn[index, -1] = tokens[-1]
-            self.progress.advance(1)
+                if request.finish_reason is not None:
+                    drawn[index, : len(tokens)] = tokens
+                    drawn[index, -1] = tokens[-1]
+                    assert request.slot is not None
+                    free.append(request.slot)
+                    del running[index]
+                    self.progress.advance(1)
         return drawn
 
 

@@ -5,8 +5,10 @@
     python examples/tiny-pair/train.py target    --corpora DIR --work DIR --tokens 30e6
     python examples/tiny-pair/train.py draft     --corpora DIR --work DIR --tokens 30e6
     python examples/tiny-pair/train.py publish   --corpora DIR --work DIR
+    python examples/tiny-pair/train.py texts     --corpora DIR --work DIR
 
-`publish` writes both models in fp16 beside this script, and `heldout.jsonl`, the beginnings of held-out documents.
+`publish` writes both models in fp16 beside this script, and `heldout.jsonl`, the beginnings of held-out documents. `texts`
+writes `texts.jsonl`, a mixture of training documents, for `outrider train-draft`.
 
 DIR has stories, support, math and code as `NAME.jsonl.gz`, with one `{"text"}` object per line. The source of the Python
 standard library is added to the code. Needs `outrider[export]` and a C++ compiler; two cores take under two hours.
@@ -36,6 +38,7 @@ BATCH = 16
 VOCABULARY = 4096
 STDLIB_BYTES = 3_000_000
 PROMPTS, PROMPT_CHARACTERS = 20, 160  # of each style
+TEXTS = 3072
 END = "<|endoftext|>"
 SHAPES = {
     "target": {
@@ -232,9 +235,21 @@ def publish(corpora: Path, work: Path) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def write_texts(corpora: Path, work: Path) -> None:
+    """Write training documents of all styles by their share, in random order."""
+    chosen: list[str] = []
+    random = torch.Generator().manual_seed(2)
+    for style, share in STYLES.items():
+        texts = split(documents(corpora, style))[0]
+        chosen += [texts[index] for index in torch.randperm(len(texts), generator=random)[: round(share * TEXTS)].tolist()]
+    with open(work / "texts.jsonl", "w", encoding="utf-8") as lines:
+        for index in torch.randperm(len(chosen), generator=random).tolist():
+            lines.write(json.dumps({"text": chosen[index]}, ensure_ascii=False) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tokenizer", "target", "draft", "publish"])
+    parser.add_argument("stage", choices=["tokenizer", "target", "draft", "publish", "texts"])
     parser.add_argument("--corpora", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tokens", type=float, default=30e6)
@@ -242,6 +257,8 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     if options.stage == "publish":
         publish(options.corpora, options.work)
+    elif options.stage == "texts":
+        write_texts(options.corpora, options.work)
     elif options.stage == "tokenizer":
         train_tokenizer(options.corpora, options.work)
     else:
