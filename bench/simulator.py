@@ -133,7 +133,7 @@ class SimulatedRounds:
             drafted = following[:accepted] + [-1] * (count - accepted)
         emitted = following[: accepted + 1] + [-1] * (accepted == len(following))  # what follows the record is not known
         end = len(lane.tokens) + rows - 1
-        self._clock.milliseconds += self._costs.round(drafter, len(drafted), rows - 1, end, True)
+        self._clock.milliseconds += self._costs.round(drafter, len(drafted), rows - 1, end, True, lane.k)
         return [RoundResult(drafter if drafted else NONE, drafted, emitted, None)]
 
 

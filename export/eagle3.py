@@ -67,6 +67,7 @@ class Eagle3Checkpoint:
     name: str
     config: HeadConfig
     tensors: dict[str, torch.Tensor]
+    first: str = LAYERS  # what the names of layer 0 begin with in the checkpoint
 
     @classmethod
     def read(cls, source: Source) -> Eagle3Checkpoint:
@@ -76,7 +77,9 @@ class Eagle3Checkpoint:
             SourceError: it cannot be read, or its configuration is impossible.
             UnsupportedModelError: its configuration has a key or a value that is not known here.
         """
-        return cls(source.name, HeadConfig.parse(source.config(), source.name), _renamed(_load(source)))
+        tensors = _load(source)
+        first = MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else LAYERS
+        return cls(source.name, HeadConfig.parse(source.config(), source.name), _renamed(tensors), first)
 
     def features_of(self, target: Target) -> list[int]:
         """Return the layers of the target whose inputs are the features, ascending; the number of layers is its output.

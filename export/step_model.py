@@ -237,6 +237,21 @@ def feature_mixer(model: nn.Module) -> Any:
     return getattr(model, FEATURE_MIXER, None)
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of a model's decoder.
+
+    Raises:
+        UnsupportedModelError: it has no list of them.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    decoder = model.get_decoder() or model  # a vision tower may have as many layers
+    lists = (each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
+    layers = next(lists, None)
+    if layers is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} layers that a draft head could read")
+    return layers
+
+
 @contextmanager
 def entering(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
     """Collect what enters the decoder layers `ids` in a pass, in that order; the number of layers is the last one's output.
@@ -248,12 +263,8 @@ def entering(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[list[torch.
     if not ids:
         yield found
         return
-    count = model.config.get_text_config().num_hidden_layers
-    decoder = model.get_decoder() or model  # a vision tower may have as many layers
-    lists = (each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count)
-    layers = next(lists, None)
-    if layers is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} layers that a draft head could read")
+    layers = decoder_layers(model)
+    count = len(layers)
     hidden: dict[int, torch.Tensor] = {}
 
     def entered(index: int) -> Callable[..., None]:

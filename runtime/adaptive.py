@@ -111,15 +111,24 @@ class AdaptivePolicy(Policy):
             return proposed
         if best == PLAIN:
             return self._probe()
-        if self.may_stop and batch.size == 1 and self._long_steps(best.drafter, batch):
-            self.early_stopping = True
-            return Choice(best.drafter, sizes[-1])  # `keep_drafting` decides where it ends
+        if self.may_stop and batch.size == 1 and self._long_steps(best, batch):
+            self.early_stopping = True  # `keep_drafting` decides where it ends
+            if not self._one_pass(best):
+                return Choice(best.drafter, sizes[-1])
         return best
 
-    def _long_steps(self, name: str, batch: Batch) -> bool:
-        """Whether a draft step takes so much longer than the host takes to ask `keep_drafting` that asking can pay off."""
-        costs, kind = self.costs(1), drafters.get(name)
-        step = kind.cost(costs, 2, batch.end, batch.greedy) - kind.cost(costs, 1, batch.end, batch.greedy)
+    def _one_pass(self, choice: Choice) -> bool:
+        return choice != PLAIN and drafters.get(choice.drafter).one_pass
+
+    def _long_steps(self, choice: Choice, batch: Batch) -> bool:
+        """Whether what one more token takes, a draft step or a row to verify, is so much longer than the host takes to ask
+        `keep_drafting` that asking can pay off."""
+        costs, kind = self.costs(1), drafters.get(choice.drafter)
+        if self._one_pass(choice):
+            most, least = (costs.verification(rows, batch.end, batch.greedy) for rows in (choice.k + 1, 1))
+            step = (most - least) / choice.k
+        else:
+            step = kind.cost(costs, 2, batch.end, batch.greedy) - kind.cost(costs, 1, batch.end, batch.greedy)
         return step > LONG_STEP or not costs.measured
 
     def sizes(self, remaining: int) -> list[int]:
@@ -238,9 +247,9 @@ class AdaptivePolicy(Policy):
         saved = min(HORIZON, sequence.remaining) * (1 - 1 / expected_tokens(rate, limit))
         return self._catch_up(choice.drafter, [sequence]) < saved * share
 
-    def _predicted(self, choice: Choice, drafted: int, batch: Batch) -> float:
+    def _predicted(self, choice: Choice, drafted: int, batch: Batch, begun: int = 0) -> float:
         """The time of a round by the costs alone."""
-        return self.costs(batch.size).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy)
+        return self.costs(batch.size).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy, begun)
 
     def by_evidence(self, name: str, evidence: Hashable) -> Acceptance:
         """Return the acceptance of a drafter's proposals with such evidence."""
@@ -257,13 +266,14 @@ class AdaptivePolicy(Policy):
             chance *= confidence.rate(each, rate)
         costs, name, end, greedy = self.costs(1), choice.drafter, sequence.length, sequence.greedy
         ratio, gain, drafted = self.pace.ratio(choice), 0.0, len(confidences)
+        begun = choice.k if self._one_pass(choice) else 0
         size = costs.size(drafted)
-        now = costs.round(name, drafted, size, end + size, greedy)
+        now = costs.round(name, drafted, size, end + size, greedy, begun)
         limit = min(choice.k, sequence.remaining - 1)
         for count in range(drafted + 1, limit + 1):  # one more token, or two, ...: the cost of a pass grows in steps
             gain += chance * self._per_token
             size = costs.size(count)
-            if gain > (costs.round(name, count, size, end + size, greedy) - now) * ratio:
+            if gain > (costs.round(name, count, size, end + size, greedy, begun) - now) * ratio:
                 return True
             chance *= rate
         return False
@@ -290,7 +300,9 @@ class AdaptivePolicy(Policy):
             if result is not None:
                 self._observe_sequence(choice, sequence, result)
         size = drafted if len(sequences) == 1 else choice.k
-        self.pace.observe(milliseconds / self._predicted(choice, size, Batch.of(sequences)), choice, len(sequences))
+        begun = self._previous.k if self.early_stopping and self._previous and self._one_pass(choice) else 0
+        predicted = self._predicted(choice, size, Batch.of(sequences), begun)
+        self.pace.observe(milliseconds / predicted, choice, len(sequences))
 
     def _observe_sequence(self, choice: Choice, sequence: SequenceView, result: RoundResult) -> None:
         for name, acceptance in sequence.acceptance.items():

@@ -35,7 +35,7 @@ class Costs:
         self._windows = build.windows
         self._last_window = len(build.windows) - 1
         self._known: dict[tuple[str, int, int], float] = {}  # by engine, rows and window
-        self._rounds: dict[tuple[str, int, int, int, bool], float] = {}  # by the arguments of `round`, the end as a window
+        self._rounds: dict[tuple[str, int, int, int, bool, int], float] = {}  # by the arguments of `round`, the end as a window
         self._tables: dict[str, dict[int, tuple[list[int], list[float]]]] = {}  # by engine and window: rows and medians
         sizes = {role: model.parameters for role, model in manifest.models.items()}
         self._guessed = {role: size / sizes["target"] for role, size in sizes.items()}
@@ -96,15 +96,15 @@ class Costs:
         """Return the time of the target's pass and the verifier's run."""
         return self.step("target", rows, end) + self.sampler("greedy_verifier" if greedy else "verifier", rows)
 
-    def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool) -> float:
+    def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool, begun: int = 0) -> float:
         """Return the time of a round that drafts so many tokens, verified in a pass that was built for k and ends at position
-        `end`."""
-        key = drafter, drafted, k, self._window(end), greedy
+        `end`; for `begun` see `Drafter.cost`."""
+        key = drafter, drafted, k, self._window(end), greedy, begun
         time = self._rounds.get(key)
         if time is None:
             time = self.verification(k + 1, end, greedy)
             if drafted:
-                time += drafters.get(drafter).cost(self, drafted, end, greedy)
+                time += drafters.get(drafter).cost(self, drafted, end, greedy, begun)
             self._rounds[key] = time
         return time
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.errors import OutriderError, UsageError
 from outrider.progress import Progress
 from outrider.runtime.generation import Event, Outrider
@@ -20,10 +19,12 @@ from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.text import Text
 from outrider.training.texts import Sample
 
-HELD_OUT = 20  # one sample in so many is not trained on
+HELD_OUT = 20  # one prompt in so many is not trained on
 MOST_HELD_OUT = 64
-FEWEST_SAMPLES = 40
+FEWEST_PROMPTS = 40
 FEWEST_TOKENS = 8  # of an answer; and of a prompt that is the beginning of a text
+
+T = TypeVar("T")
 
 
 class Example(NamedTuple):
@@ -32,13 +33,30 @@ class Example(NamedTuple):
     ids: list[int]
     drafted: list[bool]
 
+    @classmethod
+    def of(cls, prompt: list[int], answer: list[int]) -> Example:
+        """Join a prompt and its answer."""
+        return cls(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+
+    @property
+    def learnable(self) -> bool:
+        """Whether a head can learn to draft some of the tokens: it reads the one before, and a feature from before that."""
+        return sum(self.drafted[2:]) > 1
+
+
+class Given(NamedTuple):
+    """An answer that the texts have, and what the target is asked in its place if it is held out."""
+
+    example: Example
+    prompt: list[int]
+
 
 class Prompt(NamedTuple):
     """What the target is to answer."""
 
     key: str  # of the tokens and the settings
     ids: list[int]
-    seed: int
+    seed: int | None  # None if the answer is greedy
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -48,99 +66,117 @@ class Answer(msgspec.Struct, array_like=True):
     ids: list[int]
 
 
-def prompts_of(samples: Sequence[Sample], text: Text, chat: bool, longest: int) -> list[list[int]]:
-    """Return the tokens of each sample that the target is to answer; those that leave no room for an answer are left out.
+def prompts_of(samples: Sequence[Sample], text: Text, longest: int, seed: int = 0) -> list[list[int]]:
+    """Return the tokens of each prompt that the target is to answer, each once; those that leave no room for an answer are left
+    out.
 
-    A conversation is cut before its last answer, and a plain text somewhere in its first half.
+    A conversation ends before its last answer. A plain text is cut into passages of at most `longest` tokens, and each of them
+    somewhere in its first half.
 
     Raises:
-        UsageError: the target has no chat template for a conversation, or too few samples are left.
+        UsageError: the target has no chat template for a conversation, or too few prompts are left.
     """
-    prompts = []
-    for index, sample in enumerate(samples):
+
+    def prompts(sample: Sample) -> Iterator[list[int]]:
         if sample.messages is not None:
             messages = [msgspec.structs.asdict(each) for each in sample.messages]
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
-            if not messages:
-                continue
-            ids = text.encode_chat(messages)
+            if messages:
+                yield text.encode_chat(messages)
         elif sample.prompt is not None:
-            ids = text.encode(sample.prompt, chat=chat)
+            yield text.encode(sample.prompt, chat=text.template is not None)
         else:
-            whole = text.encode(sample.text or "", chat=False)[:longest]
-            most = len(whole) // 2
-            ids = whole[: random.Random(index).randint(FEWEST_TOKENS, most)] if most >= FEWEST_TOKENS else []
-        if ids and len(ids) + FEWEST_TOKENS <= longest:
-            prompts.append(ids)
-    return _enough(prompts, longest)
+            for passage in _passages(sample, text, longest):
+                yield _beginning(passage, seed)
+
+    return _usable(samples, text, longest, prompts, lambda ids: ids if ids and len(ids) + FEWEST_TOKENS <= longest else None)
 
 
-def given_examples(samples: Sequence[Sample], text: Text, longest: int) -> list[Example]:
-    """Return conversations and texts as they are, with the assistant's tokens marked by the chat template.
+def given_examples(samples: Sequence[Sample], text: Text, longest: int, ends: Sequence[int], seed: int = 0) -> list[Given]:
+    """Return the answers that conversations have, and passages of plain texts, of which all tokens count.
 
-    A turn is what the template adds to the turns before it. Of a conversation whose earlier turns a template changes later,
-    only the last one counts. In a plain text, all tokens do.
+    Each turn of the assistant is an example of its own, after the prompt that a server would make of the turns before it.
+    `ends` are the tokens that end an answer.
 
     Raises:
-        UsageError: the target has no chat template for a conversation, or too few samples have tokens of the assistant.
+        UsageError: the target has no chat template for a conversation, or too few have tokens of the assistant.
     """
-    examples = []
-    for sample in samples:
+
+    def examples(sample: Sample) -> Iterator[Given]:
         if sample.text is not None:
-            ids = text.encode(sample.text, chat=False)[:longest]
-            examples.append(Example(ids, [False] + [True] * (len(ids) - 1)))
-        elif sample.messages is not None:
-            examples += _turns([msgspec.structs.asdict(each) for each in sample.messages], text, longest)
-    kept = [example for example in examples if sum(example.drafted) >= FEWEST_TOKENS]
-    return _enough(kept, longest)
+            for ids in _passages(sample, text, longest):
+                yield Given(Example(ids, [False] + [True] * (len(ids) - 1)), _beginning(ids, seed))
+        messages = [msgspec.structs.asdict(each) for each in sample.messages or []]
+        for end in (index for index, each in enumerate(messages) if index and each["role"] == "assistant"):
+            before = text.render(messages[:end])
+            after = text.render(messages[: end + 1], add_generation_prompt=False)
+            if after.startswith(before):
+                prompt = text.encode_chat(messages[:end])
+                answer = text.tokenizer.encode(after.removeprefix(before), add_special_tokens=False).ids
+                last = next((at for at, token in enumerate(answer) if token in ends), len(answer))
+                room = max(longest - len(prompt), 0)
+                yield Given(Example.of(prompt, answer[: last + 1][:room]), prompt)
+
+    def usable(given: Given) -> object:
+        return given.example.ids if given.example.learnable and given.prompt else None
+
+    return _usable(samples, text, longest, examples, usable)
 
 
-def _turns(messages: list[dict[str, str]], text: Text, longest: int) -> Iterator[Example]:
-    ends = [index for index, each in enumerate(messages) if index and each["role"] == "assistant"]
-    if not ends:
-        return
-    messages = messages[: ends[-1] + 1]
-    whole = _rendered(messages, text)
-    drafted = [False] * len(whole)
-    for end in ends:
-        before = _rendered(messages[:end], text, add_generation_prompt=True)
-        after = _rendered(messages[: end + 1], text)
-        if whole[: len(after)] == after and after[: len(before)] == before:
-            drafted[len(before) : len(after)] = [True] * (len(after) - len(before))
-    yield Example(whole[:longest], drafted[:longest])
+def _passages(sample: Sample, text: Text, longest: int) -> Iterator[list[int]]:
+    ids = text.encode(sample.text or "", chat=False)
+    return (ids[at : at + longest] for at in range(0, len(ids), longest))
 
 
-def _rendered(messages: list[dict[str, str]], text: Text, add_generation_prompt: bool = False) -> list[int]:
-    rendered = text.render(messages, add_generation_prompt=add_generation_prompt)
-    ids: list[int] = text.tokenizer.encode(rendered, add_special_tokens=False).ids
-    return ids
+def _beginning(passage: list[int], seed: int) -> list[int]:
+    most = len(passage) // 2
+    return passage[: random.Random(repr((seed, passage))).randint(FEWEST_TOKENS, most)] if most >= FEWEST_TOKENS else []
 
 
-def _enough(kept: list, longest: int) -> list:  # type: ignore[type-arg]
-    if len(kept) < FEWEST_SAMPLES:
+def _usable(
+    samples: Sequence[Sample],
+    text: Text,
+    longest: int,
+    read: Callable[[Sample], Iterator[T]],
+    identity: Callable[[T], object],
+) -> list[T]:
+    """Return what is read of all samples, without what occurs again, and without what has no identity."""
+    if text.template is None and any(sample.messages is not None for sample in samples):
+        raise UsageError("the texts have conversations, and the target has no chat template", "use prompts or plain texts")
+    kept: dict[str, T] = {}
+    reason = ""
+    for number, sample in enumerate(samples, 1):
+        try:
+            for each in read(sample):
+                if (own := identity(each)) is not None:
+                    kept.setdefault(repr(own), each)
+        except UsageError as error:
+            reason = reason or f"; sample {number}: {error}"
+    if len(kept) < FEWEST_PROMPTS:
         raise UsageError(
-            f"the texts have {len(kept)} usable samples, and training takes {FEWEST_SAMPLES} or more: of at most {longest:,}"
-            f" tokens, with {FEWEST_TOKENS} or more of the assistant",
+            f"the texts have {len(kept)} different usable prompts, and training takes {FEWEST_PROMPTS} or more: of at most"
+            f" {longest:,} tokens, with some of the assistant{reason}",
             "add texts, or raise --max-length",
             param="texts",
         )
-    return kept
+    return [*kept.values()]
 
 
 def held_out(count: int) -> list[bool]:
-    """Return which of so many samples are not trained on."""
-    step = max(HELD_OUT, count // MOST_HELD_OUT)
+    """Return which of so many prompts are not trained on."""
+    step = max(HELD_OUT, -(-count // MOST_HELD_OUT))
     return [index % step == 0 for index in range(count)]
 
 
 class Answers:
     """The answers of one target to prompts, in a file to which each is added when it is complete."""
 
-    def __init__(self, path: Path, manifest_digest: str, params: SamplingParams, longest: int):
-        """Read what the file has. An answer that an interrupted run left incomplete is written again."""
+    def __init__(self, path: Path, target: str, params: SamplingParams, longest: int):
+        """Read what the file has; `target` tells answers of different targets apart. An answer that an interrupted run left
+        incomplete is written again."""
         self._path, self._params, self._longest = path, params, longest
-        self._settings = f"{manifest_digest} {params.temperature} {params.max_new_tokens} {longest}"
+        self._settings = f"{target} {params.max_new_tokens} {longest}"
         self._known: dict[str, list[int]] = {}
         if path.exists():
             content = path.read_bytes()
@@ -151,14 +187,10 @@ class Answers:
                 answer = msgspec.json.decode(line, type=Answer)
                 self._known[answer.key] = answer.ids
 
-    def prompt(self, ids: list[int], seed: int, greedy: bool) -> Prompt:
-        """Return a prompt with its key."""
-        content = msgspec.json.encode([self._settings, ids, seed, greedy])
-        return Prompt(hashlib.sha256(content).hexdigest()[:16], ids, -1 if greedy else seed)
-
-    def missing(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts that have no answer yet."""
-        return [prompt for prompt in prompts if prompt.key not in self._known]
+    def prompt(self, ids: list[int], seed: int | None) -> Prompt:
+        """Return a prompt with its key; its answer is greedy without a seed."""
+        content = msgspec.json.encode([self._settings, ids, None if seed is None else (seed, self._params.temperature)])
+        return Prompt(hashlib.sha256(content).hexdigest()[:16], ids, seed)
 
     def generate(self, outrider: Outrider, prompts: Sequence[Prompt], progress: Progress) -> None:
         """Answer the prompts that have no answer yet, in batches.
@@ -167,38 +199,38 @@ class Answers:
             EngineError: the target failed.
             OSError: the file cannot be written.
         """
-        waiting = sorted(self.missing(prompts), key=lambda prompt: len(prompt.ids), reverse=True)
+        missing = [prompt for prompt in prompts if prompt.key not in self._known]
+        if not missing:
+            return
+        waiting = sorted(missing, key=lambda prompt: len(prompt.ids), reverse=True)
         progress.stage("generating answers of the target", len(waiting))
         scheduler = Scheduler(outrider, max_waiting=1)
-        running: dict[int, Prompt] = {}
+        running: dict[int, tuple[Prompt, list[int]]] = {}
         with open(self._path, "ab") as file:
             while waiting or scheduler.busy:
                 while waiting and scheduler.room:
                     prompt = waiting.pop()
-                    running[id(scheduler.submit(prompt.ids, self._sampling(prompt)))] = prompt
+                    running[id(scheduler.submit(prompt.ids, self._sampling(prompt)))] = prompt, []
                 for request, event in scheduler.step():
                     if isinstance(event, OutriderError):
                         raise event
-                    if isinstance(event, Event) and event.finish_reason is not None:
-                        prompt = running.pop(id(request))
-                        answer = Answer(prompt.key, request.tokens[len(prompt.ids) :])
-                        file.write(msgspec.json.encode(answer) + b"\n")
+                    if not isinstance(event, Event):
+                        continue
+                    prompt, ids = running[id(request)]
+                    ids += event.token_ids
+                    if event.finish_reason is not None:
+                        del running[id(request)]
+                        file.write(msgspec.json.encode(Answer(prompt.key, ids)) + b"\n")
                         file.flush()
-                        self._known[prompt.key] = answer.ids
+                        self._known[prompt.key] = ids
                         progress.advance(1)
 
     def _sampling(self, prompt: Prompt) -> SamplingParams:
         room = min(self._params.max_new_tokens, self._longest - len(prompt.ids))
-        if prompt.seed < 0:
+        if prompt.seed is None:
             return SamplingParams(max_new_tokens=room)
         return SamplingParams(max_new_tokens=room, temperature=self._params.temperature, seed=prompt.seed)
 
     def example(self, prompt: Prompt) -> Example:
         """Return a prompt with its answer."""
-        answer = self._known[prompt.key]
-        return Example(prompt.ids + answer, [False] * len(prompt.ids) + [True] * len(answer))
-
-
-def has_chat(outrider: Outrider) -> bool:
-    """Return whether a bundle's target has a chat template."""
-    return CHAT_TEMPLATE in outrider.manifest.files
+        return Example.of(prompt.ids, self._known[prompt.key])

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+import msgspec
+
 from outrider.bundle.folder import check_absent
 from outrider.errors import UsageError
 from outrider.export.source import Source
+from outrider.runtime.params import SamplingParams
 from outrider.training.texts import Sample, read_texts
 
 KINDS = ("eagle3", "pard")
+MAX_SEED = 2**31  # numpy's is below 2**32, and each answer has one of its own
+STARTS = {"eagle3": ("head",), "pard": ("draft", "parallel-draft")}  # what `Source.drafting_role` calls them
 LEARNING_RATE = {"eagle3": 5e-4, "pard": 1e-4}
 
 
@@ -66,14 +72,19 @@ class Arguments:
     options: Options
 
     def digest(self, *further: object) -> str:
-        """Return what tells apart what was made for one target and precision from what was made for others."""
-        own = self.named, self.options["precision"], self.options["max_length"], self.options["k"]
-        return hashlib.sha256(repr((own, further)).encode()).hexdigest()[:16]
+        """Return what tells apart what was made of one target and precision from what was made of others."""
+        own = self.named, self.options["precision"], self.options["max_length"]
+        return hashlib.sha256(msgspec.json.encode((own, further))).hexdigest()[:16]
 
     @property
     def work(self) -> Path:
         """The folder beside the output with what an interrupted run goes on from."""
         return self.output.parent / f".{self.output.name}.training"
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the target answers, except for seeds."""
+        return SamplingParams(temperature=self.options["temperature"], max_new_tokens=self.options["max_new_tokens"])
 
     @property
     def learning_rate(self) -> float:
@@ -100,8 +111,17 @@ class Arguments:
             if chosen[name] < least:  # type: ignore[literal-required]
                 raise UsageError(f"{name} is {chosen[name]}", f"use {least} or more", param=name)  # type: ignore[literal-required]
         for name in ("epochs", "draft_vocab", "learning_rate"):
-            if (value := chosen[name]) is not None and value <= 0:  # type: ignore[literal-required]
+            if (value := chosen[name]) is not None and not (value > 0 and math.isfinite(value)):  # type: ignore[literal-required]
                 raise UsageError(f"{name} is {value}", "use a number above 0", param=name)
+        if chosen["k"] + 2 > chosen["max_length"] // 2:
+            raise UsageError(f"k is {chosen['k']}", "use less than half of --max-length", param="k")
+        if not 0 <= chosen["seed"] < MAX_SEED:
+            raise UsageError(f"seed is {chosen['seed']}", f"use a number from 0 to {MAX_SEED - 1:,}", param="seed")
         final = check_absent(output)
         start = None if chosen["start"] is None else Source.parse(chosen["start"])
-        return cls(target, Source.parse(target), kind, read_texts(texts), final, start, chosen)
+        if start is not None and start.drafting_role() not in STARTS[kind]:
+            hint = f"--kind {kind} starts from a {' or a '.join(STARTS[kind]).replace('-', ' ')}"
+            raise UsageError(f"{start.name} is a {start.drafting_role().replace('-', ' ')}", hint, param="start")
+        checked = cls(target, Source.parse(target), kind, read_texts(texts), final, start, chosen)
+        _ = checked.sampling
+        return checked

@@ -62,16 +62,28 @@ def chains(layers: int) -> Iterator[Cache]:
 
 
 def attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, scaling: float, **__: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _: Any,
+    scaling: float,
+    sliding_window: int | None = None,
+    **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from rows [B, H, R, D], one for each chain that still goes on, to [B, R, H, D]."""
+    """Attend from rows [B, H, R, D], one for each chain that still goes on, to [B, R, H, D].
+
+    A window counts from the position of the step, which is as far behind its chain's row as it has steps before it.
+    """
     batch, heads, rows, width = query.shape
     kept = _current.get()[module.layer_idx].steps  # type: ignore[index]
     groups = heads // key.shape[1]
     query = query.reshape(batch, -1, groups, rows, width) * scaling
     (keys, values), *own = [(k[:, :, None, :rows], v[:, :, None, :rows]) for k, v in kept]
-    later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-    scores = [(query @ keys.transpose(-2, -1)).masked_fill(later, -torch.inf)]
+    hidden = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+    if sliding_window is not None:
+        hidden |= torch.ones_like(hidden).tril(len(own) - sliding_window)
+    scores = [(query @ keys.transpose(-2, -1)).masked_fill(hidden, -torch.inf)]
     scores += [(query * k).sum(-1, keepdim=True) for k, _ in own]
     weights = torch.cat(scores, -1).softmax(-1, dtype=torch.float32).to(values.dtype)
     mixed = weights[..., :rows] @ values

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from outrider.errors import UnsupportedModelError
+from outrider.export.checkpoint import load_model, read_config
 from outrider.export.eagle3 import LAYERS, MIDLAYER, Eagle3Checkpoint, Target
 from outrider.export.eagle3_config import THETA, HeadConfig
 from outrider.export.short_head import output_head
 from outrider.export.source import Source
-from outrider.export.step_model import entering
+from outrider.export.step_model import decoder_layers, entering
+from outrider.runtime.drafters.head import HeadDrafter
+from outrider.training.answers import Example
+from outrider.training.arguments import Arguments
 from outrider.training.chains import ATTENTION, chains
+from outrider.training.loop import device, has_bf16
 from outrider.training.objective import Batch, Objective
 
+FEWEST_LAYERS = 3
 LATER_WEIGHT = 0.8  # of each draft step's loss, against the step before
 
 
-def open_head(target: PreTrainedModel, source: Source | None, tokens: torch.Tensor, steps: int) -> Eagle3Objective:
+def open_head(
+    target: PreTrainedModel, source: Source | None, tokens: torch.Tensor, steps: int, seed: int = 0
+) -> Eagle3Objective:
     """Return the objective for a published head, or for a new one that proposes `tokens`, int64 [Vd] ascending.
 
     Raises:
@@ -32,20 +42,38 @@ def open_head(target: PreTrainedModel, source: Source | None, tokens: torch.Tens
     if source is not None:
         return Eagle3Objective(target, Eagle3Checkpoint.read(source), source.config(), steps)
     config = new_config(target, len(tokens))
-    checkpoint = Eagle3Checkpoint("the new head", HeadConfig.parse(config, "the new head"), new_tensors(target, tokens, config))
+    tensors = new_tensors(target, tokens, config, seed)
+    checkpoint = Eagle3Checkpoint("the new head", HeadConfig.parse(config, "the new head"), tensors, MIDLAYER)
     return Eagle3Objective(target, checkpoint, config, steps)
 
 
+def frequent(examples: Sequence[Example], rows: int, count: int) -> torch.Tensor:
+    """Return the most frequent tokens of the answers, int64 [count] ascending, of a vocabulary of so many rows; the lowest ids
+    where there are too few."""
+    drafted = [token for example in examples for token, own in zip(*example, strict=True) if own]
+    counts = torch.tensor(drafted).bincount(minlength=rows)[:rows]
+    return counts.sort(descending=True, stable=True).indices[: min(count, rows)].sort().values
+
+
 def new_config(target: PreTrainedModel, proposed: int) -> dict[str, Any]:
-    """Return the configuration of a head with one Llama layer of the target's sizes, as SafeAILab's are."""
+    """Return the configuration of a head with one Llama layer of the target's sizes, as SafeAILab's are.
+
+    Raises:
+        UnsupportedModelError: the target has fewer layers than the three that a head reads.
+    """
     text = target.config.get_text_config()
-    heads = text.num_attention_heads
+    heads, layers = text.num_attention_heads, text.num_hidden_layers
+    if layers < FEWEST_LAYERS:
+        raise UnsupportedModelError(
+            f"the target has {layers} layers, and a head reads what enters three of {FEWEST_LAYERS} or more",
+            "train a parallel draft: --kind pard",
+        )
     rope = getattr(text, "rope_parameters", None) or {}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
+        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,  # GPT-2's need not say
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -61,7 +89,7 @@ def new_config(target: PreTrainedModel, proposed: int) -> dict[str, Any]:
     }
 
 
-def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a head that begins with the target's last layer, norm and rows of its output head, as far as they
     have the same shapes; the embedding has no part in it yet."""
     width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -73,7 +101,7 @@ def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str,
         "mlp.down_proj": (width, inner),
         **dict.fromkeys(("hidden_norm", "input_layernorm", "post_attention_layernorm"), (width,)),
     }
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def matrix(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) / shape[-1] ** 0.5 if len(shape) > 1 else torch.ones(shape)
@@ -85,7 +113,7 @@ def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str,
         "lm_head.weight": matrix(len(tokens), width),
     }
     tensors["d2t"] = tokens - torch.arange(len(tokens))
-    found = {name: each.detach().float() for name, each in target.get_decoder().state_dict().items()}
+    found, plain = target.get_decoder().state_dict(), _has_plain_norms(target)
     last = f"layers.{target.config.get_text_config().num_hidden_layers - 1}."
     taken = {"norm.weight": "norm.weight", f"{LAYERS}hidden_norm.weight": f"{last}input_layernorm.weight"}
     taken |= {
@@ -94,16 +122,59 @@ def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str,
         if not name.endswith(("hidden_norm", "input_layernorm"))
     }
     for name, source in taken.items():
-        if (weight := found.get(source)) is None:
+        if source not in found or not (plain or found[source].dim() > 1):
             continue
+        weight = found[source].detach().float().cpu()
         if weight.dim() == 2 and 2 * weight.shape[1] == tensors[name].shape[1]:
             weight = torch.cat((torch.zeros_like(weight), weight), 1)
         if weight.shape == tensors[name].shape:
             tensors[name] = weight
     output = target.get_output_embeddings().weight.detach()
     if output.shape[1] == width:
-        tensors["lm_head.weight"] = output[tokens].float()
-    return tensors
+        tensors["lm_head.weight"] = output[tokens.to(output.device)].cpu()
+    return {name: each.half() if each.is_floating_point() else each for name, each in tensors.items()}
+
+
+def _has_plain_norms(target: PreTrainedModel) -> bool:
+    """Return whether the target's norms multiply by their weights, as a head's do; Gemma's, for one, add 1 to them."""
+    norm = getattr(target.get_decoder(), "norm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None:
+        return False
+    x = torch.randn(1, 8, len(weight), device=weight.device, dtype=torch.float32)
+    with torch.no_grad():
+        expected = nn.functional.rms_norm(x, (len(weight),), weight.float(), 1e-6)
+        return torch.allclose(norm(x.to(weight.dtype)).float(), expected, rtol=0.05, atol=0.05)
+
+
+class Goal:
+    """The target's logits of the tokens that a head proposes."""
+
+    def __init__(self, target: PreTrainedModel, kept: torch.Tensor):
+        """Take the rows `kept` of a target's output head, int64 [Vd].
+
+        Raises:
+            UnsupportedModelError: its logits are more than a product, scaled and capped in a way that is known here.
+        """
+        config, head = target.config.get_text_config(), target.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        everything = len(kept) == head.weight.shape[0]
+        self._weight = head.weight if everything else head.weight[kept]
+        self._bias = None if bias is None else bias[kept]
+        # Granite divides its logits, Cohere multiplies them, and Gemma-2 caps them.
+        self._scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        ids = torch.arange(4, device=head.weight.device)[None]
+        with torch.no_grad():
+            hidden = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            expected, actual = target(input_ids=ids, use_cache=False).logits[..., kept].float(), self(hidden)
+        if (actual - expected).abs().max() > 0.01 * expected.abs().max():
+            raise UnsupportedModelError(f"{type(target).__name__} computes its logits in a way that training does not know")
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits [..., Vd] of the target's last hidden states, [..., H]."""
+        logits = nn.functional.linear(hidden, self._weight, self._bias).float() * self._scale
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
 
 class Eagle3Objective(Objective):
@@ -113,7 +184,29 @@ class Eagle3Objective(Objective):
     assistant in every step. Step s of the chain at row c reads token c + s + 1, and predicts token c + s + 2.
     """
 
+    drafter = HeadDrafter.name
     kept: torch.Tensor  # int64 [Vd], the ids of the tokens that it proposes, ascending
+
+    @classmethod
+    def check(cls, target: Source, start: Source | None) -> int | None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(read_config(target))
+        decoder_layers(model)
+        facts = Target.of(model, target.name)
+        if start is None:
+            new_config(model, facts.vocab_rows)
+        else:
+            checkpoint = Eagle3Checkpoint.read(start)
+            checkpoint.features_of(facts)
+            checkpoint.tokens(facts)
+        return None
+
+    @classmethod
+    def open(cls, arguments: Arguments, examples: Sequence[Example]) -> Eagle3Objective:
+        target = load_model(arguments.target, "bf16" if has_bf16() else "fp32").to(device())
+        options = arguments.options
+        tokens = frequent(examples, int(target.get_output_embeddings().weight.shape[0]), options["draft_vocab"])
+        return open_head(target, arguments.start, tokens, options["k"], options["seed"])
 
     def __init__(self, target: PreTrainedModel, checkpoint: Eagle3Checkpoint, config: dict[str, Any], steps: int):
         """Take a checkpoint, with the `config.json` that goes with it.
@@ -123,16 +216,24 @@ class Eagle3Objective(Objective):
         """
         super().__init__()
         self.steps, self._config, self._target = steps, config, [target]  # a list, so that the target is no part of the module
-        facts = Target.of(target)
-        self._names = [*checkpoint.tensors]
+        facts, own = Target.of(target), checkpoint.tensors
+        self._names, self._first, self._stored = [*own], checkpoint.first, own["fc.weight"].dtype
+        if "embed_tokens.weight" not in own:
+            facts = replace(facts, embedding=facts.embedding.to("meta"))  # instead of a copy
         self.mixer, self.head = checkpoint.build(facts)
         self.mixer.requires_grad_(True)
         self.head.requires_grad_(True)
-        if "embed_tokens.weight" not in checkpoint.tensors:
-            self.head.set_input_embeddings(target.get_input_embeddings())  # instead of a copy
+        if "embed_tokens.weight" not in own:
+            self.head.set_input_embeddings(target.get_input_embeddings())
         self.head.get_input_embeddings().requires_grad_(False)
+        output = output_head(self.head)
+        assert output is not None
+        output.requires_grad_("lm_head.weight" in own)  # otherwise it is the target's
+        self.output = output
         self.head.set_attn_implementation(ATTENTION)
         self.register_buffer("kept", checkpoint.tokens(facts), persistent=False)
+        self.to(target.device)
+        self._goal = Goal(target, self.kept)
 
     def forward(self, ids: torch.Tensor, drafted: torch.Tensor) -> dict[str, torch.Tensor]:
         features, hidden = self._read(ids)
@@ -142,8 +243,8 @@ class Eagle3Objective(Objective):
             if not wanted.any():
                 break
             with torch.no_grad():
-                goal = self._target_logits(hidden[:, step + 1 : -1][wanted])[:, self.kept].float().softmax(-1)
-            logits = self._rows(normed[:, : wanted.shape[1]][wanted])
+                goal = self._goal(hidden[:, step + 1 : -1][wanted]).softmax(-1)
+            logits = self.output(normed[:, : wanted.shape[1]][wanted])
             total = total + LATER_WEIGHT**step * nn.functional.cross_entropy(logits.float(), goal)
         return {"loss": total}
 
@@ -154,7 +255,7 @@ class Eagle3Objective(Objective):
         for step, normed in enumerate(self._steps(features, ids)):
             following = ids[:, step + 2 :]
             rows = following.shape[1]
-            proposed = self.kept[self._rows(normed[:, :rows]).argmax(-1)]
+            proposed = self.kept[self.output(normed[:, :rows]).argmax(-1)]
             agrees[:, 1 : rows + 1, step] = proposed == following  # the chain at row c drafts after token c + 1
         return agrees
 
@@ -164,19 +265,6 @@ class Eagle3Objective(Objective):
         with torch.no_grad(), entering(target, self.mixer.ids) as entered:
             hidden = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return self.mixer([each.to(self.mixer.fc.weight.dtype) for each in entered]), hidden
-
-    def _target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        (target,) = self._target
-        logits: torch.Tensor = target.get_output_embeddings()(hidden)
-        cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def _rows(self, normed: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the tokens that the head proposes, [..., Vd]."""
-        head = output_head(self.head)
-        assert head is not None
-        logits: torch.Tensor = head(normed)
-        return logits
 
     def _steps(self, features: torch.Tensor, ids: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the normed hidden states [B, S - 1 - s, H] of each draft step s of the chains that begin at every row."""
@@ -194,9 +282,10 @@ class Eagle3Objective(Objective):
         offsets = self.kept.cpu() - torch.arange(len(self.kept))
         rows = self._target[0].config.get_text_config().vocab_size
         own["d2t"], own["t2d"] = offsets, torch.zeros(rows, dtype=torch.bool).index_fill(0, self.kept.cpu(), True)
-        first = LAYERS if "transformer_layer_config" in self._config else MIDLAYER  # speculators', or everybody else's
         stored = {
-            name.replace(LAYERS, first, 1): (each.half() if each.is_floating_point() else each).cpu().contiguous()
+            name.replace(LAYERS, self._first, 1): (each.to(self._stored) if each.is_floating_point() else each)
+            .cpu()
+            .contiguous()
             for name, each in own.items()
         }
         (folder / "config.json").write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")

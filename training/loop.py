@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from outrider.training.answers import Example
 from outrider.training.objective import Batch, Objective, measure
 
 EVALUATIONS = 10  # during a run
+LENGTH = "mean_acceptance_length"
 WARM_UP = 0.03  # of the updates
 NO_ROOM = ("os error 28", "os error 27", "PytorchStreamWriter failed", "file write failed")  # of safetensors, and of torch
+NO_MEMORY = "not enough memory"  # of torch on the CPU
 FINISHED = "trainer_state.json"  # what Trainer writes last into a checkpoint
 
 
@@ -72,7 +75,7 @@ def fit(
     """Train, going on after the last whole checkpoint in `folder`; and return what was measured on the way.
 
     Returns:
-        at each update that something was measured after, its number `step`, and `loss`, `length` (tokens of a round over the
+        at each update that something was measured after, its number `step`, and `loss`, `mean_acceptance_length` (over the
         held-out examples), or both.
 
     Raises:
@@ -104,6 +107,8 @@ def fit(
         remove_unused_columns=False,
         dataloader_pin_memory=False,
     )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # Trainer would copy the draft, and not the target, to the others
     trainer = Trainer(
         model=objective,
         args=arguments,
@@ -112,17 +117,28 @@ def fit(
         callbacks=[_Watch(objective, lambda: measure(objective, held_out, objective.steps).mean_acceptance_length, progress)],
     )
     trainer.pop_callback(PrinterCallback)
-    try:
-        trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
-    except (SafetensorError, RuntimeError) as error:
-        if any(sign in str(error) for sign in NO_ROOM):
-            raise FolderError(f"no room to write a checkpoint into {folder}", "free some disk space and run again") from error
-        raise
+    trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
     return [
-        {"step": entry["step"], **{key: entry[key] for key in ("loss", "length") if key in entry}}
+        {"step": entry["step"], **{key: entry[key] for key in ("loss", LENGTH) if key in entry}}
         for entry in trainer.state.log_history
-        if "loss" in entry or "length" in entry
+        if "loss" in entry or LENGTH in entry
     ]
+
+
+@contextmanager
+def translated(folder: Path) -> Iterator[None]:
+    """Raise ours instead of the errors of torch and safetensors for which a machine is too small; `folder` is written to."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, MemoryError) as error:
+        text = str(error)
+        if any(sign in text for sign in NO_ROOM):
+            raise FolderError(f"no room to write {folder}", "free some disk space and run again") from error
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in text:
+            raise EngineError(
+                "too little memory to train", "use a smaller --batch with more --accumulate, or a smaller --max-length"
+            ) from error
+        raise
 
 
 def _last_checkpoint(folder: Path) -> str | None:
@@ -146,7 +162,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         self._progress.advance(1)
         if state.global_step % max(state.max_steps // EVALUATIONS, 1) == 0 or state.global_step == state.max_steps:
             self._length = self._measured()
-            state.log_history.append({"step": state.global_step, "length": self._length})
+            state.log_history.append({"step": state.global_step, LENGTH: self._length})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
@@ -160,5 +176,5 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     def _report(self) -> None:
         known = [f"loss {self._loss:.3f}"] if math.isfinite(self._loss) else []
-        known += [f"{self._length:.2f} tokens a round" if math.isfinite(self._length) else ""]
+        known += [f"mean acceptance length {self._length:.2f}" if math.isfinite(self._length) else ""]
         self._progress.note(", ".join(["training", *filter(None, known)]))

@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
+from outrider.export.source import Source
 from outrider.runtime.stats import Stats
 from outrider.training.answers import Example
+from outrider.training.arguments import Arguments
 
 
 class Batch(NamedTuple):
-    """Examples of about the same length."""
+    """Examples of one pass."""
 
     ids: torch.Tensor  # int64 [B, S], padded on the right
     drafted: torch.Tensor  # bool [B, S]: the assistant's tokens
@@ -35,7 +37,29 @@ class Batch(NamedTuple):
 class Objective(nn.Module, ABC):
     """A draft, how its loss is computed, and how it is written. Its parameters that need gradients are what is trained."""
 
+    drafter: ClassVar[str]  # the drafter that serves it
     steps: int  # tokens that it learns to draft in a round
+
+    @classmethod
+    @abstractmethod
+    def check(cls, target: Source, start: Source | None) -> int | None:
+        """Check from the configurations alone that a draft for a target can be trained, from a checkpoint if there is one.
+
+        Returns:
+            the most tokens that the draft can read, if it has a limit.
+
+        Raises:
+            UsageError: the checkpoint is of another kind.
+            SourceError, UnsupportedModelError, VocabularyMismatchError: it cannot be read, or does not fit the target.
+        """
+
+    @classmethod
+    @abstractmethod
+    def open(cls, arguments: Arguments, examples: Sequence[Example]) -> Objective:
+        """Load what is trained on the examples, and what it takes for that, onto the device.
+
+        Errors are those of `check`.
+        """
 
     @abstractmethod
     def forward(self, ids: torch.Tensor, drafted: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -44,7 +68,8 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def agreement(self, batch: Batch) -> torch.Tensor:
         """Return bool [B, S, steps]: whether the tokens that the draft proposes after token i are those that follow, each given
-        that all before it are. Proposals for what lies beyond the end are wrong."""
+        that all before it are. Proposals for what lies beyond the end are wrong, and those before the answer need not be
+        right."""
 
     @abstractmethod
     def write(self, folder: Path) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.export.source import MASK_TOKEN
+from outrider.export.checkpoint import load_model, load_tokenizer, read_config
+from outrider.export.source import MASK_TOKEN, Source
+from outrider.export.vocabulary import check_same_vocabulary
+from outrider.runtime.drafters.parallel import ParallelDrafter
+from outrider.training.answers import Example
+from outrider.training.arguments import Arguments
+from outrider.training.loop import device
 from outrider.training.objective import Batch, Objective
 
+ROWS = 512  # whose logits are computed at once where only the largest one counts
 KEPT, LEAST = 0.7, 0.2  # share of the chains of masks that have a further one, and the smallest share that any place has
 
 
@@ -40,13 +48,32 @@ class PardObjective(Objective):
     up to steps - 1 masks behind earlier ones. Deeper masks are drawn for fewer of them, which saves time (section 3.3).
     """
 
+    drafter = ParallelDrafter.name
+
+    @classmethod
+    def check(cls, target: Source, start: Source | None) -> int | None:
+        assert start is not None
+        read_config(target)
+        config = read_config(start).get_text_config()
+        check_same_vocabulary(load_tokenizer(target).vocabulary(), load_tokenizer(start).vocabulary())
+        limit: int | None = getattr(config, "max_position_embeddings", None)
+        return limit
+
+    @classmethod
+    def open(cls, arguments: Arguments, examples: Sequence[Example]) -> PardObjective:
+        start = arguments.start
+        assert start is not None
+        model = load_model(start, "fp32")
+        model.set_attn_implementation("sdpa")
+        return cls(model.to(device()), start.read("tokenizer", AutoTokenizer), arguments.options["k"])
+
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int):
         """Take a model; one without a mask token gets one: an id that no token has, or a new row of its embedding."""
         super().__init__()
         self.steps, self.tokenizer = steps, tokenizer
         mask = getattr(model.config, MASK_TOKEN, None)
         if mask is None:
-            used, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
+            used, rows = max(tokenizer.get_vocab().values()) + 1, model.get_input_embeddings().weight.shape[0]
             mask = used if used < rows else rows
             if mask == rows:
                 model.resize_token_embeddings(rows + 1, mean_resizing=False)
@@ -55,7 +82,6 @@ class PardObjective(Objective):
                 embedding[mask] = embedding[:used].mean(0)
             setattr(model.config, MASK_TOKEN, mask)
         self.model, self.mask = model.requires_grad_(True), int(mask)
-        self._random = torch.Generator().manual_seed(0)
 
     def forward(self, ids: torch.Tensor, drafted: torch.Tensor) -> dict[str, torch.Tensor]:
         count = ids.shape[1]
@@ -72,9 +98,11 @@ class PardObjective(Objective):
     def agreement(self, batch: Batch) -> torch.Tensor:
         ids = batch.ids.to(self.model.device)
         count = ids.shape[1]
-        anchors = torch.arange(count, device=ids.device)
+        first = max(int(batch.drafted.any(0).nonzero()[0, 0]) - 1, 0)
+        anchors = torch.arange(first, count, device=ids.device)
         rows = self._rows(count, anchors, torch.full_like(anchors, self.steps - 1))
-        proposed = self.model.get_output_embeddings()(self._read(ids, rows)).argmax(-1)
+        head = self.model.get_output_embeddings()
+        proposed = torch.cat([head(part).argmax(-1) for part in torch.split(self._read(ids, rows), ROWS, 1)], 1)
         padded = nn.functional.pad(ids, (0, self.steps + 1), value=-1)
         agrees = torch.zeros(*ids.shape, self.steps, dtype=torch.bool, device=ids.device)
         agrees[:, rows.anchor, rows.depth] = proposed == padded[:, rows.positions + 1]
@@ -83,7 +111,7 @@ class PardObjective(Objective):
     def _depths(self, count: int) -> torch.Tensor:
         """Draw the number of masks behind each of so many tokens, 0..steps - 1."""
         shares = torch.tensor([max(KEPT**depth, LEAST) for depth in range(1, self.steps)])
-        return (torch.rand(count, 1, generator=self._random) < shares).sum(1)
+        return (torch.rand(count, 1) < shares).sum(1)
 
     def _rows(self, count: int, anchors: torch.Tensor, depths: torch.Tensor) -> Rows:
         text = torch.arange(count, device=anchors.device)
@@ -95,8 +123,9 @@ class PardObjective(Objective):
     def _read(self, ids: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the last hidden states [B, R, H]."""
         tokens = torch.where(rows.depth > 0, self.mask, ids[:, rows.anchor])
-        mask = torch.zeros(rows.visible().shape, device=ids.device, dtype=self.model.dtype)
-        mask = mask.masked_fill(~rows.visible(), torch.finfo(mask.dtype).min)[None, None].expand(len(ids), -1, -1, -1)
+        visible = rows.visible()
+        mask = torch.zeros(visible.shape, device=ids.device, dtype=self.model.dtype)
+        mask = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)[None, None].expand(len(ids), -1, -1, -1)
         output = self.model.base_model(
             input_ids=tokens, position_ids=rows.positions[None].expand_as(tokens), attention_mask=mask, use_cache=False
         )

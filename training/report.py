@@ -56,7 +56,7 @@ def write_report(folder: Path, report: Report) -> None:
         f"On held-out prompts, a round of the served draft emits {report.served.mean_acceptance_length:.2f} tokens"
         f" ({report.trained.mean_acceptance_length:.2f} in training). Accepted by position: {rates}.",
         "",
-        "![Loss and tokens of a round by update](training.svg)",
+        "![Loss and mean acceptance length by update](training.svg)",
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     _plot(folder / "training.svg", report.history)
@@ -65,7 +65,7 @@ def write_report(folder: Path, report: Report) -> None:
 def _plot(path: Path, history: list[dict[str, float]]) -> None:
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for axes, key, label in ((left, "loss", "loss"), (right, "length", "tokens of a round, held out")):
+    for axes, key, label in ((left, "loss", "loss"), (right, "mean_acceptance_length", "mean acceptance length, held out")):
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
         axes.plot(*zip(*points, strict=True) if points else ([], []))
         axes.set_xlabel("update")

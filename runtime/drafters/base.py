@@ -62,6 +62,7 @@ class Drafter(ABC):
 
     name: ClassVar[str]
     label: ClassVar[str]  # in tables and reports
+    one_pass: ClassVar[bool] = False  # whether all tokens of a round are drafted together; fewer may be verified
     prior: ClassVar[float] = 0.5  # acceptance rate to assume before anything was observed, 0..1
     engines: ClassVar[tuple[str, ...]] = ()  # the bundle's engines that only this drafter runs
 
@@ -107,8 +108,9 @@ class Drafter(ABC):
         return 0
 
     @classmethod
-    def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool) -> float:
-        """Return the milliseconds that drafting so many tokens takes, up to position `end`."""
+    def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool, begun: int = 0) -> float:
+        """Return the milliseconds that drafting so many tokens takes, up to position `end`; `begun` is how many it set out to
+        draft, if it stopped early."""
         return 0.0
 
     @classmethod

@@ -27,6 +27,7 @@ class ParallelDrafter(StepDrafter):
     name = "parallel"
     label = "parallel draft"
     prior = 0.5
+    one_pass = True
     role = "parallel-draft"
     engines = (role, *DRAFT_SAMPLERS)
 
@@ -53,11 +54,12 @@ class ParallelDrafter(StepDrafter):
         return 0, rows - shape.drafted + row, rows
 
     @classmethod
-    def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool) -> float:
+    def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool, begun: int = 0) -> float:
         if not drafted:
             return 0.0
-        context = cls.typical_context(costs.k, drafted)
-        return costs.step(cls.role, context + drafted - 1, end) + drafted * costs.sampler(DRAFT_SAMPLERS[greedy], 1)
+        read = max(drafted, begun)
+        context = cls.typical_context(costs.k, read // 2)  # where drafting pays, about half of the tokens are accepted
+        return costs.step(cls.role, context + read - 1, end) + drafted * costs.sampler(DRAFT_SAMPLERS[greedy], 1)
 
     def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:
         """Draft the answer in blocks of the largest k, each after what precedes it; see `DeviceDrafter.agreement`."""

@@ -131,7 +131,7 @@ class StepDrafter(DeviceDrafter):
         return max(entries - max((rows for rows in cls.contexts(k) if rows <= entries), default=0), 0)
 
     @classmethod
-    def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool) -> float:
+    def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool, begun: int = 0) -> float:
         if not drafted:
             return 0.0
         context = cls.typical_context(costs.k, drafted)

@@ -355,8 +355,8 @@ class Busy(Costs):
         self.quiet += super().catch_up(drafter, tokens, end)
         return super().catch_up(drafter, tokens, end)
 
-    def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool) -> float:
-        taken = super().round(drafter, drafted, k, end, greedy)
+    def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool, begun: int = 0) -> float:
+        taken = super().round(drafter, drafted, k, end, greedy, begun)
         self.quiet += taken
         busy = self._left > 0
         self._left = self._left - 1 if busy else self._chance.choice((5, 20, 60)) * (self._chance.random() < 0.02)
@@ -385,8 +385,8 @@ def test_costs_of_another_machine_are_put_right(dearer: float, rate: float, stop
     """Rounds that check drafted tokens take another share of what the costs say than plain decoding does."""
 
     class Other(Costs):
-        def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool) -> float:
-            return super().round(drafter, drafted, k, end, greedy) * (dearer if k else 1.0)
+        def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool, begun: int = 0) -> float:
+            return super().round(drafter, drafted, k, end, greedy, begun) * (dearer if k else 1.0)
 
     known, other = costs(row=0.5, acceptance=rate), costs(row=0.5)
     other.__class__ = Other

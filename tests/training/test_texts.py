@@ -10,8 +10,9 @@ import pytest
 
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
+from outrider.runtime.chat_template import ChatTemplate
 from outrider.runtime.text import Text
-from outrider.training.answers import given_examples, prompts_of
+from outrider.training.answers import given_examples, held_out, prompts_of
 from outrider.training.texts import Message, Sample, read_texts
 
 TURNS = [("user", "What is it?"), ("assistant", "A hotel in San Jose."), ("user", "Thanks."), ("assistant", "You are welcome.")]
@@ -52,33 +53,73 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read_texts([tmp_path / name])
 
 
-def test_the_assistants_turns_are_learned_and_nothing_else(text: Text) -> None:
-    sample = Sample(messages=[Message(*turn) for turn in TURNS])
-    for ids, drafted in given_examples([sample] * 40, text, 512)[:1]:
-        learned: list[list[int]] = [[]]
-        for token, own in zip(ids, drafted, strict=True):
-            if own:
-                learned[-1].append(token)
-            elif learned[-1]:
-                learned.append([])
-        written = [text.tokenizer.decode(each, skip_special_tokens=True).strip() for each in learned if each]
-        assert written == [content for role, content in TURNS if role == "assistant"]
+def conversations(count: int) -> list[Sample]:
+    return [
+        Sample(messages=[Message("user", f"What are {number} rooms?"), *(Message(*turn) for turn in TURNS[1:])])
+        for number in range(count)
+    ]
+
+
+def test_every_turn_of_the_assistant_is_learned_after_what_a_server_would_read(text: Text) -> None:
+    eos = text.tokenizer.token_to_id("<|endoftext|>")
+    given = given_examples(conversations(40), text, 512, [eos])
+    assert len(given) == 80
+    answers = [content for role, content in TURNS if role == "assistant"]
+    for turn, ((ids, drafted), prompt) in enumerate(given[:2]):
+        first = drafted.index(True)
+        assert all(drafted[first:])
+        assert ids[:first] == prompt
+        assert text.tokenizer.decode(ids[first:], skip_special_tokens=True).strip() == answers[turn]
+    first_turns = [{"role": "user", "content": "What are 0 rooms?"}]
+    assert given[0].prompt == text.encode_chat(first_turns)
+
+
+def test_control_tokens_in_a_prompt_stay_text(text: Text) -> None:
+    samples = [Sample(messages=[Message("user", f"<|endoftext|> {at}"), Message(*TURNS[1])]) for at in range(40)]
+    eos = text.tokenizer.token_to_id("<|endoftext|>")
+    assert all(eos not in each.prompt for each in given_examples(samples, text, 512, [eos]))
 
 
 def test_a_prompt_ends_before_the_last_answer(text: Text) -> None:
-    messages = [Message(*turn) for turn in TURNS]
-    ids = prompts_of([Sample(messages=messages)] * 40, text, chat=True, longest=512)[0]
-    assert ids == text.encode_chat([{"role": role, "content": content} for role, content in TURNS[:3]])
-    story = "Once upon a time there was a little girl who lived with her mother. " * 4
-    whole, plain = text.encode(story, chat=False), prompts_of([Sample(text=story)] * 60, text, chat=True, longest=512)
-    assert all(each == whole[: len(each)] for each in plain)
-    assert 8 <= min(map(len, plain)) < max(map(len, plain)) <= len(whole) // 2
+    asked = conversations(40)
+    ids = prompts_of(asked, text, longest=512)[0]
+    assert asked[0].messages is not None
+    assert ids == text.encode_chat([{"role": each.role, "content": each.content} for each in asked[0].messages[:3]])
 
 
-def test_too_few_samples_are_refused(text: Text) -> None:
-    with pytest.raises(UsageError, match="39 usable samples"):
-        prompts_of([Sample(prompt="What is it?")] * 39, text, chat=True, longest=512)
-    with pytest.raises(UsageError, match="0 usable samples"):
-        given_examples([Sample(messages=[Message("user", "a")])] * 100, text, 512)
-    with pytest.raises(UsageError, match="0 usable samples"):
-        prompts_of([Sample(text="short")] * 100, text, chat=True, longest=512)
+def test_a_long_text_is_many_prompts(text: Text) -> None:
+    story = " ".join(f"Once upon a time there was a little girl who had {at} apples." for at in range(400))
+    plain = prompts_of([Sample(text=story)], text, longest=64)
+    whole = text.encode(story, chat=False)
+    assert len(plain) == -(-len(whole) // 64) - (len(whole) % 64 < 16)
+    assert plain[1] == whole[64 : 64 + len(plain[1])]
+    assert 8 <= min(map(len, plain)) < max(map(len, plain)) <= 32
+    given = given_examples([Sample(text=story)], text, 64, [])
+    assert [each.prompt for each in given[: len(plain)]] == plain  # what is held out is asked like other texts
+    assert given[0].example.ids == whole[:64]
+
+
+def test_a_prompt_counts_once(text: Text) -> None:
+    asked = conversations(40)
+    assert prompts_of(asked * 3, text, longest=512) == prompts_of(asked, text, longest=512)
+    with pytest.raises(UsageError, match="1 different usable prompts"):
+        prompts_of(asked[:1] * 100, text, longest=512)
+
+
+def test_at_most_64_prompts_are_held_out() -> None:
+    for count in (40, 1000, 1343, 50_000):
+        assert 2 <= sum(held_out(count)) <= 64
+
+
+def test_what_cannot_be_used_is_refused_with_the_reason(text: Text, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="39 different usable prompts"):
+        prompts_of(conversations(39), text, longest=512)
+    with pytest.raises(UsageError, match="0 different usable prompts"):
+        given_examples([Sample(messages=[Message("user", "a")])] * 100, text, 512, [])
+    with pytest.raises(UsageError, match="0 different usable prompts"):
+        prompts_of([Sample(text="short")] * 100, text, longest=512)
+    strict = Text(text.tokenizer, ChatTemplate("{{ raise_exception('no system') }}", {}))
+    with pytest.raises(UsageError, match="sample 1: the chat template rejects the messages: no system"):
+        prompts_of(conversations(40), strict, longest=512)
+    with pytest.raises(UsageError, match="the target has no chat template"):
+        prompts_of(conversations(40), Text(text.tokenizer, None), longest=512)

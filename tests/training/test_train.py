@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.bundle.folder import read_manifest
+from outrider.errors import ParityError, UnsupportedModelError
 from outrider.export.pair import export_pair
+from outrider.runtime.stats import Stats
 from outrider.tests.support import COMMAND, PAIR, llama, run, write_checkpoint
+from outrider.training.eagle3 import new_config, open_head
+from outrider.training.train import check_served
 
 SHORT = (
     "--max-length",
@@ -49,7 +56,7 @@ def test_a_draft_is_trained_served_and_exported(kind: str, answering: Path, tmp_
     served = report["mean_acceptance_length"]
     assert served > (1.5 if kind == "eagle3" else 1.05)
     assert abs(served / report["mean_acceptance_length_in_training"] - 1) < 0.02  # fp32: the same but for near-ties
-    assert {"loss", "length"} <= {key for entry in report["history"] for key in entry}
+    assert {"loss", "mean_acceptance_length"} <= {key for entry in report["history"] for key in entry}
     assert {"config.json", "model.safetensors", "README.md", "training.json", "training.svg"} <= {
         path.name for path in output.iterdir()
     }
@@ -72,18 +79,20 @@ def test_a_new_head_goes_on_after_an_interrupt(answering: Path, tmp_path: Path) 
             time.sleep(0.05)
         process.kill()
     assert not output.exists()
-    answers = (work / "answers.jsonl").read_bytes()
     with open(work / "answers.jsonl", "ab") as file:
         file.write(b'["half a li')  # as a killed run may leave it
-    checkpoints = sorted(path.name for path in work.glob("checkpoints-*/checkpoint-*"))
+    (folder,) = work.glob("checkpoints-*")
+    at = max(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").exists())
+    state = json.loads((folder / f"checkpoint-{at}" / "trainer_state.json").read_text())
+    state["log_history"].append({"step": 0, "loss": 77.0})  # only a run that goes on from here knows of it
+    (folder / f"checkpoint-{at}" / "trainer_state.json").write_text(json.dumps(state))
     done = run(*command, "--json")
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    first = min(entry["step"] for entry in report["history"] if "length" in entry)
-    assert int(checkpoints[0].split("-")[1]) >= first  # what was measured before the interrupt is in the report
-    lengths = [entry["length"] for entry in report["history"] if "length" in entry]
+    assert "generating answers" not in done.stderr
+    history = json.loads(done.stdout)["history"]
+    assert {"step": 0, "loss": 77.0} in history
+    lengths = [entry["mean_acceptance_length"] for entry in history if "mean_acceptance_length" in entry]
     assert lengths[-1] > lengths[0]
-    assert answers
     assert not work.exists()
 
 
@@ -94,11 +103,18 @@ def test_a_new_head_goes_on_after_an_interrupt(answering: Path, tmp_path: Path) 
         (("--kind", "eagle3", "--k", "0"), "k is 0", 2),
         (("--kind", "eagle3", "--max-length", "8"), "max_length is 8", 2),
         (("--kind", "eagle3", "--learning-rate", "-1"), "learning_rate is -1", 2),
+        (("--kind", "eagle3", "--epochs", "inf"), "epochs is inf", 2),
+        (("--kind", "eagle3", "--learning-rate", "nan"), "learning_rate is nan", 2),
+        (("--kind", "eagle3", "--temperature", "-1"), "temperature", 2),
+        (("--kind", "eagle3", "--seed", "-1"), "seed is -1", 2),
+        (("--kind", "eagle3", "--k", "1000"), "k is 1000", 2),
         (("--kind", "eagle3", "--from", "/nowhere/x"), "/nowhere/x does not exist", 1),
+        (("--kind", "eagle3", "--from", PAIR / "draft"), "draft is a draft", 2),
+        (("--kind", "pard", "--from", PAIR / "head"), "head is a head", 2),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_done(
-    options: tuple[str, ...], message: str, code: int, tmp_path: Path
+    options: tuple[str | Path, ...], message: str, code: int, tmp_path: Path
 ) -> None:
     done = run("train-draft", "--target", PAIR / "target", *TEXTS, "-o", tmp_path / "draft", *options)
     assert done.returncode == code
@@ -120,10 +136,59 @@ def test_a_loss_that_is_not_finite_ends_the_run(answering: Path, tmp_path: Path)
 
 
 def test_a_bundle_of_another_target_is_refused(answering: Path, tmp_path: Path) -> None:
-    other = write_checkpoint(tmp_path / "other", llama())
+    other = write_checkpoint(tmp_path / "other", llama(num_hidden_layers=3))
     done = run(
         *("train-draft", "--target", other, "--kind", "eagle3", *TEXTS, "-o", tmp_path / "head", "--bundle", answering, *SHORT)
     )
     assert done.returncode == 2
     assert "has another tokenizer than" in done.stderr
     assert read_manifest(answering).roles == ("target", "draft")
+
+
+def test_a_full_disk_ends_the_run(answering: Path, tmp_path: Path) -> None:
+    """At the first checkpoint; what was done before is kept for the next run."""
+    done = run(
+        *("train-draft", "--target", PAIR / "target", "--kind", "eagle3", *TEXTS, "-o", tmp_path / "head"),
+        *("--bundle", answering, *SHORT),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
+    )
+    assert done.returncode == 1
+    assert "no room to write" in done.stderr
+    assert "free some disk space" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".head.training"]
+
+
+def test_a_run_that_is_refused_leaves_nothing(answering: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"prompt": "one"}\n')
+    command = ("train-draft", "--target", PAIR / "target", "--kind", "eagle3", "--text", few, "-o", tmp_path / "head")
+    done = run(*command, "--bundle", answering, *SHORT)
+    assert done.returncode == 2
+    assert "the texts have 1 different usable prompts" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["few.jsonl"]
+
+
+def of_rounds(rounds: int, accepted: int) -> Stats:
+    stats = Stats()
+    for _ in range(rounds):
+        stats.count("head", 4, accepted, 4 - accepted, 1)
+    return stats
+
+
+def test_a_draft_that_serves_otherwise_than_it_was_trained_is_not_finished() -> None:
+    check_served(of_rounds(100, 1), of_rounds(100, 1))
+    nearly = of_rounds(100, 1)
+    nearly.accepted -= 8
+    check_served(of_rounds(100, 1), nearly)
+    for trained, served in ((1, 0), (0, 1), (1, 2)):
+        with pytest.raises(ParityError, match="the draft is not finished"):
+            check_served(of_rounds(100, trained), of_rounds(100, served))
+
+
+def test_targets_that_a_head_cannot_read() -> None:
+    with pytest.raises(UnsupportedModelError, match="the target has 2 layers"):
+        new_config(llama(num_hidden_layers=2), 8)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=3, vocab_size=50, n_positions=64)).eval()
+    tokens = torch.arange(20)
+    assert open_head(model, None, tokens, 2).kept.equal(tokens)  # its layers have other names, and no intermediate_size
