@@ -43,15 +43,15 @@ def test_an_item_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert not summarize(tmp_path, STAGES)
     text = (tmp_path / "gpu-check.md").read_text()
     for line in (
-        "| one | GPU: none | 0.0 |",
-        "| two | **failed**: it broke (hint: fix it) | 0.0 |",
-        "| three | **failed**: ValueError: a bug | 0.0 |",
-        "| four | not checked: not installed | 0 |",
-        "| five | done | 0.0 |",
+        "| one | GPU: none |",  # the seconds follow
+        "| two | **failed**: it broke (hint: fix it) |",
+        "| three | **failed**: ValueError: a bug |",
+        "| four | not checked: not installed |",
+        "| five | done |",
         "| x | 4 |",
-        "| six | ok | 0.0 |",
+        "| six | ok |",
     ):
-        assert line in text.splitlines()
+        assert any(each.startswith(line) for each in text.splitlines())
     assert text.index("## exports") < text.index("## device")
     items = json.loads((tmp_path / "gpu-check.json").read_text())["device"]["items"]
     assert [item["ok"] for item in items] == [True, False, False, None, True]
