@@ -65,11 +65,17 @@ class PardObjective(Objective):
         assert start is not None
         model = load_model(start, "fp32")
         model.set_attn_implementation("sdpa")
-        return cls(model.to(device()), start.read("tokenizer", AutoTokenizer), arguments.options["k"])
+        config = start.config()
+        stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+        return cls(model.to(device()), start.read("tokenizer", AutoTokenizer), arguments.options["k"], stored)
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int):
-        """Take a model; one without a mask token gets one: an id that no token has, or a new row of its embedding."""
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int, stored: torch.dtype = torch.float32
+    ):
+        """Take a model, to be written in the type `stored`; one without a mask token gets one: an id that no token has, or a
+        new row of its embedding."""
         super().__init__()
+        self._stored = stored
         self.steps, self.tokenizer = steps, tokenizer
         mask = getattr(model.config, MASK_TOKEN, None)
         if mask is None:
@@ -133,5 +139,5 @@ class PardObjective(Objective):
         return hidden
 
     def write(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+        self.model.to(self._stored).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

@@ -38,7 +38,7 @@ BATCH = 16
 VOCABULARY = 4096
 STDLIB_BYTES = 3_000_000
 PROMPTS, PROMPT_CHARACTERS = 20, 160  # of each style
-TEXTS = 3072
+TEXTS, TEXT_CHARACTERS = 3072, 500  # of all styles
 END = "<|endoftext|>"
 SHAPES = {
     "target": {
@@ -244,7 +244,7 @@ def write_texts(corpora: Path, work: Path) -> None:
         chosen += [texts[index] for index in torch.randperm(len(texts), generator=random)[: round(share * TEXTS)].tolist()]
     with open(work / "texts.jsonl", "w", encoding="utf-8") as lines:
         for index in torch.randperm(len(chosen), generator=random).tolist():
-            lines.write(json.dumps({"text": chosen[index]}, ensure_ascii=False) + "\n")
+            lines.write(json.dumps({"text": chosen[index][:TEXT_CHARACTERS]}, ensure_ascii=False) + "\n")
 
 
 def main() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
 from outrider.backends.tensorrt.process import build_plan
 from outrider.bundle.folder import read_manifest
+from outrider.cli import main
 from outrider.engines.contract import cache_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu
 from outrider.engines.session import GraphSession, Sizes
@@ -26,7 +28,7 @@ from outrider.export.pair import export_pair
 from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.tests.export.eagle3 import weights
-from outrider.tests.support import llama, rtx_job, run, write_checkpoint, write_models_page
+from outrider.tests.support import llama, rtx_job, write_checkpoint, write_models_page
 
 _differences: dict[str, float] = {}
 _built: dict[str, list[str]] = {}
@@ -362,8 +364,8 @@ def unknown(head: Path) -> None:
 def test_the_command_line_names_what_is_wrong(damage: Callable[[Path], None], says: str, small: Path, tmp_path: Path) -> None:
     head = write(tmp_path / "head", "specforge", of_320)
     damage(head)
-    done = run("export", "--target", small, "--draft", head, "-o", tmp_path / "onnx")
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    done = CliRunner().invoke(main, ["export", "--target", str(small), "--draft", str(head), "-o", str(tmp_path / "onnx")])
+    assert (done.exit_code, "Traceback" in done.stderr) == (1, False)
     assert says in done.stderr
     assert done.stderr.count("\nhint:") == 1
     assert not (tmp_path / "onnx").exists()

@@ -5,6 +5,7 @@ Nothing may weaken these tests.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -38,10 +39,10 @@ PRECISIONS = ("int4", "int8", "fp16")
 OPENVINO = ("openvino fp32", "openvino int4", "openvino int8", "openvino fp16", "openvino bf16")
 BESIDE = {  # drafters beside the draft model, and the precision and the backend
     f"{drafter} {kind}": (drafter, kind)
-    for drafter in ("random head", "trained head", "random parallel")
+    for drafter in ("random head", "trained head", "random parallel", "trained parallel")
     for kind in ("fp32", "int4", "openvino fp32", "openvino int4", "openvino bf16")
 }
-SLOW = BESIDE.keys() - {"trained head fp32", "random head openvino int4", "random parallel fp32"}
+SLOW = BESIDE.keys() - {"trained head fp32", "random head openvino int4", "trained parallel fp32"}
 DRAFTS = ("trained", "self", "random", *PRECISIONS, *OPENVINO, *BESIDE)  # most are trained
 PROMPTS = {
     "support": "Customer: Hi, I would like to order a coffee.\nAgent:",
@@ -53,6 +54,7 @@ PROMPTS = {
     "longer than a chunk": "The old man walked along the road, and the dog ran on before him. " * 4,
 }
 
+FEW = ("support", "multi-byte", "one token", "longer than a chunk")
 
 Made_ = TypeVar("Made_")
 
@@ -71,6 +73,16 @@ class Made(dict[str, Made_]):
 
 def params(names: Iterable[str]) -> list[Any]:
     return [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in names]
+
+
+def cases() -> list[Any]:
+    """Every prompt with every draft. The fp32 ones in three ways run them all in `make test`, and the others some of them."""
+
+    def slow(prompt: str, draft: str) -> bool:
+        return draft in SLOW or (draft not in DRAFTS[:3] and prompt not in FEW)
+
+    product = itertools.product(PROMPTS, DRAFTS)
+    return [pytest.param(*each, marks=pytest.mark.slow) if slow(*each) else pytest.param(*each) for each in product]
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +152,7 @@ def plain(bundles: dict[str, Outrider]) -> dict[str, dict[str, list[Event]]]:
 
 
 @pytest.mark.parametrize("k", MODES)
-@pytest.mark.parametrize("draft", params(DRAFTS))
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(("prompt", "draft"), cases())
 def test_speculative_text_is_plain_text_up_to_the_last_slot(
     bundles: dict[str, Outrider], plain: dict[str, dict[str, list[Event]]], prompt: str, draft: str, k: int | str
 ) -> None:

@@ -46,7 +46,10 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["onnxruntime int4", "onnxruntime fp32", "openvino int4", "openvino fp32"])
+SLOW = [pytest.param(f"{backend} fp32", marks=pytest.mark.slow) for backend in ("onnxruntime", "openvino")]
+
+
+@pytest.fixture(scope="module", params=["onnxruntime int4", "openvino int4", *SLOW])
 def bundle(
     request: pytest.FixtureRequest, shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:

@@ -43,7 +43,7 @@ def answering(shipped_bundles: Callable[..., Path]) -> Path:
     return shipped_bundles(capacity=128, batch=8)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("pard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param("eagle3", marks=pytest.mark.slow), "pard"])
 def test_a_draft_is_trained_served_and_exported(kind: str, answering: Path, tmp_path: Path) -> None:
     start = {"eagle3": ("--from", PAIR / "head"), "pard": ("--from", PAIR / "draft")}[kind]
     output = tmp_path / "draft"
