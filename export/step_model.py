@@ -122,10 +122,26 @@ def scatter(past: torch.Tensor, update: torch.Tensor, positions: torch.Tensor) -
     return symbolic("TensorScatter", inputs, {"axis": -2}, dtype=past.dtype, shape=past.shape, version=OPSET)
 
 
-class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """The cache of one layer. It is written by `TensorScatter`, and read through a window as long as `key_positions`."""
+class HeldLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """The cache of one layer, which transformers neither allocates nor measures."""
 
     is_sliding = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the tensors are there."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # unused: our masks know which rows they are for
+
+
+class StepLayer(HeldLayer):
+    """The cache of one layer. It is written by `TensorScatter`, and read through a window as long as `key_positions`."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor):
         super().__init__()
@@ -150,18 +166,6 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         inputs = (present, torch.tensor([0]), end, torch.tensor([2]))
         shape = (*present.shape[:2], self.key_positions.shape[0], present.shape[3])
         return symbolic("Slice", inputs, dtype=present.dtype, shape=shape, version=OPSET)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the tensors are inputs of the graph."""
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0  # unused: step_mask knows the absolute indices
 
 
 class StepModel(nn.Module):

@@ -266,14 +266,13 @@ class AdaptivePolicy(Policy):
             chance *= confidence.rate(each, rate)
         costs, name, end, greedy = self.costs(1), choice.drafter, sequence.length, sequence.greedy
         ratio, gain, drafted = self.pace.ratio(choice), 0.0, len(confidences)
-        begun = choice.k if self._one_pass(choice) else 0
         size = costs.size(drafted)
-        now = costs.round(name, drafted, size, end + size, greedy, begun)
+        now = costs.round(name, drafted, size, end + size, greedy, choice.k)
         limit = min(choice.k, sequence.remaining - 1)
         for count in range(drafted + 1, limit + 1):  # one more token, or two, ...: the cost of a pass grows in steps
             gain += chance * self._per_token
             size = costs.size(count)
-            if gain > (costs.round(name, count, size, end + size, greedy, begun) - now) * ratio:
+            if gain > (costs.round(name, count, size, end + size, greedy, choice.k) - now) * ratio:
                 return True
             chance *= rate
         return False
@@ -300,7 +299,7 @@ class AdaptivePolicy(Policy):
             if result is not None:
                 self._observe_sequence(choice, sequence, result)
         size = drafted if len(sequences) == 1 else choice.k
-        begun = self._previous.k if self.early_stopping and self._previous and self._one_pass(choice) else 0
+        begun = self._previous.k if self.early_stopping and self._previous else 0
         predicted = self._predicted(choice, size, Batch.of(sequences), begun)
         self.pace.observe(milliseconds / predicted, choice, len(sequences))
 

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
+
+from outrider.export.step_model import HeldLayer
 
 ATTENTION = "outrider_chains"
 
 _current: ContextVar[list[ChainLayer]] = ContextVar("_current")
 
 
-class ChainLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+class ChainLayer(HeldLayer):
     """The keys and values of one layer, [B, Hkv, R, D] for each step."""
-
-    is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,18 +36,6 @@ class ChainLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         self.steps.append((key_states, value_states))
         return key_states, value_states
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class Objective(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def open(cls, arguments: Arguments, examples: Sequence[Example]) -> Objective:
-        """Load what is trained on the examples, and what it takes for that, onto the device.
+        """Load the draft, and the models that it is trained against, onto the device.
 
         Errors are those of `check`.
         """

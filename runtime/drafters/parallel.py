@@ -20,8 +20,8 @@ class ParallelDrafter(StepDrafter):
     """A parallel draft: a language model that was trained to continue a text with mask tokens in it.
 
     Its one pass of a round reads the context, and a mask for every drafted token but the first. The last row of the context
-    gives the logits of the first token, and each mask those of the token after it. The masks' entries are of no use later, so
-    after a round, the context is all tokens that the round emitted.
+    gives the logits of the first token, and each mask those of the token after it. Cache entries of masks are never
+    reused, so the context of the next round consists of all tokens that this one emitted.
     """
 
     name = "parallel"
