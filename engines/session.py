@@ -242,6 +242,7 @@ class GraphSession(Session):
         self.engine = engine
         self.skips_logits = engine.skips_logits
         self.recordable = engine.recordable
+        self._fewest_rows = 1  # of a pass
         self._check_alignment()
         self._key_positions = device.zeros((sizes.capacity,), "int64", sizes.cache)
         device.write(self._key_positions, np.arange(sizes.capacity))
@@ -256,6 +257,21 @@ class GraphSession(Session):
                 "build the bundle again with a --capacity that is a multiple of 64",
             )
 
+    def pair_lone_rows(self) -> None:
+        """Run no row alone from now on if that gives it other bits than it has beside another one.
+
+        ONNX Runtime's 4-bit products do so on processors without AVX-512. Tokens would then depend on whether they are decoded
+        alone or verified with others.
+
+        Raises:
+            EngineError: the backend failed.
+        """
+        row = self.run(np.array([[1, 2]]), np.array([0]))[0, 0].copy()
+        if (self.run(np.array([[1]]), np.array([0]))[0, 0] != row).any():
+            self._fewest_rows = 2
+            self._passes.clear()
+        self.clear(0)
+
     def bind(
         self,
         input_ids: Buffer,
@@ -263,6 +279,19 @@ class GraphSession(Session):
         logits: Buffer,
         window: int,
         first: int = 0,
+        feature_positions: Buffer | None = None,
+    ) -> Launch:
+        if input_ids.shape[0] * input_ids.shape[1] < self._fewest_rows:
+            return self._paired(input_ids, positions, logits, window, first)
+        return self._bound(input_ids, positions, logits, window, first, feature_positions)
+
+    def _bound(
+        self,
+        input_ids: Buffer,
+        positions: Buffer,
+        logits: Buffer,
+        window: int,
+        first: int,
         feature_positions: Buffer | None = None,
     ) -> Launch:
         tensors = {
@@ -279,6 +308,23 @@ class GraphSession(Session):
             assert whole is not None
             tensors[tensor.past] = tensors[tensor.present] = self._slots(whole, first, count)
         return self.engine.bind(tensors)
+
+    def _paired(self, input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int) -> Launch:
+        """Prepare a pass of one row, with a second one behind it. What that writes is overwritten, or lies in a spare slot."""
+        rows, width = self._fewest_rows, self.vocab_rows
+        ids = self.device.zeros((1, rows), "int64", "a pass")
+        launches = [self.device.copy_columns(ids, 0, input_ids, 0, 1)]
+        wanted = rows if logits.shape[1] else 0
+        both = self.device.zeros((max(wanted, 1), width), "float32", "the logits of a pass")
+        launches.append(self._bound(ids, positions, both.part(0, 1, wanted, width), window, first))
+        if wanted:
+            launches.append(self.device.copy_columns(logits.part(0, 1, width), 0, both.part(0, 1, wanted * width), 0, width))
+
+        def launch() -> None:
+            for each in launches:
+                each()
+
+        return launch
 
     def share_features(self, target: Session) -> None:
         assert isinstance(target, GraphSession)

@@ -21,6 +21,7 @@ from outrider.bundle.manifest import WEIGHTS, Build, Manifest, model_file, sampl
 from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
 from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch, host_buffer
 from outrider.engines.precisions import DTYPES
+from outrider.engines.session import GraphSession, Session
 from outrider.engines.threads import thread_count
 from outrider.errors import EngineError
 
@@ -136,6 +137,13 @@ class OnnxRuntimeEngines(GraphEngines):
                 "export again with --precision fp32 or --precision fp16, or use --device cuda",
             )
         return self._engine(model_file(role), role, self.build.batch)
+
+    def session(self, role: str, batch: int) -> Session:
+        session = super().session(role, batch)
+        quantized = self.manifest.models[role].quantization is not None
+        if role == "target" and quantized and isinstance(self.device, Cpu) and isinstance(session, GraphSession):
+            session.pair_lone_rows()
+        return session
 
     def sampler(self, name: str) -> Engine:
         return self._engine(sampler_file(name), name)
