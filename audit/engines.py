@@ -18,9 +18,9 @@ import numpy.typing as npt
 from outrider.backends.base import Engines, required_rows
 from outrider.backends.comparison import alike, give_features, written_features
 from outrider.bundle.folder import check_files, read_manifest
-from outrider.bundle.manifest import model_file
+from outrider.bundle.manifest import Model, model_file
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, SETTINGS, sampler_tensors
+from outrider.engines.contract import BLOCK_STATE, CANDIDATES, DRAFT_SAMPLERS, MARKOV, SETTINGS, sampler_tensors
 from outrider.engines.device import Device, Engine, host_buffer
 from outrider.engines.precisions import PRECISIONS
 from outrider.engines.session import Session
@@ -90,6 +90,11 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     for name in engines.manifest.samplers:
         progress.stage(f"comparing the {name}")
         samplers = engines.sampler(name), reference.sampler(name)
+        if name == MARKOV:
+            model = engines.manifest.models["block-head"]
+            precision = PRECISIONS[model.precision]
+            yield _markov(model, precision.unrounded if unrounded else precision.comparison, engines, reference, *samplers)
+            continue
         for rows in sorted(required_rows(name, build)):
             yield _sampler(name, rows, engines, reference, *samplers)
 
@@ -133,6 +138,29 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
     return Compared(name, rows, difference, SAMPLER_TOLERANCE, float(np.mean(same)))
 
 
+def _markov(
+    model: Model, tolerance: float, ours: Engines, theirs: Engines, our_engine: Engine, their_engine: Engine
+) -> Compared:
+    """Run random rows."""
+    assert model.block_state is not None
+    difference, largest, same = 0.0, 1.0, []
+    for seed in range(CASES):
+        random = np.random.default_rng(seed)
+        inputs: Arrays = {
+            "logits": (6 * random.standard_normal((1, 1, model.vocab_rows))).astype(np.float32),
+            BLOCK_STATE: random.standard_normal((1, 1, model.block_state)).astype(np.float32),
+            "before": random.integers(0, model.vocab_rows, (1, 1)),
+        }
+        want = run_sampler(theirs.device, their_engine, MARKOV, inputs, model.vocab_rows, model.block_state)
+        got = run_sampler(ours.device, our_engine, MARKOV, inputs, model.vocab_rows, model.block_state)
+        largest = max(largest, float(np.abs(want["biased"][np.isfinite(want["biased"])]).max()))
+        same.append(bool(want["biased"].argmax() == got["biased"].argmax()))
+        for each, values in want.items():  # of the tokens that are not proposed, minus infinity in both
+            distance = np.abs(values - got[each], out=np.zeros_like(values), where=values != got[each])
+            difference = max(difference, float(np.nan_to_num(distance, nan=np.inf).max()))
+    return Compared(MARKOV, 1, difference, tolerance * largest, float(np.mean(same)))
+
+
 def _inputs(name: str, rows: int, max_rows: int, vocab_rows: int, random: np.random.Generator) -> Arrays:
     """Return a random round of one sequence, as the tensors of one sampler."""
     temperature = random.choice([0.0, 0.7, 1.0])
@@ -164,10 +192,12 @@ def _inputs(name: str, rows: int, max_rows: int, vocab_rows: int, random: np.ran
     }
 
 
-def run_sampler(device: Device, engine: Engine, name: str, inputs: Arrays, vocab_rows: int) -> Arrays:
+def run_sampler(
+    device: Device, engine: Engine, name: str, inputs: Arrays, vocab_rows: int, block_state: int | None = None
+) -> Arrays:
     """Run a sampler once from host arrays, and return its outputs by name."""
-    tensors, outputs = sampler_tensors(name, vocab_rows)
-    sizes = {"batch": 1, "rows": inputs["logits"].shape[1], "top": int(inputs["candidates"][0])}
+    tensors, outputs = sampler_tensors(name, vocab_rows, block_state)
+    sizes = {"batch": 1, "rows": inputs["logits"].shape[1], "top": int(inputs.get("candidates", [1])[0])}
     buffers = {}
     for each in tensors:
         values = np.ascontiguousarray(inputs[each.name], dtype=each.dtype)

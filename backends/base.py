@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.bundle.folder import check_files
 from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged, round_rows
-from outrider.engines.contract import DRAFT_SAMPLERS, Tensor, sampler_tensors, step_tensors, window_buckets
+from outrider.engines.contract import DRAFT_SAMPLERS, MARKOV, Tensor, sampler_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.session import GraphSession, Session, Sizes
 from outrider.errors import EngineError, FolderError
@@ -80,6 +80,8 @@ class Engines(ABC):
             features=model.features,
             reads_features=role in READS_FEATURES,
             mask_token=model.mask_token or 0,
+            from_anchor=model.from_anchor,
+            block_state=model.block_state,
         )
 
     def prepare(self, sessions: Mapping[str, Session], progress: Progress) -> None:  # noqa: B027  # most need nothing
@@ -245,7 +247,7 @@ def _check_costs(manifest: Manifest, build: Build) -> None:
 
 def required_rows(name: str, build: Build) -> set[int]:
     """Return the numbers of rows that rounds run one of `ENGINES` with."""
-    if name in DRAFT_SAMPLERS:
+    if name in (*DRAFT_SAMPLERS, MARKOV):
         return {1}
     return {*round_rows(name, build.k)} if name in ROLES else {1, *(k + 1 for k in build.k)}
 
@@ -254,8 +256,9 @@ def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Te
     """Return the inputs and outputs, in order, of one of `ENGINES`."""
     if name in ROLES:
         model = manifest.models[name]
-        return step_tensors(model.layers, model.vocab_rows, model.precision, model.features, name in READS_FEATURES)
-    return sampler_tensors(name, manifest.vocab_rows)
+        sizes = model.layers, model.vocab_rows, model.precision, model.features
+        return step_tensors(*sizes, name in READS_FEATURES, model.block_state)
+    return sampler_tensors(name, manifest.vocab_rows, manifest.block_state)
 
 
 def check_tensors(path: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:

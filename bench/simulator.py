@@ -73,7 +73,7 @@ class SimulatedSession(Session):
     def __init__(self, spend: Callable[[int, int], None]):
         """`spend` takes the rows and the end of each pass."""
         self.device = Cpu()
-        self.batch, self.mask_token = 1, 0
+        self.batch, self.mask_token, self.from_anchor = 1, 0, False
         self.capacity = self.vocab_rows = VOCABULARY
         self._spend = spend
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, SAMPLERS, step_rows, window_buckets
+from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, MARKOV, SAMPLERS, step_rows, window_buckets
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import FolderError
 
@@ -19,10 +19,12 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHTS = ".data"  # at the end of the names of files of weights
-ROLES = ("target", "draft", "parallel-draft", "head")
-READS_FEATURES = ("head",)
-READS_MASKS = ("parallel-draft",)
-ENGINES = (*ROLES, *SAMPLERS)
+ROLES = ("target", "draft", "parallel-draft", "head", "parallel-head", "block-head")
+READS_FEATURES = ("head", "parallel-head", "block-head")
+# Models that draft k tokens in one pass, and the rows that it has besides k and those of its context: a mask for each token but
+# the first; or a mask for each token, and the last confirmed token before them.
+READS_MASKS = {"parallel-draft": -1, "parallel-head": -1, "block-head": 1}
+ENGINES = (*ROLES, *SAMPLERS, MARKOV)
 REMAKE = "make the folder again with this outrider: outrider export, then outrider build-engine"
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
@@ -37,22 +39,28 @@ def model_file(role: str) -> str:
 
     A head is in the target's folder, because it may use weights in the target's file.
     """
-    return "target/head.onnx" if role == "head" else f"{role}/model.onnx"
+    return f"target/{role}.onnx" if role in READS_FEATURES else f"{role}/model.onnx"
 
 
 def round_rows(role: str, k: list[int]) -> list[int]:
     """Return the numbers of rows, ascending, that rounds of the built `k` run a role's model with."""
-    return step_rows(k, masks=role in READS_MASKS)
+    return step_rows(k, READS_MASKS.get(role))
+
+
+def max_round_rows(k: list[int]) -> int:
+    """Return the most rows that rounds of the built `k` run a model of any role with."""
+    return max(rows for role in ROLES for rows in round_rows(role, k))
 
 
 def sampler_file(name: str) -> str:
-    """Return the path of the graph of one of `contract.SAMPLERS` inside an export or a bundle."""
+    """Return the path of the graph of one of `Manifest.samplers` inside an export or a bundle."""
     return f"sampler/{name}.onnx"
 
 
 def graph_files(name: str) -> tuple[str, ...]:
-    """Return the paths inside an export of the files of one of `ENGINES`: a graph, and the weights of a model."""
-    return (model_file(name), model_file(name) + WEIGHTS) if name in ROLES else (sampler_file(name),)
+    """Return the paths inside an export of the files of one of `ENGINES`: a graph, and its weights if it has any."""
+    path = model_file(name) if name in ROLES else sampler_file(name)
+    return (path, path + WEIGHTS) if name in ROLES or name == MARKOV else (path,)
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,7 +97,7 @@ class Quantization(Struct, frozen=True):
 
 
 class Model(Struct, frozen=True):
-    """The target, or what drafts for it: a draft model, a parallel draft, or a draft head."""
+    """The target, or what drafts for it: a draft model, a parallel draft, or a draft head of some kind."""
 
     source: str
     architecture: str
@@ -102,7 +110,11 @@ class Model(Struct, frozen=True):
     quantization: Quantization | None = None
     head_tokens: Positive | None = None  # size of a draft's reduced vocabulary, if it has one
     features: Positive | None = None  # width of what a draft head reads of the target, in both; None without a head
-    mask_token: Annotated[int, msgspec.Meta(ge=0)] | None = None  # a parallel draft's: it stands for tokens not known yet
+    mask_token: Annotated[int, msgspec.Meta(ge=0)] | None = None  # of `READS_MASKS`: it stands for tokens not known yet
+    block_state: Positive | None = None  # width of what a block head gives to its Markov and confidence heads, if it has any
+    from_anchor: bool = (
+        False  # of a block head: whether the last confirmed token's row gives the logits of the first drafted one
+    )
 
 
 class Generation(Struct, frozen=True):
@@ -146,8 +158,8 @@ class Build(Struct, frozen=True):
 
     @property
     def max_rows(self) -> int:
-        """Return the rows of the longest pass that an engine is built for: of a parallel draft's, or of a prompt's chunk."""
-        return max(self.max_prompt_chunk, 2 * self.k[-1])
+        """Return the rows of the longest pass that an engine is built for: of a round's, or of a prompt's chunk."""
+        return max(self.max_prompt_chunk, max_round_rows(self.k))
 
     def rows(self, engine: str) -> list[tuple[int, int]]:
         """Return the minimum and maximum rows of a pass, for each profile of one of `ENGINES`."""
@@ -175,8 +187,14 @@ class Manifest(Struct, frozen=True):
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Return those of `contract.SAMPLERS` that the models need."""
-        return tuple(name for name in SAMPLERS if len(self.models) > 1 or name not in DRAFT_SAMPLERS)
+        """Return those of `contract.SAMPLERS` that the models need, and `MARKOV` if they need it."""
+        needed = tuple(name for name in SAMPLERS if len(self.models) > 1 or name not in DRAFT_SAMPLERS)
+        return needed if self.block_state is None else (*needed, MARKOV)
+
+    @property
+    def block_state(self) -> int | None:
+        """Return the width of what a block head gives to its Markov and confidence heads; None if there are none."""
+        return next((model.block_state for model in self.models.values() if model.block_state is not None), None)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -233,11 +251,14 @@ def _check(manifest: Manifest) -> None:
     if not {"target"} <= set(manifest.models) <= set(ROLES):
         raise damaged(f"it names the models {sorted(manifest.models)}, not a target, and perhaps {' and '.join(ROLES[1:])}")
     features = {role: model.features for role, model in manifest.models.items() if model.features is not None}
-    if features.keys() != ({"target", "head"} if "head" in manifest.models else set()) or len({*features.values()}) > 1:
+    heads = [role for role in READS_FEATURES if role in manifest.models]
+    if features.keys() != ({"target", *heads} if heads else set()) or len({*features.values()}) > 1 or len(heads) > 1:
         raise damaged("target and head disagree on features - at `$.models`")
     for role, model in manifest.models.items():
+        if model.block_state is not None and role != "block-head":
+            raise damaged(f"only a block head has a state of its block - at `$.models.{role}.block_state`")
         if (model.mask_token is not None) != (role in READS_MASKS):
-            raise damaged(f"a parallel draft has a mask token, and nothing else has - at `$.models.{role}.mask_token`")
+            raise damaged(f"what drafts in one pass has a mask token, and nothing else has - at `$.models.{role}.mask_token`")
         if model.precision not in PRECISIONS:
             raise damaged(f"{model.precision!r} is not one of {', '.join(PRECISIONS)} - at `$.models.{role}.precision`")
     rows = manifest.vocab_rows

@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.backends.base import Engines
 from outrider.bundle.manifest import Build, Cost, Manifest, round_rows
-from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, sampler_tensors, step_rows
+from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, MARKOV, sampler_tensors, step_rows
 from outrider.engines.device import Device, Engine, Launch, host_buffer
 from outrider.engines.session import Session
 from outrider.errors import EngineError
@@ -131,7 +131,7 @@ def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> 
 
 def sampler_rows(name: str, build: Build) -> list[int]:
     """Return the row counts that a sampler is run for."""
-    return [1] if name in DRAFT_SAMPLERS else step_rows(build.k)
+    return [1] if name in (*DRAFT_SAMPLERS, MARKOV) else step_rows(build.k)
 
 
 def _step(session: Session, rows: int, position: int, logits: bool) -> Timed:
@@ -172,7 +172,7 @@ def sampling(
 ) -> dict[Pass, Timed]:
     """Return the run of a sampler over `rows` rows, at temperature 1 and top_p 0.9 unless it is greedy."""
     sizes = {"batch": batch, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
-    inputs, outputs = sampler_tensors(name, manifest.vocab_rows)
+    inputs, outputs = sampler_tensors(name, manifest.vocab_rows, manifest.block_state)
     tensors = {
         each.name: device.zeros(
             tuple(size if isinstance(size, int) else sizes[size] for size in each.shape), each.dtype, "the samplers"

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     "drafts",
     metavar="SOURCE",
     multiple=True,
-    help="What drafts: a small model with the same vocabulary, a parallel draft (PARD), or an EAGLE-3 head for this target."
-    " May be repeated, once for each kind. Without any, drafts come from n-grams of the text.",
+    help="What drafts: a small model with the same vocabulary, a parallel draft (PARD), or a draft head for this target"
+    " (EAGLE-3, P-EAGLE, DFlash, DSpark). May be repeated, once for each of the three. Without any, drafts come from n-grams of"
+    " the text.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option(

@@ -7,7 +7,7 @@ that the run reads, C the capacity, Hkv and D the key/value heads of a layer and
 
 | tensor | type, shape | meaning |
 |---|---|---|
-| `input_ids` | int64 [B, S] | the tokens of the run |
+| `input_ids` | int64 [B, S] | the tokens of the run; block heads: -1 for a row of the context |
 | `positions` | int64 [B] | the index at which each sequence's first row is written |
 | `key_positions` | int64 [L] | 0..L-1; its length is the window |
 | `past_key_i`, `past_value_i` | [B, Hkv, C, D] | the cache of layer i, in the model's precision |
@@ -27,11 +27,16 @@ and the token i + 1, attends to its own cache up to entry i, and gives the logit
 yet, the head reads its own output for the row before: the last row of a pass writes it to the entry `feature_positions`, which
 is the next one in a draft step, and one whose content has no effect (C - 1) where the features that follow are real.
 
+A block head reads the feature of a row only where `input_ids` is -1, and makes of it nothing but that row's key and value. All
+other rows are the block: they have tokens, come after those, and see each other. A head that drafts in one pass writes
+no feature that is read.
+
 The samplers
 ------------
 Five graphs turn logits into tokens: the `drafter` after each draft step, the `verifier` after a pass of the
 target, a `greedy_` variant of both for requests that take the most likely tokens and change no logits, and `logprobs` for
-requests that ask for them. `export/sampler.py` has what they compute. V is the width of the logits, of the draft's as of the
+requests that ask for them. `export/sampler.py` has what they compute. A sixth, `markov`, comes before the drafter where a block
+head has heads of its own; see `export/markov.py`. V is the width of the logits, of the draft's as of the
 target's, S the rows of the target's pass, N the entries of the edit table, and K the candidates of top_k and top_p.
 
 | tensor | type, shape | meaning |
@@ -52,6 +57,10 @@ target's, S the rows of the target's pass, N the entries of the edit table, and 
 | `status` | int64 [B] | `DECIDED`, `MORE_CANDIDATES` or `NOT_FINITE` |
 | `logprobs` | float32 [B, S] | the natural logarithm of the target's probability of `tokens`, before edits and warping |
 | `top_ids`, `top_logprobs` | [B, S, n] | the n most likely tokens, where n is `candidates` |
+| `block_state` | float32 [B, S, A] out of the step model, [B, 1, A] into `markov` | what its heads read of a row |
+| `before` | int64 [B, 1] | `markov` only: the token before the row's own |
+| `biased` | float32 [B, 1, V] | the logits that the drafter reads instead |
+| `confidence` | float32 [B, 1] | the probability that the row's token is accepted |
 """
 
 from __future__ import annotations
@@ -70,6 +79,7 @@ FEATURE_POSITIONS = "feature_positions"
 PAST_FEATURES = "past_features"
 PRESENT_FEATURES = "present_features"
 LOGITS = "logits"
+BLOCK_STATE = "block_state"
 LOGITS_ROWS = "logits_rows"
 
 BATCH_DIM = "batch"
@@ -102,6 +112,7 @@ NOT_FINITE = 2  # the logits contain NaN or infinity
 
 SAMPLERS = ("drafter", "verifier", "greedy_drafter", "greedy_verifier", "logprobs")
 DRAFT_SAMPLERS = ("drafter", "greedy_drafter")  # by whether the round is greedy
+MARKOV = "markov"  # a further one, which only some block heads have
 
 BLOCK = 256  # tokens that share a first-level sum when one is drawn
 
@@ -129,15 +140,15 @@ class CacheTensor:
     width: int
 
 
-def step_rows(k: Sequence[int], masks: bool = False) -> list[int]:
+def step_rows(k: Sequence[int], beside: int | None = None) -> list[int]:
     """Return the numbers of rows that rounds run step models with, ascending.
 
     Args:
         k: the built numbers of drafted tokens.
-        masks: whether the model drafts k tokens in one pass, from the confirmed tokens that it has not read and k - 1 masks.
+        beside: if the model drafts k tokens in one pass, the rows of it that are neither of its context nor one of the k.
     """
     rows = {1, 2, *(each + 1 for each in k)}
-    return sorted({context + each - 1 for context in rows for each in k} | rows if masks else rows)
+    return sorted(rows if beside is None else {context + each + beside for context in rows for each in k} | rows)
 
 
 def cache_tensors(layers: Sequence[tuple[int, int, int]], features: int | None = None) -> list[CacheTensor]:
@@ -162,6 +173,7 @@ def step_tensors(
     precision: str,
     features: int | None = None,
     reads_features: bool = False,
+    block_state: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the inputs and outputs, in order, of a step model.
 
@@ -171,6 +183,7 @@ def step_tensors(
         precision: key of `PRECISIONS`.
         features: width of the features; None if the model has none.
         reads_features: whether the model is a draft head.
+        block_state: width of what it gives to `markov`; None if it has no such heads.
     """
     cache, dtype = cache_tensors(layers, features), PRECISIONS[precision].dtype
     shapes = [(BATCH_DIM, tensor.heads, CAPACITY_DIM, tensor.width) for tensor in cache]
@@ -184,6 +197,7 @@ def step_tensors(
     outputs = [
         Tensor(LOGITS, "float32", (BATCH_DIM, ROWS_DIM, vocab_rows)),
         *(Tensor(tensor.present, dtype, shape) for tensor, shape in zip(cache, shapes, strict=True)),
+        *([] if block_state is None else [Tensor(BLOCK_STATE, "float32", (BATCH_DIM, ROWS_DIM, block_state))]),
     ]
     return inputs, outputs
 
@@ -198,8 +212,9 @@ def window_buckets(capacity: int) -> list[int]:
     return [*buckets, capacity]
 
 
-def sampler_tensors(sampler: str, vocab_rows: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs and outputs, in order, of one of `SAMPLERS`, for logits of the width `vocab_rows`."""
+def sampler_tensors(sampler: str, vocab_rows: int, block_state: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the inputs and outputs, in order, of one of `SAMPLERS` or of `MARKOV`, for logits of the width `vocab_rows`;
+    `block_state` is the width of what the latter reads of a row."""
     drafted = Tensor("drafted", "int64", ("batch", "rows"))
     request = [
         Tensor("settings", "float32", ("batch", len(SETTINGS))),
@@ -235,6 +250,12 @@ def sampler_tensors(sampler: str, vocab_rows: int) -> tuple[list[Tensor], list[T
             Tensor("uniforms", "float32", ("batch", "rows", 3)),
             candidates,
         ], verdict
+    if sampler == MARKOV:
+        assert block_state is not None
+        row = Tensor("logits", "float32", ("batch", 1, vocab_rows))
+        state, before = Tensor(BLOCK_STATE, "float32", ("batch", 1, block_state)), Tensor("before", "int64", ("batch", 1))
+        biased = Tensor("biased", "float32", ("batch", 1, vocab_rows))
+        return [row, state, before], [biased, Tensor("confidence", "float32", ("batch", 1))]
     top = ("batch", "rows", "top")
     return [logits, Tensor("tokens", "int64", ("batch", "rows")), candidates], [
         Tensor("logprobs", "float32", ("batch", "rows")),

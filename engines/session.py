@@ -16,6 +16,7 @@ from cachetools import LRUCache
 
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import (
+    BLOCK_STATE,
     FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
@@ -52,7 +53,11 @@ class Sizes:
     reads_features: bool = False
     """whether the model is a draft head"""
     mask_token: int = 0
-    """of a parallel draft: what stands for tokens not known yet"""
+    """of what drafts in one pass: what stands for tokens not known yet"""
+    block_state: int | None = None
+    """width of what a block head gives to its Markov and confidence heads; None if it has none"""
+    from_anchor: bool = False
+    """of a block head: whether the last confirmed token's row gives the logits of the first drafted one"""
 
     @property
     def cache(self) -> str:
@@ -83,7 +88,7 @@ class Session(ABC):
         self.seconds = 0.0
         self.windows = sizes.windows
         self.reads_features = sizes.reads_features
-        self.mask_token = sizes.mask_token
+        self.mask_token, self.from_anchor = sizes.mask_token, sizes.from_anchor
         ids, one = ((sizes.batch * sizes.max_rows,), "int64"), ((sizes.batch,), "int64")
         self._arena = Arena(device, {INPUT_IDS: ids, POSITIONS: one, FEATURE_POSITIONS: one})
         self._arena.host[FEATURE_POSITIONS][:] = self.spare_feature
@@ -239,6 +244,10 @@ class GraphSession(Session):
         if sizes.reads_features:
             self._cache.pop(PAST_FEATURES)  # the target's to clear and to move
         super().__init__(device, sizes)
+        self._block_state: Buffer | None = None
+        if sizes.block_state is not None:
+            shape = sizes.batch * sizes.max_rows, sizes.block_state
+            self._block_state = device.zeros(shape, "float32", "what a block head makes of its rows")
         self.engine = engine
         self.skips_logits = engine.skips_logits
         self.recordable = engine.recordable
@@ -302,7 +311,9 @@ class GraphSession(Session):
         }
         if feature_positions is not None:
             tensors[FEATURE_POSITIONS] = feature_positions
-        count = input_ids.shape[0]
+        count, rows = input_ids.shape
+        if self._block_state is not None:
+            tensors[BLOCK_STATE] = self.block_state(count, rows)
         for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
             whole = self._features if tensor.past == PAST_FEATURES else self._cache[tensor.past]
             assert whole is not None
@@ -325,6 +336,11 @@ class GraphSession(Session):
                 each()
 
         return launch
+
+    def block_state(self, count: int, rows: int) -> Buffer:
+        """Return what the last pass of so many sequences and rows gave to the heads of a block head, float32 [N, S, A]."""
+        assert self._block_state is not None
+        return self._block_state.part(0, count, rows, self._block_state.shape[1])
 
     def share_features(self, target: Session) -> None:
         assert isinstance(target, GraphSession)

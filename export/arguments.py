@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Required, TypedDict, Unpack
 
 from outrider.bundle.folder import check_absent
+from outrider.bundle.manifest import READS_FEATURES
 from outrider.errors import UsageError
 from outrider.export.rounding import Rounding
 from outrider.export.source import Source
@@ -59,7 +60,7 @@ class Arguments:
         """Return the checkpoints by role, the target first. A hub may be asked what they are.
 
         Raises:
-            UsageError: two have the same role, or there is no draft model to shorten.
+            UsageError: two have the same role, two are draft heads, or there is no draft model to shorten.
             SourceError: a configuration cannot be read.
         """
         sources = {"target": self.target}
@@ -69,6 +70,8 @@ class Arguments:
                 both = f"{sources[role].name} and {source.name}"
                 raise UsageError(f"--draft names two that draft in the same way: {both}", "choose one of them")
             sources[role] = source
+        if len(heads := [sources[role].name for role in READS_FEATURES if role in sources]) > 1:
+            raise UsageError(f"--draft names two draft heads: {' and '.join(heads)}", "a target makes features for one")
         if self.shortening is not None and not {"draft", "parallel-draft"} & sources.keys():
             raise UsageError("--draft-vocab is for draft models, not for draft heads", "leave --draft-vocab out")
         return sources

@@ -72,6 +72,10 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
         )
     if hasattr(model, "set_experts_implementation") and getattr(model.config, "num_experts_per_tok", None):
         model.set_experts_implementation("batched_mm")  # the default, grouped_mm, cannot be exported to ONNX
+    if source.options:  # a GGUF file's weights are plain tensors now, and may be written as such
+        model.hf_quantizer, model.is_quantized = None, False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
     model.requires_grad_(False)
     loaded: PreTrainedModel = model.eval()
     return loaded

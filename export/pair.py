@@ -24,7 +24,6 @@ from outrider.bundle.folder import digest_all, staged
 from outrider.bundle.manifest import (
     CHAT_TEMPLATE,
     MANIFEST,
-    READS_MASKS,
     SCHEMA_VERSION,
     TOKENIZER,
     Generation,
@@ -34,12 +33,15 @@ from outrider.bundle.manifest import (
     sampler_file,
 )
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import CONTRACT_VERSION
+from outrider.engines.contract import CONTRACT_VERSION, MARKOV, SAMPLERS
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.arguments import Arguments, Options
+from outrider.export.block_head import CONTEXT, BlockCheckpoint, BlockHead
 from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
-from outrider.export.eagle3 import Eagle3Checkpoint, Eagle3Head, Target
+from outrider.export.draft_head import DraftHead, HeadCheckpoint, Target
+from outrider.export.eagle3 import Eagle3Checkpoint
+from outrider.export.markov import export_markov
 from outrider.export.parity import (
     Exported,
     check_perplexity,
@@ -59,6 +61,14 @@ from outrider.export.step_model import FEATURE_MIXER, feature_mixer, trace
 from outrider.export.vocabulary import check_same_vocabulary
 from outrider.progress import SILENT, Progress
 
+HEADS: dict[str, type[HeadCheckpoint[Any, Any]]] = {
+    "head": Eagle3Checkpoint,
+    "parallel-head": Eagle3Checkpoint,
+    "block-head": BlockCheckpoint,
+}
+MODELS = ("draft", "parallel-draft")  # drafts that are language models
+BLOCK = 6  # rows of a block that is compared, fewer than the last of `parity.CHUNKS`
+
 
 def export_pair(
     target: str,
@@ -72,7 +82,7 @@ def export_pair(
 
     Args:
         target: a Hugging Face folder, a hub id, or a GGUF file.
-        draft: the same of a draft model, a draft head, or one of each; None for the target alone.
+        draft: the same of a draft model, a parallel draft or a draft head, or several of them; None for the target alone.
         output: the folder to write.
         progress: is told about the stages.
         options: see `Options`.
@@ -94,10 +104,12 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
     """
     rounding, shortening, precision = arguments.rounding, arguments.shortening, arguments.precision
     with staged(arguments.output) as folder, _quiet_libraries():
+        (folder / sampler_file(MARKOV)).parent.mkdir()
         sources = arguments.sources()
-        configs = {role: read_config(source) for role, source in sources.items() if role != "head"}
-        masks = {role: _mask_token(sources[role], configs[role]) for role in READS_MASKS if role in sources}
-        head = Eagle3Checkpoint.read(sources["head"]) if "head" in sources else None
+        configs = {role: read_config(source) for role, source in sources.items() if role not in HEADS}
+        masks = {role: _mask_token(sources[role], configs[role]) for role in ("parallel-draft",) if role in sources}
+        of_head = next((role for role in HEADS if role in sources), None)
+        head = HEADS[of_head].read(sources[of_head]) if of_head is not None else None
         progress.stage("reading the vocabularies")
         tokenizers = {role: load_tokenizer(source) for role, source in sources.items() if _has_tokenizer(role, source)}
         vocabulary = tokenizers["target"].vocabulary()
@@ -112,16 +124,22 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
         models = {"target": _export_model(job, model, vocab_rows)}
         del model
         own = rounding.for_draft(arguments.head_precision) if rounding is not None else None
-        for role in [role for role in ("draft", "parallel-draft") if role in sources]:
+        for role in [role for role in MODELS if role in sources]:
             job = _Job(sources[role], role, tokenizers[role], tokens, folder, precision, own, progress)
             if shortening is not None:
                 short = frequent_tokens(job.tokenizer.json, *shortening, tokens, defaults.eos_token_ids)
                 job = replace(job, short=short)
             models[role] = msgspec.structs.replace(_export_model(job, _load(job)[0], vocab_rows), mask_token=masks.get(role))
-        if drafter is not None:
+        if of_head is not None and head is not None and drafter is not None:
             own = replace(own, method="rtn") if own is not None else None  # there is no text to tune a head on
-            job = _Job(sources["head"], "head", tokenizers["target"], tokens, folder, precision, own, progress)
-            models["head"] = _export_model(job, drafter.to(getattr(torch, PRECISIONS[precision].dtype)), vocab_rows)
+            job = _Job(sources[of_head], of_head, tokenizers["target"], tokens, folder, precision, own, progress)
+            made = _export_model(job, drafter.to(getattr(torch, PRECISIONS[precision].dtype)), vocab_rows)
+            masked = {"mask_token": head.config.mask_token, "from_anchor": drafter.from_anchor}
+            if isinstance(drafter, BlockHead) and drafter.block_state is not None:
+                progress.stage("tracing the head's own heads")
+                export_markov(drafter, folder / sampler_file(MARKOV), vocab_rows, precision)
+                masked["block_state"] = drafter.block_state
+            models[of_head] = msgspec.structs.replace(made, **masked)
             share_with_target(folder, models)
         _write_text(folder, tokenizers["target"])
         return _seal(folder, vocab_tokens, models, defaults, progress)
@@ -138,10 +156,9 @@ def _seal(folder: Path, vocab_tokens: int, models: dict[str, Model], generation:
         generation=generation,
         files={},
     )
-    for name in manifest.samplers:
-        path = folder / sampler_file(name)
-        path.parent.mkdir(exist_ok=True)
-        ir.save(sampler(name, manifest.vocab_rows), path)
+    for name in SAMPLERS:
+        if name in manifest.samplers:
+            ir.save(sampler(name, manifest.vocab_rows), folder / sampler_file(name))
     manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
     (folder / MANIFEST).write_bytes(manifest.encode())
     return manifest
@@ -164,7 +181,7 @@ class _Job:
 
 def _has_tokenizer(role: str, source: Source) -> bool:
     """Return whether a checkpoint must have a tokenizer, or has one: most heads have none."""
-    return role != "head" or source.file("tokenizer.json") is not None
+    return role not in HEADS or source.file("tokenizer.json") is not None
 
 
 def _load(job: _Job) -> tuple[PreTrainedModel, Generation]:
@@ -197,7 +214,7 @@ def _positions(model: PreTrainedModel) -> int | None:
 def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
     """Trace, save and check one model, whose logits are to have so many rows."""
     role, rounding, progress = job.role, job.rounding, job.progress
-    mixer, is_head = feature_mixer(model), isinstance(model, Eagle3Head)
+    mixer, is_head = feature_mixer(model), isinstance(model, DraftHead)
     width = model.config.hidden_size if is_head else None if mixer is None else mixer.hidden_size
     architecture = type(model).__name__
     # A head's embedding is most often lent, and a step of it reads one row of that.
@@ -216,6 +233,9 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
         progress.stage(f"quantizing the {role}")
         quantization = quantize_model(model, rounding, job.tokenizer, positions)
     sample = sample_tokens(job.tokens)
+    if isinstance(model, BlockHead):
+        sample[:, :-BLOCK] = CONTEXT  # the rest is the block, within the last chunk
+    compared = (sample[0] != CONTEXT).numpy()
     progress.stage(f"running the {role}")
     features = sample_features(width) if is_head and width is not None else None
     expected = reference(model, sample, features)
@@ -231,7 +251,8 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
     progress.stage(f"checking the {role}'s graph against the checkpoint")
     actual, written = Exported(path, layers, job.precision, features=width).results(sample, features=features)
     assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
-    parity = compare(expected.logits[:, known.numpy()], actual[:, known.numpy()], job.precision)
+    want, got = (each[compared][:, known.numpy()] for each in (expected.logits, actual))
+    parity = compare(want, got, job.precision)
     if expected.features is not None and written is not None:
         compare(expected.features, written, job.precision, "features")
     if pieces and rounding is not None:

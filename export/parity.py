@@ -81,7 +81,7 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
         with torch.no_grad():
             if features is not None:
                 cache: Any = DynamicCache()
-                logits, made = model(tokens, features.to(model.dtype), torch.arange(tokens.shape[1])[None], cache)
+                logits, made, *_ = model(tokens, features.to(model.dtype), torch.arange(tokens.shape[1])[None], cache)
                 mixed = made[0, -1:].float().numpy()
             else:
                 with entering(model, [] if mixer is None else mixer.ids) as hidden:
@@ -103,6 +103,30 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
     return Reference(logits[0].float().numpy(), layers, mixed)
 
 
+def open_graph(path: Path, precision: str, as_served: bool = False) -> Any:
+    """Return a graph as a session of ONNX Runtime; for `as_served` see `Exported`.
+
+    Raises:
+        ParityError: ONNX Runtime cannot load it.
+    """
+    options = session_options()
+    options.log_severity_level = 3  # errors only: it warns that the cache is copied, which is intended here
+    if not as_served:
+        options.add_session_config_entry("session.disable_prepacking", "1")  # which keeps a second copy of the weights
+        options.add_session_config_entry(ACCURACY, "1")
+    graph = path
+    if precision == "bf16":
+        graph = _in_fp32(path)
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding keeps a copy, too
+    try:
+        return onnxruntime.InferenceSession(str(graph), options, providers=[CPU])
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise _does_not_run(error) from error
+    finally:
+        if graph != path:
+            graph.unlink()
+
+
 class Exported:
     """A graph run by ONNX Runtime."""
 
@@ -122,22 +146,7 @@ class Exported:
         Raises:
             ParityError: ONNX Runtime cannot load the graph.
         """
-        options = session_options()
-        options.log_severity_level = 3  # errors only: it warns that the cache is copied, which is intended here
-        if not as_served:
-            options.add_session_config_entry("session.disable_prepacking", "1")  # which keeps a second copy of the weights
-            options.add_session_config_entry(ACCURACY, "1")
-        graph = path
-        if precision == "bf16":
-            graph = _in_fp32(path)
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding keeps a copy, too
-        try:
-            self._session = onnxruntime.InferenceSession(str(graph), options, providers=[CPU])
-        except Exception as error:  # ONNX Runtime's errors share no base class
-            raise _does_not_run(error) from error
-        finally:
-            if graph != path:
-                graph.unlink()
+        self._session = open_graph(path, precision, as_served)
         self._caches = cache_tensors(layers, features)
         self._dtype = np.float16 if precision == "fp16" else np.float32
 
@@ -173,7 +182,7 @@ class Exported:
                 output, *present = self._session.run(None, inputs | further | past)
             except Exception as error:
                 raise _does_not_run(error) from error
-            past = {c.past: array for c, array in zip(self._caches, present, strict=True)}
+            past = {c.past: array for c, array in zip(self._caches, present, strict=False)}  # a block head has one more
             logits.append(output[0])
             start += rows
         written = past.get(PAST_FEATURES)

@@ -13,7 +13,8 @@ from typing import Any
 
 from outrider.errors import OutriderError, SourceError
 
-EAGLE3 = "eagle3"
+EAGLE3, PEAGLE = "eagle3", "peagle"  # as speculators calls them
+BLOCKS = ("dflash", "dspark")
 MASK_TOKEN = "pard_token"  # in the configuration of a parallel draft, which thereby says what it is
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -99,14 +100,18 @@ class Source:
         return value
 
     def drafting_role(self) -> str:
-        """Return how the checkpoint drafts, as its configuration has it: as a "head", as a "parallel-draft", or as a "draft".
+        """Return how the checkpoint drafts, as its configuration has it: the role of `bundle.manifest.ROLES` that it gets.
 
         Raises:
             SourceError: it has no configuration.
         """
         config = self.config()
-        named = config.get("speculators_model_type") == EAGLE3 or EAGLE3 in str(config.get("architectures")).lower()
-        if named or "eagle_config" in config or "draft_vocab_size" in config:
+        kind, architectures = config.get("speculators_model_type"), str(config.get("architectures")).lower()
+        if kind in BLOCKS or any(each in architectures for each in BLOCKS) or "dflash_config" in config:
+            return "block-head"
+        if kind == PEAGLE:
+            return "parallel-head"
+        if kind == EAGLE3 or EAGLE3 in architectures or "eagle_config" in config or "draft_vocab_size" in config:
             return "head"
         return "parallel-draft" if MASK_TOKEN in config else "draft"
 

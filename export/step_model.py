@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.engines.contract import (
     BATCH_DIM,
+    BLOCK_STATE,
     CAPACITY_DIM,
     FEATURE_POSITIONS,
     INPUT_IDS,
@@ -215,9 +216,9 @@ class HeadStep(nn.Module):
         all_features = past[-1]
         features = all_features[:, 0].gather(1, rows[..., None].expand(-1, -1, all_features.shape[-1]))
         with _layers(past, positions, key_positions, rows, self.spare_row) as layers:
-            logits, output = self.model(input_ids, features, rows, Cache(layers=layers))
+            logits, output, *state = self.model(input_ids, features, rows, Cache(layers=layers))
         written = scatter(all_features, output[:, None, -1:], feature_positions)
-        return logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values)), written
+        return logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values)), written, *state
 
 
 @contextmanager
@@ -334,16 +335,41 @@ def trace(
         *([{0: dims[BATCH_DIM]}] if is_head else []),
         tuple({0: dims[BATCH_DIM], 2: dims[CAPACITY_DIM]} for _ in past),
     )
-    names = [FEATURE_POSITIONS] if is_head else []
+    step = HeadStep(model, spare_row) if is_head else StepModel(model, vocab_rows, spare_row)
+    further = [FEATURE_POSITIONS] if is_head else []
+    state = [] if getattr(model, "block_state", None) is None else [BLOCK_STATE]
+    model.set_attn_implementation(ATTENTION)
+    return to_onnx(
+        step,
+        inputs,
+        shapes,
+        [INPUT_IDS, POSITIONS, KEY_POSITIONS, *further, *(c.past for c in caches)],
+        [LOGITS, *(c.present for c in caches), *state],
+        type(model).__name__,
+    )
+
+
+def to_onnx(
+    module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], names: list[str], outputs: list[str], called: str
+) -> torch.onnx.ONNXProgram:
+    """Trace a module with these example inputs, of these dynamic shapes.
+
+    Args:
+        names: of the inputs.
+        outputs: names of the outputs.
+        called: what messages call the module.
+
+    Raises:
+        UnsupportedModelError: the module does something that a graph cannot express.
+    """
     try:
-        model.set_attn_implementation(ATTENTION)
         program = torch.onnx.export(
-            (HeadStep(model, spare_row) if is_head else StepModel(model, vocab_rows, spare_row)).eval(),
+            module.eval(),
             inputs,
             dynamo=True,
             opset_version=OPSET,
-            input_names=[INPUT_IDS, POSITIONS, KEY_POSITIONS, *names, *(c.past for c in caches)],
-            output_names=[LOGITS, *(c.present for c in caches)],
+            input_names=names,
+            output_names=outputs,
             dynamic_shapes=shapes,
             verbose=False,
         )
@@ -354,7 +380,7 @@ def trace(
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be expressed as one ONNX graph: {reason[:300]}") from error
+        raise UnsupportedModelError(f"{called} cannot be expressed as one ONNX graph: {reason[:300]}") from error
     assert program is not None  # always so with dynamo=True
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, which contain paths of this machine

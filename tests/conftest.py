@@ -16,7 +16,17 @@ from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs
-from outrider.tests.support import PAIR, broken_export, build, llama, parallel_draft, random_head, write_checkpoint
+from outrider.tests.support import (
+    PAIR,
+    broken_export,
+    build,
+    llama,
+    parallel_draft,
+    random_block_head,
+    random_head,
+    random_parallel_head,
+    write_checkpoint,
+)
 
 torch.set_num_threads(2)
 
@@ -128,7 +138,12 @@ def drafter_exports(once: Once) -> Callable[[str, str], Path]:
     """Return a function from a precision and a drafter to an export of the shipped pair with that drafter beside its draft."""
 
     def made(precision: str, drafter: str) -> Path:
-        makers = {"random head": random_head, "random parallel": parallel_draft}
+        makers = {
+            "random head": random_head,
+            "random parallel": parallel_draft,
+            "random parallel-head": random_parallel_head,
+            "random block": random_block_head,
+        }
         kind, what = drafter.split()
         source = PAIR / what if kind == "trained" else once(drafter.replace(" ", "-"), makers[drafter])
         target, drafts = str(PAIR / "target"), [str(PAIR / "draft"), str(source)]

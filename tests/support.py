@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 from filelock import FileLock
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -139,6 +139,70 @@ def random_head(folder: Path, tokens: int = 16) -> Path:
     return folder
 
 
+def random_parallel_head(folder: Path) -> Path:
+    """The checkpoint of a random P-EAGLE head for the shipped target."""
+    random_head(folder)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    outer = {"draft_vocab_size": config.pop("draft_vocab_size"), "architectures": ["PEagleDraftModel"]}
+    config.pop("architectures")
+    outer |= {"speculators_model_type": "peagle", "mask_token_id": config["vocab_size"] - 1, "transformer_layer_config": config}
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    generator = torch.Generator().manual_seed(1)
+    tensors["mask_hidden"] = torch.randn((1, 1, 3 * config["hidden_size"]), generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(outer))
+    return folder
+
+
+def random_block_head(folder: Path) -> Path:
+    """The checkpoint of a random DSpark head for the shipped target, which proposes a few of the most frequent tokens."""
+    random_head(folder)
+    width, heads, kept, rank = 256, (8, 4), 32, 16
+    given = load_file(folder / "model.safetensors")
+    tensors = {name: given[name] for name in ("fc.weight", "norm.weight", "lm_head.weight", "d2t")}
+    tokens, generator = len(given["d2t"]), torch.Generator().manual_seed(2)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn((rows, columns), generator=generator) / math.sqrt(columns)
+
+    attention = {"q_proj": heads[0], "k_proj": heads[1], "v_proj": heads[1]}
+    for layer in ("layers.0", "layers.1"):
+        tensors |= {f"{layer}.self_attn.{name}.weight": matrix(kept * count, width) for name, count in attention.items()}
+        tensors |= {f"{layer}.self_attn.{name}.weight": torch.ones(kept) for name in ("q_norm", "k_norm")}
+        tensors |= {f"{layer}.mlp.{name}_proj.weight": matrix(width, width) for name in ("gate", "up", "down")}
+        tensors |= {f"{layer}.{name}.weight": torch.ones(width) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors[f"{layer}.self_attn.o_proj.weight"] = matrix(width, width)
+    tensors |= {
+        "hidden_norm.weight": torch.ones(width),
+        "markov_head.markov_w1.weight": 4 * matrix(4096, rank),
+        "markov_head.markov_w2.weight": 2 * matrix(tokens, rank),
+        "confidence_head.proj.weight": matrix(1, width + rank),
+        "confidence_head.proj.bias": torch.zeros(1),
+    }
+    layers = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "head_dim": kept,
+    }
+    outer = {"draft_vocab_size": layers.pop("draft_vocab_size"), "architectures": ["DSparkDraftModel"]}
+    layers.pop("architectures")
+    config = outer | {
+        "aux_hidden_state_layer_ids": [2, 3, 4],
+        "block_size": 8,
+        "confidence_head_with_markov": True,
+        "enable_confidence_head": True,
+        "markov_head_type": "vanilla",
+        "markov_rank": rank,
+        "mask_token_id": 4095,
+        "sample_from_anchor": True,
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": layers,
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def build(source: Path, output: Path, **overrides: Any) -> Path:
     """A bundle of the export `source`."""
     options: dict[str, Any] = {"backend": "onnxruntime", "k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
@@ -146,9 +210,9 @@ def build(source: Path, output: Path, **overrides: Any) -> Path:
     return output
 
 
-def rtx_job(graph: Path, cache: list[CacheTensor], reads_features: bool = False) -> Job:
+def rtx_job(graph: Path, cache: list[CacheTensor], role: str = "target") -> Job:
     """The build of a step model's plan with TensorRT-RTX, with every profile."""
-    profiles = step_profiles([4], 128, 1, 16, "head" if reads_features else "target")
+    profiles = step_profiles([4], 128, 1, 16, role)
     plan = str(graph.with_suffix(".plan"))
     return Job(package=RTX, options=Options(), graph=str(graph), plan=plan, cache=cache, capacity=128, profiles=profiles)
 

@@ -102,9 +102,23 @@ def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) ->
     assert report.counters.accepted > 100
 
 
+@pytest.mark.parametrize("drafter", ["block", "parallel-head"])
+def test_heads_that_draft_in_one_pass_pass_the_audit(
+    drafter_bundles: Callable[..., Path], drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In short, and with random heads: in two settings, greedy and sampled, every k and drafter, alone and in a batch."""
+    monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED,))
+    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
+    outrider = Outrider.load(drafter_bundles("fp32", f"random {drafter}", capacity=512, batch=2, k=[1, 4]))
+    assert outrider.drafters[0] == drafter
+    report = audit_module.audit(outrider, draws=100)
+    assert {name for name, passed in report.verdicts().items() if not passed} <= {"controls"}  # few draws, few acceptances
+    assert report.counters.drafted > 100
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["random", "trained"])
+@pytest.mark.parametrize("drafter", ["random head", "trained head", "random block", "random parallel-head"])
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
-def test_it_passes_the_whole_audit(drafter_bundles: Callable[..., Path], precision: str, head: str) -> None:
-    done = run("verify", drafter_bundles(precision, f"{head} head", capacity=512, batch=2, k=[1, 4]))
+def test_it_passes_the_whole_audit(drafter_bundles: Callable[..., Path], precision: str, drafter: str) -> None:
+    done = run("verify", drafter_bundles(precision, drafter, capacity=512, batch=2, k=[1, 4]))
     assert done.returncode == 0, done.stdout

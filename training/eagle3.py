@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoint import load_model, read_config
-from outrider.export.eagle3 import LAYERS, MIDLAYER, Eagle3Checkpoint, Target
-from outrider.export.eagle3_config import THETA, HeadConfig
+from outrider.export.draft_head import LAYERS, Target
+from outrider.export.draft_head_config import THETA
+from outrider.export.eagle3 import MIDLAYER, Eagle3Checkpoint
+from outrider.export.eagle3_config import HeadConfig
 from outrider.export.short_head import output_head
 from outrider.export.source import Source
 from outrider.export.step_model import decoder_layers, entering

@@ -5,16 +5,16 @@ Only the batch, the window of the cache, and the rows of a prompt's chunk vary w
 
 from __future__ import annotations
 
-from outrider.bundle.manifest import READS_FEATURES, READS_MASKS, Manifest, Profile
+from outrider.bundle.manifest import READS_FEATURES, READS_MASKS, Manifest, Profile, round_rows
 from outrider.engines.contract import (
     CANDIDATES,
     DRAFT_SAMPLERS,
     FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
+    MARKOV,
     POSITIONS,
     sampler_tensors,
-    step_rows,
     window_buckets,
 )
 
@@ -25,17 +25,18 @@ def all_profiles(
     """Return the profiles of every engine of a bundle."""
     sizes = k, capacity, batch, max_prompt_chunk
     steps = {role: step_profiles(*sizes, role) for role in manifest.roles}
-    samplers = {name: sampler_profiles(name, k, batch, manifest.vocab_rows) for name in manifest.samplers}
+    samplers = {name: sampler_profiles(name, k, batch, manifest.vocab_rows, manifest.block_state) for name in manifest.samplers}
     return {**steps, **samplers}
 
 
 def step_rows_profiled(role: str, k: list[int]) -> list[tuple[int, int]]:
     """Return the fewest and the most rows of each profile for the rounds of a role's model.
 
-    Two rows are a draft's first step. The target gets them, too, since a prompt's last chunk may have two rows. The passes of a
-    parallel draft have so many different numbers of rows that they share one profile.
+    Two rows are a draft's first step. The target gets them, too, since a prompt's last chunk may have two rows. The passes of
+    what drafts in one have so many different numbers of rows that they share one profile.
     """
-    return [(1, 2 * k[-1])] if role in READS_MASKS else [(rows, rows) for rows in step_rows(k)]
+    rows = round_rows(role, k)
+    return [(1, rows[-1])] if role in READS_MASKS else [(each, each) for each in rows]
 
 
 def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int, role: str = "target") -> list[Profile]:
@@ -54,7 +55,7 @@ def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int
     ]
 
 
-def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int) -> list[Profile]:
+def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int, block_state: int | None = None) -> list[Profile]:
     """Return the profiles of one of `contract.SAMPLERS`: one for plain decoding, then one for each k.
 
     A drafter has a single one: its passes have one row, and `drafted` has a column for each row of the longest verifying pass.
@@ -63,9 +64,9 @@ def sampler_profiles(sampler: str, k: list[int], batch: int, vocab_rows: int) ->
     limit = min(CANDIDATES[-1], vocab_rows)
     typical = 1 if sampler == "logprobs" else min(CANDIDATES[0], vocab_rows)
     profiles: list[Profile] = []
-    for rows in [k[-1] + 1] if sampler in DRAFT_SAMPLERS else [1, *(each + 1 for each in k)]:
+    for rows in [k[-1] + 1] if sampler in (*DRAFT_SAMPLERS, MARKOV) else [1, *(each + 1 for each in k)]:
         profile: Profile = {}
-        for tensor in sampler_tensors(sampler, vocab_rows)[0]:
+        for tensor in sampler_tensors(sampler, vocab_rows, block_state)[0]:
             sizes = ({"batch": b, "rows": rows, "edits": edits} for b, edits in ((1, 1), (batch, 1), (batch, vocab_rows)))
             low, usual, high = ([size if isinstance(size, int) else known[size] for size in tensor.shape] for known in sizes)
             profile[tensor.name] = (low, usual, high)

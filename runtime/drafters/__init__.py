@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from outrider.errors import UsageError
 from outrider.runtime.drafters.base import DeviceDrafter, Drafter
+from outrider.runtime.drafters.block import BlockDrafter
 from outrider.runtime.drafters.head import HeadDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
-from outrider.runtime.drafters.parallel import ParallelDrafter
+from outrider.runtime.drafters.parallel import ParallelDrafter, ParallelHeadDrafter
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
@@ -58,6 +59,8 @@ def on_device(names: Iterable[str]) -> list[str]:
 
 
 register(HeadDrafter)
+register(BlockDrafter)
+register(ParallelHeadDrafter)
 register(ParallelDrafter)
 register(ModelDrafter)
 register(NgramDrafter)

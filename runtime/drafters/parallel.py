@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from outrider.bundle.manifest import READS_MASKS
+from outrider.engines.arrays import Floats
 from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
+from outrider.engines.device import Buffer, Layout
 from outrider.runtime.buffers import Shape
 from outrider.runtime.drafters.base import Resources
 from outrider.runtime.drafters.step import StepDrafter, top_probability
 
 if TYPE_CHECKING:
     from outrider.runtime.costs import Costs
+    from outrider.runtime.launches import Launches
 
 
 class ParallelDrafter(StepDrafter):
@@ -29,11 +33,10 @@ class ParallelDrafter(StepDrafter):
     prior = 0.5
     one_pass = True
     role = "parallel-draft"
-    engines = (role, *DRAFT_SAMPLERS)
+    engines: ClassVar[tuple[str, ...]] = (role, *DRAFT_SAMPLERS)
 
     def __init__(self, resources: Resources):
         super().__init__(resources)
-        self._filling = self._session.mask_token
         self._max_k = resources.k[-1]
 
     @classmethod
@@ -43,8 +46,11 @@ class ParallelDrafter(StepDrafter):
     def _kept(self, drafted: list[int]) -> list[int]:
         return []
 
+    def _behind(self, last: int, drafted: int) -> list[int]:
+        return [self._session.mask_token] * (drafted - 1)
+
     def _first_rows(self, context: int, drafted: int) -> int:
-        return context + drafted - 1
+        return context + len(self._behind(0, drafted))
 
     def _most_logits(self, max_k: int) -> list[int]:
         return [max_k if self._session.skips_logits else self._first_rows(self._contexts[-1], max_k)]
@@ -59,24 +65,53 @@ class ParallelDrafter(StepDrafter):
             return 0.0
         read = max(drafted, begun)
         context = cls.typical_context(costs.k, read // 2)  # where drafting pays, about half of the tokens are accepted
-        return costs.step(cls.role, context + read - 1, end) + drafted * costs.sampler(DRAFT_SAMPLERS[greedy], 1)
+        rows = context + read + READS_MASKS[cls.role]
+        return costs.step(cls.role, rows, end) + drafted * costs.sampler(DRAFT_SAMPLERS[greedy], 1)
 
     def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:
         """Draft the answer in blocks of the largest k, each after what precedes it; see `DeviceDrafter.agreement`."""
         session, text = self._session, prompt + tokens
-        agrees: list[bool] = []
-        confidences: list[float] = []
-        read = 0
-        for begin in range(len(prompt), len(text), self._max_k):
-            while begin - read > self._max_k:
-                chunk = text[read : min(read + self._chunk, begin - 1)]
-                session.write(np.array([chunk]), np.array([read]))
+        agrees, confidences = [False] * max(self.shift + 1 - len(prompt), 0), [0.0] * max(self.shift + 1 - len(prompt), 0)
+        read = 0  # entries
+        for begin in range(len(prompt) + len(agrees), len(text), self._max_k):
+            entries = text[self.shift : begin]
+            while len(entries) - read > self._max_k:
+                chunk = entries[read : min(read + self._chunk, len(entries) - 1)]
+                session.write(np.array([self.context_ids(chunk)]), np.array([read]))
                 read += len(chunk)
             block = text[begin : begin + self._max_k]
-            ids = np.array([text[read:begin] + [self._filling] * (len(block) - 1)], dtype=np.int64)
-            rows = session.run(ids, np.array([read]))[0, begin - read - 1 :]
+            ids = [*self.context_ids(entries[read:]), *self._behind(text[begin - 1], len(block))]
+            rows, sure = self._block(ids, read, text[begin - 1 : begin + len(block) - 1])
             agrees += (rows.argmax(-1) == np.array(block)).tolist()
-            confidences += [round(top_probability(row, np.empty_like(row)), 4) for row in rows]
-            read = begin
+            confidences += sure
+            read = len(entries)
         self._keep(0, 0)
         return agrees, confidences
+
+    def _block(self, ids: list[int], position: int, before: list[int]) -> tuple[Floats, list[float]]:
+        """Return the logits [D, V] of a block whose tokens follow those of `before`, and how sure the drafter is of each."""
+        rows = self._session.run(np.array([ids], dtype=np.int64), np.array([position]))[0, -len(before) :]
+        return rows, [round(top_probability(row, np.empty_like(row)), 4) for row in rows]
+
+
+class ParallelHeadDrafter(ParallelDrafter):
+    """A draft head that proposes several tokens in one pass (P-EAGLE, arXiv 2602.01469).
+
+    Entry i is made from the target's feature i and the token i + 1; masks have a feature of their own.
+    """
+
+    name = "parallel-head"
+    label = "parallel draft head"
+    role = "parallel-head"
+    engines: ClassVar[tuple[str, ...]] = (role, *DRAFT_SAMPLERS)
+    shift = 1
+
+    def layout(self, batch: int, max_k: int) -> Layout:
+        return {**super().layout(batch, max_k), self._tensor("spare feature"): ((batch,), "int64")}
+
+    def attach(self, launches: Launches) -> None:
+        super().attach(launches)
+        launches.inputs.host[self._tensor("spare feature")][:] = self._session.spare_feature
+
+    def _feature_positions(self, row: int, shape: Shape) -> Buffer:
+        return self._launches.inputs.device[self._tensor("spare feature")].part(0, shape.batch)

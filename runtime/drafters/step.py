@@ -36,7 +36,6 @@ class StepDrafter(DeviceDrafter):
 
     role: ClassVar[str]  # of its model
     shift: ClassVar[int] = 0
-    _filling = 0  # what the rows of a round's first step hold that are no confirmed tokens
 
     def __init__(self, resources: Resources):
         super().__init__(resources)
@@ -109,7 +108,7 @@ class StepDrafter(DeviceDrafter):
         for at in range(first, first + pending, self._chunk)[:chunks]:
             chunk = tokens[at + self.shift : min(at + self._chunk, first + pending) + self.shift]
             del self._written[slot][at:]
-            self._session.write(np.array([chunk]), np.array([at]), slot)
+            self._session.write(np.array([self.context_ids(chunk)]), np.array([at]), slot)
             self._written[slot] += chunk
 
     def commit(self, slot: int, tokens: list[int], drafted: list[int]) -> None:
@@ -149,6 +148,14 @@ class StepDrafter(DeviceDrafter):
         return costs.step(cls.role, contexts[-1], end) - costs.step(cls.role, contexts[0], end)
 
     # The round
+
+    def context_ids(self, tokens: list[int]) -> list[int]:
+        """Return what a pass reads in the rows of a context, whose entries belong to these tokens."""
+        return tokens
+
+    def _behind(self, last: int, drafted: int) -> list[int]:
+        """Return what a round's first step reads behind its context, after a text that ends with the token `last`."""
+        return []
 
     def context_rows(self, lanes: Sequence[Lane], first: int) -> int:
         needed = max([self._missing(first + at, lane.tokens) for at, lane in enumerate(lanes) if lane.k])
@@ -202,15 +209,16 @@ class StepDrafter(DeviceDrafter):
             if sampling is None:  # a slot between others: its pass writes where no entry is needed
                 ids[index] = 0
                 written = self._written[shape.first + index]
-                start = min(len(written), self._session.capacity - context - drafted + 1)
+                start = min(len(written), self._session.capacity - max(rows, context + drafted - 1))
                 self._keep(shape.first + index, start)
             else:
                 tokens = lane.tokens
                 # A batched sequence that drafts nothing may be shorter than the context.
                 start = max(len(tokens) - self.shift - context, 0)
                 given = tokens[start + self.shift : start + self.shift + context]
-                ids[index, : len(given)] = given
-                ids[index, len(given) :] = self._filling
+                read = [*self.context_ids(given), *self._behind(tokens[-1], drafted)]
+                ids[index, : len(read)] = read
+                ids[index, len(read) :] = 0
                 if not shape.greedy:
                     uniforms = sampling.uniforms(sampling.emitted, drafted)[:, DRAWING if sampling.exact else DRAFTING]
                     for step in range(drafted):
@@ -287,7 +295,7 @@ class StepDrafter(DeviceDrafter):
             return launches.sequence([*before, launches.sampler(DRAFT_SAMPLERS[shape.greedy], tensors, shape), *after])
 
         place = self._place(row, shape)
-        key = (self.name, "sampler", row, *place, shape.batch, shape.greedy, shape.edits, shape.candidates)
+        key = (self.name, "sampler", row, *place, shape.context, shape.batch, shape.greedy, shape.edits, shape.candidates)
         return launches.cached(key, make)
 
     def logits(self, row: int, shape: Shape, lane: int) -> Floats:

@@ -23,7 +23,8 @@ from outrider.engines.contract import cache_tensors, step_tensors, window_bucket
 from outrider.engines.device import Cpu
 from outrider.engines.session import GraphSession, Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
-from outrider.export.eagle3 import Eagle3Checkpoint, Target
+from outrider.export.draft_head import Target
+from outrider.export.eagle3 import Eagle3Checkpoint
 from outrider.export.pair import export_pair
 from outrider.export.source import Source
 from outrider.export.step_model import trace
@@ -60,13 +61,13 @@ def write(folder: Path, name: str, change: Change | None = None) -> Path:
         change(config, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    path = folder / weights.CASES[name].file
+    path = folder / weights.ALL[name].file
     torch.save(tensors, path) if path.suffix == ".bin" else save_file(tensors, path)
     return folder
 
 
 def target(name: str, **changes: Any) -> Target:
-    case, arrays = weights.CASES[name], weights.target(name)
+    case, arrays = weights.ALL[name], weights.target(name)
     embedding, head = (torch.from_numpy(arrays[key]) for key in ("model.embed_tokens.weight", "lm_head.weight"))
     given = {"layers": weights.TARGET_LAYERS, "hidden_size": case.target_hidden, "vocab_rows": weights.VOCAB}
     return Target(name="the target", **(given | changes), embedding=embedding, output_head=head)
@@ -102,6 +103,23 @@ def test_a_head_computes_what_speculators_does(name: str, fixtures: dict[str, np
                 compare(logits[0, -1, known], "chain_logits", prefix, step)
                 compare(made[0, 0], "chain_hidden", prefix, step)
     _differences[name] = max(differences)
+
+
+@pytest.mark.parametrize("name", weights.PARALLEL)
+def test_a_head_with_masks_computes_what_speculators_does(name: str, fixtures: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """P-EAGLE: several tokens from one pass."""
+    mixer, head = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path, name)))).build(target(name))
+    hidden, tokens = map(torch.from_numpy, weights.inputs(name))
+    masks = [weights.PARALLEL[name].mask] * (weights.STEPS - 1)
+    known = torch.from_numpy(weights.target_ids(name))
+    for index, prefix in enumerate(weights.PREFIXES):
+        ids = torch.tensor([[*tokens[1 : prefix + 1].tolist(), *masks]])
+        with torch.no_grad():
+            features = mixer([*hidden[None, :prefix].chunk(len(mixer.ids), -1)])
+            features = torch.nn.functional.pad(features, (0, 0, 0, len(masks)))  # a mask's is its own
+            logits, _ = head(ids, features, torch.arange(ids.shape[1])[None], DynamicCache())
+        got = logits[0, -weights.STEPS :][:, known]
+        np.testing.assert_allclose(got, fixtures[f"{name}/parallel"][index], atol=TOLERANCE)
 
 
 IN_CI = ("speculators-residual-before-fc-output", "speculators-two-layers-mixed", "safeailab", "modelopt")
@@ -175,7 +193,7 @@ def test_tensorrt_rtx_builds_it(name: str, tmp_path: Path) -> None:
     for precision, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):
         path = tmp_path / f"{precision}.onnx"
         trace(head.to(dtype), layers, features=mixer.hidden_size, is_head=True).save(path, external_data=True)
-        build_plan(rtx_job(path, cache_tensors(layers, mixer.hidden_size), reads_features=True), name)
+        build_plan(rtx_job(path, cache_tensors(layers, mixer.hidden_size), "head"), name)
         built.append(precision)
 
 
@@ -268,7 +286,12 @@ def outside(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         ("safeailab", with_key("eagle_config", []), "Expected `object | null`, got `array` - at `$.eagle_config`"),
         ("modelopt", with_eagle("eagle_aux_hidden_state_layer_ids", 5), "Expected `array | null`, got `int`"),
         ("speculators", with_key("transformer_layer_config", None), "missing required field `hidden_size`"),
-        ("speculators", with_key("speculators_model_type", "peagle"), "speculators_model_type = 'peagle', which"),
+        ("speculators", with_key("speculators_model_type", "medusa"), "speculators_model_type = 'medusa', which"),
+        (
+            "speculators",
+            with_key("speculators_model_type", "peagle"),
+            "the speculators_model_type 'peagle' and the mask_token_id None",
+        ),
         ("safeailab", with_key("rope_scaling", {"rope_type": "linear", "scale": 2}), "the key scale of a rotary"),
         ("safeailab", with_key("num_hidden_layers", 0), "Expected `int` >= 1 - at `$.num_hidden_layers`"),
         ("specforge-fc-norm", with_key("norm_before_fc", True), "has both fc_norm and norm_before_fc"),
@@ -355,7 +378,7 @@ def unknown(head: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (unknown, "head has a_new_norm = true, which outrider does not know in an EAGLE-3 head"),
+        (unknown, "head has a_new_norm = true, which outrider does not know in a draft head"),
         (truncate, "cannot read model.safetensors of head"),
         (lambda head: (head / "model.safetensors").unlink(), "head has no weights"),
     ],

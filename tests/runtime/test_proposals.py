@@ -12,7 +12,10 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from outrider.audit.controls import RandomPolicy
-from outrider.export.eagle3 import Eagle3Checkpoint, Target
+from outrider.export.block_head import CONTEXT, BlockCheckpoint
+from outrider.export.draft_head import HeadCheckpoint, Target
+from outrider.export.eagle3 import Eagle3Checkpoint
+from outrider.export.markov import MarkovStep
 from outrider.export.source import Source
 from outrider.export.step_model import entering
 from outrider.runtime.buffers import Lane, Shape
@@ -24,7 +27,7 @@ from outrider.runtime.policy import FixedPolicy
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
-from outrider.tests.support import PAIR, parallel_draft, random_head
+from outrider.tests.support import PAIR, parallel_draft, random_block_head, random_head, random_parallel_head
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
 Proposed = tuple[tuple[int, ...], tuple[int, ...]]
@@ -54,12 +57,14 @@ class Reference(Protocol):
 class HeadReference:
     """A draft head with its target."""
 
+    checkpoint: type[HeadCheckpoint[Any, Any]] = Eagle3Checkpoint
+
     def __init__(self, head: Path) -> None:
         self.target = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
         config = self.target.config
         weights = self.target.get_input_embeddings().weight, self.target.lm_head.weight
         target = Target("target", config.num_hidden_layers, config.hidden_size, config.vocab_size, *weights)
-        self.mixer, self.head = Eagle3Checkpoint.read(Source.parse(str(head))).build(target)
+        self.mixer, self.head = self.checkpoint.read(Source.parse(str(head))).build(target)
 
     @torch.no_grad()
     def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
@@ -74,6 +79,40 @@ class HeadReference:
             following = torch.cat([following, torch.tensor([drafted[-1:]])], 1)
             features = torch.cat([features, made[:, -1:]], 1)
         return tuple(drafted)
+
+
+class ParallelHeadReference(HeadReference):
+    """A draft head that reads masks, with its target."""
+
+    @torch.no_grad()
+    def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        ids = torch.tensor([tokens])
+        with entering(self.target, self.mixer.ids) as hidden:
+            self.target(ids)
+        following = torch.cat([ids[:, 1:], torch.full((1, k - 1), self.head.mask_token)], 1)
+        features = torch.nn.functional.pad(self.mixer(hidden)[:, :-1], (0, 0, 0, k - 1))
+        logits, _ = self.head(following, features, torch.arange(following.shape[1])[None], DynamicCache())
+        return tuple(logits[0, -k:].argmax(-1).tolist())
+
+
+class BlockReference(HeadReference):
+    """A block head with heads of its own, with its target."""
+
+    checkpoint = BlockCheckpoint
+
+    @torch.no_grad()
+    def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        with entering(self.target, self.mixer.ids) as hidden:
+            self.target(torch.tensor([tokens]))
+        context, mask = len(tokens) - 1, self.target.config.vocab_size - 1
+        ids = torch.tensor([[CONTEXT] * context + [tokens[-1]] + [mask] * (k - 1)])
+        features = torch.nn.functional.pad(self.mixer(hidden)[:, :-1], (0, 0, 0, k))
+        logits, _, state = self.head(ids, features, torch.arange(ids.shape[1])[None], DynamicCache())
+        drafted, step = [tokens[-1]], MarkovStep(self.head)
+        for row in range(-k, 0):
+            biased, _ = step(logits[:, [row]], state[:, [row]], torch.tensor([drafted[-1:]]))
+            drafted.append(int(biased.argmax()))
+        return tuple(drafted[1:])
 
 
 class ParallelReference:
@@ -95,6 +134,8 @@ class ParallelReference:
         pytest.param(("onnxruntime", "random head"), marks=pytest.mark.slow),
         ("openvino", "trained head"),
         pytest.param(("onnxruntime", "random parallel"), marks=pytest.mark.slow),
+        ("openvino", "random parallel-head"),
+        ("onnxruntime", "random block"),
         ("openvino", "trained parallel"),
     ],
     ids=" ".join,
@@ -115,6 +156,10 @@ def reference(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -
     made, (how, what) = tmp_path_factory.mktemp("reference") / "draft", kind[1].split()
     if what == "parallel":
         return ParallelReference(PAIR / what if how == "trained" else parallel_draft(made))
+    if what == "block":
+        return BlockReference(random_block_head(made))
+    if what == "parallel-head":
+        return ParallelHeadReference(random_parallel_head(made))
     return HeadReference(PAIR / what if how == "trained" else random_head(made))
 
 
@@ -136,7 +181,10 @@ def recorded(loaded: Outrider, drafter: str) -> tuple[Outrider, Recorder]:
 
 def check(reference: Reference, proposed: list[Proposed], least: int) -> None:
     assert len(proposed) >= least
-    assert [drafted for _, drafted in proposed] == [reference.proposes(tokens, len(drafted)) for tokens, drafted in proposed]
+    for tokens, drafted in proposed:
+        # The rows of a block see each other, and a round may draft more than it verifies, or than a lane can emit.
+        begun = range(len(drafted), 9 if isinstance(reference, BlockReference) else len(drafted) + 1)
+        assert drafted in [reference.proposes(tokens, count)[: len(drafted)] for count in begun]
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
@@ -216,7 +264,7 @@ def test_features_and_entries_are_those_of_a_fresh_prefill(loaded: Outrider, dra
     for at in range(0, end, 16):
         rows = slice(at, min(at + 16, end))
         target.write(np.array([tokens[rows]]), np.array([at]))
-        own.write(np.array([tokens[at + shift : rows.stop + shift]]), np.array([at]))
+        own.write(np.array([step.context_ids(tokens[at + shift : rows.stop + shift])]), np.array([at]))
     entries = end - 9  # the context of the last round's successor was not written yet
     for role in roles:
         for name, kept in loaded.sessions[role].cache().items():

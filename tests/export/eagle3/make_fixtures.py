@@ -17,7 +17,10 @@ It takes seconds, and needs no GPU and no network. `versions` in the file is JSO
     NAME/chain_hidden  [PREFIXES, STEPS, HIDDEN]
 
 A chain of prefix m has the rows 0 to m - 1 before it; its steps are at positions m, m + 1 and so on. The tokens' best logits
-lead by more than `MARGIN`, so rounding cannot change them. Each name of `weights.OTHER_READINGS` has the same arrays.
+lead by more than `MARGIN`, so rounding cannot change them. Each name of `weights.OTHER_READINGS` has the same arrays. Each of
+`weights.PARALLEL` has
+
+    NAME/parallel        [PREFIXES, STEPS, V]          of the last row of each prefix, and of the masks behind it
 
 SafeAILab's, SpecForge's and ModelOpt's arithmetic is that of speculators without norm_before_residual and norm_before_fc;
 `built` renames their tensors, and `OTHER` has where their trainers differ from what servers compute. Sources read:
@@ -43,6 +46,7 @@ import numpy as np
 import torch
 from speculators import SpeculatorModelConfig  # type: ignore[import-not-found]
 from speculators.models.eagle3.core import Eagle3DraftModel  # type: ignore[import-not-found]
+from speculators.models.peagle.core import PEagleDraftModel  # type: ignore[import-not-found]
 
 from outrider.tests.export.eagle3 import weights
 
@@ -53,13 +57,13 @@ Arrays = dict[str, np.ndarray]
 
 def built(name: str) -> Any:
     """Return speculators' module with a case's tensors, whichever format these have."""
-    case = weights.CASES[name]
+    case = weights.ALL[name]
     config, tensors = weights.checkpoint(name)
     if not case.format.startswith("speculators"):
         config = _translated(case, config)
     config = SpeculatorModelConfig.from_dict(config)
     config.transformer_layer_config._attn_implementation = "eager"
-    model = Eagle3DraftModel(config)
+    model = (Eagle3DraftModel if case.mask is None else PEagleDraftModel)(config)
     wide = case.features * case.target_hidden
     if case.target_hidden != weights.HIDDEN:
         # The trainer refuses a target of another width; the converter, vLLM and the other trainers know it.
@@ -142,6 +146,19 @@ def computed(name: str, model: Any) -> Arrays:
     }
 
 
+def computed_in_parallel(name: str, model: Any) -> Arrays:
+    """Return the arrays of a head that drafts several tokens in one pass."""
+    features, tokens = (torch.from_numpy(array) for array in weights.inputs(name))
+    masks = weights.STEPS - 1
+    rows = []
+    for prefix in weights.PREFIXES:
+        read = torch.cat([features[:prefix], model.mask_hidden[0].expand(masks, -1)])
+        text = torch.cat([tokens[1 : prefix + 1], torch.full((masks,), model.mask_token_id)])
+        logits, _ = run(model, projected(model, read), text)
+        rows.append(logits[-weights.STEPS :])
+    return {"parallel": torch.stack(rows).numpy()}
+
+
 def check(name: str, model: Any, arrays: Arrays) -> None:
     """Compare with speculators' whole forward pass, which unrolls the steps from each row with the tokens that it is given."""
     features, tokens = (torch.from_numpy(array) for array in weights.inputs(name))
@@ -201,6 +218,8 @@ def main() -> None:
         found = computed(name, model)
         check(name, model, found)
         arrays |= {f"{name}/{key}": value for key, value in found.items()}
+    for name in weights.PARALLEL:
+        arrays |= {f"{name}/{key}": value for key, value in computed_in_parallel(name, built(name)).items()}
     for reading, name in weights.OTHER_READINGS.items():
         model = built(name)
         OTHER[reading](model)

@@ -71,6 +71,7 @@ class Case:
     head: bool = True  # lm_head is in the checkpoint
     mapping: Literal["both", "d2t", "identity", "none"] = "both"  # d2t and t2d, d2t alone, both for all tokens, neither
     file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors"
+    mask: int | None = None  # the token of P-EAGLE's masks
 
     @property
     def features(self) -> int:
@@ -141,6 +142,13 @@ CASES: dict[str, Case] = {
     "modelopt-full-vocabulary": Case("modelopt", draft_vocab=VOCAB, mapping="none"),
     "modelopt-midlayer": Case("modelopt-midlayer", scaling=LLAMA3, mapping="d2t"),
 }
+# P-EAGLE, whose heads draft several tokens in one pass.
+PARALLEL = {
+    "parallel": _speculators(mask=95, embedding="own"),
+    "parallel-two-layers": _speculators(mask=95, embedding="own", layers=2, sliding=(False, True), window=WINDOW, **DEFAULTS),
+    "parallel-fc-norm": _speculators(mask=90, embedding="copy", fc_norm=True, norm_before_residual=True, layer="qwen3"),
+}
+ALL = CASES | PARALLEL
 # Of the cases in which, with seed 0, two tokens are about as likely.
 SEEDS = {"speculators-fc-norm": 1, "speculators-two-layers": 1, "speculators-converted-target-hidden": 1}
 # What some trainers computed, though no server does and the checkpoint does not tell: no reader may agree with these.
@@ -153,12 +161,12 @@ OTHER_READINGS: dict[str, str] = {
 
 def checkpoint(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return a head's config.json and its tensors by their names in the checkpoint."""
-    return deepcopy(_config(CASES[name])), _tensors(name)
+    return deepcopy(_config(ALL[name])), _tensors(name)
 
 
 def target(name: str) -> dict[str, np.ndarray]:
     """Return the target's embedding and its lm_head, both [VOCAB, target_hidden]."""
-    shape = (VOCAB, CASES[name].target_hidden)
+    shape = (VOCAB, ALL[name].target_hidden)
     # Rows of an embedding are looked up, not summed over: their elements are about 1.
     embedding = _uniform(name, "target.embed_tokens", shape) * 3**0.5
     return {"model.embed_tokens.weight": embedding, "lm_head.weight": _matrix(name, "target.lm_head", shape)}
@@ -166,7 +174,7 @@ def target(name: str) -> dict[str, np.ndarray]:
 
 def inputs(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the features [ROWS, features * target_hidden] and the tokens int64 [ROWS + 1]."""
-    case = CASES[name]
+    case = ALL[name]
     features = _uniform(name, "features", (ROWS, case.features, case.target_hidden))
     features *= 2.0 ** np.arange(-1, case.features - 1, dtype=np.float32)[:, None]  # residual streams grow from layer to layer
     tokens = _drawn(name, "tokens", (ROWS + 1,)) * VOCAB
@@ -175,7 +183,7 @@ def inputs(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def target_ids(name: str) -> np.ndarray:
     """Return the target's token for each draft token, ascending."""
-    case = CASES[name]
+    case = ALL[name]
     order = np.argsort(_drawn(name, "d2t", (VOCAB,)))
     return np.sort(order[: case.draft_vocab]).astype(np.int64)
 
@@ -194,7 +202,7 @@ def _matrix(name: str, tensor: str, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _tensors(name: str) -> dict[str, np.ndarray]:
-    case = CASES[name]
+    case = ALL[name]
     queries, keys, wide = HEADS * case.head_dim, KV_HEADS * case.head_dim, case.features * case.target_hidden
     matrices = {"fc": (HIDDEN, wide)}
     norms = {"norm": HIDDEN}
@@ -224,11 +232,15 @@ def _tensors(name: str) -> dict[str, np.ndarray]:
             biases |= {f"{prefix}.self_attn.{key}": shape[0] for key, shape in attention.items()}
         if case.mlp_bias:
             biases |= {f"{prefix}.mlp.{key}": shape[0] for key, shape in mlp.items()}
+    if case.mask is not None:
+        matrices["mask_hidden"] = (1, wide)
     if case.head:
         matrices["lm_head"] = (case.draft_vocab, HIDDEN)
     tensors = {f"{key}.weight": _matrix(name, key, shape) for key, shape in matrices.items()}
     tensors |= {f"{key}.weight": 1 + _uniform(name, key, (size,)) / 2 for key, size in norms.items()}
     tensors |= {f"{key}.bias": _uniform(name, f"{key}.bias", (size,)) / 2 for key, size in biases.items()}
+    if case.mask is not None:
+        tensors["mask_hidden"] = tensors.pop("mask_hidden.weight").reshape(1, 1, wide) * 4
     if case.embedding == "copy":
         tensors["embed_tokens.weight"] = target(name)["model.embed_tokens.weight"]
     elif case.embedding == "own":
@@ -328,6 +340,9 @@ def speculators_config(case: Case) -> dict[str, Any]:
         "target_hidden_size": None if case.target_hidden == HIDDEN else case.target_hidden,
         "transformers_version": "4.53.1" if old else "5.19.0",
     }
+    if case.mask is not None:
+        config |= {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", "mask_token_id": case.mask}
+        config["speculators_config"]["algorithm"] = "peagle"
     if old:
         return config | {"has_no_defaults_at_init": False, "torch_dtype": "float32"}
     return config | {

@@ -1,0 +1,247 @@
+"""Block heads (DFlash, DSpark) of every format: graphs compute what speculators does, and what is not understood is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import DynamicCache
+
+from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
+from outrider.backends.tensorrt.process import build_plan
+from outrider.engines.contract import BLOCK_STATE, cache_tensors, step_tensors, window_buckets
+from outrider.engines.device import Cpu
+from outrider.engines.session import GraphSession, Sizes
+from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
+from outrider.export.block_head import CONTEXT, BlockCheckpoint, BlockHead
+from outrider.export.draft_head import FeatureMixer, Target
+from outrider.export.markov import export_markov
+from outrider.export.pair import export_pair
+from outrider.export.parity import open_graph
+from outrider.export.source import Source
+from outrider.export.step_model import trace
+from outrider.tests.export.block_head import weights
+from outrider.tests.support import llama, rtx_job, write_checkpoint
+
+CAPACITY, TOLERANCE = 64, 1e-4
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+Fixtures = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def fixtures() -> Fixtures:
+    """What speculators' modules compute; see `block_head/make_fixtures.py`."""
+    with np.load(Path(weights.__file__).with_name("fixtures.npz")) as arrays:
+        return dict(arrays)
+
+
+def write(folder: Path, name: str, change: Change | None = None) -> Path:
+    """A case's checkpoint as its trainer writes it, perhaps changed."""
+    config, arrays = weights.checkpoint(name)
+    tensors = {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in arrays.items()}
+    if change is not None:
+        change(config, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def target(name: str, **changes: Any) -> Target:
+    embedding, head = map(torch.from_numpy, weights.target(name).values())
+    given = {"layers": weights.TARGET_LAYERS, "hidden_size": weights.HIDDEN, "vocab_rows": weights.VOCAB}
+    return Target(name="the target", **(given | changes), embedding=embedding, output_head=head)
+
+
+def built(folder: Path, name: str) -> tuple[FeatureMixer, BlockHead]:
+    mixer, head = BlockCheckpoint.read(Source.parse(str(write(folder, name)))).build(target(name))
+    assert mixer.ids == weights.CASES[name].features
+    assert isinstance(head, BlockHead)
+    return mixer, head
+
+
+def mixed(mixer: FeatureMixer, name: str) -> torch.Tensor:
+    """The features of the text, [1, ROWS, H]."""
+    with torch.no_grad():
+        features: torch.Tensor = mixer([*torch.from_numpy(weights.inputs(name)[0])[None].chunk(len(mixer.ids), -1)])
+    return features
+
+
+def block(name: str, anchor: int) -> list[int]:
+    """The tokens of the block behind an anchor, as many as in training."""
+    return [int(weights.inputs(name)[1][anchor]), *[weights.MASK] * (weights.CASES[name].block - 1)]
+
+
+@pytest.mark.parametrize("name", weights.CASES)
+def test_a_head_computes_what_speculators_does(name: str, fixtures: Fixtures, tmp_path: Path) -> None:
+    """In eager transformers, and with the Markov and confidence heads in their graph."""
+    mixer, head = built(tmp_path, name)
+    features, known, drafted = mixed(mixer, name), weights.target_ids(name), weights.CASES[name].drafted
+    tokens = weights.inputs(name)[1]
+    if head.block_state is not None:
+        export_markov(head, tmp_path / "markov.onnx", weights.VOCAB, "fp32")
+        markov = open_graph(tmp_path / "markov.onnx", "fp32")
+    for index, anchor in enumerate(weights.ANCHORS):
+        ids = torch.tensor([[CONTEXT] * anchor + block(name, anchor)])
+        padded = torch.nn.functional.pad(features, (0, 0, 0, ids.shape[1]))[:, : ids.shape[1]]
+        with torch.no_grad():
+            logits, _, *state = head(ids, padded, torch.arange(ids.shape[1])[None], DynamicCache())
+        rows = logits[0, -drafted:].numpy()
+        np.testing.assert_allclose(rows[:, known], fixtures[f"{name}/logits"][index], atol=TOLERANCE)
+        if not state:
+            continue
+        before = tokens[anchor : anchor + drafted, None]
+        given = {"logits": rows[:, None], BLOCK_STATE: state[0][0, -drafted:, None].numpy(), "before": before}
+        biased, confidence = markov.run(None, given)
+        expected = fixtures.get(f"{name}/biased", fixtures[f"{name}/logits"])[index]
+        np.testing.assert_allclose(biased[:, 0, known], expected, atol=TOLERANCE)
+        if weights.CASES[name].confidence:
+            np.testing.assert_allclose(confidence[:, 0], fixtures[f"{name}/confidence"][index], atol=TOLERANCE)
+        else:
+            np.testing.assert_allclose(confidence[:, 0], torch.tensor(expected).softmax(-1).amax(-1), atol=TOLERANCE)
+
+
+IN_CI = ("z-lab", "deepspec-dspark", "speculators-windows")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.slow) for each in weights.CASES]
+)
+def test_its_graph_drafts_as_speculators_does_after_contexts_of_every_length(
+    name: str, fixtures: Fixtures, tmp_path: Path
+) -> None:
+    """Rounds as the runtime runs them: each context replaces what the block before it wrote."""
+    mixer, head = built(tmp_path / "head", name)
+    case, known = weights.CASES[name], weights.target_ids(name)
+    layers = [(weights.KV_HEADS, weights.HEAD_DIM, weights.HEAD_DIM)] * case.layers
+    path, sizes = tmp_path / "head.onnx", (layers, weights.VOCAB)
+    trace(head, layers, features=weights.HIDDEN, is_head=True).save(path, external_data=True)
+    inputs, outputs = step_tensors(*sizes, "fp32", weights.HIDDEN, True, head.block_state)
+    device = Cpu()
+    session = GraphSession(
+        device,
+        OnnxRuntimeEngine(path, [*inputs, *outputs], device),
+        "fp32",
+        Sizes(
+            *sizes, CAPACITY, window_buckets(CAPACITY), 16, 1, weights.HIDDEN, reads_features=True, block_state=head.block_state
+        ),
+    )
+    padded = np.zeros((1, CAPACITY, weights.HIDDEN), np.float32)
+    padded[:, : weights.ROWS] = mixed(mixer, name).numpy()
+    session.set_features(padded)
+    for step in (1, 2, 3):  # anchors between those that are compared
+        read = 0
+        session.clear(0)
+        for anchor in range(1, weights.ANCHORS[-1] + 1, 1):
+            if anchor not in weights.ANCHORS and anchor % step:
+                continue
+            ids = np.array([[CONTEXT] * (anchor - read) + block(name, anchor)])
+            logits = session.run(ids, np.array([read]))[0, -case.drafted :]
+            read = anchor
+            if anchor in weights.ANCHORS:
+                expected = fixtures[f"{name}/logits"][weights.ANCHORS.index(anchor)]
+                np.testing.assert_allclose(logits[:, known], expected, atol=TOLERANCE)
+                assert np.isneginf(np.delete(logits, known, axis=1)).all()
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in IN_CI[:2] else pytest.param(each, marks=pytest.mark.slow) for each in weights.CASES]
+)
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_tensorrt_rtx_builds_it(name: str, precision: str, tmp_path: Path) -> None:
+    _, head = built(tmp_path / "head", name)
+    layers = [(weights.KV_HEADS, weights.HEAD_DIM, weights.HEAD_DIM)] * weights.CASES[name].layers
+    model = head.half() if precision == "fp16" else head
+    trace(model, layers, features=weights.HIDDEN, is_head=True).save(tmp_path / "head.onnx", external_data=True)
+    build_plan(rtx_job(tmp_path / "head.onnx", cache_tensors(layers, weights.HIDDEN), "block-head"), name)
+    assert (tmp_path / "head.plan").stat().st_size > 1000
+
+
+def changed(key: str, value: object, *, nested: str | None = None) -> Change:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        (config if nested is None else config[nested])[key] = value
+
+    return change
+
+
+def without(tensor: str) -> Change:
+    return lambda config, tensors: tensors.__delitem__(tensor)
+
+
+def with_tensor(name: str, *shape: int) -> Change:
+    return lambda config, tensors: tensors.__setitem__(name, torch.zeros(shape))
+
+
+BAD: dict[str, tuple[str, Change, type[OutriderError], str]] = {
+    "an unknown key": ("z-lab", changed("attention_sinks", 4), UnsupportedModelError, "attention_sinks = 4"),
+    "an unknown key of DFlash": (
+        "z-lab",
+        changed("causal", True, nested="dflash_config"),
+        UnsupportedModelError,
+        "causal = true",
+    ),
+    "windows that z-lab does not define": (
+        "z-lab",
+        changed("layer_types", ["sliding_attention", "full_attention"]),
+        UnsupportedModelError,
+        "sliding windows",
+    ),
+    "a Markov head with a memory": (
+        "dspark",
+        changed("markov_head_type", "rnn"),
+        UnsupportedModelError,
+        "markov_head_type = 'rnn'",
+    ),
+    "confidence without the Markov head it reads": (
+        "dspark-confidence",
+        changed("confidence_head_with_markov", True),
+        SourceError,
+        "no Markov head",
+    ),
+    "no mask": ("z-lab", changed("mask_token_id", None, nested="dflash_config"), SourceError, "no mask_token_id"),
+    "a mask beyond the vocabulary": ("speculators", changed("mask_token_id", 96), UnsupportedModelError, "mask token is 96"),
+    "no block": ("z-lab", changed("block_size", None), SourceError, "no block_size"),
+    "layers of Gemma": ("deepspec", changed("model_type", "gemma4"), UnsupportedModelError, "'gemma4'"),
+    "layers of Llama": ("z-lab", changed("model_type", "llama"), UnsupportedModelError, "'llama' in a block head"),
+    "no layers of the target": ("speculators", changed("aux_hidden_state_layer_ids", None), SourceError, "does not say which"),
+    "the output of the last layer": (
+        "speculators",
+        changed("aux_hidden_state_layer_ids", [2, 4, 8]),
+        UnsupportedModelError,
+        "the output of the target's last layer",
+    ),
+    "more layers than fc has inputs for": (
+        "z-lab",
+        changed("target_layer_ids", [1, 2, 3, 4], nested="dflash_config"),
+        UnsupportedModelError,
+        "inputs of fc",
+    ),
+    "a missing tensor": ("z-lab", without("layers.1.self_attn.k_norm.weight"), SourceError, "no tensor layers.1"),
+    "an unknown tensor": ("z-lab", with_tensor("aux_hidden_norms.0.weight", 32), UnsupportedModelError, "aux_hidden_norms"),
+    "a tensor of another shape": ("z-lab", with_tensor("hidden_norm.weight", 31), SourceError, "hidden_norm.weight"),
+    "a text for a number": ("z-lab", changed("block_size", "four"), SourceError, "block_size"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_not_understood_is_refused(case: str, tmp_path: Path) -> None:
+    name, change, kind, message = BAD[case]
+    folder = write(tmp_path, name, change)
+    with pytest.raises(kind) as raised:
+        BlockCheckpoint.read(Source.parse(str(folder))).build(target(name))
+    assert message in str(raised.value)
+    assert raised.value.hint
+
+
+def test_one_head_reads_the_target_at_a_time(tmp_path: Path) -> None:
+    made = write_checkpoint(tmp_path / "target", llama(vocab_size=320))
+    heads = [write(tmp_path / name, name) for name in ("z-lab", "dspark")]
+    with pytest.raises(UsageError, match="two that draft in the same way: z-lab and dspark"):
+        export_pair(str(made), [str(each) for each in heads], tmp_path / "onnx", precision="fp32")
+    assert not (tmp_path / "onnx").exists()
