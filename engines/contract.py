@@ -80,6 +80,7 @@ PAST_FEATURES = "past_features"
 PRESENT_FEATURES = "present_features"
 LOGITS = "logits"
 BLOCK_STATE = "block_state"
+CONTEXT = -1  # in `input_ids` of a block head: the row is one of the context
 LOGITS_ROWS = "logits_rows"
 
 BATCH_DIM = "batch"

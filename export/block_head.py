@@ -45,7 +45,6 @@ from outrider.export.draft_head_config import (
 from outrider.export.short_head import ShortHead
 from outrider.export.source import BLOCKS, Source
 
-CONTEXT = -1  # in place of a token: the row is one of the context
 WINDOW = "sliding_attention"
 MARKOV_KINDS = ("vanilla", "gated")
 
@@ -254,7 +253,7 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockHead(DraftHead):
-    """A head that drafts a block of tokens in one pass. Rows of the context, `CONTEXT` for their token, come first."""
+    """A head that drafts a block of tokens in one pass. Rows of the context, -1 for their token, come first."""
 
     def __init__(self, decoder: Qwen3Config, config: BlockConfig):
         """Make a head without weights for its embedding and its output head, which are as large as the target's."""

@@ -33,11 +33,11 @@ from outrider.bundle.manifest import (
     sampler_file,
 )
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import CONTRACT_VERSION, MARKOV, SAMPLERS
+from outrider.engines.contract import CONTEXT, CONTRACT_VERSION, MARKOV, SAMPLERS
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.arguments import Arguments, Options
-from outrider.export.block_head import CONTEXT, BlockCheckpoint, BlockHead
+from outrider.export.block_head import BlockCheckpoint, BlockHead
 from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
 from outrider.export.draft_head import DraftHead, HeadCheckpoint, Target
 from outrider.export.eagle3 import Eagle3Checkpoint

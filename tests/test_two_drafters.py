@@ -106,12 +106,12 @@ def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) ->
 def test_heads_that_draft_in_one_pass_pass_the_audit(
     drafter_bundles: Callable[..., Path], drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In short, and with random heads: in two settings, greedy and sampled, every k and drafter, alone and in a batch."""
+    """In short, and with random heads: greedy and sampled, every k and drafter, alone and in a batch."""
     monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED,))
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
+    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
     outrider = Outrider.load(drafter_bundles("fp32", f"random {drafter}", capacity=512, batch=2, k=[1, 4]))
     assert outrider.drafters[0] == drafter
-    report = audit_module.audit(outrider, draws=100)
+    report = audit_module.audit(outrider, draws=60)
     assert {name for name, passed in report.verdicts().items() if not passed} <= {"controls"}  # few draws, few acceptances
     assert report.counters.drafted > 100
 

@@ -88,6 +88,8 @@ def _train(arguments: Arguments, kind: type[Objective], positions: int | None, w
     trained = measure(objective, data.held_out, options["k"])
     with staged(arguments.output) as folder:
         objective.write(folder)
+        for path in folder.iterdir():  # safetensors writes for the owner alone
+            path.chmod(folder.stat().st_mode & 0o666)
         parameters = sum(each.numel() for each in objective.parameters() if each.requires_grad)
         del objective
         gc.collect()

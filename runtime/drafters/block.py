@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import BLOCK_STATE, DRAFT_SAMPLERS, LOGITS, MARKOV
+from outrider.engines.contract import BLOCK_STATE, CONTEXT, DRAFT_SAMPLERS, LOGITS, MARKOV
 from outrider.engines.device import Buffer, Launch, Layout
 from outrider.engines.session import GraphSession
 from outrider.runtime.buffers import Lane, Shape
@@ -17,8 +17,6 @@ from outrider.runtime.drafters.parallel import ParallelHeadDrafter
 if TYPE_CHECKING:
     from outrider.runtime.costs import Costs
     from outrider.runtime.launches import Launches
-
-CONTEXT = -1  # in place of a token: the row only brings a feature of the target
 
 
 class BlockDrafter(ParallelHeadDrafter):

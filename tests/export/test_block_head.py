@@ -15,11 +15,11 @@ from transformers import DynamicCache
 
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
 from outrider.backends.tensorrt.process import build_plan
-from outrider.engines.contract import BLOCK_STATE, cache_tensors, step_tensors, window_buckets
+from outrider.engines.contract import BLOCK_STATE, CONTEXT, cache_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu
 from outrider.engines.session import GraphSession, Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
-from outrider.export.block_head import CONTEXT, BlockCheckpoint, BlockHead
+from outrider.export.block_head import BlockCheckpoint, BlockHead
 from outrider.export.draft_head import FeatureMixer, Target
 from outrider.export.markov import export_markov
 from outrider.export.pair import export_pair
@@ -27,7 +27,7 @@ from outrider.export.parity import open_graph
 from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.tests.export.block_head import weights
-from outrider.tests.support import llama, rtx_job, write_checkpoint
+from outrider.tests.support import PAIR, build, llama, random_block_head, rtx_job, write_checkpoint
 
 CAPACITY, TOLERANCE = 64, 1e-4
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
@@ -161,6 +161,14 @@ def test_tensorrt_rtx_builds_it(name: str, precision: str, tmp_path: Path) -> No
     trace(model, layers, features=weights.HIDDEN, is_head=True).save(tmp_path / "head.onnx", external_data=True)
     build_plan(rtx_job(tmp_path / "head.onnx", cache_tensors(layers, weights.HIDDEN), "block-head"), name)
     assert (tmp_path / "head.plan").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_tensorrt_rtx_builds_a_bundle_with_its_own_heads(tmp_path: Path) -> None:
+    head = random_block_head(tmp_path / "head")
+    export_pair(str(PAIR / "target"), str(head), tmp_path / "onnx", precision="fp16")
+    build(tmp_path / "onnx", tmp_path / "bundle", backend="tensorrt-rtx", k=[1, 4], capacity=128)
+    assert (tmp_path / "bundle" / "sampler" / "markov.plan").stat().st_size > 1000
 
 
 def changed(key: str, value: object, *, nested: str | None = None) -> Change:

@@ -5,7 +5,6 @@ Nothing may weaken these tests.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -80,17 +79,28 @@ class Made(dict[str, Made_]):
         return self[name]
 
 
-def params(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in names]
-
-
 def cases() -> list[Any]:
-    """Every prompt with every draft. The fp32 ones in three ways run them all in `make test`, and the others some of them."""
+    """Every prompt with every draft in every mode. In `make test`, the trained pair in fp32 runs all of them, and every other
+    draft each mode with one prompt and each prompt with a few modes, in turn."""
 
-    def slow(prompt: str, draft: str) -> bool:
-        return draft in SLOW or (draft not in DRAFTS[:3] and prompt not in FEW)
+    def slow(prompt: str, draft: str, mode: int | str) -> bool:
+        if draft == DRAFTS[0]:
+            return False
+        turn = MODES.index(mode) + DRAFTS.index(draft)
+        few = [*PROMPTS] if draft in DRAFTS[:3] else FEW
+        return draft in SLOW or prompt != few[turn % len(few)]
 
-    product = itertools.product(PROMPTS, DRAFTS)
+    product = [(prompt, draft, mode) for prompt in PROMPTS for draft in DRAFTS for mode in MODES]
+    return [pytest.param(*each, marks=pytest.mark.slow) if slow(*each) else pytest.param(*each) for each in product]
+
+
+def in_turn(names: Iterable[str]) -> list[Any]:
+    """Every draft in every mode; in `make test` each in two of them, in turn."""
+
+    def slow(draft: str, mode: int | str) -> bool:
+        return draft in SLOW or (MODES.index(mode) - DRAFTS.index(draft)) % (len(MODES) // 2) != 0
+
+    product = [(draft, mode) for draft in names for mode in MODES]
     return [pytest.param(*each, marks=pytest.mark.slow) if slow(*each) else pytest.param(*each) for each in product]
 
 
@@ -160,8 +170,7 @@ def plain(bundles: dict[str, Outrider]) -> dict[str, dict[str, list[Event]]]:
     return Made(lambda kind: {name: run(bundles[kind], prompt, k=0) for name, prompt in PROMPTS.items()})
 
 
-@pytest.mark.parametrize("k", MODES)
-@pytest.mark.parametrize(("prompt", "draft"), cases())
+@pytest.mark.parametrize(("prompt", "draft", "k"), cases())
 def test_speculative_text_is_plain_text_up_to_the_last_slot(
     bundles: dict[str, Outrider], plain: dict[str, dict[str, list[Event]]], prompt: str, draft: str, k: int | str
 ) -> None:
@@ -203,8 +212,7 @@ def test_a_random_draft_is_almost_never_accepted(bundles: dict[str, Outrider], k
     assert accepted / drafted < 0.03
 
 
-@pytest.mark.parametrize("k", MODES)
-@pytest.mark.parametrize("draft", params(DRAFTS))
+@pytest.mark.parametrize(("draft", "k"), in_turn(DRAFTS))
 def test_counters_balance(bundles: dict[str, Outrider], draft: str, k: int | str) -> None:
     events = run(bundles[draft], PROMPTS["story"], k)
     stats = events[-1].stats
@@ -216,8 +224,8 @@ def test_counters_balance(bundles: dict[str, Outrider], draft: str, k: int | str
     assert sum(stats.drafted_at) == stats.drafted
 
 
-@pytest.mark.parametrize("k", MODES)
-@pytest.mark.parametrize("draft", params(each for each in DRAFTS if "16" not in each))  # these round more than is allowed below
+# Those of 16 bits round more than is allowed below.
+@pytest.mark.parametrize(("draft", "k"), in_turn(each for each in DRAFTS if "16" not in each))
 def test_the_cache_is_that_of_a_fresh_prefill(
     bundles: dict[str, Outrider], folders: dict[str, Path], draft: str, k: int | str
 ) -> None:

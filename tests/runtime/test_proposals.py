@@ -12,7 +12,8 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from outrider.audit.controls import RandomPolicy
-from outrider.export.block_head import CONTEXT, BlockCheckpoint
+from outrider.engines.contract import CONTEXT
+from outrider.export.block_head import BlockCheckpoint
 from outrider.export.draft_head import HeadCheckpoint, Target
 from outrider.export.eagle3 import Eagle3Checkpoint
 from outrider.export.markov import MarkovStep
@@ -220,7 +221,7 @@ def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder]
     check(reference, recorder.proposed, 15)
 
 
-@pytest.mark.parametrize("named", ["trained head", "trained parallel"])
+@pytest.mark.parametrize("named", ["trained head", "trained parallel", "random block"])
 @pytest.mark.parametrize("rule", ["rejection", "exact-match"])
 def test_on_a_device_that_runs_ahead(drafter_bundles: Callable[..., Path], named: str, rule: Any) -> None:
     """Where a sampler needs more candidates, the target has already written over what a head's steps had left."""

@@ -266,7 +266,8 @@ def test_a_bundle_is_replaced_under_load(deployed: Deployed, bundle: Path, texts
     deployed.wait_for_replicas(None, frozenset(before))
 
 
-@pytest.mark.parametrize("loaded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loaded", [False, True])
 def test_without_a_cluster_it_starts_one_whose_replicas_follow_the_load_and_stops_it(
     bundle: Path, texts: dict[str, str], loaded: bool
 ) -> None:
