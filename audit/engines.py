@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.backends.base import Engines, required_rows
-from outrider.backends.comparison import alike, give_features, written_features
+from outrider.backends.comparison import alike, give_features, with_context, written_features
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import Model, model_file
 from outrider.engines.arrays import Floats
@@ -81,6 +81,8 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
         for session in sessions:
             give_features(session, engines.manifest.models[role].features)
         for rows in sorted({*required_rows(role, build), build.max_prompt_chunk}):
+            if rows > build.capacity:
+                continue
             yield _step(role, rows, tolerance, *sessions)
         precisions = (each.models[role].precision for each in (engines.manifest, manifest))
         got, want = (written_features(*each) for each in zip(sessions, precisions, strict=True))
@@ -104,7 +106,7 @@ def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session
     random = np.random.default_rng(rows)
     difference, largest, same = 0.0, 1.0, []
     for at in range(0, min(ours.capacity - rows, 256) + 1, rows):
-        ids = random.integers(0, ours.vocab_rows, (1, rows))
+        ids = with_context(role, random.integers(0, ours.vocab_rows, (1, rows)))
         want, got = (session.run(ids, np.array([at])).copy() for session in (theirs, ours))
         distance = np.abs(want - got, out=np.zeros_like(want), where=want != got)  # a short head has minus infinity in both
         difference = max(difference, float(np.nan_to_num(distance, nan=np.inf).max()))

@@ -10,7 +10,7 @@ from outrider.backends.base import Engines
 from outrider.backends.open import open_reference
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.arrays import Floats, Int64s
-from outrider.engines.contract import PAST_FEATURES
+from outrider.engines.contract import CONTEXT, PAST_FEATURES
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.session import Session
 from outrider.errors import EngineError
@@ -47,7 +47,7 @@ def check_same(export: Path, engines: Engines, role: str) -> None:
     model = manifest.models[role]
     if model.precision == "bf16":
         return
-    passes = _passes(engines.build, model.vocab_rows)
+    passes = [(with_context(role, ids), at, first) for ids, at, first in _passes(engines.build, model.vocab_rows)]
     ours, theirs, unrounded = alike(engines, export, manifest)
     tolerance = PRECISIONS[model.precision].unrounded if unrounded else PRECISIONS[model.precision].fusion
     expected, actual = (_results(each, role, passes) for each in (theirs, ours))
@@ -73,6 +73,13 @@ def _passes(build: Build, vocab_rows: int) -> list[Pass]:
         passes += [(random.integers(0, vocab_rows, (build.batch - at, rows)), positions[at:], at) for at in firsts]
         position += rows
     return passes
+
+
+def with_context(role: str, ids: Int64s) -> Int64s:
+    """Return the ids of a pass; in one of a block head, the first half of the rows are those of a context."""
+    if role == "block-head":
+        ids[:, : ids.shape[1] // 2] = CONTEXT
+    return ids
 
 
 def give_features(session: Session, width: int | None) -> None:

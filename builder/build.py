@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from outrider.bundle.folder import digest_all, read_manifest, staged, unchanged,
 from outrider.bundle.manifest import MANIFEST, Build, Manifest
 from outrider.calibration.acceptance import measure_acceptance
 from outrider.calibration.passes import measure
-from outrider.errors import DeviceError, FolderError, OutriderError, UsageError
+from outrider.errors import DeviceError, FolderError, OutriderError, OutriderWarning, UsageError
 from outrider.progress import SILENT, Progress
 
 DEFAULT_CAPACITY = 1024
@@ -65,6 +66,10 @@ def build_engine(
     _check_sizes(spec)
     _check_options(chosen, options)
     _check_device(chosen, device)
+    for role, model in manifest.models.items():
+        if model.trained_k is not None and model.trained_k < spec.k[-1]:
+            message = f"the {role} was trained to draft {model.trained_k} tokens; of k = {spec.k[-1]}, more are rarely accepted"
+            warnings.warn(message, OutriderWarning, stacklevel=2)
     with staged(output) as folder:
         with unchanged(source) as intact:
             build = chosen.build(replace(spec, source=intact), folder, progress)

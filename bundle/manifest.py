@@ -21,9 +21,9 @@ CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHTS = ".data"  # at the end of the names of files of weights
 ROLES = ("target", "draft", "parallel-draft", "head", "parallel-head", "block-head")
 READS_FEATURES = ("head", "parallel-head", "block-head")
-# Models that draft k tokens in one pass, and the rows that it has besides k and those of its context: a mask for each token but
-# the first; or a mask for each token, and the last confirmed token before them.
-READS_MASKS = {"parallel-draft": -1, "parallel-head": -1, "block-head": 1}
+# Models that draft k tokens in one pass, and the rows of that pass less k and the rows of its context: there is a mask for each
+# token but the first, and in a block head the last confirmed token is a row of its own, with k - 1 masks behind it or k.
+READS_MASKS = {"parallel-draft": (-1,), "parallel-head": (-1,), "block-head": (0, 1)}
 ENGINES = (*ROLES, *SAMPLERS, MARKOV)
 REMAKE = "make the folder again with this outrider: outrider export, then outrider build-engine"
 
@@ -44,7 +44,7 @@ def model_file(role: str) -> str:
 
 def round_rows(role: str, k: list[int]) -> list[int]:
     """Return the numbers of rows, ascending, that rounds of the built `k` run a role's model with."""
-    return step_rows(k, READS_MASKS.get(role))
+    return step_rows(k, READS_MASKS.get(role, ()))
 
 
 def max_round_rows(k: list[int]) -> int:
@@ -112,9 +112,10 @@ class Model(Struct, frozen=True):
     features: Positive | None = None  # width of what a draft head reads of the target, in both; None without a head
     mask_token: Annotated[int, msgspec.Meta(ge=0)] | None = None  # of `READS_MASKS`: it stands for tokens not known yet
     block_state: Positive | None = None  # width of what a block head gives to its Markov and confidence heads, if it has any
-    from_anchor: bool = (
-        False  # of a block head: whether the last confirmed token's row gives the logits of the first drafted one
-    )
+    # Of a block head: the tokens that a block of its training drafts, and whether the last confirmed token's row gives the
+    # logits of the first of them.
+    trained_k: Positive | None = None
+    from_anchor: bool = False
 
 
 class Generation(Struct, frozen=True):
@@ -255,8 +256,10 @@ def _check(manifest: Manifest) -> None:
     if features.keys() != ({"target", *heads} if heads else set()) or len({*features.values()}) > 1 or len(heads) > 1:
         raise damaged("target and head disagree on features - at `$.models`")
     for role, model in manifest.models.items():
-        if model.block_state is not None and role != "block-head":
-            raise damaged(f"only a block head has a state of its block - at `$.models.{role}.block_state`")
+        if role != "block-head" and (model.block_state, model.from_anchor, model.trained_k) != (None, False, None):
+            raise damaged(f"only a block head has a block - at `$.models.{role}`")
+        if model.mask_token is not None and model.mask_token >= model.vocab_rows:
+            raise damaged(f"the mask token is not in the vocabulary - at `$.models.{role}.mask_token`")
         if (model.mask_token is not None) != (role in READS_MASKS):
             raise damaged(f"what drafts in one pass has a mask token, and nothing else has - at `$.models.{role}.mask_token`")
         if model.precision not in PRECISIONS:

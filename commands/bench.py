@@ -72,7 +72,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure plain decoding, each k of the draft model and the draft head, n-grams and k = auto side by side, by workload."""
+    """Measure plain decoding, each k of every drafter on the device, n-grams and k = auto side by side, by workload."""
     if compare is not None:
         _compare(*compare, as_json)
         return

@@ -27,9 +27,9 @@ and the token i + 1, attends to its own cache up to entry i, and gives the logit
 yet, the head reads its own output for the row before: the last row of a pass writes it to the entry `feature_positions`, which
 is the next one in a draft step, and one whose content has no effect (C - 1) where the features that follow are real.
 
-A block head reads the feature of a row only where `input_ids` is -1, and makes of it nothing but that row's key and value. All
-other rows are the block: they have tokens, come after those, and see each other. A head that drafts in one pass writes
-no feature that is read.
+A block head reads the feature of a row only where `input_ids` is -1, and makes of it nothing but that row's key and value.
+These rows, the context, come first. All other rows of a pass are the block: they have tokens, and see each other and all keys
+before them. What a head that drafts in one pass writes to the features is never read.
 
 The samplers
 ------------
@@ -141,15 +141,15 @@ class CacheTensor:
     width: int
 
 
-def step_rows(k: Sequence[int], beside: int | None = None) -> list[int]:
+def step_rows(k: Sequence[int], one_pass: Sequence[int] = ()) -> list[int]:
     """Return the numbers of rows that rounds run step models with, ascending.
 
     Args:
         k: the built numbers of drafted tokens.
-        beside: if the model drafts k tokens in one pass, the rows of it that are neither of its context nor one of the k.
+        one_pass: if the model drafts k tokens in one pass, the rows that this may have, less k and those of its context.
     """
     rows = {1, 2, *(each + 1 for each in k)}
-    return sorted(rows if beside is None else {context + each + beside for context in rows for each in k} | rows)
+    return sorted({context + each + more for context in rows for each in k for more in one_pass} | rows)
 
 
 def cache_tensors(layers: Sequence[tuple[int, int, int]], features: int | None = None) -> list[CacheTensor]:

@@ -252,6 +252,7 @@ class GraphSession(Session):
         self.skips_logits = engine.skips_logits
         self.recordable = engine.recordable
         self._fewest_rows = 1  # of a pass
+        self._pair: tuple[Buffer, Buffer] | None = None  # tokens and logits of a row and of the one that is run along
         self._check_alignment()
         self._key_positions = device.zeros((sizes.capacity,), "int64", sizes.cache)
         device.write(self._key_positions, np.arange(sizes.capacity))
@@ -323,10 +324,12 @@ class GraphSession(Session):
     def _paired(self, input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int) -> Launch:
         """Prepare a pass of one row, with a second one behind it. What that writes is overwritten, or lies in a spare slot."""
         rows, width = self._fewest_rows, self.vocab_rows
-        ids = self.device.zeros((1, rows), "int64", "a pass")
+        if self._pair is None:
+            memory = "the logits of a pass"
+            self._pair = self.device.zeros((1, rows), "int64", memory), self.device.zeros((rows, width), "float32", memory)
+        ids, both = self._pair
         launches = [self.device.copy_columns(ids, 0, input_ids, 0, 1)]
         wanted = rows if logits.shape[1] else 0
-        both = self.device.zeros((max(wanted, 1), width), "float32", "the logits of a pass")
         launches.append(self._bound(ids, positions, both.part(0, 1, wanted, width), window, first))
         if wanted:
             launches.append(self.device.copy_columns(logits.part(0, 1, width), 0, both.part(0, 1, wanted * width), 0, width))

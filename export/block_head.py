@@ -70,7 +70,7 @@ class _Head(_Block, frozen=True, kw_only=True):
     sample_from_anchor: bool | None = None
     tie_word_embeddings: bool | None = None
     # Of DSpark:
-    markov_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    markov_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
     markov_head_type: str | None = None
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool | None = None
@@ -88,6 +88,7 @@ class BlockConfig(msgspec.Struct, frozen=True):
     tied: bool
     mask_token: int
     block_size: int  # rows of a block in training, the anchor among them
+    target_layers: int | None  # of the target that it was made for
     from_anchor: bool
     windows_see_ahead: bool
     markov_rank: int  # 0 without a Markov head
@@ -106,12 +107,14 @@ class BlockConfig(msgspec.Struct, frozen=True):
         of_speculators = "transformer_layer_config" in config
         known = {*_Head.__struct_fields__} | (set() if of_speculators else {*Layers.__struct_fields__})
         refuse_unknown(config, known, name)
-        refuse_unknown(config.get("dflash_config") or {}, {*_Block.__struct_fields__}, name)
         head = convert(config, _Head, name)
+        refuse_unknown(config.get("dflash_config") or {}, {*_Block.__struct_fields__}, name)
         inner = (head.transformer_layer_config or {}) if of_speculators else config
         if of_speculators:
             refuse_unknown(inner, {*Layers.__struct_fields__}, name)
-        layers = convert({key: value for key, value in inner.items() if value is not None}, Layers, name)
+        inner = {key: value for key, value in inner.items() if value is not None}
+        # speculators makes layers of Qwen3 whatever it says.
+        layers = convert(inner | ({"model_type": "qwen3"} if of_speculators else {}), Layers, name)
         check_layers(layers, name)
         if layers.model_type != "qwen3":
             raise not_known(name, f"layers of the type {layers.model_type!r} in a block head")
@@ -133,12 +136,13 @@ class BlockConfig(msgspec.Struct, frozen=True):
         if not ids:
             raise SourceError(f"the configuration of {name} does not say which layers of the target it reads", AGAIN)
         dspark = head.speculators_model_type == "dspark" or "dspark" in str(config.get("architectures")).lower()
-        kind = head.markov_head_type or MARKOV_KINDS[0]
-        if head.markov_rank and kind not in MARKOV_KINDS:
+        kind = (head.markov_head_type or MARKOV_KINDS[0]).lower()
+        rank = (256 if dspark else 0) if head.markov_rank is None else head.markov_rank
+        if rank and kind not in MARKOV_KINDS:
             raise not_known(name, f"markov_head_type = {kind!r}")
         confidence = dspark if head.enable_confidence_head is None else head.enable_confidence_head
         reads_token = confidence and head.confidence_head_with_markov is not False
-        if reads_token and not head.markov_rank:
+        if reads_token and not rank:
             raise SourceError(
                 f"the configuration of {name} has a confidence head that reads what a Markov head makes of a token, and no"
                 " Markov head",
@@ -152,10 +156,11 @@ class BlockConfig(msgspec.Struct, frozen=True):
             tied=False,  # both are the target's, or the checkpoint's own
             mask_token=found["mask_token_id"] or 0,
             block_size=found["block_size"] or 0,
+            target_layers=head.num_target_layers,
             from_anchor=dspark if head.sample_from_anchor is None else head.sample_from_anchor,
             windows_see_ahead=head.sliding_window_non_causal,
-            markov_rank=head.markov_rank,
-            gated=bool(head.markov_rank) and kind == "gated",
+            markov_rank=rank,
+            gated=bool(rank) and kind == "gated",
             confidence=confidence,
             confidence_reads_token=reads_token,
         )
@@ -183,6 +188,8 @@ class BlockCheckpoint(HeadCheckpoint["BlockMixer", "BlockHead"]):
         return cls(source.name, config, load_tensors(source))
 
     def layer_ids(self, target: Target) -> list[int]:
+        if self.config.target_layers not in (None, target.layers):
+            raise self._other_target(target, f"that has {self.config.target_layers} layers, and this one {target.layers}")
         if target.layers in self.config.ids:  # hidden states there are normed in training, and here they are not
             raise not_known(self.name, f"features from the output of the target's last layer, {target.layers - 1}")
         return self.config.ids
@@ -258,6 +265,7 @@ class BlockHead(DraftHead):
     def __init__(self, decoder: Qwen3Config, config: BlockConfig):
         """Make a head without weights for its embedding and its output head, which are as large as the target's."""
         super().__init__(decoder, config.layers, config.draft_vocab)
+        self.trained_k = config.block_size - (not config.from_anchor)
         self.from_anchor, self._window = config.from_anchor, config.layers.sliding_window
         self._sees_ahead = config.windows_see_ahead
         width, rank = decoder.hidden_size, config.markov_rank
@@ -314,7 +322,7 @@ class BlockHead(DraftHead):
             keys = torch.arange(cache.get_seq_length() + rows.shape[1])
         keys, rows = keys[None, None, None], rows[:, None, :, None]
         whole = (keys <= rows[:, :, -1:]).expand(-1, -1, rows.shape[2], -1)
-        masks = {"full_attention": whole}
+        masks = {"full_attention": whole, WINDOW: whole}
         if self._window is not None:
             anchor = rows[:, :, :1] + is_context.sum(1)[:, None, None, None]
             masks[WINDOW] = (whole if self._sees_ahead else keys <= rows) & (keys >= anchor - self._window)

@@ -82,8 +82,6 @@ class FeatureMixer(nn.Module, ABC):
 class DraftHead(Qwen3ForCausalLM, ABC):  # type: ignore[misc]  # transformers is untyped here
     """A head over features. It is a Qwen3; a Llama is one without the norms of queries and keys."""
 
-    from_anchor = False  # whether a draft of several tokens in one pass begins at the row of the last confirmed one
-
     def __init__(self, decoder: Qwen3Config, layers: Layers, draft_vocab: int):
         """Make a head without weights for its embedding and its output head, which are as large as the target's."""
         vocab_rows, decoder.vocab_size = decoder.vocab_size, 1

@@ -134,12 +134,13 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
             own = replace(own, method="rtn") if own is not None else None  # there is no text to tune a head on
             job = _Job(sources[of_head], of_head, tokenizers["target"], tokens, folder, precision, own, progress)
             made = _export_model(job, drafter.to(getattr(torch, PRECISIONS[precision].dtype)), vocab_rows)
-            masked = {"mask_token": head.config.mask_token, "from_anchor": drafter.from_anchor}
-            if isinstance(drafter, BlockHead) and drafter.block_state is not None:
-                progress.stage("tracing the head's own heads")
-                export_markov(drafter, folder / sampler_file(MARKOV), vocab_rows, precision)
-                masked["block_state"] = drafter.block_state
-            models[of_head] = msgspec.structs.replace(made, **masked)
+            further: dict[str, Any] = {"mask_token": head.config.mask_token}
+            if isinstance(drafter, BlockHead):
+                further |= {name: getattr(drafter, name) for name in ("block_state", "from_anchor", "trained_k")}
+                if drafter.block_state is not None:
+                    progress.stage("tracing the head's own heads")
+                    export_markov(drafter, folder / sampler_file(MARKOV), vocab_rows, precision)
+            models[of_head] = msgspec.structs.replace(made, **further)
             share_with_target(folder, models)
         _write_text(folder, tokenizers["target"])
         return _seal(folder, vocab_tokens, models, defaults, progress)

@@ -179,6 +179,7 @@ class StepModel(nn.Module):
         embedded = int(model.get_input_embeddings().weight.shape[0])
         # A draft may lack rows of the target's padding; what it makes of such a token costs acceptance and nothing else.
         self.last_token = embedded - 1 if embedded < vocab_rows else None
+        self.last_position = learned_positions(model)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, *past: torch.Tensor
@@ -189,11 +190,21 @@ class StepModel(nn.Module):
         mixer = feature_mixer(self.model)
         with _layers(past, positions, key_positions, rows, self.spare_row) as layers:
             with entering(self.model, [] if mixer is None else mixer.ids) as hidden:
+                # A backend may run a row behind the last position, and drop the result.
+                places = rows if self.last_position is None else rows.clamp(max=self.last_position)
                 output = self.model(
-                    input_ids=input_ids, position_ids=rows, past_key_values=Cache(layers=layers), use_cache=True
+                    input_ids=input_ids, position_ids=places, past_key_values=Cache(layers=layers), use_cache=True
                 )
             features = [] if mixer is None else [scatter(past[-1], mixer(hidden)[:, None], positions)]
         return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values)), *features
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Return the last position of a model that looks positions up in a table of its own; None of all others."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()]
+    known = limit is not None and any(limit <= each.num_embeddings <= limit + 2 for each in tables)  # OPT's has two more
+    return limit - 1 if limit is not None and known else None
 
 
 class HeadStep(nn.Module):

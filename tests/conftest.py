@@ -22,6 +22,7 @@ from outrider.tests.support import (
     build,
     llama,
     parallel_draft,
+    plain_block_head,
     random_block_head,
     random_head,
     random_parallel_head,
@@ -143,6 +144,7 @@ def drafter_exports(once: Once) -> Callable[[str, str], Path]:
             "random parallel": parallel_draft,
             "random parallel-head": random_parallel_head,
             "random block": random_block_head,
+            "plain block": plain_block_head,
         }
         kind, what = drafter.split()
         source = PAIR / what if kind == "trained" else once(drafter.replace(" ", "-"), makers[drafter])

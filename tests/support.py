@@ -154,6 +154,20 @@ def random_parallel_head(folder: Path) -> Path:
     return folder
 
 
+def plain_block_head(folder: Path) -> Path:
+    """The checkpoint of a random DFlash head, with a mask for every token and no heads of its own."""
+    random_block_head(folder)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    for key in [key for key in config if "markov" in key or "confidence" in key]:
+        del config[key]
+    config |= {"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"], "sample_from_anchor": False}
+    config["block_size"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    own = ("markov_head.", "confidence_head.")
+    save_file({name: each for name, each in tensors.items() if not name.startswith(own)}, folder / "model.safetensors")
+    return folder
+
+
 def random_block_head(folder: Path) -> Path:
     """The checkpoint of a random DSpark head for the shipped target, which proposes a few of the most frequent tokens."""
     random_head(folder)

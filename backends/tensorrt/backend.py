@@ -89,7 +89,7 @@ class TensorRTBackend(Backend):
         super().check(manifest, build)
         for name in manifest.engines:
             if name in ROLES:
-                spans = {(1, build.max_prompt_chunk), *step_rows_profiled(name, build.k)}
+                spans = {(1, build.max_prompt_chunk), *step_rows_profiled(name, build.k, build.capacity)}
             else:
                 spans = {(rows, rows) for rows in required_rows(name, build)}
             if not spans <= set(build.rows(name)):

@@ -29,20 +29,20 @@ def all_profiles(
     return {**steps, **samplers}
 
 
-def step_rows_profiled(role: str, k: list[int]) -> list[tuple[int, int]]:
+def step_rows_profiled(role: str, k: list[int], capacity: int) -> list[tuple[int, int]]:
     """Return the fewest and the most rows of each profile for the rounds of a role's model.
 
     Two rows are a draft's first step. The target gets them, too, since a prompt's last chunk may have two rows. The passes of
     what drafts in one have so many different numbers of rows that they share one profile.
     """
-    rows = round_rows(role, k)
+    rows = [each for each in round_rows(role, k) if each <= capacity]
     return [(1, rows[-1])] if role in READS_MASKS else [(each, each) for each in rows]
 
 
 def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int, role: str = "target") -> list[Profile]:
     """Return the profiles of a role's step model, without its cache: one to read prompts, then those for rounds."""
     windows = window_buckets(capacity)
-    rows = [(1, max_prompt_chunk), *step_rows_profiled(role, k)]
+    rows = [(1, max_prompt_chunk), *step_rows_profiled(role, k, capacity)]
     return [
         {
             INPUT_IDS: ([1, low], [batch, high], [batch, high]),

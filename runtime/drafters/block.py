@@ -9,7 +9,7 @@ import numpy as np
 
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import BLOCK_STATE, CONTEXT, DRAFT_SAMPLERS, LOGITS, MARKOV
-from outrider.engines.device import Buffer, Launch, Layout
+from outrider.engines.device import Buffer, Device, Engine, Launch, Layout
 from outrider.engines.session import GraphSession
 from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.drafters.parallel import ParallelHeadDrafter
@@ -53,73 +53,87 @@ class BlockDrafter(ParallelHeadDrafter):
     def attach(self, launches: Launches) -> None:
         super().attach(launches)
         self._markov = launches.samplers.get(MARKOV)
-        self._biased: dict[tuple[int, int, int, int], tuple[Buffer, Buffer, list[Launch]]] = {}
+        self._own: dict[int, _OwnHeads] = {}  # by drafted token
 
     def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:
         super().fill(lanes, shape)
         anchors = self._launches.inputs.host[self._tensor("anchor")]
         anchors[: len(lanes)] = [lane.tokens[-1] if lane.sampling is not None else 0 for lane in lanes]
 
-    def _last_logits(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
-        if self._markov is None:
-            return super()._last_logits(row, shape)
-        biased, _, launches = self._bias(row, shape)
-        return biased, launches
+    def _source(self, row: int, shape: Shape) -> tuple[int, ...]:
+        place = super()._source(row, shape)
+        return place if self._markov is None else (*place, shape.context)  # the state lies behind the context's
 
-    def _bias(self, row: int, shape: Shape) -> tuple[Buffer, Buffer, list[Launch]]:
-        """The biased logits [B, 1, V] and the confidences [B, 1] of a drafted token, and the launches that bring them there."""
-        batch, launches, session = shape.batch, self._launches, self._session
+    def _last_logits(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
+        logits, before = super()._last_logits(row, shape)
+        if self._markov is None:
+            return logits, before
+        assert isinstance(self._session, GraphSession)
+        batch, launches, own = shape.batch, self._launches, self._heads_of(row)
         rows = self._first_rows(shape.context, shape.drafted)
-        # A round of one sequence that ends early keeps its buffers; with more sequences, rows lie elsewhere in each shape.
-        key = row, shape.context, shape.drafted if batch > 1 else 0, batch
-        if key not in self._biased:
-            assert isinstance(session, GraphSession)
-            assert self._markov is not None
-            logits, before = super()._last_logits(row, shape)
-            states = session.block_state(batch, rows)
-            width = states.shape[2]
-            zeros = launches.device.zeros
-            state = zeros((batch, 1, width), "float32", "the buffers of a round")
-            biased = zeros((batch, 1, session.vocab_rows), "float32", "the buffers of a round")
-            confidence = zeros((batch, 1), "float32", "the buffers of a round")
-            last = launches.inputs.device[self._tensor("anchor")].part(0, batch, 1)
-            at = (rows - shape.drafted + row) * width
-            copy = launches.device.copy_columns(state.part(0, batch, width), 0, states.part(0, batch, rows * width), at, width)
-            tensors = {
-                LOGITS: logits,
-                BLOCK_STATE: state,
-                "before": launches.token(row - 1, shape)[0] if row else last,
-                "biased": biased,
-                "confidence": confidence,
-            }
-            self._biased[key] = biased, confidence, [*before, copy, self._markov.bind(tensors)]
-        return self._biased[key]
+        states = self._session.block_state(batch, rows)
+        width = states.shape[2]
+        at = (rows - shape.drafted + row) * width
+        copy = launches.device.copy_columns(own.state.part(0, batch, width), 0, states.part(0, batch, rows * width), at, width)
+        anchor = launches.inputs.device[self._tensor("anchor")].part(0, batch, 1)
+        token = launches.token(row - 1, shape)[0] if row else anchor
+        bias = launches.cached(
+            (self.name, MARKOV, row, *super()._source(row, shape), batch),
+            lambda: own.bind(self._markov, logits, token, batch),
+        )
+        return own.biased.part(0, batch, 1, self._session.vocab_rows), [*before, copy, bias]
+
+    def _heads_of(self, row: int) -> _OwnHeads:
+        assert isinstance(self._session, GraphSession)
+        if row not in self._own:
+            width = self._session.block_state(1, 1).shape[2]
+            self._own[row] = _OwnHeads(self._launches.device, self._launches.batch, self._session.vocab_rows, width)
+        return self._own[row]
 
     def confidence(self, row: int, shape: Shape) -> float:
         if self._markov is None:
             return super().confidence(row, shape)
-        return float(self._bias(row, shape)[1].view()[0, 0])
+        return float(self._heads_of(row).confidence.view()[0])
 
     def _block(self, ids: list[int], position: int, before: list[int]) -> tuple[Floats, list[float]]:
         logits, confidences = super()._block(ids, position, before)
         if self._markov is None:
             return logits, confidences
-        session, device, count = self._session, self._launches.device, len(before)
-        assert isinstance(session, GraphSession)
-        states = device.read(session.block_state(1, len(ids)))[0, -count:]
-        given = {
-            LOGITS: (logits[:, None], "float32"),
-            BLOCK_STATE: (states[:, None], "float32"),
-            "before": (np.array(before)[:, None], "int64"),
-        }
-        biased, confidences = np.empty_like(logits), []
-        for row in range(count):
-            tensors = {name: device.zeros((1, *values.shape[1:]), kind, "a pass") for name, (values, kind) in given.items()}
-            tensors["biased"] = device.zeros((1, 1, session.vocab_rows), "float32", "a pass")
-            tensors["confidence"] = device.zeros((1, 1), "float32", "a pass")
-            for name, (values, _) in given.items():
-                device.write(tensors[name], np.ascontiguousarray(values[row : row + 1]))
-            self._markov.bind(tensors)()
-            biased[row] = device.read(tensors["biased"])[0, 0]
-            confidences.append(round(float(device.read(tensors["confidence"])[0, 0]), 4))
+        assert isinstance(self._session, GraphSession)
+        device, own = self._launches.device, self._heads_of(0)
+        states = device.read(self._session.block_state(1, len(ids)))[0, -len(before) :]
+        row = device.zeros((1, 1, logits.shape[1]), "float32", "a pass")
+        token = device.zeros((1, 1), "int64", "a pass")
+        launch, biased, confidences = own.bind(self._markov, row, token, 1), np.empty_like(logits), []
+        for index, each in enumerate(before):
+            device.write(row, logits[None, None, index])
+            device.write(token, np.array([[each]]))
+            device.write(own.state.part(0, 1, states.shape[1]), np.ascontiguousarray(states[[index]]))
+            launch()
+            biased[index] = device.read(own.biased.part(0, 1, logits.shape[1]))[0]
+            confidences.append(round(float(device.read(own.confidence)[0]), 4))
         return biased, confidences
+
+
+class _OwnHeads:
+    """What the heads of a block head read and write for one drafted token."""
+
+    def __init__(self, device: Device, batch: int, vocab_rows: int, width: int):
+        def zeros(*shape: int) -> Buffer:
+            return device.zeros(shape, "float32", "the buffers of a round")
+
+        self.state, self.biased, self.confidence = zeros(batch, width), zeros(batch, vocab_rows), zeros(batch)
+
+    def bind(self, markov: Engine | None, logits: Buffer, before: Buffer, batch: int) -> Launch:
+        """Prepare a run over the logits [B, 1, V] of a row, after the tokens [B, 1]."""
+        assert markov is not None
+        (_, width), (_, vocab_rows) = self.state.shape, self.biased.shape
+        return markov.bind(
+            {
+                LOGITS: logits,
+                BLOCK_STATE: self.state.part(0, batch, 1, width),
+                "before": before,
+                "biased": self.biased.part(0, batch, 1, vocab_rows),
+                "confidence": self.confidence.part(0, batch, 1),
+            }
+        )

@@ -65,7 +65,7 @@ class ParallelDrafter(StepDrafter):
             return 0.0
         read = max(drafted, begun)
         context = cls.typical_context(costs.k, read // 2)  # where drafting pays, about half of the tokens are accepted
-        rows = context + read + READS_MASKS[cls.role]
+        rows = context + read + READS_MASKS[cls.role][-1]
         return costs.step(cls.role, rows, end) + drafted * costs.sampler(DRAFT_SAMPLERS[greedy], 1)
 
     def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:
@@ -80,13 +80,18 @@ class ParallelDrafter(StepDrafter):
                 session.write(np.array([self.context_ids(chunk)]), np.array([read]))
                 read += len(chunk)
             block = text[begin : begin + self._max_k]
+            if len(entries) + len(self._behind(0, len(block))) > session.capacity:
+                block = block[:-1]  # a text that fills the cache leaves no room for the last token's mask
+                if not block:
+                    break
             ids = [*self.context_ids(entries[read:]), *self._behind(text[begin - 1], len(block))]
             rows, sure = self._block(ids, read, text[begin - 1 : begin + len(block) - 1])
             agrees += (rows.argmax(-1) == np.array(block)).tolist()
             confidences += sure
             read = len(entries)
         self._keep(0, 0)
-        return agrees, confidences
+        missing = len(tokens) - len(agrees)
+        return agrees + [False] * missing, confidences + [0.0] * missing
 
     def _block(self, ids: list[int], position: int, before: list[int]) -> tuple[Floats, list[float]]:
         """Return the logits [D, V] of a block whose tokens follow those of `before`, and how sure the drafter is of each."""

@@ -185,7 +185,7 @@ class StepDrafter(DeviceDrafter):
         width = self._session.vocab_rows
         sizes = [launches.batch * most for most in self._most_logits(launches.max_k)]
         self._logits = [device.zeros((size, width), "float32", "the logits of a round") for size in sizes]
-        self._rows: dict[tuple[int, int, int, int], tuple[Buffer, list[Launch]]] = {}
+        self._rows: dict[int, Buffer] = {}  # by drafted token, where its logits cannot be read in their place
 
     def _first_rows(self, context: int, drafted: int) -> int:
         """Return the rows of a round's first step."""
@@ -263,13 +263,10 @@ class StepDrafter(DeviceDrafter):
             logits = whole.part(at * width, 1, 1, width)
             if logits.address % device.alignment == 0:
                 return logits, []
-        key = step, at, rows, shape.batch
-        if key not in self._rows:
-            own = device.zeros((shape.batch, 1, width), "float32", "the buffers of a round")
-            matrix = whole.part(0, shape.batch, rows * width)
-            copy = device.copy_columns(own.part(0, shape.batch, width), 0, matrix, at * width, width)
-            self._rows[key] = own, [copy]
-        return self._rows[key]
+        if row not in self._rows:
+            self._rows[row] = device.zeros((self._launches.batch, width), "float32", "the buffers of a round")
+        own, matrix = self._rows[row].part(0, shape.batch, width), whole.part(0, shape.batch, rows * width)
+        return own.part(0, shape.batch, 1, width), [device.copy_columns(own, 0, matrix, at * width, width)]
 
     def _sampler(self, row: int, shape: Shape) -> Launch:
         """The run of the sampler that draws a token from the logits of a step."""
@@ -294,9 +291,13 @@ class StepDrafter(DeviceDrafter):
                 }
             return launches.sequence([*before, launches.sampler(DRAFT_SAMPLERS[shape.greedy], tensors, shape), *after])
 
-        place = self._place(row, shape)
-        key = (self.name, "sampler", row, *place, shape.context, shape.batch, shape.greedy, shape.edits, shape.candidates)
+        source = self._source(row, shape)
+        key = (self.name, "sampler", row, *source, shape.batch, shape.greedy, shape.edits, shape.candidates)
         return launches.cached(key, make)
+
+    def _source(self, row: int, shape: Shape) -> tuple[int, ...]:
+        """Return what rounds have in common whose sampler reads the logits of a token in the same place."""
+        return self._place(row, shape)
 
     def logits(self, row: int, shape: Shape, lane: int) -> Floats:
         logits: Floats = self._launches.device.read(self._last_logits(row, shape)[0])[lane, 0]

@@ -118,11 +118,12 @@ def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_b
     monkeypatch.setattr(session, "bind", other_kernel)
     monkeypatch.setattr(session, "_passes", {})
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
+    monkeypatch.setattr(audit_module, "SAMPLED", ())  # their texts may have a tie of their own at that place
     texts = audit(batched, draws=10).batched
     assert texts is not None
     assert texts.differences == []
     assert {each.place for each in texts.near_ties} == {10}
-    assert len(texts.near_ties) == 5  # plain, each k of the model, n-grams, and at random: the same tie
+    assert len({each.mode for each in texts.near_ties}) == 5  # plain, each k of the model, n-grams, and at random
     assert texts.ties == texts.allowed == 1
     assert texts.passed
     texts.near_ties.append(replace(texts.near_ties[0], place=11))

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.backends.open import open_bundle, open_engines
 from outrider.engines.session import GraphSession
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.tests.support import build, write_checkpoint
 
 SLOTS, BEGIN, CHUNK = 2, 48, 16
 TEXT = np.random.default_rng(0).integers(0, 4096, (1, BEGIN + CHUNK))
@@ -24,10 +29,15 @@ def session(request: pytest.FixtureRequest, shipped_bundles: Callable[..., Path]
     return made
 
 
+def pair(session: GraphSession) -> None:
+    session._fewest_rows = 2
+    session._passes.clear()
+
+
 @pytest.mark.parametrize("paired", [False, True], ids=["as this processor needs", "paired"])
 def test_rows_have_the_same_bits(session: GraphSession, paired: bool) -> None:
     if paired:  # on every processor, so that this path is tested on all
-        session._fewest_rows = 2
+        pair(session)
     for at in range(0, BEGIN, CHUNK):
         session.write(TEXT[:, at : at + CHUNK], np.array([at]), 1)
     want = session.run(TEXT[:, BEGIN:], np.array([BEGIN]), 1)[0].copy()
@@ -41,10 +51,35 @@ def test_rows_have_the_same_bits(session: GraphSession, paired: bool) -> None:
 
 def test_the_last_position_of_a_slot_is_its_own(session: GraphSession) -> None:
     """A row that keeps another company must not be written into the next slot."""
-    session._fewest_rows = 2
+    pair(session)
     session.write(TEXT[:, :8], np.array([0]), 1)
     before = {name: cache.copy() for name, cache in session.cache().items()}
     session.write(TEXT[:, :1], np.array([session.capacity - 1]), 0)
     for name, cache in session.cache().items():
         np.testing.assert_array_equal(cache[1], before[name][1])
         assert (cache[0, :, session.capacity - 1] != 0).any()
+
+
+def test_texts_are_those_of_plain_decoding_up_to_the_last_position(
+    shipped_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where lone rows are paired, as on a processor that needs it."""
+    monkeypatch.setattr(GraphSession, "pair_lone_rows", pair)
+    outrider = Outrider.load(shipped_bundles("int4", batch=SLOTS, k=[1, 4]))
+    params, texts = SamplingParams(max_new_tokens=1000), []
+    for options in ({"k": 0}, {"k": 1}, {"k": 4}, {"k": 4, "drafter": "ngram"}, {"k": "auto"}):
+        events = list(outrider.generate("The old man walked along the road, and", params, **options))
+        texts.append([token for event in events for token in event.token_ids])
+    assert all(text == texts[0] for text in texts)
+
+
+def test_a_table_of_positions_has_one_for_a_row_that_is_run_along(tmp_path: Path) -> None:
+    """GPT-2 looks positions up, and a row behind the last one has none."""
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=2, n_positions=64, vocab_size=320, bos_token_id=None, eos_token_id=0)
+    made = write_checkpoint(tmp_path / "gpt2", GPT2LMHeadModel(config).eval())
+    export_pair(str(made), None, tmp_path / "onnx", precision="int8")
+    bundle = build(tmp_path / "onnx", tmp_path / "bundle", k=[1], capacity=64)
+    session = open_engines(bundle, *open_bundle(bundle)).session("target", 1)
+    assert isinstance(session, GraphSession)
+    pair(session)
+    assert np.isfinite(session.run(np.array([[5]]), np.array([63]))).all()

@@ -107,6 +107,15 @@ def test_a_head_computes_what_speculators_does(name: str, fixtures: Fixtures, tm
             np.testing.assert_allclose(confidence[:, 0], torch.tensor(expected).softmax(-1).amax(-1), atol=TOLERANCE)
 
 
+def states(head: BlockHead, name: str, features: np.ndarray, anchor: int) -> list[np.ndarray]:
+    """What the eager head gives to its own heads for a block, if it has any."""
+    ids = torch.tensor([[CONTEXT] * anchor + block(name, anchor)])
+    with torch.no_grad():
+        given = torch.from_numpy(features[:, : ids.shape[1]])
+        _, _, *found = head(ids, given, torch.arange(ids.shape[1])[None], DynamicCache())
+    return [each[0, -weights.CASES[name].drafted :].numpy() for each in found]
+
+
 IN_CI = ("z-lab", "deepspec-dspark", "speculators-windows")
 
 
@@ -121,6 +130,9 @@ def test_its_graph_drafts_as_speculators_does_after_contexts_of_every_length(
     case, known = weights.CASES[name], weights.target_ids(name)
     layers = [(weights.KV_HEADS, weights.HEAD_DIM, weights.HEAD_DIM)] * case.layers
     path, sizes = tmp_path / "head.onnx", (layers, weights.VOCAB)
+    padded = np.zeros((1, CAPACITY, weights.HIDDEN), np.float32)
+    padded[:, : weights.ROWS] = mixed(mixer, name).numpy()
+    expected_states = {anchor: states(head, name, padded, anchor) for anchor in weights.ANCHORS}
     trace(head, layers, features=weights.HIDDEN, is_head=True).save(path, external_data=True)
     inputs, outputs = step_tensors(*sizes, "fp32", weights.HIDDEN, True, head.block_state)
     device = Cpu()
@@ -132,8 +144,6 @@ def test_its_graph_drafts_as_speculators_does_after_contexts_of_every_length(
             *sizes, CAPACITY, window_buckets(CAPACITY), 16, 1, weights.HIDDEN, reads_features=True, block_state=head.block_state
         ),
     )
-    padded = np.zeros((1, CAPACITY, weights.HIDDEN), np.float32)
-    padded[:, : weights.ROWS] = mixed(mixer, name).numpy()
     session.set_features(padded)
     for step in (1, 2, 3):  # anchors between those that are compared
         read = 0
@@ -148,6 +158,9 @@ def test_its_graph_drafts_as_speculators_does_after_contexts_of_every_length(
                 expected = fixtures[f"{name}/logits"][weights.ANCHORS.index(anchor)]
                 np.testing.assert_allclose(logits[:, known], expected, atol=TOLERANCE)
                 assert np.isneginf(np.delete(logits, known, axis=1)).all()
+                for state in expected_states[anchor]:
+                    got = device.read(session.block_state(1, ids.shape[1]))[0, -case.drafted :]
+                    np.testing.assert_allclose(got, state, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +227,8 @@ BAD: dict[str, tuple[str, Change, type[OutriderError], str]] = {
     ),
     "no mask": ("z-lab", changed("mask_token_id", None, nested="dflash_config"), SourceError, "no mask_token_id"),
     "a mask beyond the vocabulary": ("speculators", changed("mask_token_id", 96), UnsupportedModelError, "mask token is 96"),
+    "a text for an object": ("z-lab", changed("dflash_config", "masks"), SourceError, "dflash_config"),
+    "a target of another depth": ("z-lab", changed("num_target_layers", 12), UnsupportedModelError, "that has 12 layers"),
     "no block": ("z-lab", changed("block_size", None), SourceError, "no block_size"),
     "layers of Gemma": ("deepspec", changed("model_type", "gemma4"), UnsupportedModelError, "'gemma4'"),
     "layers of Llama": ("z-lab", changed("model_type", "llama"), UnsupportedModelError, "'llama' in a block head"),

@@ -42,13 +42,16 @@ BESIDE = {  # drafters beside the draft model, and the precision and the backend
     for kind in ("fp32", "int4", "openvino fp32", "openvino int4", "openvino bf16")
 }
 BESIDE |= {
-    f"{drafter} {kind}": (drafter, kind) for drafter in ("random block", "random parallel-head") for kind in ("fp32", "int4")
+    f"{drafter} {kind}": (drafter, kind)
+    for drafter in ("random block", "plain block", "random parallel-head")
+    for kind in ("fp32", "int4")
 }
 SLOW = BESIDE.keys() - {
     "trained head fp32",
     "random head openvino int4",
     "trained parallel fp32",
     "random block fp32",
+    "plain block int4",
     "random parallel-head int4",
 }
 DRAFTS = ("trained", "self", "random", *PRECISIONS, *OPENVINO, *BESIDE)  # most are trained
