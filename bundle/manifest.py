@@ -258,7 +258,7 @@ def _check(manifest: Manifest) -> None:
     for role, model in manifest.models.items():
         if role != "block-head" and (model.block_state, model.from_anchor, model.trained_k) != (None, False, None):
             raise damaged(f"only a block head has a block - at `$.models.{role}`")
-        if model.mask_token is not None and model.mask_token >= model.vocab_rows:
+        if role in READS_FEATURES and (model.mask_token or 0) >= model.vocab_rows:  # a parallel draft may have one token more
             raise damaged(f"the mask token is not in the vocabulary - at `$.models.{role}.mask_token`")
         if (model.mask_token is not None) != (role in READS_MASKS):
             raise damaged(f"what drafts in one pass has a mask token, and nothing else has - at `$.models.{role}.mask_token`")
