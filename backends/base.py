@@ -75,7 +75,7 @@ class Engines(ABC):
             model.vocab_rows,
             build.capacity,
             build.windows,
-            build.max_rows,
+            max(build.max_prompt_chunk, *round_rows(role, build.k)),
             batch,
             features=model.features,
             reads_features=role in READS_FEATURES,

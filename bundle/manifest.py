@@ -47,11 +47,6 @@ def round_rows(role: str, k: list[int]) -> list[int]:
     return step_rows(k, READS_MASKS.get(role, ()))
 
 
-def max_round_rows(k: list[int]) -> int:
-    """Return the most rows that rounds of the built `k` run a model of any role with."""
-    return max(rows for role in ROLES for rows in round_rows(role, k))
-
-
 def sampler_file(name: str) -> str:
     """Return the path of the graph of one of `Manifest.samplers` inside an export or a bundle."""
     return f"sampler/{name}.onnx"
@@ -156,11 +151,6 @@ class Build(Struct, frozen=True):
     compute_capabilities: list[str] = []  # such as 8.9, that the engines may run on; empty leaves the choice to the plans
     profiles: dict[str, list[Profile]] = {}  # engine -> its optimization profiles, in order, without the cache's tensors
     version_compatible: bool = False  # whether newer releases of the package run the plans, with the host code inside them
-
-    @property
-    def max_rows(self) -> int:
-        """Return the rows of the longest pass that an engine is built for: of a round's, or of a prompt's chunk."""
-        return max(self.max_prompt_chunk, max_round_rows(self.k))
 
     def rows(self, engine: str) -> list[tuple[int, int]]:
         """Return the minimum and maximum rows of a pass, for each profile of one of `ENGINES`."""

@@ -10,7 +10,7 @@ from outrider.backends.tensorrt.options import RTX_OPTIONS, TENSORRT_OPTIONS, Op
 from outrider.backends.tensorrt.package import RTX, TENSORRT, Package
 from outrider.backends.tensorrt.process import build_plan, facts
 from outrider.backends.tensorrt.profiles import all_profiles, step_rows_profiled
-from outrider.bundle.manifest import ROLES, Build, Manifest, damaged, graph_files, max_round_rows
+from outrider.bundle.manifest import ROLES, Build, Manifest, damaged, graph_files, round_rows
 from outrider.engines.contract import cache_tensors
 from outrider.errors import UsageError
 from outrider.progress import Progress
@@ -102,8 +102,8 @@ def plan_file(name: str) -> str:
 
 
 def _check_volumes(spec: BuildSpec) -> None:
-    rows = max(spec.max_prompt_chunk, max_round_rows(spec.k))
     for role, model in spec.manifest.models.items():
+        rows = max(spec.max_prompt_chunk, *round_rows(role, spec.k))
         caches = [
             spec.batch * spec.capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers, model.features)
         ]
