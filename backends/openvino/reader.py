@@ -64,7 +64,7 @@ def _compiled(core: Any, path: Path, device: str, precision: str, group: int) ->
         "PERFORMANCE_HINT": "LATENCY",
         # Without it, OpenVINO would compute every model in bf16 wherever there is AMX.
         "INFERENCE_PRECISION_HINT": own if has_own else "f32",
-        # Where the processor does not compute in 16 bits, a cache of fp16 did not always give the same numbers (on one with AVX2).
+        # Where the processor does not compute in fp16, a cache of fp16 did not always give the same numbers (with AVX2 alone).
         "KV_CACHE_PRECISION": own if has_own else "f32",
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
@@ -29,6 +29,7 @@ def test_a_step_model_reads_prompts_then_runs_each_number_of_rows() -> None:
     assert [profile["input_ids"] for profile in profiles[1:]] == [([1, n], [3, n], [3, n]) for n in (1, 2, 5)]
 
 
+@settings(deadline=None)
 @given(
     k=st.sets(st.integers(1, 30), min_size=1).map(sorted),
     capacity=st.integers(32, 5000),
