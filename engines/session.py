@@ -270,7 +270,7 @@ class GraphSession(Session):
     def pair_lone_rows(self) -> None:
         """Run no row alone from now on if that gives it other bits than it has beside another one.
 
-        ONNX Runtime's 4-bit products do so on processors without AVX-512. Tokens would then depend on whether they are decoded
+        ONNX Runtime's 4-bit products do so on a processor with AVX2 alone. Tokens would then depend on whether they are decoded
         alone or verified with others.
 
         Raises:

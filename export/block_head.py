@@ -37,9 +37,9 @@ from outrider.export.draft_head_config import (
     LayerId,
     Layers,
     TokenId,
-    check_layers,
     convert,
     not_known,
+    read_layers,
     refuse_unknown,
 )
 from outrider.export.short_head import ShortHead
@@ -109,13 +109,10 @@ class BlockConfig(msgspec.Struct, frozen=True):
         refuse_unknown(config, known, name)
         head = convert(config, _Head, name)
         refuse_unknown(config.get("dflash_config") or {}, {*_Block.__struct_fields__}, name)
-        inner = (head.transformer_layer_config or {}) if of_speculators else config
-        if of_speculators:
-            refuse_unknown(inner, {*Layers.__struct_fields__}, name)
-        inner = {key: value for key, value in inner.items() if value is not None}
-        # speculators makes layers of Qwen3 whatever it says.
-        layers = convert(inner | ({"model_type": "qwen3"} if of_speculators else {}), Layers, name)
-        check_layers(layers, name)
+        if of_speculators:  # which makes layers of Qwen3 whatever it says
+            layers = read_layers(config, head.transformer_layer_config or {}, name, model_type="qwen3")
+        else:
+            layers = read_layers(config, None, name)
         if layers.model_type != "qwen3":
             raise not_known(name, f"layers of the type {layers.model_type!r} in a block head")
         if head.speculators_model_type not in (None, *BLOCKS):

@@ -134,16 +134,28 @@ def refuse_unknown(config: Mapping[str, Any], known: set[str], name: str) -> Non
             raise not_known(name, f"{key} = {json.dumps(value)[:80]}")
 
 
-def check_layers(layers: Layers, name: str) -> None:
-    """Refuse layers of a kind that is not known here.
+def read_layers(config: Mapping[str, Any], own: Mapping[str, Any] | None, name: str, **changes: Any) -> Layers:
+    """Read the decoder layers of a head.
+
+    Args:
+        config: its `config.json`.
+        own: what that has for the layers alone, as speculators' have; None if their keys are among the others.
+        name: of the checkpoint, for messages.
+        changes: values to take instead of what it says.
 
     Raises:
-        UnsupportedModelError: they are neither Llama's nor Qwen3's, or their rotary embedding has two configurations or an
-            unknown key.
+        SourceError: a value is missing or impossible.
+        UnsupportedModelError: they are neither Llama's nor Qwen3's, or there is an unknown key, or a rotary embedding with two
+            configurations.
     """
+    if own is not None:
+        refuse_unknown(own, {*Layers.__struct_fields__}, name)
+    found = {key: value for key, value in (config if own is None else own).items() if value is not None}
+    layers = convert(found | changes, Layers, name)
     if layers.model_type not in ("llama", "qwen3"):
         raise not_known(name, f"layers of the type {layers.model_type!r}")
     if layers.rope_parameters and layers.rope_scaling and layers.rope_parameters != layers.rope_scaling:
         raise not_known(name, "both rope_parameters and rope_scaling")
     for key in {*(layers.rope_parameters or ()), *(layers.rope_scaling or ())} - ROPE_KEYS:
         raise not_known(name, f"the key {key} of a rotary embedding")
+    return layers

@@ -13,9 +13,9 @@ from outrider.export.draft_head_config import (
     LayerId,
     Layers,
     TokenId,
-    check_layers,
     convert,
     not_known,
+    read_layers,
     refuse_unknown,
 )
 from outrider.export.source import EAGLE3, PEAGLE
@@ -86,10 +86,7 @@ class HeadConfig(msgspec.Struct, frozen=True):
         known = {*_Head.__struct_fields__} if of_speculators else {*_Head.__struct_fields__, *Layers.__struct_fields__} - {IDS}
         refuse_unknown(config, known, name)
         head = convert(config, _Head, name)
-        inner = (head.transformer_layer_config or {}) if of_speculators else config
-        if of_speculators:
-            refuse_unknown(inner, {*Layers.__struct_fields__}, name)
-        layers = convert({key: value for key, value in inner.items() if value is not None}, Layers, name)
+        layers = read_layers(config, (head.transformer_layer_config or {}) if of_speculators else None, name)
         eagle = head.eagle_config or {}
         for key, value in eagle.items():
             if key not in EAGLE_CONFIG or (EAGLE_CONFIG[key] is not None and value not in (EAGLE_CONFIG[key], None)):
@@ -102,7 +99,6 @@ class HeadConfig(msgspec.Struct, frozen=True):
                 f" mask_token_id {head.mask_token_id}",
                 "a parallel head has a mask token, and no other has",
             )
-        check_layers(layers, name)
         if head.fc_norm and head.norm_before_fc:
             raise SourceError(
                 f"the configuration of {name} has both fc_norm and norm_before_fc", "the features have one kind of norm"

@@ -182,7 +182,8 @@ class Exported:
                 output, *present = self._session.run(None, inputs | further | past)
             except Exception as error:
                 raise _does_not_run(error) from error
-            past = {c.past: array for c, array in zip(self._caches, present, strict=False)}  # a block head has one more
+            written = present[: len(self._caches)]  # a block head may have one more output
+            past = {c.past: array for c, array in zip(self._caches, written, strict=True)}
             logits.append(output[0])
             start += rows
         written = past.get(PAST_FEATURES)
