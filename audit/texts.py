@@ -162,8 +162,13 @@ def _choices(
     ]
     session, chunk = outrider.sessions["target"], outrider.build.max_prompt_chunk
     context, start, choices = prompt + before, len(prompt) - 1, set[int]()
-    for slot, at in product(range(sequences), range(0, start, chunk)):
-        session.write(np.array([prompt[at : min(at + chunk, start)]]), np.array([at]), slot)
+
+    def read(slot: int) -> None:
+        for at in range(0, start, chunk):
+            session.write(np.array([prompt[at : min(at + chunk, start)]]), np.array([at]), slot)
+
+    for slot in range(sequences):
+        read(slot)
     for count, rows in product(range(1, sequences + 1), (1, *(size + 1 for size in sizes))):
         for row in range(min(rows, len(before) + 1)):
             end = len(context) + rows - 1 - row
@@ -171,8 +176,11 @@ def _choices(
                 continue
             first = start + (end - start) % rows
             padded = np.array(context + context[-1:] * (end - len(context)))
-            for slot in range(count if first > start else 0):
-                session.write(padded[None, start:first], np.array([start]), slot)
+            for slot in range(count):
+                if session.usable(slot, start) < start:
+                    read(slot)
+                if first > start:
+                    session.write(padded[None, start:first], np.array([start]), slot)
             for at in range(first, end, rows):
                 logits = session.run(np.broadcast_to(padded[at : at + rows], (count, rows)), np.full(count, at))
             for each in logits[:, row].astype(np.float64):

@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.bundle.folder import check_files
 from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged, round_rows
-from outrider.engines.contract import DRAFT_SAMPLERS, MARKOV, Tensor, sampler_tensors, step_tensors, window_buckets
+from outrider.engines.contract import DRAFT_SAMPLERS, MARKOV, Tensor, recent_rows, sampler_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.session import GraphSession, Session, Sizes
 from outrider.errors import EngineError, FolderError
@@ -82,6 +82,8 @@ class Engines(ABC):
             mask_token=model.mask_token or 0,
             from_anchor=model.from_anchor,
             block_state=model.block_state,
+            recurrent=model.recurrent,
+            recent=recent_rows(model.recurrent, max(build.k)),
         )
 
     def prepare(self, sessions: Mapping[str, Session], progress: Progress) -> None:  # noqa: B027  # most need nothing
@@ -257,7 +259,7 @@ def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Te
     if name in ROLES:
         model = manifest.models[name]
         sizes = model.layers, model.vocab_rows, model.precision, model.features
-        return step_tensors(*sizes, name in READS_FEATURES, model.block_state)
+        return step_tensors(*sizes, name in READS_FEATURES, model.block_state, model.recurrent)
     return sampler_tensors(name, manifest.vocab_rows, manifest.block_state)
 
 

@@ -93,7 +93,10 @@ def _results(engines: Engines, role: str, passes: list[Pass]) -> list[Floats]:
     """Return the logits of the passes on one model, which leaves memory then, and the features that it has written."""
     session = engines.session(role, engines.build.batch)
     give_features(session, engines.manifest.models[role].features)
-    logits = [session.run(*each).copy() for each in passes]
+    logits = []
+    for ids, positions, first in passes:
+        session.assume(positions, first)
+        logits.append(session.run(ids, positions, first).copy())
     features = written_features(session, engines.manifest.models[role].precision)
     return logits if features is None else [*logits, features]
 

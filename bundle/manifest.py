@@ -10,7 +10,15 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import CONTRACT_VERSION, DRAFT_SAMPLERS, MARKOV, SAMPLERS, step_rows, window_buckets
+from outrider.engines.contract import (
+    CONTRACT_VERSION,
+    DRAFT_SAMPLERS,
+    MARKOV,
+    SAMPLERS,
+    RecurrentLayer,
+    step_rows,
+    window_buckets,
+)
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import FolderError
 
@@ -100,8 +108,9 @@ class Model(Struct, frozen=True):
     precision: str  # fp32, fp16, bf16, int4 or int8; the last two apply to weights, and everything else is fp32
     vocab_rows: Positive  # width of the logits, padding included; the target's for all models
     max_positions: Positive | None  # the longest text that the model supports; None if it has no limit
-    layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each
+    layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each with attention
     parity: Parity
+    recurrent: list[RecurrentLayer] = []  # the sizes of each recurrent layer
     quantization: Quantization | None = None
     head_tokens: Positive | None = None  # size of a draft's reduced vocabulary, if it has one
     features: Positive | None = None  # width of what a draft head reads of the target, in both; None without a head
@@ -246,6 +255,8 @@ def _check(manifest: Manifest) -> None:
     if features.keys() != ({"target", *heads} if heads else set()) or len({*features.values()}) > 1 or len(heads) > 1:
         raise damaged("target and head disagree on features - at `$.models`")
     for role, model in manifest.models.items():
+        if any(min(each) < 0 for each in model.recurrent) or (model.recurrent and role != "target"):
+            raise damaged(f"it has impossible recurrent layers - at `$.models.{role}.recurrent`")
         if role != "block-head" and (model.block_state, model.from_anchor, model.trained_k) != (None, False, None):
             raise damaged(f"only a block head has a block - at `$.models.{role}`")
         if role in READS_FEATURES and (model.mask_token or 0) >= model.vocab_rows:  # a parallel draft may have one token more

@@ -140,6 +140,7 @@ def _step(session: Session, rows: int, position: int, logits: bool) -> Timed:
     positions = np.full(session.batch, position, dtype=np.int64)
 
     def run() -> None:
+        session.assume(positions)
         session.write(ids, positions, logits=logits)
         session.device.synchronize()
 

@@ -12,6 +12,11 @@ that the run reads, C the capacity, Hkv and D the key/value heads of a layer and
 | `key_positions` | int64 [L] | 0..L-1; its length is the window |
 | `past_key_i`, `past_value_i` | [B, Hkv, C, D] | the cache of layer i, in the model's precision |
 | `present_key_i`, `present_value_i` | [B, Hkv, C, D] | the same memory, after the run |
+| `past_conv_i`, `present_conv_i` | [B, R, F] | recurrent layers only, here and below: rows that the convolution reads |
+| `past_rows_i`, `present_rows_i` | float32 [B, R, W] | what the recurrence takes of rows that may be rejected |
+| `past_state_i`, `present_state_i` | float32 [B, Hs, Dk, Dv] | the state after all rows that cannot be |
+| `pending` | int64 [B] | how many confirmed rows are kept behind the state |
+| `committed` | int64 [B] | how many of these and the run's rows go into the state |
 | `past_features`, `present_features` | [B, 1, C, H] | with a draft head: what the head reads of the target; see below |
 | `feature_positions` | int64 [B] | draft heads only: the entry of the features that the last row's output is written to |
 | `logits` | float32 [B, S, V] | of all S rows |
@@ -20,6 +25,15 @@ that the run reads, C the capacity, Hkv and D the key/value heads of a layer and
 A row attends to the keys at `key_positions <= positions + row`. What the cache holds beyond has no weight, so rejecting draft
 tokens costs nothing: the next run writes from a smaller position. It must be finite, though, since zero times NaN is NaN; a
 session that met NaN is cleared. Engines do not check `positions + S <= C`, but sessions do.
+
+A recurrent layer (a gated delta net, Mamba-2, a short convolution) cannot take a row back from its state, so rows enter the
+state only when they are confirmed. Until then, what the recurrence takes of them is kept, W numbers for each: `past_rows_i` has
+the rows behind the state, and `past_conv_i` has the same rows, as they enter the convolution, behind those that it reads before
+them. A run computes its own rows after the first `pending` of the kept ones; then the first `committed` of these and its own
+are in the state, and the rest are kept. R is the sum of the longest convolution less 1, and of the rows that may be kept.
+To verify, the rows that were accepted are pending, and the last confirmed token's own is committed after them. All rows of a
+prompt are committed. So rejecting costs nothing here either, a state is written once a run, and what is computed twice is one
+update of the state for each accepted row.
 
 A draft head reads hidden states of the target. What it makes of those of a position, H numbers, is a feature: the target
 writes one for each of its rows, as it writes keys and values, whether or not the head drafts. Row i of the head reads feature i
@@ -67,6 +81,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.engines.precisions import PRECISIONS
 
@@ -75,6 +90,8 @@ CONTRACT_VERSION = 4
 INPUT_IDS = "input_ids"
 POSITIONS = "positions"
 KEY_POSITIONS = "key_positions"
+PENDING = "pending"
+COMMITTED = "committed"
 FEATURE_POSITIONS = "feature_positions"
 PAST_FEATURES = "past_features"
 PRESENT_FEATURES = "present_features"
@@ -87,6 +104,13 @@ BATCH_DIM = "batch"
 ROWS_DIM = "rows"
 WINDOW_DIM = "window"
 CAPACITY_DIM = "capacity"
+RECENT_DIM = "recent"
+
+# The recurrences, as functions that a graph defines itself: state S, key k, value v, decay g, update rate b, query q.
+DOMAIN = "outrider"
+GATED = "Gated"  # S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = S_t^T q_t (Mamba-2)
+GATED_DELTA = "GatedDelta"  # S_t = exp(g_t) S_{t-1} + b_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T, o_t = S_t^T q_t
+ROWS = "Rows"  # at the end of the names of those that know of no rejected rows
 
 SMALLEST_WINDOW = 64
 
@@ -131,14 +155,35 @@ class Tensor:
     shape: tuple[int | str, ...]
 
 
+class RecurrentLayer(NamedTuple):
+    """The sizes of what a recurrent layer keeps of a sequence."""
+
+    channels: int  # of its convolution
+    history: int  # rows before its own that the convolution reads
+    row: int = 0  # numbers that its recurrence takes of a row; 0 if the layer is a convolution and no more
+    heads: int = 0  # of its state
+    key_width: int = 0
+    value_width: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
     """One cache tensor of a step model: the input `past` and the output `present` are the same memory."""
 
     past: str
     present: str
-    heads: int
-    width: int
+    shape: tuple[int | str, ...]  # of one sequence: a dimension is a size, `CAPACITY_DIM` or `RECENT_DIM`
+    dtype: str | None = None  # None is the model's
+
+    @property
+    def positional(self) -> bool:
+        """Whether it has an entry for each position."""
+        return CAPACITY_DIM in self.shape
+
+    def sizes(self, capacity: int, recent: int) -> tuple[int, ...]:
+        """Return the shape for so many positions, and so many recent rows."""
+        known = {CAPACITY_DIM: capacity, RECENT_DIM: recent}
+        return tuple(known[size] if isinstance(size, str) else size for size in self.shape)
 
 
 def step_rows(k: Sequence[int], one_pass: Sequence[int] = ()) -> list[int]:
@@ -152,19 +197,36 @@ def step_rows(k: Sequence[int], one_pass: Sequence[int] = ()) -> list[int]:
     return sorted({context + each + more for context in rows for each in k for more in one_pass} | rows)
 
 
-def cache_tensors(layers: Sequence[tuple[int, int, int]], features: int | None = None) -> list[CacheTensor]:
+def recent_rows(recurrent: Sequence[RecurrentLayer], k: int) -> int:
+    """Return R of the contract for rounds of up to `k` drafted tokens; 0 without recurrent layers."""
+    return max((layer.history + k for layer in recurrent), default=0)
+
+
+def cache_tensors(
+    layers: Sequence[tuple[int, int, int]], features: int | None = None, recurrent: Sequence[RecurrentLayer] = ()
+) -> list[CacheTensor]:
     """Return the cache tensors of a model, in the order of its inputs.
 
     Args:
-        layers: (key/value heads, key width, value width) of each layer.
+        layers: (key/value heads, key width, value width) of each layer with attention.
         features: width of the features that the model writes or reads; None if it has none.
+        recurrent: the recurrent layers.
     """
     tensors = []
+
+    def add(name: str, *shape: int | str, dtype: str | None = None) -> None:
+        tensors.append(CacheTensor(f"past_{name}", f"present_{name}", shape, dtype))
+
     for index, (heads, key_width, value_width) in enumerate(layers):
-        tensors.append(CacheTensor(f"past_key_{index}", f"present_key_{index}", heads, key_width))
-        tensors.append(CacheTensor(f"past_value_{index}", f"present_value_{index}", heads, value_width))
+        add(f"key_{index}", heads, CAPACITY_DIM, key_width)
+        add(f"value_{index}", heads, CAPACITY_DIM, value_width)
+    for index, layer in enumerate(recurrent):
+        add(f"conv_{index}", RECENT_DIM, layer.channels)
+        if layer.row:
+            add(f"rows_{index}", RECENT_DIM, layer.row, dtype="float32")
+            add(f"state_{index}", layer.heads, layer.key_width, layer.value_width, dtype="float32")
     if features is not None:
-        tensors.append(CacheTensor(PAST_FEATURES, PRESENT_FEATURES, 1, features))
+        add("features", 1, CAPACITY_DIM, features)
     return tensors
 
 
@@ -175,29 +237,31 @@ def step_tensors(
     features: int | None = None,
     reads_features: bool = False,
     block_state: int | None = None,
+    recurrent: Sequence[RecurrentLayer] = (),
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the inputs and outputs, in order, of a step model.
 
     Args:
-        layers: (key/value heads, key width, value width) of each layer.
+        layers: (key/value heads, key width, value width) of each layer with attention.
         vocab_rows: width of the logits.
         precision: key of `PRECISIONS`.
         features: width of the features; None if the model has none.
         reads_features: whether the model is a draft head.
         block_state: width of what it gives to `markov`; None if it has no such heads.
+        recurrent: the recurrent layers.
     """
-    cache, dtype = cache_tensors(layers, features), PRECISIONS[precision].dtype
-    shapes = [(BATCH_DIM, tensor.heads, CAPACITY_DIM, tensor.width) for tensor in cache]
+    cache, own = cache_tensors(layers, features, recurrent), PRECISIONS[precision].dtype
+    further = [PENDING, COMMITTED] if recurrent else [FEATURE_POSITIONS] if reads_features else []
     inputs = [
         Tensor(INPUT_IDS, "int64", (BATCH_DIM, ROWS_DIM)),
         Tensor(POSITIONS, "int64", (BATCH_DIM,)),
         Tensor(KEY_POSITIONS, "int64", (WINDOW_DIM,)),
-        *([Tensor(FEATURE_POSITIONS, "int64", (BATCH_DIM,))] if reads_features else []),
-        *(Tensor(tensor.past, dtype, shape) for tensor, shape in zip(cache, shapes, strict=True)),
+        *(Tensor(name, "int64", (BATCH_DIM,)) for name in further),
+        *(Tensor(tensor.past, tensor.dtype or own, (BATCH_DIM, *tensor.shape)) for tensor in cache),
     ]
     outputs = [
         Tensor(LOGITS, "float32", (BATCH_DIM, ROWS_DIM, vocab_rows)),
-        *(Tensor(tensor.present, dtype, shape) for tensor, shape in zip(cache, shapes, strict=True)),
+        *(Tensor(tensor.present, tensor.dtype or own, (BATCH_DIM, *tensor.shape)) for tensor in cache),
         *([] if block_state is None else [Tensor(BLOCK_STATE, "float32", (BATCH_DIM, ROWS_DIM, block_state))]),
     ]
     return inputs, outputs

@@ -17,16 +17,20 @@ from cachetools import LRUCache
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import (
     BLOCK_STATE,
+    COMMITTED,
     FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
     LOGITS,
     PAST_FEATURES,
+    PENDING,
     POSITIONS,
+    RecurrentLayer,
     cache_tensors,
 )
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch
 from outrider.engines.precisions import DTYPES, PRECISIONS
+from outrider.engines.recurrence import Recurrence
 from outrider.errors import EngineError
 
 MAX_BOUND = 256  # passes that a session keeps bound; a prompt's last chunk may have any length, in any slot and window
@@ -37,7 +41,7 @@ class Sizes:
     """What a session is made for."""
 
     layers: Sequence[tuple[int, int, int]]
-    """(key/value heads, key width, value width) of each layer"""
+    """(key/value heads, key width, value width) of each layer with attention"""
     vocab_rows: int
     """width of the logits"""
     capacity: int
@@ -58,6 +62,10 @@ class Sizes:
     """width of what a block head gives to its Markov and confidence heads; None if it has none"""
     from_anchor: bool = False
     """of a block head: whether the last confirmed token's row gives the logits of the first drafted one"""
+    recurrent: Sequence[RecurrentLayer] = ()
+    """its recurrent layers"""
+    recent: int = 0
+    """rows that these keep, R of the contract"""
 
     @property
     def cache(self) -> str:
@@ -89,8 +97,9 @@ class Session(ABC):
         self.windows = sizes.windows
         self.reads_features = sizes.reads_features
         self.mask_token, self.from_anchor = sizes.mask_token, sizes.from_anchor
+        self.recurrence = Recurrence(sizes.batch) if sizes.recurrent else None
         ids, one = ((sizes.batch * sizes.max_rows,), "int64"), ((sizes.batch,), "int64")
-        self._arena = Arena(device, {INPUT_IDS: ids, POSITIONS: one, FEATURE_POSITIONS: one})
+        self._arena = Arena(device, {INPUT_IDS: ids, **dict.fromkeys((POSITIONS, FEATURE_POSITIONS, PENDING, COMMITTED), one)})
         self._arena.host[FEATURE_POSITIONS][:] = self.spare_feature
         self._logits: Buffer | None = None
         # By sequences, rows, window, rows of logits, and first slot.
@@ -110,6 +119,7 @@ class Session(ABC):
         window: int,
         first: int = 0,
         feature_positions: Buffer | None = None,
+        commits: tuple[Buffer, Buffer] | None = None,
     ) -> Launch:
         """Prepare a pass over the caller's buffers.
 
@@ -120,7 +130,39 @@ class Session(ABC):
             window: what `window` returned.
             first: the slot of the first sequence; the others follow it.
             feature_positions: int64 [N], for a draft head: where each sequence's last row writes its output.
+            commits: `pending` and `committed` of a model with recurrent layers, int64 [N], which `advance` writes.
         """
+
+    def advance(self, first: int, positions: Int64s, rows: int, certain: Sequence[int], pending: Int64s, committed: Int64s) -> None:
+        """Write what a pass of a model with recurrent layers does to their states; the pass has to follow.
+
+        Args:
+            first: the slot of the first sequence.
+            positions: where each sequence's rows begin.
+            rows: of the pass.
+            certain: how many of them are confirmed; 0 of a sequence that takes no part.
+            pending, committed: int64 [N], on the host, to write to.
+
+        Raises:
+            EngineError: the state before a position is gone.
+        """
+        if self.recurrence is None:
+            return
+        for index, position in enumerate(positions):
+            if certain[index] and self.recurrence.begins(first + index, int(position)):
+                self.clear(first + index)
+        pending[: len(certain)], committed[: len(certain)] = self.recurrence.advance(first, positions, rows, certain)
+
+    def usable(self, slot: int, length: int) -> int:
+        """Return after how many of the first `length` tokens in a slot's cache another text can go on."""
+        return length if self.recurrence is None else self.recurrence.usable(slot, length)
+
+    def assume(self, positions: Int64s, first: int = 0) -> None:
+        """Take the states of the slots from `first` on for those before `positions`, whatever they are; for measurements and
+        comparisons."""
+        for slot, position in enumerate(positions if self.recurrence is not None else (), first):
+            assert self.recurrence is not None
+            self.recurrence.assume(slot, int(position))
 
     @abstractmethod
     def share_features(self, target: Session) -> None:
@@ -191,11 +233,16 @@ class Session(ABC):
                 window,
                 first,
                 self._arena.device[FEATURE_POSITIONS].part(0, batch) if self.reads_features else None,
+                None if self.recurrence is None else self._commits(batch),
             )
         self.device.synchronize()  # the previous pass may still be reading the arrays
+        self.advance(first, positions, rows, [rows] * batch, self._arena.host[PENDING], self._arena.host[COMMITTED])
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
         self._arena.host[POSITIONS][:batch] = positions
         return launch
+
+    def _commits(self, batch: int) -> tuple[Buffer, Buffer]:
+        return self._arena.device[PENDING].part(0, batch), self._arena.device[COMMITTED].part(0, batch)
 
     def write(self, input_ids: Int64s, positions: Int64s, first: int = 0, logits: bool = False) -> None:
         """Run one pass from host arrays: write the keys and values of `input_ids` [N, S] from `positions` [N] on.
@@ -234,12 +281,13 @@ class GraphSession(Session):
         Raises:
             EngineError: the device has no memory for the buffers, or cannot align the slots of the cache.
         """
-        self._tensors = cache_tensors(sizes.layers, sizes.features)
+        self._tensors = cache_tensors(sizes.layers, sizes.features, sizes.recurrent)
         dtype, slots = PRECISIONS[precision].dtype, sizes.capacity + engine.spare_slots
         self._cache = {  # first, because what is too large is most likely this
-            tensor.past: device.zeros((sizes.batch, tensor.heads, slots, tensor.width), dtype, sizes.cache)
+            tensor.past: device.zeros((sizes.batch, *tensor.sizes(slots, sizes.recent)), tensor.dtype or dtype, sizes.cache)
             for tensor in self._tensors
         }
+        self._positional = {tensor.past for tensor in self._tensors if tensor.positional}
         self._features = self._cache.get(PAST_FEATURES)
         if sizes.reads_features:
             self._cache.pop(PAST_FEATURES)  # the target's to clear and to move
@@ -250,7 +298,7 @@ class GraphSession(Session):
             self._block_state = device.zeros(shape, "float32", "what a block head makes of its rows")
         self.engine = engine
         self.skips_logits = engine.skips_logits
-        self.recordable = engine.recordable
+        self.recordable = engine.recordable and not sizes.recurrent  # a round that is run again would commit its rows twice
         self._fewest_rows = 1  # of a pass
         self._pair: tuple[Buffer, Buffer] | None = None  # tokens and logits of a row and of the one that is run along
         self._check_alignment()
@@ -290,10 +338,11 @@ class GraphSession(Session):
         window: int,
         first: int = 0,
         feature_positions: Buffer | None = None,
+        commits: tuple[Buffer, Buffer] | None = None,
     ) -> Launch:
         if input_ids.shape[0] * input_ids.shape[1] < self._fewest_rows:
-            return self._paired(input_ids, positions, logits, window, first)
-        return self._bound(input_ids, positions, logits, window, first, feature_positions)
+            return self._paired(input_ids, positions, logits, window, first, commits)
+        return self._bound(input_ids, positions, logits, window, first, feature_positions, commits)
 
     def _bound(
         self,
@@ -303,6 +352,7 @@ class GraphSession(Session):
         window: int,
         first: int,
         feature_positions: Buffer | None = None,
+        commits: tuple[Buffer, Buffer] | None = None,
     ) -> Launch:
         tensors = {
             INPUT_IDS: input_ids,
@@ -312,6 +362,8 @@ class GraphSession(Session):
         }
         if feature_positions is not None:
             tensors[FEATURE_POSITIONS] = feature_positions
+        if commits is not None:
+            tensors[PENDING], tensors[COMMITTED] = commits
         count, rows = input_ids.shape
         if self._block_state is not None:
             tensors[BLOCK_STATE] = self.block_state(count, rows)
@@ -321,7 +373,15 @@ class GraphSession(Session):
             tensors[tensor.past] = tensors[tensor.present] = self._slots(whole, first, count)
         return self.engine.bind(tensors)
 
-    def _paired(self, input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int) -> Launch:
+    def _paired(
+        self,
+        input_ids: Buffer,
+        positions: Buffer,
+        logits: Buffer,
+        window: int,
+        first: int,
+        commits: tuple[Buffer, Buffer] | None,
+    ) -> Launch:
         """Prepare a pass of one row, with a second one behind it. What that writes is overwritten, or lies in a spare slot."""
         rows, width = self._fewest_rows, self.vocab_rows
         if self._pair is None:
@@ -330,7 +390,7 @@ class GraphSession(Session):
         ids, both = self._pair
         launches = [self.device.copy_columns(ids, 0, input_ids, 0, 1)]
         wanted = rows if logits.shape[1] else 0
-        launches.append(self._bound(ids, positions, both.part(0, 1, wanted, width), window, first))
+        launches.append(self._bound(ids, positions, both.part(0, 1, wanted, width), window, first, commits=commits))
         if wanted:
             launches.append(self.device.copy_columns(logits.part(0, 1, width), 0, both.part(0, 1, wanted * width), 0, width))
 
@@ -365,12 +425,20 @@ class GraphSession(Session):
         for whole in self._cache.values():
             buffer = self._slots(whole, slot, 1)
             self.device.write(buffer, np.zeros(buffer.shape, DTYPES[buffer.dtype].numpy))
+        if self.recurrence is not None:
+            self.recurrence.clear(slot)
 
     def move(self, slot: int, to: int, length: int) -> None:
-        for whole in self._cache.values():
-            _, heads, capacity, width = whole.shape
-            target, source = (self._slots(whole, each, 1).part(0, heads, capacity * width) for each in (to, slot))
-            self.device.copy_columns(target, 0, source, 0, length * width)()
+        for name, whole in self._cache.items():
+            target, source = (self._slots(whole, each, 1) for each in (to, slot))
+            rows, columns = 1, source.nbytes // source.itemsize
+            copied = columns
+            if name in self._positional:
+                _, heads, capacity, width = whole.shape
+                rows, columns, copied = heads, capacity * width, length * width
+            self.device.copy_columns(target.part(0, rows, columns), 0, source.part(0, rows, columns), 0, copied)()
+        if self.recurrence is not None:
+            self.recurrence.move(slot, to)
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         shared = {} if self._features is None else {PAST_FEATURES: self._features}

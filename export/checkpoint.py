@@ -20,11 +20,11 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def read_config(source: Source) -> Any:
-    """Read the model's configuration, and refuse models whose state is not a key/value cache.
+    """Read the model's configuration, and refuse what it says that no graph can express.
 
     Raises:
-        UnsupportedModelError: an encoder-decoder, recurrent or hybrid state, or a rotary embedding that depends on the length
-            of the text. Whatever else is unsupported fails in tracing.
+        UnsupportedModelError: an encoder-decoder, or a rotary embedding that depends on the length of the text. Whatever else
+            is unsupported fails when the model runs or is traced.
     """
     config = source.read("configuration", AutoConfig)
     kind = config.model_type
@@ -32,13 +32,7 @@ def read_config(source: Source) -> Any:
         raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{source.name} ({kind}) is not a causal language model in transformers")
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config()  # the same object, except in multimodal models
-    layer_types = set(getattr(text, "layer_types", None) or [])
-    if model._is_stateful or any("attention" not in layer or "linear" in layer for layer in layer_types):
-        raise UnsupportedModelError(
-            f"{source.name} ({kind}) keeps recurrent or hybrid state, which cannot be rolled back when a draft is rejected"
-        )
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
     for entry in ropes:

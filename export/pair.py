@@ -240,17 +240,21 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
     progress.stage(f"running the {role}")
     features = sample_features(width) if is_head and width is not None else None
     expected = reference(model, sample, features)
-    path, layers = job.folder / model_file(role), expected.layers
+    path, layout = job.folder / model_file(role), expected.layout
+    if layout.recurrent and role != "target":
+        raise UnsupportedModelError(
+            f"{job.source.name} ({architecture}) keeps a recurrent state, which only targets may", "choose a draft without"
+        )
     progress.stage(f"tracing the {role}")
     path.parent.mkdir(exist_ok=True)
-    program = trace(model, layers, rows, rounding is not None, width, is_head)
+    program = trace(model, layout, rows, rounding is not None, width, is_head)
     if rounding is not None:
         pack(program, model)
     program.save(path, external_data=True)
     del model, program
     gc.collect()
     progress.stage(f"checking the {role}'s graph against the checkpoint")
-    actual, written = Exported(path, layers, job.precision, features=width).results(sample, features=features)
+    actual, written = Exported(path, layout, job.precision, features=width).results(sample, features=features)
     assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
     want, got = (each[compared][:, known.numpy()] for each in (expected.logits, actual))
     parity = compare(want, got, job.precision)
@@ -258,7 +262,7 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
         compare(expected.features, written, job.precision, "features")
     if pieces and rounding is not None:
         progress.stage(f"reading held-out text with the {role}'s graph")
-        served = Exported(path, layers, job.precision, as_served=True, features=width)
+        served = Exported(path, layout, job.precision, as_served=True, features=width)
         logits = (served.logits(piece, [piece.shape[1]]) for piece in pieces)
         parity = check_perplexity(parity, perplexity(logits, pieces, known), reference_perplexity, rounding)
     return Model(
@@ -268,7 +272,8 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
         precision=job.precision,
         vocab_rows=rows,
         max_positions=positions,
-        layers=layers,
+        layers=layout.layers,
+        recurrent=layout.recurrent,
         parity=parity,
         quantization=quantization,
         head_tokens=None if known.all() else int(known.sum()),

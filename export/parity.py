@@ -9,30 +9,34 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from outrider.backends.onnxruntime.engine import ACCURACY, CPU, first_line, session_options
 from outrider.bundle.manifest import Parity
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import (
+    COMMITTED,
     FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
     PAST_FEATURES,
+    PENDING,
     POSITIONS,
-    cache_tensors,
+    recent_rows,
 )
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import OutriderError, ParityError, SourceError, UnsupportedModelError
 from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.heldout import TEXT
 from outrider.export.rounding import Rounding
-from outrider.export.step_model import entering, feature_mixer
+from outrider.export.recurrent import has_attention, is_empty, is_recurrent, recurrent_sizes
+from outrider.export.step_model import CacheLayout, entering, feature_mixer
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows per run: shapes of prefill, decoding and verification
 CAPACITY = 32
@@ -54,7 +58,7 @@ class Reference(NamedTuple):
     """What a checkpoint computes in one pass with eager attention."""
 
     logits: Floats  # float32 [S, V]
-    layers: list[tuple[int, int, int]]  # (key/value heads, key width, value width) of each
+    layout: CacheLayout  # of the checkpoint's cache
     # float32 [S, H] of a target with a draft head; what a draft head makes for the next row, [1, H]
     features: Floats | None
 
@@ -86,7 +90,7 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
             else:
                 with entering(model, [] if mixer is None else mixer.ids) as hidden:
                     output = model(tokens, use_cache=True)
-                logits, cache = output.logits, getattr(output, "past_key_values", None)
+                logits, cache = output.logits, getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
                 mixed = None if mixer is None else mixer(hidden)[0].float().numpy()
     except (MemoryError, OutriderError):
         raise
@@ -97,10 +101,23 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
         ) from error
     if cache is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no key/value cache")
-    if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
-        raise UnsupportedModelError(f"{type(model).__name__} keeps recurrent or hybrid state in its cache")
-    layers = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in cache.layers]
-    return Reference(logits[0].float().numpy(), layers, mixed)
+    return Reference(logits[0].float().numpy(), cache_layout(model, cache), mixed)
+
+
+def cache_layout(model: PreTrainedModel, cache: Any) -> CacheLayout:
+    """Return what the layers of a model's cache keep, after a run.
+
+    Raises:
+        UnsupportedModelError: the cache keeps something else than keys, values and known recurrent states.
+    """
+    if kinds := {type(each).__name__ for each in cache.layers if not (has_attention(each) or is_recurrent(each) or is_empty(each))}:
+        raise UnsupportedModelError(f"{type(model).__name__} keeps something else in its cache: {', '.join(sorted(kinds))}")
+    attention = [layer for layer in cache.layers if has_attention(layer)]
+    if not attention:
+        raise UnsupportedModelError(f"{type(model).__name__} has no layer with attention")
+    layers = [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in attention]
+    recurrent = recurrent_sizes(model, cache.layers)
+    return CacheLayout(layers, recurrent, [(has_attention(layer), is_recurrent(layer)) for layer in cache.layers])
 
 
 def open_graph(path: Path, precision: str, as_served: bool = False) -> Any:
@@ -133,7 +150,7 @@ class Exported:
     def __init__(
         self,
         path: Path,
-        layers: list[tuple[int, int, int]],
+        layout: CacheLayout,
         precision: str,
         as_served: bool = False,
         features: int | None = None,
@@ -147,7 +164,7 @@ class Exported:
             ParityError: ONNX Runtime cannot load the graph.
         """
         self._session = open_graph(path, precision, as_served)
-        self._caches = cache_tensors(layers, features)
+        self._caches, self._layout = layout.tensors(features), layout
         self._dtype = np.float16 if precision == "fp16" else np.float32
 
     def logits(self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS, features: torch.Tensor | None = None) -> Floats:
@@ -166,8 +183,9 @@ class Exported:
     ) -> tuple[Floats, Floats | None]:
         """Return logits as `logits` does, and the features that the model has written, as in `Reference`."""
         capacity = max(CAPACITY, tokens.shape[1])
-        past = {c.past: np.zeros((1, c.heads, capacity, c.width), dtype=self._dtype) for c in self._caches}
-        further = {}
+        recent = recent_rows(self._layout.recurrent, 1)
+        past = {c.past: np.zeros((1, *c.sizes(capacity, recent)), dtype=c.dtype or self._dtype) for c in self._caches}
+        further: dict[str, npt.NDArray[Any]] = {}
         if features is not None:
             past[PAST_FEATURES][:, 0, : features.shape[1]] = features.numpy()
             further = {FEATURE_POSITIONS: np.array([capacity - 1])}
@@ -178,6 +196,8 @@ class Exported:
                 POSITIONS: np.array([start]),
                 KEY_POSITIONS: np.arange(start + rows),
             }
+            if self._layout.recurrent:
+                further = {PENDING: np.array([0]), COMMITTED: np.array([rows])}
             try:
                 output, *present = self._session.run(None, inputs | further | past)
             except Exception as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,16 +23,24 @@ from outrider.engines.contract import (
     BATCH_DIM,
     BLOCK_STATE,
     CAPACITY_DIM,
+    COMMITTED,
+    DOMAIN,
     FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
     LOGITS,
+    PENDING,
     POSITIONS,
+    RECENT_DIM,
     ROWS_DIM,
     WINDOW_DIM,
+    CacheTensor,
+    RecurrentLayer,
     cache_tensors,
 )
 from outrider.errors import UnsupportedModelError
+from outrider.export.recurrence import functions
+from outrider.export.recurrent import AttentionAndRecurrentStep, RecurrentStep, replaced
 
 OPSET = 24
 ATTENTION = "outrider_step"
@@ -141,6 +149,13 @@ class HeldLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return query_length, 0  # unused: our masks know which rows they are for
 
 
+class EmptyLayer(HeldLayer):
+    """The cache of a layer that keeps nothing."""
+
+    def update(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise UnsupportedModelError("a layer without attention attends")
+
+
 class StepLayer(HeldLayer):
     """The cache of one layer. It is written by `TensorScatter`, and read through a window as long as `key_positions`."""
 
@@ -169,12 +184,25 @@ class StepLayer(HeldLayer):
         return symbolic("Slice", inputs, dtype=present.dtype, shape=shape, version=OPSET)
 
 
+class CacheLayout(NamedTuple):
+    """What the layers of a model's cache keep."""
+
+    layers: list[tuple[int, int, int]]  # (key/value heads, key width, value width) of each with attention
+    recurrent: list[RecurrentLayer] = []
+    kinds: list[tuple[bool, bool]] = []  # whether each has attention, and whether it is recurrent; empty if all have attention
+
+    def tensors(self, features: int | None = None) -> list[CacheTensor]:
+        """Return the cache tensors, with features of the width `features`, if there are any."""
+        return cache_tensors(self.layers, features, self.recurrent)
+
+
 class StepModel(nn.Module):
     """The module that is traced, from the inputs in `engines.contract` to `logits` and the present caches."""
 
-    def __init__(self, model: PreTrainedModel, vocab_rows: int, spare_row: bool):
+    def __init__(self, model: PreTrainedModel, layout: CacheLayout, vocab_rows: int, spare_row: bool):
         super().__init__()
         self.model = model
+        self.layout = layout
         self.spare_row = spare_row
         embedded = int(model.get_input_embeddings().weight.shape[0])
         # A draft may lack rows of the target's padding; what it makes of such a token costs acceptance and nothing else.
@@ -184,19 +212,44 @@ class StepModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, *past: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        commits, past = (past[:2], past[2:]) if self.layout.recurrent else ((), past)
         rows = positions[:, None] + torch.arange(input_ids.shape[1])
         if self.last_token is not None:
             input_ids = input_ids.clamp(max=self.last_token)
         mixer = feature_mixer(self.model)
-        with _layers(past, positions, key_positions, rows, self.spare_row) as layers:
-            with entering(self.model, [] if mixer is None else mixer.ids) as hidden:
+        count = 2 * len(self.layout.layers)
+        with _layers(past[:count], positions, key_positions, rows, self.spare_row) as layers:
+            recurrent = self._recurrent(past[count:], *commits)
+            cache = Cache(layers=self._in_order(layers, recurrent))
+            with entering(self.model, [] if mixer is None else mixer.ids) as hidden, replaced(self.model):
                 # A backend may run a row behind the last position, and drop the result.
                 places = rows if self.last_position is None else rows.clamp(max=self.last_position)
-                output = self.model(
-                    input_ids=input_ids, position_ids=places, past_key_values=Cache(layers=layers), use_cache=True
-                )
+                output = self.model(input_ids=input_ids, position_ids=places, past_key_values=cache, use_cache=True)
             features = [] if mixer is None else [scatter(past[-1], mixer(hidden)[:, None], positions)]
-        return output.logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values)), *features
+        if not all(each.complete for each in recurrent):
+            raise UnsupportedModelError("a recurrent layer was not run")
+        kept = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+        return output.logits.float(), *kept, *(tensor for each in recurrent for tensor in each.tensors), *features
+
+    def _recurrent(self, past: Sequence[torch.Tensor], *commits: torch.Tensor) -> list[RecurrentStep]:
+        """Return what each recurrent layer keeps. Those with attention beside it get that in `_in_order`."""
+        made, given = [], iter(past)
+        kinds = iter([kind for kind in self.layout.kinds if kind[1]])
+        for sizes in self.layout.recurrent:
+            tensors = [next(given) for _ in cache_tensors([], None, [sizes])]
+            kind = AttentionAndRecurrentStep if next(kinds)[0] else RecurrentStep
+            made.append(kind(sizes, tensors, *commits))
+        return made
+
+    def _in_order(self, layers: list[StepLayer], recurrent: list[RecurrentStep]) -> list[Any]:
+        """Return the layers of the cache in the model's order."""
+        attention, state = iter(layers), iter(recurrent)
+        ordered: list[Any] = []
+        for has_attention, is_recurrent in self.layout.kinds or [(True, False)] * len(layers):
+            ordered.append(next(state) if is_recurrent else next(attention) if has_attention else EmptyLayer())
+            if has_attention and is_recurrent:
+                ordered[-1].attention = next(attention)
+        return ordered
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
@@ -305,7 +358,7 @@ def entering(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[list[torch.
 
 def trace(
     model: PreTrainedModel,
-    layers: list[tuple[int, int, int]],
+    layout: CacheLayout,
     vocab_rows: int = 0,
     spare_row: bool = False,
     features: int | None = None,
@@ -315,7 +368,7 @@ def trace(
 
     Args:
         model: the model to trace.
-        layers: (key/value heads, key width, value width) of each layer.
+        layout: what the layers of its cache keep.
         vocab_rows: any token below it may be an input, whether or not the model has it.
         spare_row: compute the last row of attention twice, so that attention never has a single row. On ONNX Runtime's CPU
             provider, attention of a single row differs in the last bits from that of several. With quantized weights, products
@@ -328,29 +381,33 @@ def trace(
         UnsupportedModelError: the model does something that the graph cannot express.
     """
     # The sizes differ, and none is 0 or 1, because torch.export would take these for constants.
-    batch, rows, window, capacity = 2, 3, 8, 16
-    caches = cache_tensors(layers, features)
-    past = tuple(torch.zeros(batch, c.heads, capacity, c.width, dtype=model.dtype) for c in caches)
-    inputs = (
-        torch.zeros(batch, rows, dtype=torch.int64),
-        torch.zeros(batch, dtype=torch.int64),
-        torch.arange(window),
-        *([torch.zeros(batch, dtype=torch.int64)] if is_head else []),
-        *past,
+    batch, rows, window, capacity, recent = 2, 3, 8, 16, 11
+    caches = layout.tensors(features)
+    further = [FEATURE_POSITIONS] if is_head else [PENDING, COMMITTED] if layout.recurrent else []
+    past = tuple(
+        torch.zeros(batch, *c.sizes(capacity, recent), dtype=model.dtype if c.dtype is None else torch.float32) for c in caches
     )
-    dims = {name: torch.export.Dim(name, min=1) for name in (BATCH_DIM, ROWS_DIM, WINDOW_DIM, CAPACITY_DIM)}
+    one = torch.zeros(batch, dtype=torch.int64)
+    inputs = (torch.zeros(batch, rows, dtype=torch.int64), one, torch.arange(window), *(one.clone() for _ in further), *past)
+    names = (BATCH_DIM, ROWS_DIM, WINDOW_DIM, CAPACITY_DIM, *([RECENT_DIM] if layout.recurrent else []))
+    dims = {name: torch.export.Dim(name, min=1) for name in names}
+    of_batch = {0: dims[BATCH_DIM]}
+    of_caches = [
+        of_batch | {at: dims[size] for at, size in enumerate(c.shape, 1) if isinstance(size, str)} for c in caches
+    ]
+    # What `forward` takes as one variable number of tensors has shapes of its own.
+    named = [of_batch] * len(further) if is_head else []
     shapes = (
         {0: dims[BATCH_DIM], 1: dims[ROWS_DIM]},
-        {0: dims[BATCH_DIM]},
+        of_batch,
         {0: dims[WINDOW_DIM]},
-        *([{0: dims[BATCH_DIM]}] if is_head else []),
-        tuple({0: dims[BATCH_DIM], 2: dims[CAPACITY_DIM]} for _ in past),
+        *named,
+        (*([] if is_head else [of_batch] * len(further)), *of_caches),
     )
-    step = HeadStep(model, spare_row) if is_head else StepModel(model, vocab_rows, spare_row)
-    further = [FEATURE_POSITIONS] if is_head else []
+    step = HeadStep(model, spare_row) if is_head else StepModel(model, layout, vocab_rows, spare_row)
     state = [] if getattr(model, "block_state", None) is None else [BLOCK_STATE]
     model.set_attn_implementation(ATTENTION)
-    return to_onnx(
+    program = to_onnx(
         step,
         inputs,
         shapes,
@@ -358,6 +415,10 @@ def trace(
         [LOGITS, *(c.present for c in caches), *state],
         type(model).__name__,
     )
+    for rule in {node.op_type for node in program.model.graph.all_nodes() if node.domain == DOMAIN}:
+        program.model.opset_imports[DOMAIN] = 1
+        program.model.functions.update({function.identifier(): function for function in functions(rule)})
+    return program
 
 
 def to_onnx(

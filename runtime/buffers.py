@@ -73,6 +73,8 @@ class RoundBuffers:
             "proposed": many,
             "positions": one,
             "drafted_count": one,
+            "pending": one,
+            "committed": one,
             "verifying": ((batch * rows * 3,), "float32"),
         }
         for drafter in drafters:

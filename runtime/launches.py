@@ -108,6 +108,8 @@ class Launches(RoundBuffers):
                 host["verifying"][index * rows * 3 : (index + 1) * rows * 3] = uniforms.reshape(-1)
         if drafter is not None:
             drafter.fill(lanes, shape)
+        certain = [int(lane.sampling is not None) for lane in lanes]
+        self.target.advance(shape.first, positions[:batch], rows, certain, host["pending"], host["committed"])
         if not shape.greedy:
             self._send_tables(lanes, shape)
 
@@ -174,7 +176,11 @@ class Launches(RoundBuffers):
             ids = self.inputs.device["input_ids"].part(0, shape.batch, shape.rows)
             positions = self.inputs.device["positions"].part(0, shape.batch)
             logits = self._target_logits.part(0, shape.batch, shape.rows, self.vocab_rows)
-            launches = [self.target.bind(ids, positions, logits, shape.window, shape.first)]
+            commits = None
+            if self.target.recurrence is not None:
+                pending, committed = (self.inputs.device[name].part(0, shape.batch) for name in ("pending", "committed"))
+                commits = pending, committed
+            launches = [self.target.bind(ids, positions, logits, shape.window, shape.first, commits=commits)]
             if on_device:
                 launches.insert(0, self.device.copy_columns(ids, 1, self.drafted_matrix(shape), 0, shape.drafted))
             return self.sequence(launches)

@@ -160,6 +160,12 @@ class Rounds:
             replay()
             self.device.synchronize()
         else:
+            target = self._target_step(steps)
+            if self.launches.target.recurrence is not None and begin < target:  # its pass changes the state: never twice
+                self._launch_all(steps[begin:target])
+                if (pause := next((at for at in range(begin, target) if not _decided(steps[at], active)), None)) is not None:
+                    return Pause(pause)
+                begin = target
             self._launch_all(steps[begin:])
         self.seconds += time.perf_counter() - started
         for at in range(begin, len(steps)):
@@ -190,6 +196,11 @@ class Rounds:
                 if (rows := stop(drafter.confidence(step.row, shape))) is not None:
                     return Pause(at, rows)
         return None
+
+    @staticmethod
+    def _target_step(steps: list[Step]) -> int:
+        """Return the index of the target's pass, which is before the verifier."""
+        return next(at for at, step in enumerate(steps) if step.status is not None and step.row == VERIFIER) - 1
 
     def _launch_all(self, steps: list[Step]) -> None:
         for step in steps:

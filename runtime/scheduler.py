@@ -245,7 +245,7 @@ class Scheduler:
         """The free slot whose cache holds most of a prompt's beginning, or else the one that has been free for longest."""
 
         def shared(slot: Slot) -> int:
-            count = slot.shared(prompt)
+            count = self._slots.reusable(slot, prompt)
             return count if count >= MIN_SHARED else 0
 
         return max(self._free, key=shared)

@@ -29,7 +29,7 @@ class Slot:
         self.finite = True  # whether all logits computed from the caches were finite so far
 
     def shared(self, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt the target's cache holds."""
+        """Return how many tokens at the beginning of a prompt the slot's caches hold."""
         limit = min(self.cached, len(prompt))
         return next((at for at in range(limit) if self.tokens[at] != prompt[at]), limit)
 
@@ -63,11 +63,17 @@ class Slots:
         """Return the slots from one index to another, both included."""
         return self._slots[first : last + 1]
 
+    def reusable(self, slot: Slot, prompt: list[int]) -> int:
+        """Return how many tokens at the beginning of a prompt the target need not read again in a slot. Recurrent layers can
+        only go on from where their state is: most often from the end of the text."""
+        return self._target.usable(slot.index, min(slot.shared(prompt), len(prompt) - 1))
+
     def begin(self, slot: Slot, request: Request, shared: int = 0) -> None:
         """Give a slot to a request whose first `shared` tokens its caches hold."""
         for drafter in self._drafters.values():
             drafter.truncate(slot.index, shared)
-        slot.tokens, slot.cached, slot.finite = request.tokens, min(shared, len(request.tokens) - 1), False
+        cached = self._target.usable(slot.index, min(shared, len(request.tokens) - 1))
+        slot.tokens, slot.cached, slot.finite = request.tokens, cached, False
         request.slot = slot
 
     def release(self, slot: Slot) -> None:

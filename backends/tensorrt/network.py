@@ -124,7 +124,7 @@ def _profile(job: Job, shapes: dict[str, Any], network: Any) -> Profile:
         profile.add(name, *shapes[name])
     for cache in job.cache:
         batches = [shape[0] for shape in shapes[INPUT_IDS]]
-        profile.add(cache.past, *([batch, cache.heads, job.capacity, cache.width] for batch in batches))
+        profile.add(cache.past, *([batch, *cache.sizes(job.capacity, job.recent)] for batch in batches))
     return profile
 
 
