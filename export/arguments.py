@@ -11,7 +11,7 @@ from outrider.bundle.folder import check_absent
 from outrider.bundle.manifest import READS_FEATURES
 from outrider.errors import UsageError
 from outrider.export.rounding import Rounding
-from outrider.export.source import Source
+from outrider.export.source import MTP, NONE, Source
 
 
 class Options(TypedDict, total=False):
@@ -35,6 +35,7 @@ class Arguments:
     head_precision: str | None
     target: Source
     drafts: list[Source]
+    own_head: bool  # whether the target's own MTP head drafts if it has one
     rounding: Rounding | None  # None if weights are not quantized
     shortening: tuple[Path, int] | None  # the text whose most frequent tokens the draft may propose, and their number
 
@@ -51,10 +52,13 @@ class Arguments:
         rounding = Rounding.from_options(
             precision, head_precision, options.get("method"), options.get("calibration"), options.get("group_size")
         )
-        shortening = _shortening(bool(drafts), options.get("draft_vocab"), options.get("draft_vocab_text"))
-        parsed = Source.parse(target), [Source.parse(draft) for draft in drafts]
+        named = [draft for draft in drafts if draft != NONE]
+        if NONE in drafts and len(drafts) > 1:
+            raise UsageError(f"--draft {NONE} and another draft contradict each other", f"leave {NONE} out")
+        shortening = _shortening(bool(named), options.get("draft_vocab"), options.get("draft_vocab_text"))
+        parsed = Source.parse(target), [Source.parse(target if draft == MTP else draft) for draft in named]
         check_absent(output)
-        return cls(output, precision, head_precision, *parsed, rounding, shortening)
+        return cls(output, precision, head_precision, *parsed, not drafts, rounding, shortening)
 
     def sources(self) -> dict[str, Source]:
         """Return the checkpoints by role, the target first. A hub may be asked what they are.
@@ -65,7 +69,7 @@ class Arguments:
         """
         sources = {"target": self.target}
         for source in self.drafts:
-            role = source.drafting_role()
+            role = "head" if source == self.target else source.drafting_role()
             if role in sources:
                 both = f"{sources[role].name} and {source.name}"
                 raise UsageError(f"--draft names two that draft in the same way: {both}", "choose one of them")

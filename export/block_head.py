@@ -30,7 +30,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from outrider.errors import SourceError
-from outrider.export.draft_head import DraftHead, FeatureMixer, HeadCheckpoint, Target, load_tensors
+from outrider.export.draft_head import FeatureMixer, HeadCheckpoint, QwenHead, Target, load_tensors
 from outrider.export.draft_head_config import (
     AGAIN,
     Count,
@@ -256,7 +256,7 @@ class ConfidenceHead(nn.Module):
         self.proj = proj
 
 
-class BlockHead(DraftHead):
+class BlockHead(QwenHead):
     """A head that drafts a block of tokens in one pass. Rows of the context, -1 for their token, come first."""
 
     def __init__(self, decoder: Qwen3Config, config: BlockConfig):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -33,6 +35,7 @@ class Target:
     vocab_rows: int
     embedding: torch.Tensor  # [V, Ht]
     output_head: torch.Tensor | None  # [V, Ht]; None if it is more than a matrix
+    model: PreTrainedModel | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, name: str = "the target") -> Target:
@@ -40,7 +43,7 @@ class Target:
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         output_head = head.weight if getattr(head, "bias", None) is None else None
         embedding, rows = model.get_input_embeddings().weight, int(head.weight.shape[0])
-        return cls(name, config.num_hidden_layers, config.hidden_size, rows, embedding, output_head)
+        return cls(name, config.num_hidden_layers, config.hidden_size, rows, embedding, output_head, model)
 
 
 class Config(Protocol):
@@ -70,28 +73,18 @@ class Config(Protocol):
 class FeatureMixer(nn.Module, ABC):
     """What the target's graph computes for a head, once for each of its rows."""
 
-    ids: list[int]  # the features are what enters these layers of the target
+    ids: list[int]  # the features are what enters these layers of the target; their number stands for the last one's output
     hidden_size: int  # of what it makes of them
-    fc: nn.Linear
 
     @abstractmethod
     def forward(self, hidden: list[torch.Tensor]) -> torch.Tensor:
         """Return features [B, S, H] of hidden states, [B, S, Ht] for each of `ids`."""
 
 
-class DraftHead(Qwen3ForCausalLM, ABC):  # type: ignore[misc]  # transformers is untyped here
-    """A head over features. It is a Qwen3; a Llama is one without the norms of queries and keys."""
+class DraftHead(ABC):
+    """A head over features; it is a model of transformers, too."""
 
-    def __init__(self, decoder: Qwen3Config, layers: Layers, draft_vocab: int):
-        """Make a head without weights for its embedding and its output head, which are as large as the target's."""
-        vocab_rows, decoder.vocab_size = decoder.vocab_size, 1
-        super().__init__(decoder)
-        decoder.vocab_size = vocab_rows
-        if layers.model_type == "llama":
-            for each in self.model.layers:
-                each.self_attn.q_norm, each.self_attn.k_norm = nn.Identity(), nn.Identity()
-        self.model.embed_tokens = nn.Embedding(vocab_rows, decoder.hidden_size, device="meta")
-        self.lm_head = nn.Linear(decoder.hidden_size, draft_vocab, bias=False, device="meta")
+    block_state: int | None = None  # width of what it gives to further heads of its own
 
     @abstractmethod
     def forward(
@@ -107,8 +100,23 @@ class DraftHead(Qwen3ForCausalLM, ABC):  # type: ignore[misc]  # transformers is
         """
 
 
+class QwenHead(Qwen3ForCausalLM, DraftHead):  # type: ignore[misc]  # transformers is untyped here
+    """A head of the layers of Qwen3; those of a Llama have no norms of queries and keys."""
+
+    def __init__(self, decoder: Qwen3Config, layers: Layers, draft_vocab: int):
+        """Make a head without weights for its embedding and its output head, which are as large as the target's."""
+        vocab_rows, decoder.vocab_size = decoder.vocab_size, 1
+        super().__init__(decoder)
+        decoder.vocab_size = vocab_rows
+        if layers.model_type == "llama":
+            for each in self.model.layers:
+                each.self_attn.q_norm, each.self_attn.k_norm = nn.Identity(), nn.Identity()
+        self.model.embed_tokens = nn.Embedding(vocab_rows, decoder.hidden_size, device="meta")
+        self.lm_head = nn.Linear(decoder.hidden_size, draft_vocab, bias=False, device="meta")
+
+
 M = TypeVar("M", bound=FeatureMixer)
-H = TypeVar("H", bound=DraftHead)
+H = TypeVar("H", bound=QwenHead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +249,48 @@ class HeadCheckpoint(ABC, Generic[M, H]):
                 raise SourceError(f"{names[name]} of {self.name} has the shape {shapes}", AGAIN)
         module.load_state_dict({name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}, assign=True)
         module.requires_grad_(False).eval()
+
+
+def checkpoint_names(source: Source) -> dict[str, str]:
+    """Return the names of the tensors in a checkpoint's safetensors, and the file that each is in; none of other formats.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    try:
+        if (index := source.file(INDEX)) is not None:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if source.options or (path := source.file(FILES[0])) is None:
+            return {}
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), FILES[0])
+    except OutriderError:
+        raise
+    except Exception as error:  # safetensors and json raise errors of many types
+        raise _unreadable(source, error) from error
+
+
+def read_tensors(source: Source, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return some of what `checkpoint_names` has listed.
+
+    Raises:
+        SourceError: they cannot be read.
+    """
+    tensors = {}
+    try:
+        for each in sorted({*names.values()}):
+            with safe_open(source.file(each), framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name, place in names.items() if place == each}
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise _unreadable(source, error) from error
+    return tensors
+
+
+def _unreadable(source: Source, error: Exception) -> SourceError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return SourceError(f"cannot read the weights of {source.name}: {reason[:300]}", AGAIN)
 
 
 def load_tensors(source: Source) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from outrider.export.draft_head import LAYERS, DraftHead, FeatureMixer, HeadCheckpoint, Target, load_tensors
+from outrider.export.draft_head import LAYERS, FeatureMixer, HeadCheckpoint, QwenHead, Target, load_tensors
 from outrider.export.eagle3_config import HeadConfig
 from outrider.export.source import Source
 
@@ -117,7 +117,7 @@ class Eagle3Mixer(FeatureMixer):
         return mixed
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(QwenHead):
     """A head that drafts one token in a pass, or, as P-EAGLE, several behind mask tokens."""
 
     mask_feature: torch.Tensor  # [H], what a mask has for its feature

@@ -42,6 +42,7 @@ from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load
 from outrider.export.draft_head import DraftHead, HeadCheckpoint, Target
 from outrider.export.eagle3 import Eagle3Checkpoint
 from outrider.export.markov import export_markov
+from outrider.export.mtp import MtpCheckpoint, has_mtp
 from outrider.export.parity import (
     Exported,
     check_perplexity,
@@ -106,10 +107,13 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
     with staged(arguments.output) as folder, _quiet_libraries():
         (folder / sampler_file(MARKOV)).parent.mkdir()
         sources = arguments.sources()
+        if arguments.own_head and has_mtp(arguments.target):
+            progress.stage(f"drafting with the MTP head of {arguments.target.name}, which is the default")
+            sources["head"] = arguments.target
         configs = {role: read_config(source) for role, source in sources.items() if role not in HEADS}
         masks = {role: _mask_token(sources[role], configs[role]) for role in ("parallel-draft",) if role in sources}
         of_head = next((role for role in HEADS if role in sources), None)
-        head = HEADS[of_head].read(sources[of_head]) if of_head is not None else None
+        head = _read_head(sources, of_head)
         progress.stage("reading the vocabularies")
         tokenizers = {role: load_tokenizer(source) for role, source in sources.items() if _has_tokenizer(role, source)}
         vocabulary = tokenizers["target"].vocabulary()
@@ -144,6 +148,13 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
             share_with_target(folder, models)
         _write_text(folder, tokenizers["target"])
         return _seal(folder, vocab_tokens, models, defaults, progress)
+
+
+def _read_head(sources: dict[str, Source], role: str | None) -> HeadCheckpoint[Any, Any] | MtpCheckpoint | None:
+    """Return the draft head, if there is one: the target's own where both come from one checkpoint."""
+    if role is None:
+        return None
+    return MtpCheckpoint.read(sources[role]) if sources[role] == sources["target"] else HEADS[role].read(sources[role])
 
 
 def _seal(folder: Path, vocab_tokens: int, models: dict[str, Model], generation: Generation, progress: Progress) -> Manifest:

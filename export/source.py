@@ -15,6 +15,8 @@ from outrider.errors import OutriderError, SourceError
 
 EAGLE3, PEAGLE = "eagle3", "peagle"  # as speculators calls them
 BLOCKS = ("dflash", "dspark")
+MTP = "mtp"  # what `--draft` calls the head in the target's own checkpoint
+NONE = "none"  # what it calls no draft at all
 MASK_TOKEN = "pard_token"  # in the configuration of a parallel draft, which thereby says what it is
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
