@@ -20,11 +20,11 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def read_config(source: Source) -> Any:
-    """Read the model's configuration, and refuse what it says that no graph can express.
+    """Read the model's configuration.
 
     Raises:
-        UnsupportedModelError: an encoder-decoder, or a rotary embedding that depends on the length of the text. Whatever else
-            is unsupported fails when the model runs or is traced.
+        UnsupportedModelError: an encoder-decoder, or no language model. Whatever else is unsupported fails when the model runs
+            or is traced.
     """
     config = source.read("configuration", AutoConfig)
     kind = config.model_type
@@ -32,16 +32,34 @@ def read_config(source: Source) -> Any:
         raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{source.name} ({kind}) is not a causal language model in transformers")
-    text = config.get_text_config()  # the same object, except in multimodal models
-    rope = getattr(text, "rope_parameters", None) or {}
-    ropes = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
-    for entry in ropes:
-        if entry.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            raise UnsupportedModelError(
-                f"{source.name} ({kind}) scales its rotary embedding by the length of the text ({entry['rope_type']}),"
-                " which one graph cannot express"
-            )
     return config
+
+
+def max_positions(config: Any) -> int | None:
+    """Return the longest text that a graph of the model is right for; None if there is no limit.
+
+    Where a rotary embedding depends on the length of the text ("dynamic", "longrope"), it is that up to which it does not.
+    """
+    text = config.get_text_config()  # the same object, except in multimodal models
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    entries = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
+    original = [entry.get("original_max_position_embeddings") for entry in entries if _scales_by_length(entry.get("rope_type"))]
+    return min([each for each in (limit, *original) if each is not None], default=None)
+
+
+def _scales_by_length(rope_type: object) -> bool:
+    return rope_type in LENGTH_DEPENDENT_ROPE
+
+
+def _fix_rotary_embeddings(model: PreTrainedModel) -> None:
+    """Keep rotary embeddings as they are for texts of up to `max_positions` tokens, instead of asking in each pass."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {name: "default" if _scales_by_length(each) else each for name, each in kind.items()}
+        elif _scales_by_length(kind):
+            module.rope_type = "default"
 
 
 def load_model(source: Source, precision: str) -> PreTrainedModel:
@@ -70,6 +88,7 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+    _fix_rotary_embeddings(model)
     model.requires_grad_(False)
     loaded: PreTrainedModel = model.eval()
     return loaded

@@ -38,7 +38,7 @@ from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.arguments import Arguments, Options
 from outrider.export.block_head import BlockCheckpoint, BlockHead
-from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, read_config
+from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, max_positions, read_config
 from outrider.export.draft_head import DraftHead, HeadCheckpoint, Target
 from outrider.export.eagle3 import Eagle3Checkpoint
 from outrider.export.markov import export_markov
@@ -201,7 +201,7 @@ def _load(job: _Job) -> tuple[PreTrainedModel, Generation]:
     job.progress.stage(f"loading the {job.role}")
     model = load_model(job.source, job.precision)
     defaults = generation_defaults(model, job.tokenizer)
-    _check_numbers(job.source.name, _head_rows(model, job), defaults, _positions(model))
+    _check_numbers(job.source.name, _head_rows(model, job), defaults, max_positions(model.config))
     return model, defaults
 
 
@@ -218,11 +218,6 @@ def _mask_token(source: Source, config: Any) -> int:
     return token
 
 
-def _positions(model: PreTrainedModel) -> int | None:
-    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return positions
-
-
 def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
     """Trace, save and check one model, whose logits are to have so many rows."""
     role, rounding, progress = job.role, job.rounding, job.progress
@@ -233,7 +228,7 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
     lent = {id(parameter) for parameter in model.get_input_embeddings().parameters()} if is_head else set()
     parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in lent)
     # A head's is often that of its training texts; rotary embeddings go on beyond it, at some loss of acceptance.
-    positions, known = None if is_head else _positions(model), _known(model, job, rows)
+    positions, known = None if is_head else max_positions(model.config), _known(model, job, rows)
     quantization, pieces, reference_perplexity = None, list[torch.Tensor](), 0.0
     if rounding is not None and is_head:
         progress.stage(f"quantizing the {role}")

@@ -83,41 +83,56 @@ def step_attention(
         raise UnsupportedModelError(f"{type(module).__name__} uses attention without a causal mask")
     trace = _current.get()
     trace.attention_calls += 1
-    for name in ("s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} uses `{name}`, which ONNX Attention cannot express")
+    if options.get("position_bias") is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} uses `position_bias`, which ONNX Attention cannot express")
+    sinks: torch.Tensor | None = options.get("s_aux")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     rows = query.shape[2]
     if trace.spare_row:
         query = torch.cat([query, query[:, :, -1:]], 2)
         attention_mask = torch.cat([attention_mask, attention_mask[:, :, -1:]], 2)
-    if softcap is None:
+    if softcap is None and sinks is None:
         shape = (*query.shape[:-1], value.shape[-1])
         inputs = (query, key, value, attention_mask)
         output = symbolic("Attention", inputs, {"scale": scale}, dtype=query.dtype, shape=shape, version=OPSET)
     else:
-        output = _softcapped(query, key, value, attention_mask, scale, softcap)
+        output = _written_out(query, key, value, attention_mask, scale, softcap, sinks)
     if trace.spare_row:
         output = output[:, :, :rows]
     return output.transpose(1, 2), None
 
 
-def _softcapped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
+def _written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention with `softcap * tanh(scores / softcap)` in plain ops: TensorRT's `Attention` has no soft-capping.
+    """Compute attention in plain ops, for what ONNX's or TensorRT's `Attention` lacks.
 
     Query heads are grouped by their key/value head, so that keys and values are not repeated in memory.
+
+    Args:
+        softcap: scores become `softcap * tanh(scores / softcap)`.
+        sinks: [H], a further score of each head, which takes its share of the weights and has no value (GPT-OSS).
     """
     batch, heads, rows, width = query.shape
     groups = heads // key.shape[1]
     grouped = query.reshape(batch, key.shape[1], groups * rows, width)
     scores = (grouped @ key.transpose(2, 3)) * scale
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.reshape(batch, heads, rows, key.shape[2])
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    weights = weights.reshape(batch, key.shape[1], groups * rows, key.shape[2])
+    if sinks is None:
+        weights = scores.softmax(-1, dtype=torch.float32)
+    else:
+        sink = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(batch, -1, rows, 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    weights = weights.to(query.dtype).reshape(batch, key.shape[1], groups * rows, key.shape[2])
     return (weights @ value).reshape(batch, heads, rows, value.shape[-1])
 
 
