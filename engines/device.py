@@ -125,6 +125,7 @@ class Engine(ABC):
     spare_slots = 0  # positions that a step model's cache needs beyond the capacity
     skips_logits = False  # whether a step model can compute the logits of only as many of the last rows as its buffer holds
     recordable = True  # whether the device may record its launches
+    overwrites = True  # whether it may write recurrent states over those that it reads
 
     @abstractmethod
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:

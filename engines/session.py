@@ -208,7 +208,14 @@ class Session(ABC):
             self._logits = self.device.zeros((size,), "float32", "the logits of a pass")
         return self._logits
 
-    def prepare(self, input_ids: Int64s, positions: Int64s, first: int = 0, logits: bool = False) -> Launch:
+    def prepare(
+        self,
+        input_ids: Int64s,
+        positions: Int64s,
+        first: int = 0,
+        logits: bool = False,
+        certain: Sequence[int] | None = None,
+    ) -> Launch:
         """Put `input_ids` [N, S] and `positions` [N] where a pass reads them, and return the pass, which waits for nothing.
 
         Args and errors are those of `write`.
@@ -236,7 +243,8 @@ class Session(ABC):
                 None if self.recurrence is None else self._commits(batch),
             )
         self.device.synchronize()  # the previous pass may still be reading the arrays
-        self.advance(first, positions, rows, [rows] * batch, self._arena.host[PENDING], self._arena.host[COMMITTED])
+        commits = self._arena.host[PENDING], self._arena.host[COMMITTED]
+        self.advance(first, positions, rows, [rows] * batch if certain is None else certain, *commits)
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
         self._arena.host[POSITIONS][:batch] = positions
         return launch
@@ -244,25 +252,35 @@ class Session(ABC):
     def _commits(self, batch: int) -> tuple[Buffer, Buffer]:
         return self._arena.device[PENDING].part(0, batch), self._arena.device[COMMITTED].part(0, batch)
 
-    def write(self, input_ids: Int64s, positions: Int64s, first: int = 0, logits: bool = False) -> None:
+    def write(
+        self,
+        input_ids: Int64s,
+        positions: Int64s,
+        first: int = 0,
+        logits: bool = False,
+        certain: Sequence[int] | None = None,
+    ) -> None:
         """Run one pass from host arrays: write the keys and values of `input_ids` [N, S] from `positions` [N] on.
 
         Args:
             first: the slot of the first sequence; the others follow it.
             logits: whether to compute the logits; engines that can leave them out do so otherwise.
+            certain: how many rows of each sequence are confirmed; None is all of them. See `advance`.
 
         Raises:
             EngineError: the rows do not fit, or the backend failed.
         """
-        launch = self.prepare(input_ids, positions, first, logits)
+        launch = self.prepare(input_ids, positions, first, logits, certain)
         started = time.perf_counter()
         self._arena.upload()
         launch()
         self.seconds += time.perf_counter() - started
 
-    def run(self, input_ids: Int64s, positions: Int64s, first: int = 0) -> Floats:
+    def run(
+        self, input_ids: Int64s, positions: Int64s, first: int = 0, certain: Sequence[int] | None = None
+    ) -> Floats:
         """Run `write` and return the logits of every row: float32 [N, S, V], valid until the next pass."""
-        self.write(input_ids, positions, first, logits=True)
+        self.write(input_ids, positions, first, logits=True, certain=certain)
         started = time.perf_counter()
         logits = self.device.read(self._logits_of(input_ids.size).part(0, *input_ids.shape, self.vocab_rows))
         self.seconds += time.perf_counter() - started
@@ -288,6 +306,11 @@ class GraphSession(Session):
             for tensor in self._tensors
         }
         self._positional = {tensor.past for tensor in self._tensors if tensor.positional}
+        self._apart = {  # where the engine writes what it may not write over
+            name: device.zeros(whole.shape, whole.dtype, sizes.cache)
+            for name, whole in self._cache.items()
+            if name not in self._positional and not engine.overwrites
+        }
         self._features = self._cache.get(PAST_FEATURES)
         if sizes.reads_features:
             self._cache.pop(PAST_FEATURES)  # the target's to clear and to move
@@ -367,11 +390,24 @@ class GraphSession(Session):
         count, rows = input_ids.shape
         if self._block_state is not None:
             tensors[BLOCK_STATE] = self.block_state(count, rows)
+        copies: list[Launch] = []
         for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
             whole = self._features if tensor.past == PAST_FEATURES else self._cache[tensor.past]
             assert whole is not None
-            tensors[tensor.past] = tensors[tensor.present] = self._slots(whole, first, count)
-        return self.engine.bind(tensors)
+            past = tensors[tensor.past] = tensors[tensor.present] = self._slots(whole, first, count)
+            if tensor.past in self._apart:
+                present = tensors[tensor.present] = self._slots(self._apart[tensor.past], first, count)
+                size = past.nbytes // past.itemsize
+                copies.append(self.device.copy_columns(past.part(0, 1, size), 0, present.part(0, 1, size), 0, size))
+        launches = [self.engine.bind(tensors), *copies]
+        if not copies:
+            return launches[0]
+
+        def launch() -> None:
+            for each in launches:
+                each()
+
+        return launch
 
     def _paired(
         self,

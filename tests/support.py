@@ -226,9 +226,9 @@ def build(source: Path, output: Path, **overrides: Any) -> Path:
 
 def rtx_job(graph: Path, cache: list[CacheTensor], role: str = "target") -> Job:
     """The build of a step model's plan with TensorRT-RTX, with every profile."""
-    profiles = step_profiles([4], 128, 1, 16, role)
-    plan = str(graph.with_suffix(".plan"))
-    return Job(package=RTX, options=Options(), graph=str(graph), plan=plan, cache=cache, capacity=128, profiles=profiles)
+    profiles = step_profiles([4], 128, 1, 16, role, not all(each.positional for each in cache))
+    sizes: dict[str, Any] = {"cache": cache, "capacity": 128, "recent": 8, "profiles": profiles}
+    return Job(package=RTX, options=Options(), graph=str(graph), plan=str(graph.with_suffix(".plan")), **sizes)
 
 
 def bench_once(bundle: Path, prompt: str, folder: Path) -> Results:
@@ -240,12 +240,23 @@ def bench_once(bundle: Path, prompt: str, folder: Path) -> Results:
     return read(folder / "report" / "bench.json")
 
 
-def write_models_page(before: str | None = None, heads: str | None = None) -> None:
-    """Replace the draft heads of docs/models.md, or what is before them: each is written by a file of tests."""
-    page, heading = ROOT / "docs" / "models.md", "## Draft heads"
+MODELS_PAGE = ROOT / "docs" / "models.md"
+HEADS, SWEEP = "## Draft heads", "## Every causal language model of transformers"
+
+
+def models_page() -> list[str]:
+    """The parts of docs/models.md: what is before the draft heads, these, and the sweep, each without its heading."""
+    before, _, rest = MODELS_PAGE.read_text().partition(HEADS)
+    heads, _, sweep = rest.partition(SWEEP)
+    return [before, heads, sweep]
+
+
+def write_models_page(before: str | None = None, heads: str | None = None, sweep: str | None = None) -> None:
+    """Replace parts of docs/models.md: each is written by a file of tests."""
     with FileLock(f"{tempfile.gettempdir()}/models.md.lock"):
-        was = page.read_text().split(heading)
-        page.write_text((before or was[0]) + heading + (heads or was[1]))
+        given = (before, heads, sweep)
+        parts = [(was if new is None else new).strip() for new, was in zip(given, models_page(), strict=True)]
+        MODELS_PAGE.write_text(f"{parts[0]}\n\n{HEADS}\n\n{parts[1]}\n\n{SWEEP}\n\n{parts[2]}\n")
 
 
 def reseal(folder: Path, **changes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from outrider.backends.base import Backend, BuildSpec, Engines, Option, required_rows
@@ -10,8 +11,8 @@ from outrider.backends.tensorrt.options import RTX_OPTIONS, TENSORRT_OPTIONS, Op
 from outrider.backends.tensorrt.package import RTX, TENSORRT, Package
 from outrider.backends.tensorrt.process import build_plan, facts
 from outrider.backends.tensorrt.profiles import all_profiles, step_rows_profiled
-from outrider.bundle.manifest import ROLES, Build, Manifest, damaged, graph_files, round_rows
-from outrider.engines.contract import cache_tensors
+from outrider.bundle.manifest import ROLES, Build, Manifest, Model, damaged, graph_files, round_rows
+from outrider.engines.contract import CacheTensor, cache_tensors, recent_rows
 from outrider.errors import UsageError
 from outrider.progress import Progress
 
@@ -65,8 +66,9 @@ class TensorRTBackend(Backend):
                 options=options,
                 graph=str(spec.source / graph_files(name)[0]),
                 plan=str(plan),
-                cache=cache_tensors(manifest.models[name].layers, manifest.models[name].features) if name in ROLES else [],
+                cache=_cache(manifest.models[name]) if name in ROLES else [],
                 capacity=spec.capacity,
+                recent=recent_rows(manifest.models[name].recurrent, spec.k[-1]) if name in ROLES else 0,
                 profiles=build.profiles[name],
                 stream_weights=known.gpu is not None and name in ROLES and weights > known.gpu.free,
             )
@@ -101,12 +103,14 @@ def plan_file(name: str) -> str:
     return f"{name}/model.plan" if name in ROLES else f"sampler/{name}.plan"
 
 
+def _cache(model: Model) -> list[CacheTensor]:
+    return cache_tensors(model.layers, model.features, model.recurrent)
+
+
 def _check_volumes(spec: BuildSpec) -> None:
     for role, model in spec.manifest.models.items():
         rows = max(spec.max_prompt_chunk, *round_rows(role, spec.k))
-        caches = [
-            spec.batch * spec.capacity * tensor.heads * tensor.width for tensor in cache_tensors(model.layers, model.features)
-        ]
+        caches = [spec.batch * math.prod(each.sizes(spec.capacity, rows)) for each in _cache(model)]
         if (volume := max([*caches, spec.batch * rows * model.vocab_rows])) >= MAX_ELEMENTS:
             raise UsageError(
                 f"a tensor of the {role} would have {volume:,} elements; TensorRT's limit is {MAX_ELEMENTS:,}",

@@ -32,6 +32,8 @@ class TensorRTEngine(Engine):
     round has just run.
     """
 
+    overwrites = False  # TensorRT says nothing of outputs in the memory of inputs, but for caches that it scatters into
+
     def __init__(self, trt: Any, log: Any, plan: Any, profiles: list[Profile], device: Cuda, scratch: Buffer, kernels: Path):
         """Prepare a plan with the profiles that it was built with.
 

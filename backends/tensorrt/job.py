@@ -37,6 +37,7 @@ class Job(msgspec.Struct):
     plan: str = ""
     cache: list[CacheTensor] = []
     capacity: int = 0
+    recent: int = 0  # rows that recurrent layers keep
     profiles: list[Profile] = []
     stream_weights: bool = False
 

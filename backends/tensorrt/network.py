@@ -47,10 +47,10 @@ def parse(trt: Any, job: Job, network: Any, parser: Any) -> None:
     import onnx
 
     model = onnx.load(job.graph, load_external_data=False)
-    names = {name for tensor in job.cache for name in (tensor.past, tensor.present)}
+    names = {name: each.sizes(job.capacity, job.recent) for each in job.cache for name in (each.past, each.present)}
     for value in (*model.graph.input, *model.graph.output):
-        if value.name in names:
-            value.type.tensor_type.shape.dim[2].dim_value = job.capacity  # TensorRT only scatters into a fixed capacity
+        for at, size in enumerate(names.get(value.name, ()), 1):
+            value.type.tensor_type.shape.dim[at].dim_value = size  # TensorRT only scatters into a fixed capacity
     if names:
         del model.graph.value_info[:]  # it names the capacity, too
     if not parser.parse(model.SerializeToString(), job.graph):  # it looks for the weights beside this path
@@ -60,7 +60,7 @@ def parse(trt: Any, job: Job, network: Any, parser: Any) -> None:
         nodes = [f"node {each.node_name()!r} ({each.node_operator()})" for each in errors]
         raise Refused("; ".join(f"{node}: {reason}" for node, reason in zip(nodes, reasons, strict=True)) or "no reason given")
     updates = _cache_updates(trt, network)
-    for tensor in job.cache:
+    for tensor in [each for each in job.cache if each.positional]:
         if (tensor.past, tensor.present) not in updates:
             raise Refused(f"{tensor.present} is not {tensor.past} updated in place")
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from outrider.bundle.manifest import READS_FEATURES, READS_MASKS, Manifest, Profile, round_rows
 from outrider.engines.contract import (
     CANDIDATES,
+    COMMITTED,
     DRAFT_SAMPLERS,
     FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
     MARKOV,
+    PENDING,
     POSITIONS,
     sampler_tensors,
     window_buckets,
@@ -24,7 +26,7 @@ def all_profiles(
 ) -> dict[str, list[Profile]]:
     """Return the profiles of every engine of a bundle."""
     sizes = k, capacity, batch, max_prompt_chunk
-    steps = {role: step_profiles(*sizes, role) for role in manifest.roles}
+    steps = {role: step_profiles(*sizes, role, bool(manifest.models[role].recurrent)) for role in manifest.roles}
     samplers = {name: sampler_profiles(name, k, batch, manifest.vocab_rows, manifest.block_state) for name in manifest.samplers}
     return {**steps, **samplers}
 
@@ -39,17 +41,20 @@ def step_rows_profiled(role: str, k: list[int], capacity: int) -> list[tuple[int
     return [(1, rows[-1])] if role in READS_MASKS else [(each, each) for each in rows]
 
 
-def step_profiles(k: list[int], capacity: int, batch: int, max_prompt_chunk: int, role: str = "target") -> list[Profile]:
+def step_profiles(
+    k: list[int], capacity: int, batch: int, max_prompt_chunk: int, role: str = "target", recurrent: bool = False
+) -> list[Profile]:
     """Return the profiles of a role's step model, without its cache: one to read prompts, then those for rounds."""
     windows = window_buckets(capacity)
     rows = [(1, max_prompt_chunk), *step_rows_profiled(role, k, capacity)]
+    further = [FEATURE_POSITIONS] if role in READS_FEATURES else [PENDING, COMMITTED] if recurrent else []
     return [
         {
             INPUT_IDS: ([1, low], [batch, high], [batch, high]),
             POSITIONS: ([1], [batch], [batch]),
             # Tuned for the longest window, where a slow kernel costs the most.
             KEY_POSITIONS: ([windows[0]], [windows[-1]], [windows[-1]]),
-            **({FEATURE_POSITIONS: ([1], [batch], [batch])} if role in READS_FEATURES else {}),
+            **{name: ([1], [batch], [batch]) for name in further},
         }
         for low, high in rows
     ]

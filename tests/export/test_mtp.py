@@ -1,0 +1,163 @@
+"""The head in a target's own checkpoint: parity with transformers, and what `export` makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import DynamicCache
+
+from outrider.errors import SourceError, UnsupportedModelError, UsageError
+from outrider.export.arguments import Arguments
+from outrider.export.checkpoint import load_model
+from outrider.export.draft_head import Target
+from outrider.export.mtp import MtpCheckpoint, MtpHead, has_mtp
+from outrider.export.pair import export_pair
+from outrider.export.source import Source
+from outrider.tests.export.recurrent_models import COMMON, CONFIGS, EXPERTS
+from outrider.tests.support import write_checkpoint
+
+WIDTH, LAYERS = COMMON["hidden_size"], COMMON["num_hidden_layers"]
+ROUTED = {**COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+OF_DEEPSEEK: dict[str, Any] = {
+    "GLM-4.5": hf.Glm4MoeConfig(**ROUTED, head_dim=16, first_k_dense_replace=1),
+    "DeepSeek-V3": hf.DeepseekV3Config(**{**ROUTED, "num_key_value_heads": 4}, **LATENT, first_k_dense_replace=1),
+}
+OF_QWEN = {name: CONFIGS[name] for name in ("Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next")}
+assert EXPERTS["num_experts"] == ROUTED["n_routed_experts"]
+
+
+def write_with_head(folder: Path, config: Any, of_qwen: bool) -> Path:
+    """Write a tiny random checkpoint whose head is its last layer, changed a little."""
+    torch.manual_seed(0)
+    made = hf.AutoModelForCausalLM.from_config(config)
+    for parameter in made.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    write_checkpoint(folder, made)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    last = f"model.layers.{LAYERS - 1}."
+    layer = {name.removeprefix(last): each + 0.05 * torch.randn_like(each) for name, each in tensors.items() if last in name}
+    wide, norms = 0.1 * torch.randn(WIDTH, 2 * WIDTH), [0.3 * torch.randn(WIDTH) for _ in range(3)]
+    if of_qwen:
+        tensors |= {f"mtp.layers.0.{name}": each for name, each in layer.items()}
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        tensors |= {f"mtp.{name}.weight": each for name, each in zip(names, norms, strict=True)} | {"mtp.fc.weight": wide}
+    else:
+        own = f"model.layers.{LAYERS}."
+        tensors |= {own + name: each for name, each in layer.items()}
+        names = ("enorm", "hnorm", "shared_head.norm")
+        tensors |= {f"{own}{name}.weight": 1 + each for name, each in zip(names, norms, strict=True)}
+        tensors |= {own + "eh_proj.weight": wide, own + "shared_head.head.weight": tensors["lm_head.weight"].clone()}
+        tensors[own + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def build(folder: Path) -> tuple[hf.PreTrainedModel, MtpHead]:
+    source = Source.parse(str(folder))
+    model = load_model(source, "fp32")
+    return model, MtpCheckpoint.read(source).build(Target.of(model))[1]
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1, 320, (1, 12), generator=generator), torch.randn(1, 12, WIDTH, generator=generator), torch.arange(12)[None]
+
+
+@pytest.mark.parametrize("name", OF_DEEPSEEK)
+def test_two_draft_steps_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this transformers has no MTP heads; would show that ours equal its")
+    from transformers.cache_utils import MtpCache
+
+    model, head = build(write_with_head(tmp_path / "model", OF_DEEPSEEK[name], of_qwen=False))
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]  # it has those of published sizes
+    theirs = layers.MtpModel.from_pretrained(model).eval()
+    theirs.set_attn_implementation("eager")
+    tokens, features, places = inputs()
+    cache, own = MtpCache(config=model.config.get_mtp_config()), DynamicCache()
+    for step in range(2):
+        want = theirs.forward_layer(0, features, places, cache, input_ids=tokens)
+        logits, got = head(tokens, features, places, own)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits, theirs._project_to_logits(want), atol=1e-5, rtol=1e-4)
+        tokens, features, places = logits[:, -1:].argmax(-1), got[:, -1:], places[:, -1:] + 1
+        assert step or tokens.shape == (1, 1)
+
+
+def with_layer_of_head(folder: Path, tensors: dict[str, torch.Tensor]) -> hf.PreTrainedModel:
+    """The target with the head's layer in the place of its last one, as transformers loads it."""
+    last = f"model.layers.{LAYERS - 1}."
+    swapped = {name: tensors.get(name.replace(last, "mtp.layers.0."), each).clone() for name, each in tensors.items()}
+    save_file(swapped, folder / "model.safetensors", metadata={"format": "pt"})
+    return hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("name", OF_QWEN)
+def test_qwens_head_is_its_tensors_put_together_by_hand(name: str, tmp_path: Path) -> None:
+    """transformers has no class for these heads, but the layers that they consist of; the order is embedding, hidden."""
+    folder = write_with_head(tmp_path / "model", OF_QWEN[name], of_qwen=True)
+    model, head = build(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tokens, features, places = inputs()
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight)
+
+    with torch.no_grad():
+        embedded = norm(model.get_input_embeddings()(tokens), tensors["mtp.pre_fc_norm_embedding.weight"])
+        hidden = norm(features, tensors["mtp.pre_fc_norm_hidden.weight"])
+        x = torch.cat([embedded, hidden], -1) @ tensors["mtp.fc.weight"].T
+        decoder = with_layer_of_head(folder, tensors).get_decoder()
+        layer = decoder.layers[-1]
+        mask = torch.full((12, 12), torch.finfo(torch.float32).min).triu(1)[None, None]
+        out = layer(x, position_embeddings=decoder.rotary_emb(x, places), attention_mask=mask, position_ids=places)
+        want = norm(out[0] if isinstance(out, tuple) else out, tensors["mtp.norm.weight"])
+        logits, got = head(tokens, features, places, DynamicCache())
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, model.get_output_embeddings()(want), atol=1e-5, rtol=1e-4)
+
+
+def test_it_is_the_default_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_with_head(tmp_path / "model", OF_QWEN["Qwen3.5"], of_qwen=True))
+    manifest = export_pair(folder, None, tmp_path / "default", precision="fp32")
+    named = export_pair(folder, "mtp", tmp_path / "named", precision="fp32")
+    assert manifest == named
+    assert manifest.roles == ("target", "head")
+    assert manifest.models["head"].architecture == "MtpHead"
+    assert manifest.models["target"].features == manifest.models["head"].features == WIDTH
+    assert export_pair(folder, "none", tmp_path / "none", precision="fp32").roles == ("target",)
+    with pytest.raises(UsageError, match="contradict"):
+        Arguments.check(folder, ["none", "mtp"], tmp_path / "both", precision="fp32")
+
+
+def test_what_is_wrong_with_a_head_is_named(tmp_path: Path) -> None:
+    folder = write_with_head(tmp_path / "model", OF_QWEN["Qwen3.5"], of_qwen=True)
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+
+    def changed(**tensors: torch.Tensor | None) -> Source:
+        save_file({name: each for name, each in (whole | tensors).items() if each is not None}, path, metadata={"format": "pt"})
+        return Source.parse(str(folder))
+
+    model = load_model(changed(), "fp32")
+    with pytest.raises(UnsupportedModelError, match=r"the tensor mtp\.layers\.1\.input_layernorm\.weight"):
+        MtpCheckpoint.read(changed(**{"mtp.layers.1.input_layernorm.weight": torch.ones(WIDTH)}))
+    with pytest.raises(SourceError, match=r"lacks the tensor of model\.layers\.0\.self_attn\.q_proj\.weight"):
+        MtpCheckpoint.read(changed(**{"mtp.layers.0.self_attn.q_proj.weight": None})).build(Target.of(model))
+    with pytest.raises(SourceError, match=r"no enorm\.weight of the shape 64"):
+        MtpCheckpoint.read(changed(**{"mtp.pre_fc_norm_embedding.weight": torch.ones(3)})).build(Target.of(model))
+    with pytest.raises(UnsupportedModelError, match=r"the tensor of model\.layers\.0\.self_attn\.other\.weight"):
+        MtpCheckpoint.read(changed(**{"mtp.layers.0.self_attn.other.weight": torch.ones(3)})).build(Target.of(model))
+    none = changed(**{name: None for name in whole if name.startswith("mtp.")})
+    assert not has_mtp(none)
+    with pytest.raises(SourceError, match="has no MTP head"):
+        MtpCheckpoint.read(none)
