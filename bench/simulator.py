@@ -75,9 +75,10 @@ class SimulatedSession(Session):
         self.device = Cpu()
         self.batch, self.mask_token, self.from_anchor = 1, 0, False
         self.capacity = self.vocab_rows = VOCABULARY
+        self.recurrence = None
         self._spend = spend
 
-    def write(self, input_ids: object, positions: object, first: int = 0, logits: bool = False) -> None:
+    def write(self, input_ids: object, positions: object, first: int = 0, logits: bool = False, certain: object = None) -> None:
         rows = np.shape(np.asarray(input_ids))[1]
         self._spend(rows, int(np.asarray(positions)[0]) + rows)
 
@@ -89,6 +90,7 @@ class SimulatedSession(Session):
         window: int,
         first: int = 0,
         feature_positions: Buffer | None = None,
+        commits: object = None,
     ) -> Launch:
         return nothing
 

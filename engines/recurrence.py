@@ -19,7 +19,7 @@ class Recurrence:
         self._kept = np.zeros(slots, dtype=np.int64)
 
     def usable(self, slot: int, length: int) -> int:
-        """Return after how many of the first `length` tokens of a slot's text another text can go on; 0 is from its beginning."""
+        """Return after how many of the first `length` tokens of a slot's text another text can go on; 0 is its beginning."""
         return length if self._reaches(slot, length) else 0
 
     def _reaches(self, slot: int, position: int) -> bool:
@@ -41,7 +41,9 @@ class Recurrence:
         """Return whether a pass that writes from `position` on begins another text, so that the slot has to be cleared."""
         return position == 0 and bool(self._committed[slot] or self._kept[slot])
 
-    def advance(self, first: int, positions: Sequence[int] | Int64s, rows: int, certain: Sequence[int]) -> tuple[Int64s, Int64s]:
+    def advance(
+        self, first: int, positions: Sequence[int] | Int64s, rows: int, certain: Sequence[int]
+    ) -> tuple[Int64s, Int64s]:
         """Return `pending` and `committed` of a pass, int64 [N] each, and note what it does.
 
         Args:

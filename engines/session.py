@@ -133,7 +133,9 @@ class Session(ABC):
             commits: `pending` and `committed` of a model with recurrent layers, int64 [N], which `advance` writes.
         """
 
-    def advance(self, first: int, positions: Int64s, rows: int, certain: Sequence[int], pending: Int64s, committed: Int64s) -> None:
+    def advance(
+        self, first: int, positions: Int64s, rows: int, certain: Sequence[int], pending: Int64s, committed: Int64s
+    ) -> None:
         """Write what a pass of a model with recurrent layers does to their states; the pass has to follow.
 
         Args:
@@ -276,9 +278,7 @@ class Session(ABC):
         launch()
         self.seconds += time.perf_counter() - started
 
-    def run(
-        self, input_ids: Int64s, positions: Int64s, first: int = 0, certain: Sequence[int] | None = None
-    ) -> Floats:
+    def run(self, input_ids: Int64s, positions: Int64s, first: int = 0, certain: Sequence[int] | None = None) -> Floats:
         """Run `write` and return the logits of every row: float32 [N, S, V], valid until the next pass."""
         self.write(input_ids, positions, first, logits=True, certain=certain)
         started = time.perf_counter()

@@ -84,7 +84,10 @@ class FeatureMixer(nn.Module, ABC):
 class DraftHead(ABC):
     """A head over features; it is a model of transformers, too."""
 
-    block_state: int | None = None  # width of what it gives to further heads of its own
+    @property
+    def block_state(self) -> int | None:
+        """The width of what it gives to further heads of its own; None if there are none."""
+        return None
 
     @abstractmethod
     def forward(
@@ -276,7 +279,7 @@ def read_tensors(source: Source, names: Mapping[str, str]) -> dict[str, torch.Te
     Raises:
         SourceError: they cannot be read.
     """
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     try:
         for each in sorted({*names.values()}):
             with safe_open(source.file(each), framework="pt") as file:

@@ -5,8 +5,8 @@ With the target's last hidden state h of a position, after its final norm, and t
     x = eh_proj([enorm(e), hnorm(h)])       h' = norm(layer(x))       logits = lm_head(h')
 
 where `layer` is one of the target's own kind, with full attention. The next draft step takes h' for its h (DeepSeek-AI 2024,
-arXiv 2412.19437). transformers drops these tensors when it loads a model, so they are read from the checkpoint's safetensors; the
-layer is then loaded as a model of the same family with one layer, which brings the family's own conversions.
+arXiv 2412.19437). transformers drops these tensors when it loads a model, so they are read from the checkpoint's safetensors.
+The layer is then loaded as a model of the same family with one layer, which brings the family's own conversions.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ class MtpCheckpoint:
         tensors.setdefault("model.embed_tokens.weight", target.embedding)
         if "lm_head.weight" not in tensors:
             if target.output_head is None:
-                raise UnsupportedModelError(f"the output head of {target.name} is more than a matrix, and its MTP head shares it")
+                raise UnsupportedModelError(
+                    f"the output head of {target.name} is more than a matrix, and its MTP head shares it"
+                )
             tensors["lm_head.weight"] = target.output_head
         own = {name: tensors.pop(name, None) for name in OF_HEAD}
         decoder = model.get_decoder()
@@ -157,7 +159,9 @@ class MtpCheckpoint:
         except (MemoryError, OutriderError):
             raise
         except Exception as error:  # transformers raises errors of any type where shapes contradict each other
-            raise SourceError(f"the MTP head of {self.name} is impossible: {' '.join(str(error).split())[:300]}", AGAIN) from error
+            raise SourceError(
+                f"the MTP head of {self.name} is impossible: {' '.join(str(error).split())[:300]}", AGAIN
+            ) from error
         if missing := sorted(report["missing_keys"]):
             raise SourceError(f"the MTP head of {self.name} lacks the tensor of {missing[0]}", AGAIN)
         if unknown := sorted(report["unexpected_keys"]):
@@ -191,16 +195,19 @@ class MtpHead(PreTrainedModel, DraftHead):  # type: ignore[misc]  # transformers
         super().__init__(layer.config)
         self.model, self.lm_head = layer.get_decoder(), layer.get_output_embeddings()
         self.enorm, self.hnorm = copy.deepcopy(self.model.norm), copy.deepcopy(self.model.norm)
-        self.eh_proj = nn.Linear(*tensors["eh_proj.weight"].T.shape, bias=False, device="meta")
+        width, both = tensors["eh_proj.weight"].shape
+        self.eh_proj = nn.Linear(both, width, bias=False, device="meta")
         for name in OF_HEAD:
             self.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(tensors[name], requires_grad=False)
         self.eval()
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()  # type: ignore[no-any-return]
+        embedding: nn.Module = self.model.get_input_embeddings()
+        return embedding
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head  # type: ignore[return-value]
+        head: nn.Module = self.lm_head
+        return head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings

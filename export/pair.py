@@ -38,7 +38,14 @@ from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.arguments import Arguments, Options
 from outrider.export.block_head import BlockCheckpoint, BlockHead
-from outrider.export.checkpoint import TokenizerFiles, generation_defaults, load_model, load_tokenizer, max_positions, read_config
+from outrider.export.checkpoint import (
+    TokenizerFiles,
+    generation_defaults,
+    load_model,
+    load_tokenizer,
+    max_positions,
+    read_config,
+)
 from outrider.export.draft_head import DraftHead, HeadCheckpoint, Target
 from outrider.export.eagle3 import Eagle3Checkpoint
 from outrider.export.markov import export_markov
@@ -279,7 +286,7 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
         vocab_rows=rows,
         max_positions=positions,
         layers=layout.layers,
-        recurrent=layout.recurrent,
+        recurrent=[*layout.recurrent],
         parity=parity,
         quantization=quantization,
         head_tokens=None if known.all() else int(known.sum()),

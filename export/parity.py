@@ -34,8 +34,8 @@ from outrider.engines.precisions import PRECISIONS
 from outrider.errors import OutriderError, ParityError, SourceError, UnsupportedModelError
 from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.heldout import TEXT
-from outrider.export.rounding import Rounding
 from outrider.export.recurrent import has_attention, is_empty, is_recurrent, recurrent_sizes
+from outrider.export.rounding import Rounding
 from outrider.export.step_model import CacheLayout, entering, feature_mixer
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows per run: shapes of prefill, decoding and verification
@@ -110,7 +110,9 @@ def cache_layout(model: PreTrainedModel, cache: Any) -> CacheLayout:
     Raises:
         UnsupportedModelError: the cache keeps something else than keys, values and known recurrent states.
     """
-    if kinds := {type(each).__name__ for each in cache.layers if not (has_attention(each) or is_recurrent(each) or is_empty(each))}:
+    if kinds := {
+        type(each).__name__ for each in cache.layers if not (has_attention(each) or is_recurrent(each) or is_empty(each))
+    }:
         raise UnsupportedModelError(f"{type(model).__name__} keeps something else in its cache: {', '.join(sorted(kinds))}")
     attention = [layer for layer in cache.layers if has_attention(layer)]
     if not attention:

@@ -1,15 +1,15 @@
 """The recurrences of step models as functions of an ONNX graph, of standard operators alone.
 
-A function of the domain `outrider` is defined in the model itself, so any backend reads it; one with a kernel of its own for the
-recurrence replaces the definition. There are two levels. A step model calls `GATED_DELTA` or `GATED`, which bring the kept rows
-and a pass's own into one sequence (see `engines.contract`), and call `<name>Rows` for those that go into the state, and again
-for the rest.
+A function of the domain `outrider` is defined in the model itself, so any backend reads it; one with a kernel of its own for
+the recurrence replaces the definition. There are two levels. A step model calls `GATED_DELTA` or `GATED`, which bring the kept
+rows and a pass's own into one sequence (see `engines.contract`), and call `<name>Rows` for those that go into the state, and
+again for the rest.
 """
 
 from __future__ import annotations
 
-import onnx_ir as ir
 import onnx.parser
+import onnx_ir as ir
 
 from outrider.engines.contract import DOMAIN, GATED, GATED_DELTA
 
@@ -34,7 +34,8 @@ ROW_BY_ROW = """
   queries = Reshape (query, keys_by_head)
   keys = Reshape (key, keys_by_head)
   values = Reshape (value, values_by_head)
-  present, outputs = Loop (count, true, past) <body = row (int64 t, bool more, float[B, H, K, V] state) => (bool go_on, float[B, H, K, V] next, float[B, H, V] o) {{
+  present, outputs = Loop (count, true, past) <body = row (int64 t, bool more, float[B, H, K, V] state)
+    => (bool go_on, float[B, H, K, V] next, float[B, H, V] o) {{
     go_on = Identity (more)
     q = Gather <axis: int = 1> (queries, t)
     k = Gather <axis: int = 1> (keys, t)
@@ -69,9 +70,9 @@ UPDATES = {
     news = Mul (unknown, rate)""",
 }
 
-# t counts the rows of the longest sequence; those of the others end with it. Row r = t - offset of a sequence is the kept row r,
-# or, from `pending` on, one of the pass. What is before its first row, or belongs to the other part, changes no state: it decays
-# by exp(0), and the update rate, or the value, is 0.
+# t counts the rows of the longest sequence; those of the others end with it. Row r = t - offset of a sequence is the kept row
+# r, or, from `pending` on, one of the pass. What is before its first row, or belongs to the other part, changes no state: it
+# decays by exp(0), and the update rate, or the value, is 0.
 WITH_KEPT = """
 <domain: "{domain}", {opsets}>
 {name} <heads, key_heads> (query, row, past_rows, past_state, pending, committed) => (output, present_rows, present_state) {{
@@ -206,4 +207,4 @@ def functions(rule: str) -> list[ir.Function]:
         ROW_BY_ROW.format(**names, beta=", beta" if rule == GATED_DELTA else "", update=UPDATES[rule]),
         WITH_KEPT.format(**names, **own),
     ]
-    return [ir.from_proto(onnx.parser.parse_function(text)) for text in texts]
+    return [ir.serde.deserialize_function(onnx.parser.parse_function(text)) for text in texts]

@@ -14,8 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.onnx.ops import symbolic_multi_out
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -112,7 +111,7 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         row = [key.flatten(2), value.flatten(2), decay, *([] if beta is None else [beta])]
         inputs = (query.flatten(2), torch.cat(row, -1), past_rows, past_state, self.pending, self.committed)
         shapes = [(*value.shape[:2], value.shape[2] * value.shape[3]), past_rows.shape, past_state.shape]
-        attributes = {"heads": value.shape[2], "key_heads": key.shape[2]}
+        attributes: dict[str, Any] = {"heads": value.shape[2], "key_heads": key.shape[2]}
         output, *self.tensors[1:] = symbolic_multi_out(
             f"{DOMAIN}::{rule}", inputs, attributes, dtypes=[torch.float32] * 3, shapes=shapes, version=1
         )
@@ -193,7 +192,9 @@ def recurrent_sizes(model: PreTrainedModel, kinds: Sequence[object]) -> list[Rec
     """
     if not any(map(is_recurrent, kinds)):
         return []
-    layers = [(_AttentionAndProbe if has_attention(each) else _Probe)() if is_recurrent(each) else type(each)() for each in kinds]
+    layers = [
+        (_AttentionAndProbe if has_attention(each) else _Probe)() if is_recurrent(each) else type(each)() for each in kinds
+    ]
     with torch.no_grad(), replaced(model):
         model(torch.zeros(1, 8, dtype=torch.int64), past_key_values=Cache(layers=layers), use_cache=True)
     sizes = []
@@ -224,10 +225,14 @@ def _causal_conv(
     """
     taps = weight.shape[-1]
     columns = hidden_states.shape[-1] - (taps - 1)
-    output = sum(hidden_states[..., at : at + columns] * weight[:, at, None] for at in range(taps))
+    output = hidden_states[..., :columns] * weight[:, 0, None]
+    for at in range(1, taps):
+        output = output + hidden_states[..., at : at + columns] * weight[:, at, None]
     if bias is not None:
         output = output + bias[:, None]
-    return ACT2FN[activation](output) if activation is not None else output  # type: ignore[no-any-return]
+    if activation is not None:
+        output = ACT2FN[activation](output)
+    return output
 
 
 def _gated_delta_rule(
@@ -251,11 +256,11 @@ def _gated_delta_rule(
 def _mamba2_scan(
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803  # transformers' names
-    B: torch.Tensor,  # noqa: N803
-    C: torch.Tensor,  # noqa: N803
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
     chunk_size: int,
-    D: torch.Tensor | None = None,  # noqa: N803
+    D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),

@@ -203,8 +203,10 @@ class CacheLayout(NamedTuple):
     """What the layers of a model's cache keep."""
 
     layers: list[tuple[int, int, int]]  # (key/value heads, key width, value width) of each with attention
-    recurrent: list[RecurrentLayer] = []
-    kinds: list[tuple[bool, bool]] = []  # whether each has attention, and whether it is recurrent; empty if all have attention
+    recurrent: Sequence[RecurrentLayer] = ()
+    kinds: Sequence[
+        tuple[bool, bool]
+    ] = ()  # whether each has attention, and is recurrent; () if all have attention
 
     def tensors(self, features: int | None = None) -> list[CacheTensor]:
         """Return the cache tensors, with features of the width `features`, if there are any."""
@@ -407,9 +409,7 @@ def trace(
     names = (BATCH_DIM, ROWS_DIM, WINDOW_DIM, CAPACITY_DIM, *([RECENT_DIM] if layout.recurrent else []))
     dims = {name: torch.export.Dim(name, min=1) for name in names}
     of_batch = {0: dims[BATCH_DIM]}
-    of_caches = [
-        of_batch | {at: dims[size] for at, size in enumerate(c.shape, 1) if isinstance(size, str)} for c in caches
-    ]
+    of_caches = [of_batch | {at: dims[size] for at, size in enumerate(c.shape, 1) if isinstance(size, str)} for c in caches]
     # What `forward` takes as one variable number of tensors has shapes of its own.
     named = [of_batch] * len(further) if is_head else []
     shapes = (

@@ -32,6 +32,7 @@ from outrider.engines.session import Session
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported
 from outrider.export.short_head import frequent_tokens
+from outrider.export.step_model import CacheLayout
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "examples" / "tiny-pair"
@@ -49,8 +50,8 @@ def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[s
 class Fused(Exported):
     """A graph after `fuse`; each run gives the logits of all its rows, or of the last `most` of them."""
 
-    def __init__(self, path: Path, layers: list[tuple[int, int, int]], precision: str, most: int = 2**31):
-        super().__init__(path, layers, precision)
+    def __init__(self, path: Path, layout: CacheLayout, precision: str, most: int = 2**31):
+        super().__init__(path, layout, precision)
         self._session, session = self, self._session
         self.run = lambda names, inputs: session.run(
             names, inputs | {LOGITS_ROWS: np.array([min(most, inputs[INPUT_IDS].shape[1])])}

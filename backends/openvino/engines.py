@@ -39,7 +39,7 @@ class OpenVinoEngines(Engines):
         path = self.folder / model_file(role)
         with giving_back(path):
             compiled = compile_model(path, self._processor, model.precision, group)
-            expected = {each.past: (each.heads, each.width) for each in cache_tensors(model.layers)}
+            expected = {each.past: (each.shape[0], each.shape[-1]) for each in cache_tensors(model.layers)}
             check_tensors(path, shapes(compiled), expected | {LOGITS: (model.vocab_rows,)})
             session = PagedSession(compiled, self.sizes(role, batch))
             session.pack()

@@ -34,7 +34,7 @@ from outrider.backends.rewriting.matching import Op, shape_of
 from outrider.backends.rewriting.products import Products
 from outrider.backends.rewriting.spare_row import SpareRow
 from outrider.bundle.manifest import WEIGHTS
-from outrider.engines.contract import FEATURE_POSITIONS, INPUT_IDS, KEY_POSITIONS, LOGITS_ROWS, PAST_FEATURES
+from outrider.engines.contract import FEATURE_POSITIONS, INPUT_IDS, KEY_POSITIONS, LOGITS_ROWS, PAST_FEATURES, PENDING
 
 TOKENS_DIM = "tokens"  # rows of all sequences of a pass
 
@@ -97,6 +97,8 @@ def rewrite(path: Path, output: Path) -> dict[str, int]:
     """
     model = load(path)
     graph = model.graph
+    if any(each.name == PENDING for each in graph.inputs):
+        raise NotExpressible("recurrent layers")
     model.opset_imports[DOMAIN] = 1
     read_batch_off_tokens(graph)
     for each in [each for each in graph.outputs if (each.name or "").startswith("present_")]:

@@ -67,8 +67,7 @@ class PagedSession(Session):
         self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for a row that only keeps company
         self._block = block
         self._memory = [  # owns what the arrays of `_cache` show
-            device.zeros((sizes.batch * self._blocks, tensor.heads, block, tensor.width), dtype, sizes.cache)
-            for tensor in tensors
+            device.zeros((sizes.batch * self._blocks, *tensor.sizes(block, 0)), dtype, sizes.cache) for tensor in tensors
         ]
         self._cache = {tensor.past: buffer.view() for tensor, buffer in zip(tensors, self._memory, strict=True)}
         super().__init__(device, sizes)
@@ -110,6 +109,7 @@ class PagedSession(Session):
         window: int,
         first: int = 0,
         feature_positions: Buffer | None = None,
+        commits: tuple[Buffer, Buffer] | None = None,
     ) -> Launch:
         sequences, rows = input_ids.shape
         answered = logits.shape[1]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.cache_utils import DynamicCache
 

@@ -36,7 +36,7 @@ from outrider.export.parity import CHUNKS, Exported, reference
 from outrider.export.quantize import pack, quantize_model
 from outrider.export.rounding import Rounding
 from outrider.export.source import Source
-from outrider.export.step_model import trace
+from outrider.export.step_model import CacheLayout, trace
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -233,9 +233,9 @@ def test_joined_products_give_the_bits_of_those_they_join(
     model.requires_grad_(False)
     quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
     tokens = torch.randint(0, 320, (1, sum(CHUNKS)))
-    _, layers, _ = reference(model, tokens)
+    _, layout, _ = reference(model, tokens)
     graph = tmp_path / "model.onnx"
-    program = trace(model, layers, spare_row=True)
+    program = trace(model, layout, spare_row=True)
     pack(program, model)
     program.save(graph, external_data=True)
     done, _ = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
@@ -245,22 +245,22 @@ def test_joined_products_give_the_bits_of_those_they_join(
     done, _ = fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
     assert "joined products" not in done
     assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, products]
-    joined, apart = (Fused(tmp_path / f"{each}.onnx", layers, "int4").logits(tokens) for each in ("joined", "apart"))
+    joined, apart = (Fused(tmp_path / f"{each}.onnx", layout, "int4").logits(tokens) for each in ("joined", "apart"))
     np.testing.assert_array_equal(joined, apart)
 
 
 @pytest.fixture(scope="module")
-def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, int, int]]]:
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CacheLayout]:
     """The graph of a tiny random Qwen2 at 4 bits, and its layers."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["Qwen2"])).eval().requires_grad_(False)
     quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
-    _, layers, _ = reference(model, torch.zeros((1, sum(CHUNKS)), dtype=torch.int64))
-    program = trace(model, layers, spare_row=True)
+    _, layout, _ = reference(model, torch.zeros((1, sum(CHUNKS)), dtype=torch.int64))
+    program = trace(model, layout, spare_row=True)
     pack(program, model)
     graph = tmp_path_factory.mktemp("qwen2") / "model.onnx"
     program.save(graph, external_data=True)
-    return graph, layers
+    return graph, layout
 
 
 REWRITES = [Rotary, Products, SpareRow, GroupQueryAttention, Unsplit, LastRows]
@@ -279,7 +279,7 @@ REWRITES = [Rotary, Products, SpareRow, GroupQueryAttention, Unsplit, LastRows]
     ids=lambda each: each[-1].__name__ if isinstance(each, list) else "",
 )
 def test_each_rewrite_by_itself_computes_what_it_replaced(
-    qwen2: tuple[Path, list[tuple[int, int, int]]],
+    qwen2: tuple[Path, CacheLayout],
     rewrites: list[type],
     made: dict[str, int],
     changed: str,
@@ -287,7 +287,7 @@ def test_each_rewrite_by_itself_computes_what_it_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With those that make what it looks for."""
-    graph, layers = qwen2
+    graph, layout = qwen2
     with monkeypatch.context() as patch:
         for other in REWRITES:
             patch.setattr(other, "check", lambda self, context, **_: refused("not now"))
@@ -299,8 +299,8 @@ def test_each_rewrite_by_itself_computes_what_it_replaced(
     before, after = (operators(tmp_path / f"{each}.onnx").get(changed, 0) for each in ("norms", "fused"))
     assert after > before if LastRows in rewrites else after < before
     tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
-    want = Exported(graph, layers, "int4").logits(tokens)
-    got = (Fused if LastRows in rewrites else Exported)(tmp_path / "fused.onnx", layers, "int4").logits(tokens)
+    want = Exported(graph, layout, "int4").logits(tokens)
+    got = (Fused if LastRows in rewrites else Exported)(tmp_path / "fused.onnx", layout, "int4").logits(tokens)
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
@@ -322,13 +322,13 @@ def twisted(node: onnx.NodeProto) -> None:
     ],
 )
 def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
-    qwen2: tuple[Path, list[tuple[int, int, int]]],
+    qwen2: tuple[Path, CacheLayout],
     edit: Callable[[onnx.NodeProto], None],
     lacks: str,
     reasons: list[str],
     tmp_path: Path,
 ) -> None:
-    graph, layers = qwen2
+    graph, layout = qwen2
     model = onnx.load(graph)
     for node in model.graph.node:
         edit(node)
@@ -338,8 +338,8 @@ def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
     assert done["joined products"] == 4
     assert left == reasons
     tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
-    want, plain = (Exported(path, layers, "int4").logits(tokens) for path in (tmp_path / "edited.onnx", graph))
-    np.testing.assert_allclose(Fused(tmp_path / "fused.onnx", layers, "int4").logits(tokens), want, atol=1e-4)
+    want, plain = (Exported(path, layout, "int4").logits(tokens) for path in (tmp_path / "edited.onnx", graph))
+    np.testing.assert_allclose(Fused(tmp_path / "fused.onnx", layout, "int4").logits(tokens), want, atol=1e-4)
     assert np.abs(want - plain).max() > 1e-3  # the edit shows
 
 

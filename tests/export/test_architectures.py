@@ -27,13 +27,14 @@ from outrider.backends.openvino.rewrite import NotExpressible, rewrite
 from outrider.backends.openvino.session import PagedSession
 from outrider.backends.tensorrt.process import build_plan
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import cache_tensors, window_buckets
+from outrider.engines.contract import DOMAIN, GATED, GATED_DELTA, window_buckets
 from outrider.engines.session import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.checkpoint import load_model, read_config
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source
-from outrider.export.step_model import trace
+from outrider.export.step_model import CacheLayout, trace
+from outrider.tests.export import recurrent_models
 from outrider.tests.support import Fused, rtx_job, write_checkpoint, write_models_page
 
 COMMON = {
@@ -50,6 +51,7 @@ WINDOW = 6  # shorter than the text, so that the window matters
 GEMMA = {**COMMON, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
 MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {**COMMON, "num_experts_per_tok": 2}
+ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
 CONFIGS: dict[str, Any] = {
     "Llama": hf.LlamaConfig(**COMMON),
     "Qwen2": hf.Qwen2Config(**COMMON),
@@ -66,32 +68,35 @@ CONFIGS: dict[str, Any] = {
     "Granite": hf.GraniteConfig(**COMMON),
     "Qwen3-MoE": hf.Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=32, head_dim=16),
     "Mixtral": hf.MixtralConfig(**EXPERTS, num_local_experts=4),
+    "GPT-OSS": hf.GptOssConfig(
+        **EXPERTS, num_local_experts=4, head_dim=16, sliding_window=WINDOW, layer_types=MIXED_LAYERS[:2]
+    ),
+    "Llama, dynamic RoPE": hf.LlamaConfig(**COMMON, rope_parameters={**ROPE, "rope_type": "dynamic"}),
+    "Qwen3, YaRN": hf.Qwen3Config(**COMMON, head_dim=24, rope_parameters={**ROPE, "rope_type": "yarn"}),
+    "Phi-3, long RoPE": hf.Phi3Config(
+        **COMMON,
+        original_max_position_embeddings=64,
+        rope_parameters={**ROPE, "rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [4.0] * 8},
+    ),
+    **recurrent_models.CONFIGS,
 }
+WRITTEN_OUT = ("Gemma-2", "GPT-OSS")  # soft-capped scores, and attention sinks
 REFUSED: dict[str, tuple[Any, str]] = {
     "T5": (hf.T5Config(vocab_size=320, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16), "encoder-decoder"),
     "BERT": (hf.BertConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "no key/value cache"),
-    "Mamba": (hf.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "recurrent or hybrid state"),
-    "Jamba": (hf.JambaConfig(vocab_size=320), "recurrent or hybrid state"),
-    "Qwen3-Next": (hf.Qwen3NextConfig(vocab_size=320), "recurrent or hybrid state"),
-    "LFM2": (
-        hf.Lfm2Config(vocab_size=320, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
-        "recurrent or hybrid state",
-    ),
+    "Mamba": (hf.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "no layer with attention"),
+    "Jamba": (hf.JambaConfig(**{**COMMON, "num_hidden_layers": 8}), "of a kind that is not known"),
     "Falcon": (
         hf.FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
         "its own attention code",
     ),
     "BLOOM": (hf.BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2), "its own attention code"),
-    "GPT-OSS": (hf.GptOssConfig(**EXPERTS, num_local_experts=4, head_dim=16, layer_types=["full_attention"] * 2), "s_aux"),
-    "Llama, dynamic RoPE": (
-        hf.LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
-        "by the length of the text",
-    ),
 }
 # What TensorRT-RTX refuses, and how: (architecture, precision) -> a part of its message.
 NOT_BUILT: dict[tuple[str, str], str] = {}
 # What OpenVINO does not run, and why.
-NOT_ON_OPENVINO = {"Gemma-2": "attention that is written out, as with soft-capped scores"}
+NOT_ON_OPENVINO = dict.fromkeys(WRITTEN_OUT, "attention that is written out, as with soft-capped scores")
+NOT_ON_OPENVINO |= dict.fromkeys(recurrent_models.CONFIGS, "recurrent layers")
 PRECISIONS = ("fp16", "bf16", "fp32")
 _refused: set[str] = set()
 _built: dict[str, list[str]] = {}
@@ -113,7 +118,7 @@ class Traced(NamedTuple):
     name: str
     source: Source
     model: hf.PreTrainedModel
-    layers: list[tuple[int, int, int]]
+    layout: CacheLayout
     tokens: torch.Tensor
     want: Floats
     graph: Path
@@ -130,49 +135,51 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     source = Source.parse(str(write_checkpoint(folder / "model", made)))
     model = load_model(source, "fp32")
     tokens = torch.randint(1, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
-    want, layers, _ = reference(model, tokens)
-    trace(model, layers).save(folder / "fp32.onnx", external_data=True)
-    return Traced(request.param, source, model, layers, tokens, want, folder / "fp32.onnx")
+    want, layout, _ = reference(model, tokens)
+    trace(model, layout).save(folder / "fp32.onnx", external_data=True)
+    return Traced(request.param, source, model, layout, tokens, want, folder / "fp32.onnx")
 
 
 def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
-    got = Exported(traced.graph, traced.layers, "fp32").logits(traced.tokens)
+    got = Exported(traced.graph, traced.layout, "fp32").logits(traced.tokens)
     difference = float(np.abs(traced.want - got).max())
     assert difference <= 1e-4
     assert (traced.want.argmax(-1) == got.argmax(-1)).all()
     graph = onnx.load(traced.graph, load_external_data=False)
     operators = {node.op_type for node in graph.graph.node}
-    assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}
+    functions = {function.domain for function in graph.functions}  # what the graph defines itself
+    assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx", *functions}
+    assert functions <= ({DOMAIN} if traced.layout.recurrent else set())
     assert "TensorScatter" in operators
-    assert ("Attention" in operators) == (traced.name != "Gemma-2")  # soft-capped attention is written out
+    assert ("Attention" in operators) == (traced.name not in WRITTEN_OUT)
     _figures[traced.name] = (
         difference,
         type(traced.model).__name__,
-        ", ".join(sorted(operators & {"Attention", "TensorScatter", "Tanh", "TopK"})),
+        ", ".join(sorted(operators & {"Attention", "TensorScatter", "Tanh", "TopK", GATED, GATED_DELTA})),
     )
 
 
 def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced) -> None:
     fused = traced.graph.with_name("fused.onnx")
     _fused[traced.name], left = fuse(traced.graph, fused, CAPACITY - 1, steady=True, batch=1)
-    assert left == ([] if traced.name != "Gemma-2" else ["attention of 2 of 2 layers", "it is written out"])
-    got = Fused(fused, traced.layers, "fp32").logits(traced.tokens)
+    assert left == ([] if traced.name not in WRITTEN_OUT else ["attention of 2 of 2 layers", "it is written out"])
+    got = Fused(fused, traced.layout, "fp32").logits(traced.tokens)
     assert float(np.abs(traced.want - got).max()) <= 1e-4
     assert _fused[traced.name]["logits of some rows"] == 1
     for most in (0, 2):
         last = np.concatenate([got[max(end - most, start) : end] for start, end in pairwise([0, *accumulate(CHUNKS)])])
-        some = Fused(fused, traced.layers, "fp32", most).logits(traced.tokens)
+        some = Fused(fused, traced.layout, "fp32", most).logits(traced.tokens)
         np.testing.assert_allclose(some, last, atol=1e-5)
 
 
 def test_without_masks_for_cuda_it_computes_the_same(traced: Traced) -> None:
     causal = traced.graph.with_name("causal.onnx")
     counts = without_masks(traced.graph, causal)
-    if traced.name in ("Gemma-2", "Mistral, sliding window"):  # written out; a window
+    if traced.name in (*WRITTEN_OUT, "Mistral, sliding window"):
         assert counts == {}
         return
-    assert counts == {"attention without a mask": len(traced.layers) if traced.name != "Gemma-3" else 1}
-    got = Exported(causal, traced.layers, "fp32").logits(traced.tokens)
+    assert counts == {"attention without a mask": len(traced.layout.layers) if traced.name != "Gemma-3" else 1}
+    got = Exported(causal, traced.layout, "fp32").logits(traced.tokens)
     assert float(np.abs(traced.want - got).max()) <= 1e-4
 
 
@@ -184,8 +191,10 @@ def test_rewritten_for_openvino_it_computes_the_same(traced: Traced) -> None:
         _on_openvino[traced.name] = f"no: {reason}"
         return
     counts = rewrite(traced.graph, rewritten)
-    assert (counts["attention"], counts["logits of some rows"]) == (len(traced.layers), 1)
-    sizes = Sizes(traced.layers, traced.want.shape[-1], CAPACITY, window_buckets(CAPACITY), max_rows=max(CHUNKS), batch=2)
+    assert (counts["attention"], counts["logits of some rows"]) == (len(traced.layout.layers), 1)
+    sizes = Sizes(
+        traced.layout.layers, traced.want.shape[-1], CAPACITY, window_buckets(CAPACITY), max_rows=max(CHUNKS), batch=2
+    )
     session = PagedSession(compile_model(rewritten, "cpu", "fp32"), sizes)
     tokens = traced.tokens.numpy()
     got = []
@@ -218,8 +227,8 @@ def build_plans(traced: Traced, *precisions: str) -> list[str]:
         for precision in precisions:
             path = traced.graph.with_name(f"{precision}.onnx")
             if precision != "fp32":
-                trace(load_model(traced.source, precision), traced.layers).save(path, external_data=True)
-            job = rtx_job(path, cache_tensors(traced.layers))
+                trace(load_model(traced.source, precision), traced.layout).save(path, external_data=True)
+            job = rtx_job(path, traced.layout.tensors())
             results[precision] = pool.submit(build_plan, job, traced.name)
     built = []
     for precision, result in results.items():
@@ -242,8 +251,8 @@ def test_models_that_cannot_be_expressed_are_refused_with_the_reason(name: str, 
     with pytest.raises(UnsupportedModelError, match=reason):
         read_config(source)
         model = hf.AutoModelForCausalLM.from_config(config).eval()
-        _, layers, _ = reference(model, torch.tensor([[1, 2, 3]]))
-        trace(model, layers)
+        _, layout, _ = reference(model, torch.tensor([[1, 2, 3]]))
+        trace(model, layout)
     _refused.add(name)
 
 
@@ -281,10 +290,9 @@ def table() -> str:
     reasons = {
         "encoder-decoder": "an encoder-decoder",
         "no key/value cache": "no key/value cache",
-        "recurrent or hybrid state": "recurrent or hybrid state cannot be rolled back when a draft is rejected",
+        "no layer with attention": "no layer with attention",
+        "of a kind that is not known": "a recurrence other than gated delta nets, Mamba-2 and short convolutions",
         "its own attention code": "its own attention code, outside transformers' attention interface",
-        "s_aux": "attention sinks, which ONNX `Attention` cannot express",
-        "by the length of the text": "rotary embedding scaled by the length of the text",
     }
     lines += [f"| {name} | {reasons[reason]} |" for name, (_, reason) in REFUSED.items()]
     return "\n".join([*lines, "", ""])

@@ -25,7 +25,7 @@ from outrider.export.markov import export_markov
 from outrider.export.pair import export_pair
 from outrider.export.parity import open_graph
 from outrider.export.source import Source
-from outrider.export.step_model import trace
+from outrider.export.step_model import CacheLayout, trace
 from outrider.tests.export.block_head import weights
 from outrider.tests.support import PAIR, build, llama, random_block_head, rtx_job, write_checkpoint
 
@@ -133,7 +133,7 @@ def test_its_graph_drafts_as_speculators_does_after_contexts_of_every_length(
     padded = np.zeros((1, CAPACITY, weights.HIDDEN), np.float32)
     padded[:, : weights.ROWS] = mixed(mixer, name).numpy()
     expected_states = {anchor: states(head, name, padded, anchor) for anchor in weights.ANCHORS}
-    trace(head, layers, features=weights.HIDDEN, is_head=True).save(path, external_data=True)
+    trace(head, CacheLayout(layers), features=weights.HIDDEN, is_head=True).save(path, external_data=True)
     inputs, outputs = step_tensors(*sizes, "fp32", weights.HIDDEN, True, head.block_state)
     device = Cpu()
     session = GraphSession(
@@ -171,7 +171,7 @@ def test_tensorrt_rtx_builds_it(name: str, precision: str, tmp_path: Path) -> No
     _, head = built(tmp_path / "head", name)
     layers = [(weights.KV_HEADS, weights.HEAD_DIM, weights.HEAD_DIM)] * weights.CASES[name].layers
     model = head.half() if precision == "fp16" else head
-    trace(model, layers, features=weights.HIDDEN, is_head=True).save(tmp_path / "head.onnx", external_data=True)
+    trace(model, CacheLayout(layers), features=weights.HIDDEN, is_head=True).save(tmp_path / "head.onnx", external_data=True)
     build_plan(rtx_job(tmp_path / "head.onnx", cache_tensors(layers, weights.HIDDEN), "block-head"), name)
     assert (tmp_path / "head.plan").stat().st_size > 1000
 

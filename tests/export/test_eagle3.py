@@ -27,7 +27,7 @@ from outrider.export.draft_head import Target
 from outrider.export.eagle3 import Eagle3Checkpoint
 from outrider.export.pair import export_pair
 from outrider.export.source import Source
-from outrider.export.step_model import trace
+from outrider.export.step_model import CacheLayout, trace
 from outrider.tests.export.eagle3 import weights
 from outrider.tests.support import llama, rtx_job, write_checkpoint, write_models_page
 
@@ -136,7 +136,7 @@ def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
     width, case = weights.HIDDEN, weights.CASES[name]
     layers = [(weights.KV_HEADS, case.head_dim, case.head_dim)] * case.layers
     path = tmp_path / "head.onnx"
-    trace(head, layers, features=width, is_head=True).save(path, external_data=True)
+    trace(head, CacheLayout(layers), features=width, is_head=True).save(path, external_data=True)
     inputs, outputs = step_tensors(layers, weights.VOCAB, "fp32", width, reads_features=True)
     sizes = Sizes(layers, weights.VOCAB, CAPACITY, window_buckets(CAPACITY), 16, 1, width, reads_features=True)
     device = Cpu()
@@ -192,7 +192,7 @@ def test_tensorrt_rtx_builds_it(name: str, tmp_path: Path) -> None:
     built = _built.setdefault(name, [])
     for precision, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):
         path = tmp_path / f"{precision}.onnx"
-        trace(head.to(dtype), layers, features=mixer.hidden_size, is_head=True).save(path, external_data=True)
+        trace(head.to(dtype), CacheLayout(layers), features=mixer.hidden_size, is_head=True).save(path, external_data=True)
         build_plan(rtx_job(path, cache_tensors(layers, mixer.hidden_size), "head"), name)
         built.append(precision)
 

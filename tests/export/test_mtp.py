@@ -68,7 +68,11 @@ def build(folder: Path) -> tuple[hf.PreTrainedModel, MtpHead]:
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(1, 320, (1, 12), generator=generator), torch.randn(1, 12, WIDTH, generator=generator), torch.arange(12)[None]
+    return (
+        torch.randint(1, 320, (1, 12), generator=generator),
+        torch.randn(1, 12, WIDTH, generator=generator),
+        torch.arange(12)[None],
+    )
 
 
 @pytest.mark.parametrize("name", OF_DEEPSEEK)

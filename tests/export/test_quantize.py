@@ -197,11 +197,11 @@ def test_other_layers_are_rounded_or_named(tmp_path: Path, config: Any, kept: se
     assert {each.split(".mlp.")[1] for each in rounded.kept} == kept
     np.testing.assert_allclose(model.get_input_embeddings().weight, embedding, rtol=2**-11, atol=1e-7)
     tokens = sample_tokens(320)
-    want, layers, _ = reference(model, tokens)
-    program = trace(model, layers)
+    want, layout, _ = reference(model, tokens)
+    program = trace(model, layout)
     pack(program, model)
     program.save(tmp_path / "graph.onnx", external_data=True)
-    got = Exported(tmp_path / "graph.onnx", layers, "int4").logits(tokens)
+    got = Exported(tmp_path / "graph.onnx", layout, "int4").logits(tokens)
     np.testing.assert_allclose(got, want, atol=1e-4)
     graph = onnx.load(tmp_path / "graph.onnx").graph
     assert sum(tensor.data_type == TensorProto.INT4 for tensor in graph.initializer) > 0

@@ -77,7 +77,7 @@ def read(session: GraphSession, tokens: list[int], slot: int, at: int = 0) -> No
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_rounds_end_in_the_state_of_a_fresh_prefill(traced: Traced, fused: bool, tmp_path: Path) -> None:
-    graph, counts = traced.graph, {}
+    graph, counts = traced.graph, dict[str, int]()
     if fused:
         graph = tmp_path / "fused.onnx"
         counts, _ = fuse(traced.graph, graph, CAPACITY, False, SLOTS)

@@ -46,8 +46,6 @@ SIZES: dict[int, str] = {
     " mamba_headdim mamba_d_state ssm_state_size state_size index_head_dim hidden_size_per_layer_input swa_head_dim"
     " linear_key_head_dim linear_head_dim laurel_rank attention_head_size query_pre_attn_scalar router_hidden_size"
     " gated_norm_rank adapter_rank time_step_rank mamba_dt_rank swa_v_head_dim",
-    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim mamba_n_heads mamba_num_heads linear_value_head_dim"
-    " mamba_chunk_size chunk_size",
     4: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads"
     " num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads linear_num_heads"
     " swa_num_attention_heads index_n_heads index_topk num_decoder_attention_heads num_encoder_attention_heads",
@@ -58,7 +56,8 @@ SIZES: dict[int, str] = {
     " bos_token_id eos_token_id sep_token_id cls_token_id decoder_start_token_id moe_layer_end_index",
     0: "pad_token_id num_kv_shared_layers",
     PLACES: "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length max_target_positions",
-    WINDOW: "sliding_window window_size attention_window_size sliding_window_size local_attention attention_chunk_size"
+    WINDOW: "qk_rope_head_dim qk_nope_head_dim rotary_dim mamba_n_heads mamba_num_heads linear_value_head_dim mamba_chunk_size"
+    " chunk_size sliding_window window_size attention_window_size sliding_window_size local_attention attention_chunk_size"
     " keep_window_size",
 }
 # What families need beside it.
@@ -66,10 +65,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "dots3_note_text": {"num_key_value_heads": 4, "index_head_dim": 16, "qk_rope_head_dim": 8} | {
+    "dots3_note_text": {"num_key_value_heads": 4, "index_head_dim": 16, "head_dim": 16} | {
         f"swa_{name}": 16 for name in ("head_dim", "q_lora_rank", "kv_lora_rank", "v_head_dim")
     } | {"swa_qk_nope_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -92,7 +91,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16)},
     "roc_bert": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64, "shape_embed_dim": 32, "pronunciation_embed_dim": 32},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 128, "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -110,7 +111,8 @@ def shrunk(kind: type[Any]) -> Any:
     own = {field.name for field in dataclasses.fields(kind)}
     sizes = {name: size for size, names in SIZES.items() for name in names.split() if name in own}
     if "qk_rope_head_dim" in own:
-        sizes.pop("head_dim", None)  # it is that
+        sizes |= {"head_dim": sizes["qk_rope_head_dim"], "num_key_value_heads": sizes["num_attention_heads"]}
+        sizes = {name: size for name, size in sizes.items() if name in own}
     if "is_decoder" in own:
         sizes["is_decoder"] = True
     layers = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(usual.get(name), int)), "")

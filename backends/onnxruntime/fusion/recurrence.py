@@ -37,5 +37,5 @@ def recurrences(model: ir.Model) -> int:
         graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": 24, MICROSOFT: 1})
         attributes = list(before.attributes.values())
         model.functions[DOMAIN, name, ""] = ir.Function(DOMAIN, name, "", graph=graph, attributes=attributes)
-    called = {name.removesuffix(ROWS) for name in replaced}
-    return sum(node.domain == DOMAIN and node.op_type in called for node in model.graph)
+    rules = {name.removesuffix(ROWS) for name in replaced}
+    return sum(node.domain == DOMAIN and node.op_type in rules for node in model.graph)
