@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     "drafts",
     metavar="SOURCE",
     multiple=True,
-    help="What drafts: a small model with the same vocabulary, a parallel draft (PARD), or a draft head for this target"
-    " (EAGLE-3, P-EAGLE, DFlash, DSpark). May be repeated, once for each of the three. Without any, drafts come from n-grams of"
-    " the text.",
+    help="What drafts: a small model with the same vocabulary, a parallel draft (PARD), a draft head for this target (EAGLE-3,"
+    " P-EAGLE, DFlash, DSpark), or 'mtp' for the head in the target's own checkpoint. May be repeated, once for each of the"
+    " three. Without any, the target's own head drafts if it has one, and n-grams of the text do; with 'none', only these do.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.text import Text
 
-    from outrider.bundle.manifest import Build, Manifest
+    from outrider.bundle.manifest import Build, Manifest, Model
 
 
 def printable(text: str) -> str:
@@ -128,7 +129,7 @@ def bundle_table(manifest: Manifest) -> Any:
     table.add_row("precision", *(model.precision for model in models))
     table.add_row("rows of logits", *(f"{model.vocab_rows:,}" for model in models))
     table.add_row("max positions", *(f"{model.max_positions:,}" if model.max_positions else "any" for model in models))
-    table.add_row("layers", *(str(len(model.layers)) for model in models))
+    table.add_row("layers", *(_layers(model) for model in models))
     table.add_row("max logit difference", *(f"{model.parity.max_abs_diff:.1e}" for model in models))
     table.add_section()
     table.add_row("schema, contract", f"{manifest.schema_version}, {manifest.contract_version}")
@@ -142,12 +143,35 @@ def bundle_table(manifest: Manifest) -> Any:
     return table
 
 
+def _layers(model: Model) -> str:
+    attention = str(len(model.layers))
+    return f"{attention} with attention, {len(model.recurrent)} recurrent" if model.recurrent else attention
+
+
+def _slot(model: Model, build: Build, reads_features: bool) -> str:
+    """Return what a sequence takes in a model's cache; features belong to the target's."""
+    from outrider.engines.contract import cache_tensors, recent_rows
+    from outrider.engines.precisions import DTYPES, PRECISIONS
+
+    sizes = {True: 0, False: 0}
+    features = None if reads_features else model.features
+    for tensor in cache_tensors(model.layers, features, model.recurrent):
+        dtype = DTYPES[tensor.dtype or PRECISIONS[model.precision].dtype]
+        shape = tensor.sizes(build.capacity, recent_rows(model.recurrent, build.k[-1]))
+        sizes[tensor.positional] += math.prod(shape) * dtype.numpy.itemsize
+    total = f"{sum(sizes.values()):,} bytes"
+    return f"{total}, {sizes[False]:,} of them recurrent" if model.recurrent else total
+
+
 def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
     from outrider.backends import registry
+    from outrider.bundle.manifest import READS_FEATURES
 
     table.add_row("backend", f"{build.backend} {build.backend_version}, {build.device}")
     table.add_row("k", ", ".join(str(k) for k in build.k))
     table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
+    slots = (_slot(manifest.models[role], build, role in READS_FEATURES) for role in manifest.roles)
+    table.add_row("cache of a sequence", *slots)
     table.add_row("max prompt chunk", str(build.max_prompt_chunk))
     table.add_row("windows", ", ".join(str(window) for window in build.windows))
     if build.acceptance:

@@ -35,7 +35,7 @@ class Arguments:
     head_precision: str | None
     target: Source
     drafts: list[Source]
-    own_head: bool  # whether the target's own MTP head drafts if it has one
+    own_head: bool | None  # whether the target's own MTP head drafts; None if it does where there is one
     rounding: Rounding | None  # None if weights are not quantized
     shortening: tuple[Path, int] | None  # the text whose most frequent tokens the draft may propose, and their number
 
@@ -56,9 +56,10 @@ class Arguments:
         if NONE in drafts and len(drafts) > 1:
             raise UsageError(f"--draft {NONE} and another draft contradict each other", f"leave {NONE} out")
         shortening = _shortening(bool(named), options.get("draft_vocab"), options.get("draft_vocab_text"))
-        parsed = Source.parse(target), [Source.parse(target if draft == MTP else draft) for draft in named]
+        parsed = Source.parse(target), [Source.parse(draft) for draft in named if draft != MTP]
         check_absent(output)
-        return cls(output, precision, head_precision, *parsed, not drafts, rounding, shortening)
+        own_head = MTP in named if drafts else None
+        return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening)
 
     def sources(self) -> dict[str, Source]:
         """Return the checkpoints by role, the target first. A hub may be asked what they are.
@@ -67,9 +68,9 @@ class Arguments:
             UsageError: two have the same role, two are draft heads, or there is no draft model to shorten.
             SourceError: a configuration cannot be read.
         """
-        sources = {"target": self.target}
+        sources = {"target": self.target} | ({"head": self.target} if self.own_head else {})
         for source in self.drafts:
-            role = "head" if source == self.target else source.drafting_role()
+            role = source.drafting_role()
             if role in sources:
                 both = f"{sources[role].name} and {source.name}"
                 raise UsageError(f"--draft names two that draft in the same way: {both}", "choose one of them")

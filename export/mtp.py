@@ -26,6 +26,8 @@ from outrider.export.draft_head import DraftHead, FeatureMixer, Target, checkpoi
 from outrider.export.draft_head_config import AGAIN, not_known
 from outrider.export.source import Source
 
+COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")  # of layers; one is run again and again
+KNOWN_KEYS = (*COUNTS, "mtp_hidden_states_first", "mtp_use_dedicated_embeddings", "mtp_layer_types", "mtp_mlp_layer_types")
 OF_HEAD = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 # From the names of tensors to those of a causal model with one layer, and to `OF_HEAD`; the first that matches counts.
 QWEN = {  # Qwen3-Next, Qwen3.5 and Qwen3.6
@@ -61,6 +63,23 @@ def layout_of(names: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, 
     return {}
 
 
+def _check_config(source: Source) -> bool:
+    """Refuse what a configuration says of a head and is not known here, and return whether hidden states come first.
+
+    Raises:
+        UnsupportedModelError: there is such a key.
+    """
+    config = source.config()
+    text = config.get("text_config", config)
+    for key, value in text.items():
+        unknown = (
+            (key.startswith("mtp_") or key == "chain_hidden_post_norm") and key not in KNOWN_KEYS and value not in (None, False)
+        )
+        if unknown or (key in COUNTS and isinstance(value, int) and value > 1):
+            raise not_known(source.name, f"{key} = {value!r}")
+    return bool(text.get("mtp_hidden_states_first"))
+
+
 def has_mtp(source: Source) -> bool:
     """Return whether a checkpoint has a head of its own.
 
@@ -81,6 +100,7 @@ class MtpCheckpoint:
 
     name: str
     tensors: dict[str, torch.Tensor]
+    hidden_first: bool  # the order of what enters eh_proj
     config: _Config = _Config()
 
     @classmethod
@@ -89,6 +109,7 @@ class MtpCheckpoint:
 
         Raises:
             SourceError: there is none, or it cannot be read.
+            UnsupportedModelError: it has something that is not known here.
         """
         names = checkpoint_names(source)
         patterns = layout_of(names, source.config())
@@ -102,7 +123,7 @@ class MtpCheckpoint:
         if other := sorted(name for name in names if name.startswith("mtp.") and name not in renamed):
             raise not_known(source.name, f"the tensor {other[0]}")  # such as a second layer
         found = read_tensors(source, {name: names[name] for name in renamed})
-        return cls(source.name, {renamed[name]: tensor for name, tensor in found.items()})
+        return cls(source.name, {renamed[name]: tensor for name, tensor in found.items()}, _check_config(source))
 
     def build(self, target: Target) -> tuple[MtpMixer, MtpHead]:
         """Return what the target's graph computes for the head, and the head, in fp32.
@@ -132,7 +153,8 @@ class MtpCheckpoint:
         for name, shape in shapes.items():
             if (tensor := own[name]) is None or tensor.shape != shape:
                 raise SourceError(f"the MTP head of {self.name} has no {name} of the shape {'x'.join(map(str, shape))}", AGAIN)
-        head = MtpHead(layer, {name: each.float() for name, each in own.items() if each is not None})
+        tensors = {name: each.float() for name, each in own.items() if each is not None}
+        head = MtpHead(layer, tensors, self.hidden_first)
         return MtpMixer(target.layers, width, norm), head
 
     def _layer(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
@@ -190,9 +212,10 @@ class MtpHead(PreTrainedModel, DraftHead):  # type: ignore[misc]  # transformers
 
     _supports_sdpa = True
 
-    def __init__(self, layer: PreTrainedModel, tensors: dict[str, torch.Tensor]):
-        """Make a head of a causal model with one layer, and of `OF_HEAD`."""
+    def __init__(self, layer: PreTrainedModel, tensors: dict[str, torch.Tensor], hidden_first: bool = False):
+        """Make a head of a causal model with one layer, and of `OF_HEAD`; `hidden_first` is their order in `eh_proj`."""
         super().__init__(layer.config)
+        self.hidden_first = hidden_first
         self.model, self.lm_head = layer.get_decoder(), layer.get_output_embeddings()
         self.enorm, self.hnorm = copy.deepcopy(self.model.norm), copy.deepcopy(self.model.norm)
         width, both = tensors["eh_proj.weight"].shape
@@ -221,7 +244,7 @@ class MtpHead(PreTrainedModel, DraftHead):  # type: ignore[misc]  # transformers
         """See `DraftHead.forward`; `input_ids` has the token after each row's."""
         both = [self.enorm(self.get_input_embeddings()(input_ids)), self.hnorm(features)]
         hidden = self.model(
-            inputs_embeds=self.eh_proj(torch.cat(both, -1)),
+            inputs_embeds=self.eh_proj(torch.cat(both[::-1] if self.hidden_first else both, -1)),
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=True,

@@ -114,7 +114,7 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
     with staged(arguments.output) as folder, _quiet_libraries():
         (folder / sampler_file(MARKOV)).parent.mkdir()
         sources = arguments.sources()
-        if arguments.own_head and has_mtp(arguments.target):
+        if arguments.own_head is None and has_mtp(arguments.target):
             progress.stage(f"drafting with the MTP head of {arguments.target.name}, which is the default")
             sources["head"] = arguments.target
         configs = {role: read_config(source) for role, source in sources.items() if role not in HEADS}
@@ -161,7 +161,7 @@ def _read_head(sources: dict[str, Source], role: str | None) -> HeadCheckpoint[A
     """Return the draft head, if there is one: the target's own where both come from one checkpoint."""
     if role is None:
         return None
-    return MtpCheckpoint.read(sources[role]) if sources[role] == sources["target"] else HEADS[role].read(sources[role])
+    return MtpCheckpoint.read(sources[role]) if sources[role] is sources["target"] else HEADS[role].read(sources[role])
 
 
 def _seal(folder: Path, vocab_tokens: int, models: dict[str, Model], generation: Generation, progress: Progress) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,12 @@ def test_what_is_wrong_with_a_head_is_named(tmp_path: Path) -> None:
         MtpCheckpoint.read(changed(**{"mtp.pre_fc_norm_embedding.weight": torch.ones(3)})).build(Target.of(model))
     with pytest.raises(UnsupportedModelError, match=r"the tensor of model\.layers\.0\.self_attn\.other\.weight"):
         MtpCheckpoint.read(changed(**{"mtp.layers.0.self_attn.other.weight": torch.ones(3)})).build(Target.of(model))
+    for key, value in (("mtp_num_hidden_layers", 2), ("mtp_layer_scale", 0.5)):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(UnsupportedModelError, match=f"{key} = {value}"):
+            MtpCheckpoint.read(changed())
+        (folder / "config.json").write_text(json.dumps(config))
     none = changed(**{name: None for name in whole if name.startswith("mtp.")})
     assert not has_mtp(none)
     with pytest.raises(SourceError, match="has no MTP head"):

@@ -7,8 +7,11 @@ with a reason.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import multiprocessing
 import re
+import shutil
+import textwrap
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,81 +24,93 @@ import transformers as hf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outrider.backends.onnxruntime.engine import first_line
-from outrider.errors import OutriderError, ParityError, UnsupportedModelError
+from outrider.errors import OutriderError, ParityError
 from outrider.export.checkpoint import load_model, read_config
 from outrider.export.parity import CHUNKS, Exported, reference
 from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.tests.export.recurrent_models import CONFIGS
-from outrider.tests.support import ROOT, write_checkpoint, write_models_page
+from outrider.tests.support import models_page, write_checkpoint, write_models_page
 
 TOLERANCE, LIMIT = 1e-4, 240  # of a logit; seconds for one model
 EXPORTED, REFUSED, NOT_TRIED = "exported", "refused", "not tried"
 CONTEXT = multiprocessing.get_context("forkserver")
-PLACES, WINDOW = 128, 8  # the window is shorter than the text, so that it matters
+MODULE = "outrider.tests.export.test_sweep"  # pytest gives it another name, which a new process cannot import
 # What the fields of a configuration become, by their names in all families; a configuration gets those that it has.
 SIZES: dict[int, str] = {
-    320: "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input",
-    64: "hidden_size n_embd d_model emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size"
-    " output_embedding_size attention_hidden_size lru_width mamba_d_ssm",
-    96: "intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dim_ff dff d_inner feed_forward_size"
-    " dense_intermediate_size intermediate_size_mlp",
-    32: "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size"
-    " moe_shared_expert_intermediate_size expert_ffn_hidden_size attention_head_dim",
-    16: "head_dim v_head_dim dim_head d_head kv_channels kv_lora_rank q_lora_rank o_lora_rank mamba_d_head mamba_head_dim"
-    " mamba_headdim mamba_d_state ssm_state_size state_size index_head_dim hidden_size_per_layer_input swa_head_dim"
-    " linear_key_head_dim linear_head_dim laurel_rank attention_head_size query_pre_attn_scalar router_hidden_size"
-    " gated_norm_rank adapter_rank time_step_rank mamba_dt_rank swa_v_head_dim",
-    4: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads"
-    " num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads linear_num_heads"
-    " swa_num_attention_heads index_n_heads index_topk num_decoder_attention_heads num_encoder_attention_heads",
-    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_key_value_heads num_kv_heads n_groups"
-    " mamba_n_groups linear_num_key_heads num_experts_per_tok moe_topk moe_k swa_num_key_value_heads num_query_groups"
-    " num_decoder_layers num_encoder_layers",
-    1: "first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts n_group topk_group moe_layer_start_index"
-    " bos_token_id eos_token_id sep_token_id cls_token_id decoder_start_token_id moe_layer_end_index",
+    320: """vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input audio_vocab_size shape_vocab_size
+        pronunciation_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base""",
+    128: """max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length max_target_positions""",
+    64: """hidden_size n_embd d_model emb_dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size
+        output_embedding_size lru_width mamba_d_ssm""",
+    96: """intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dim_ff dff d_inner
+        feed_forward_size dense_intermediate_size intermediate_size_mlp""",
+    32: """moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size
+        moe_shared_expert_intermediate_size expert_ffn_hidden_size attention_head_dim shape_embed_dim
+        pronunciation_embed_dim""",
+    16: """head_dim v_head_dim dim_head d_head kv_channels kv_lora_rank q_lora_rank o_lora_rank mamba_d_head mamba_head_dim
+        mamba_headdim mamba_d_state ssm_state_size state_size index_head_dim indexer_head_dim hidden_size_per_layer_input
+        swa_head_dim swa_v_head_dim linear_key_head_dim linear_head_dim laurel_rank attention_head_size query_pre_attn_scalar
+        router_hidden_size gated_norm_rank adapter_rank time_step_rank mamba_dt_rank hc_lowrank ple_embed_dim""",
+    8: """qk_rope_head_dim qk_nope_head_dim rotary_dim mamba_n_heads mamba_num_heads linear_value_head_dim mamba_chunk_size
+        chunk_size sliding_window window_size attention_window_size sliding_window_size local_attention attention_chunk_size
+        keep_window_size""",  # windows shorter than the text, so that they matter
+    4: """num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads
+        num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads index_n_heads indexer_n_heads
+        index_topk indexer_budget num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads
+        linear_num_heads""",
+    2: """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers
+        num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups n_groups mamba_n_groups linear_num_key_heads
+        num_experts_per_tok moe_topk moe_k zero_expert_num indexer_compress_ratio""",
+    1: """first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts n_group topk_group moe_layer_start_index
+        moe_layer_end_index indexer_kv_heads split_ngram_parts bos_token_id eos_token_id sep_token_id cls_token_id
+        decoder_start_token_id""",
     0: "pad_token_id num_kv_shared_layers",
-    PLACES: "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length max_target_positions",
-    WINDOW: "qk_rope_head_dim qk_nope_head_dim rotary_dim mamba_n_heads mamba_num_heads linear_value_head_dim mamba_chunk_size"
-    " chunk_size sliding_window window_size attention_window_size sliding_window_size local_attention attention_chunk_size"
-    " keep_window_size",
 }
+DOTS = "head_dim swa_head_dim swa_q_lora_rank swa_kv_lora_rank swa_v_head_dim"
+HYBRID = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
 # What families need beside it.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "dots3_note_text": {"num_key_value_heads": 4, "index_head_dim": 16, "head_dim": 16} | {
-        f"swa_{name}": 16 for name in ("head_dim", "q_lora_rank", "kv_lora_rank", "v_head_dim")
-    } | {"swa_qk_nope_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+    "dots3_note_text": {
+        **dict.fromkeys(DOTS.split(), 16),
+        **{"swa_qk_nope_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
-    "moshi": {"audio_vocab_size": 64},
     "mllama_text_model": {"cross_attention_layers": [1]},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
-        "hc_lowrank": 16,
-        "ple_embed_dim": 16,
-        "ngram_vocab_size_base": 512,
-        "split_ngram_parts": 1,
-    },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16)},
-    "roc_bert": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64, "shape_embed_dim": 32, "pronunciation_embed_dim": 32},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 128, "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba": {"attention_hidden_size": 128, **HYBRID},
+    "zamba2": HYBRID,
     "zaya": {"num_experts_per_tok": 1},
+}
+# What the page says of a refusal whose message has this part; of others, it has the message.
+REASONS = {
+    "encoder-decoder": "an encoder-decoder",
+    "no key/value cache": "no key/value cache",
+    "no layer with attention": "a recurrent state and no attention",
+    "several convolutions": "several convolutions in one layer",
+    "recurrent state of a kind": "a recurrent state of a kind that is not known",
+    "its own attention code": "its own attention code, outside transformers' attention interface",
+    "Attention mask should be of size": "its own attention code, outside transformers' attention interface",
+    "without a causal mask": "attention without a causal mask",
+    "indexer": "sparse attention, whose indexer keeps keys of its own",
+    "store_compression_weights": "compressed attention, which keeps more than keys and values",
+    "cache of its own": "a cache of its own",
+    "data-dependent": "experts whose shapes depend on the data",
+    "complex-valued": "rotary embeddings in complex numbers, which ONNX lacks",
+    "grouped_mm": "grouped products of experts, which ONNX lacks",
+    "erf_inv": "the inverse error function, which ONNX lacks",
+    "Cannot view a tensor": "a view of attention's output that needs another order in memory",
+    "not in VR": "a prompt of its own before the text",
 }
 
 
@@ -109,12 +124,10 @@ def shrunk(kind: type[Any]) -> Any:
     except Exception:  # a class may have no default that it accepts
         usual = {}
     own = {field.name for field in dataclasses.fields(kind)}
-    sizes = {name: size for size, names in SIZES.items() for name in names.split() if name in own}
-    if "qk_rope_head_dim" in own:
-        sizes |= {"head_dim": sizes["qk_rope_head_dim"], "num_key_value_heads": sizes["num_attention_heads"]}
-        sizes = {name: size for name, size in sizes.items() if name in own}
-    if "is_decoder" in own:
-        sizes["is_decoder"] = True
+    all_sizes: dict[str, Any] = {name: size for size, names in SIZES.items() for name in names.split()} | {"is_decoder": True}
+    if "qk_rope_head_dim" in own:  # multi-head latent attention
+        all_sizes |= {"head_dim": all_sizes["qk_rope_head_dim"], "num_key_value_heads": all_sizes["num_attention_heads"]}
+    sizes = {name: size for name, size in all_sizes.items() if name in own}
     layers = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(usual.get(name), int)), "")
     lists = {name: usual[name] for name in own - set(sizes) if isinstance(usual.get(name), list)}
     lists = {name: value for name, value in lists.items() if len(value) == usual.get(layers)}
@@ -124,7 +137,7 @@ def shrunk(kind: type[Any]) -> Any:
         kept = sorted({0, 1, *first.values()})
         sizes |= {name: [value[index] for index in kept] for name, value in lists.items()} | {layers: len(kept)}
     for name, inner in getattr(kind, "sub_configs", {}).items():
-        if dataclasses.is_dataclass(inner):
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             sizes[name] = shrunk(inner).to_dict()
     return kind(**(sizes | OVERRIDES.get(kind.model_type, {})))
 
@@ -152,8 +165,9 @@ def attempt(kind: type[Any], folder: Path, connection: Connection) -> None:
                 if parameter.dim() == 1:
                     parameter.data += 0.1 * torch.randn_like(parameter)
             write_checkpoint(folder, made)
+            config.save_pretrained(folder)  # a text model writes its own, which may not be registered
     except Exception as error:
-        connection.send((NOT_TRIED, first_line(error)))
+        connection.send((NOT_TRIED, " ".join(str(error).split())))
         return
     try:
         connection.send((EXPORTED, export(Source.parse(str(folder)))))
@@ -180,8 +194,10 @@ def export(source: Source) -> str:
 
 def outcome(kind: type[Any], folder: Path) -> tuple[str, str]:
     """Return how an export goes in a process of its own, which may crash or hang."""
+    if kind.model_type.endswith("assistant"):
+        return NOT_TRIED, "a draft, which reads its target's cache"
     receiver, sender = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=attempt, args=(kind, folder, sender))
+    process = CONTEXT.Process(target=importlib.import_module(MODULE).attempt, args=(kind, folder, sender))
     process.start()
     sender.close()
     try:
@@ -192,3 +208,53 @@ def outcome(kind: type[Any], folder: Path) -> tuple[str, str]:
     finally:
         process.kill()
         process.join()
+
+
+@pytest.mark.slow
+def test_every_causal_language_model_is_exported_or_refused_with_a_reason(tmp_path: Path) -> None:
+    """What the page lists as exported stays so. The page is written if it does."""
+    CONTEXT.set_forkserver_preload([MODULE])
+    tried: dict[type[Any], tuple[str, str]] = {}
+    results = {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING.keys():  # noqa: SIM118  # it is no dictionary
+        text = resolved(kind)
+        if text not in tried:
+            folder = tmp_path / text.model_type
+            folder.mkdir()
+            tried[text] = outcome(text, folder)
+            shutil.rmtree(folder)
+        results[kind.model_type] = tried[text]
+    listed = re.search(r"^Exported: (.*)\.$", models_page()[2], re.MULTILINE)
+    before = set(listed[1].split(", ")) & set(results) if listed else set()
+    assert {name: results[name] for name in before if results[name][0] != EXPORTED} == {}
+    write_models_page(sweep=section(results))
+
+
+def section(results: dict[str, tuple[str, str]]) -> str:
+    """The last section of docs/models.md, below its heading."""
+    exported = sorted(name for name, (status, _) in results.items() if status == EXPORTED)
+    lines = [
+        f"transformers {hf.__version__} registers {len(results)} model types as causal language models. `make test-all`",
+        "(`tests/export/test_sweep.py`) makes a tiny random model of each, with a layer of each kind in its default",
+        "configuration, and exports it in fp32. Of a multimodal model type, it is the text model, if that is registered by",
+        "itself. Encoders are made decoders (`is_decoder`).",
+        "",
+        f"**{len(exported)} of {len(results)} are exported**: run on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))}"
+        f" tokens, the logits are within {TOLERANCE:.0e}",
+        "of eager transformers'. Of those that are not in the first table, nothing else is tested.",
+        "",
+        f"Exported: {', '.join(exported)}.",
+        "",
+        "| model type | reason |",
+        "|---|---|",
+    ]
+    for name, (status, reason) in sorted(results.items()):
+        if status != EXPORTED:
+            lines.append(f"| {name} | {'not tried: ' if status == NOT_TRIED else ''}{short(reason)} |")
+    return "\n".join(lines)
+
+
+def short(reason: str) -> str:
+    """Return a reason for a cell of the table."""
+    known = next((words for part, words in REASONS.items() if part in reason), None)
+    return known or textwrap.shorten(reason.split(" graph: ")[-1], 160, placeholder=" ...").replace("|", "\\|")

@@ -1,0 +1,173 @@
+"""The promise for a target with recurrent layers, which drafts with its own MTP head: the trained one in examples/tiny-hybrid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outrider.audit.controls import RandomPolicy
+from outrider.bundle.folder import read_manifest
+from outrider.errors import OutriderError
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Event, Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.scheduler import Scheduler
+from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens
+from outrider.tests.support import ROOT, build, reseal
+from outrider.tests.support import run as outrider
+
+HYBRID = ROOT / "examples" / "tiny-hybrid" / "target"
+K = (1, 2, 4, 8)
+MODES = (*K, "auto", "n-grams", "at random")
+PRECISIONS = ("fp32", "int8", "int4")
+CAPACITY, SLOTS = 191, 3  # with the spare position, so that a slot's cache begins at an aligned address
+SAMPLED = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=6, repetition_penalty=1.2),
+]
+
+
+@pytest.fixture(scope="module")
+def bundles(once: Callable[[str, Callable[[Path], object]], Path]) -> Made[Path]:
+    """The target and its head by precision. No token ends the text."""
+
+    def make(precision: str) -> Path:
+        export = once(f"hybrid-{precision}", lambda folder: export_pair(str(HYBRID), None, folder, precision=precision))
+
+        def bundle(folder: Path) -> None:
+            build(export, folder, k=list(K), capacity=CAPACITY, batch=SLOTS)
+            reseal(folder, generation=msgspec.structs.replace(read_manifest(folder).generation, eos_token_ids=[]))
+
+        return once(f"hybrid-bundle-{precision}", bundle)
+
+    return Made(make)
+
+
+@pytest.fixture(scope="module")
+def loaded(bundles: Made[Path]) -> Made[Outrider]:
+    return Made(lambda precision: Outrider.load(bundles[precision]))
+
+
+@pytest.fixture(scope="module")
+def plain(loaded: Made[Outrider]) -> Made[dict[str, list[Event]]]:
+    return Made(lambda precision: {name: run(loaded[precision], PROMPTS[name], k=0) for name in FEW})
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("prompt", FEW)
+@pytest.mark.parametrize("k", MODES)
+def test_speculative_text_is_plain_text_up_to_the_last_slot(
+    loaded: Made[Outrider], plain: Made[dict[str, list[Event]]], precision: str, prompt: str, k: int | str
+) -> None:
+    events, want = run(loaded[precision], PROMPTS[prompt], k), plain[precision][prompt]
+    assert tokens(events) == tokens(want)
+    assert events[-1].finish_reason == "capacity"
+    stats = events[-1].stats
+    assert stats.prompt_tokens + stats.emitted == CAPACITY + 1
+
+
+@pytest.mark.parametrize("prompt", FEW)
+def test_plain_text_is_that_of_transformers(plain: Made[dict[str, list[Event]]], prompt: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(HYBRID, dtype="float32")
+    inputs = AutoTokenizer.from_pretrained(HYBRID)(PROMPTS[prompt], return_tensors="pt")
+    ours = tokens(plain["fp32"][prompt])
+    model.generation_config.eos_token_id = None
+    theirs = model.generate(inputs.input_ids, do_sample=False, max_new_tokens=len(ours), pad_token_id=0)
+    assert theirs[0, inputs.input_ids.shape[1] :].tolist() == ours
+
+
+def test_the_trained_head_drafts_several_tokens_ahead(loaded: Made[Outrider]) -> None:
+    accepted = [run(loaded["fp32"], PROMPTS[prompt], 4, limit=100)[-1].stats for prompt in FEW]
+    assert sum(each.accepted for each in accepted) / sum(each.drafting_rounds for each in accepted) > 0.4
+    assert sum(each.accepted_at[1] for each in accepted) > 0  # from the head's own output
+
+
+@pytest.fixture(scope="module", params=["int4", "fp32"])
+def batched(request: pytest.FixtureRequest, bundles: Made[Path]) -> Iterator[tuple[Outrider, Outrider]]:
+    """A bundle with all of its slots, and with one."""
+    yield Outrider.load(bundles[request.param], slots=None), Outrider.load(bundles[request.param])
+
+
+def alone(single: Outrider, prompt: list[int], params: SamplingParams) -> list[int]:
+    return tokens(list(single.generate(prompt, params, k=0)))
+
+
+def answer(scheduler: Scheduler, requests: list[tuple[list[int], SamplingParams]], cancelled: set[int]) -> list[list[int]]:
+    """Serve requests, some of which are cancelled after a few tokens, and return the texts."""
+    submitted = [scheduler.submit(prompt, params) for prompt, params in requests]
+    texts: list[list[int]] = [[] for _ in requests]
+    while scheduler.busy:
+        for request, event in scheduler.step():
+            if isinstance(event, OutriderError):
+                raise event
+            index = submitted.index(request)
+            texts[index] += getattr(event, "token_ids", [])
+            if index in cancelled and len(texts[index]) > 5 and not request.cancelled:
+                scheduler.cancel(request)
+    return texts
+
+
+@pytest.mark.parametrize("policy", ["auto", "at random"])
+def test_many_at_once_get_what_each_gets_alone(batched: tuple[Outrider, Outrider], policy: str) -> None:
+    """With requests that come and go, prompts longer than a chunk, and texts that go on where another one ended."""
+    many, single = batched
+    if policy == "at random":
+        many.policy = RandomPolicy(many.adaptive_policy())
+    prompts = [many.text.encode(PROMPTS[name]) for name in FEW]
+    requests = [
+        (prompts[index % len(prompts)], replace(SAMPLED[index % len(SAMPLED)], max_new_tokens=20 + 3 * index))
+        for index in range(8)
+    ]
+    scheduler = Scheduler(many, max_waiting=16)
+    texts = answer(scheduler, requests, cancelled={1, 4})
+    for index, ((prompt, params), text) in enumerate(zip(requests, texts, strict=True)):
+        want = alone(single, prompt, params)
+        assert text == want[: len(text)]
+        assert index in (1, 4) or len(text) == len(want)
+    # What a slot holds can be gone on from at the end of its text alone.
+    (prompt, params), text = requests[-1], texts[-1]
+    longer = prompt + text + prompts[0]
+    again = scheduler.submit(longer, SamplingParams(max_new_tokens=12))
+    branch = scheduler.submit(prompt[:3] + prompts[1], SamplingParams(max_new_tokens=12))
+    got: dict[int, list[int]] = {id(again): [], id(branch): []}
+    while scheduler.busy:
+        for request, event in scheduler.step():
+            got[id(request)] += getattr(event, "token_ids", [])
+    assert got[id(again)] == alone(single, longer, SamplingParams(max_new_tokens=12))
+    assert got[id(branch)] == alone(single, prompt[:3] + prompts[1], SamplingParams(max_new_tokens=12))
+    assert again.stats.cached_tokens in (0, len(prompt) + len(text) - 1)
+    assert branch.stats.cached_tokens == 0
+
+
+def test_the_end_of_a_text_is_gone_on_from(loaded: Made[Outrider]) -> None:
+    """As a chat is: each turn's prompt is the text so far."""
+    single = loaded["int4"]
+    text = single.text.encode(PROMPTS["support"])
+    scheduler = Scheduler(single, max_waiting=1)
+    for turn in range(3):
+        request = scheduler.submit(text, SamplingParams(max_new_tokens=15))
+        got: list[int] = []
+        while scheduler.busy:
+            for _, event in scheduler.step():
+                got += getattr(event, "token_ids", [])
+        assert got == alone(single, text, SamplingParams(max_new_tokens=15))
+        if turn:
+            assert request.stats.cached_tokens in (0, before)
+        before = len(text) + len(got) - 1
+        text = text + got + single.text.encode(" And")
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
+def test_the_audit_passes(bundles: Made[Path], precision: str) -> None:
+    done = outrider("verify", bundles[precision], "--draws", "100", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["verdicts"] == dict.fromkeys(("arithmetic", "greedy", "sampled", "support", "controls", "counters"), True)
