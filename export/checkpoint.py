@@ -62,6 +62,13 @@ def _fix_rotary_embeddings(model: PreTrainedModel) -> None:
             module.rope_type = "default"
 
 
+def set_experts(model: PreTrainedModel) -> None:
+    """Make experts gather the weights of those that are chosen: the default, grouped_mm, cannot be exported to ONNX."""
+    possible = getattr(model, "_can_set_experts_implementation", None)
+    if possible is not None and possible():
+        model.set_experts_implementation("batched_mm")
+
+
 def load_model(source: Source, precision: str) -> PreTrainedModel:
     """Load the model on the CPU, in fp32 if its weights are to be quantized and else in `precision`.
 
@@ -82,8 +89,7 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
             f"{len(missing)} weights of {source.name} are missing or have the wrong shape; the first is {missing[0]}",
             "download the checkpoint again",
         )
-    if hasattr(model, "set_experts_implementation") and getattr(model.config, "num_experts_per_tok", None):
-        model.set_experts_implementation("batched_mm")  # the default, grouped_mm, cannot be exported to ONNX
+    set_experts(model)
     if source.options:  # a GGUF file's weights are plain tensors now, and may be written as such
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
+from outrider.export.checkpoint import set_experts
 from outrider.export.draft_head import DraftHead, FeatureMixer, Target, checkpoint_names, read_tensors
 from outrider.export.draft_head_config import AGAIN, not_known
 from outrider.export.source import Source
@@ -188,8 +189,7 @@ class MtpCheckpoint:
             raise SourceError(f"the MTP head of {self.name} lacks the tensor of {missing[0]}", AGAIN)
         if unknown := sorted(report["unexpected_keys"]):
             raise not_known(self.name, f"the tensor of {unknown[0]}")
-        if hasattr(layer, "set_experts_implementation") and getattr(config, "num_experts_per_tok", None):
-            layer.set_experts_implementation("batched_mm")  # as in `checkpoint.load_model`
+        set_experts(layer)
         made: PreTrainedModel = layer.eval().requires_grad_(False)
         return made
 

@@ -91,6 +91,7 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
                 with entering(model, [] if mixer is None else mixer.ids) as hidden:
                     output = model(tokens, use_cache=True)
                 logits, cache = output.logits, getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+                cache = getattr(cache, "self_attention_cache", cache)  # of a decoder that could have an encoder
                 mixed = None if mixer is None else mixer(hidden)[0].float().numpy()
     except (MemoryError, OutriderError):
         raise
@@ -110,6 +111,8 @@ def cache_layout(model: PreTrainedModel, cache: Any) -> CacheLayout:
     Raises:
         UnsupportedModelError: the cache keeps something else than keys, values and known recurrent states.
     """
+    if not hasattr(cache, "layers"):
+        raise UnsupportedModelError(f"{type(model).__name__} keeps a cache of its own, {type(cache).__name__}")
     if kinds := {
         type(each).__name__ for each in cache.layers if not (has_attention(each) or is_recurrent(each) or is_empty(each))
     }:

@@ -34,13 +34,13 @@ def is_recurrent(layer: object) -> bool:
 
 
 def is_empty(layer: object) -> bool:
-    """Return whether a layer of a cache keeps nothing: the model's layer mixes no rows."""
-    return type(layer).__name__ == "DummyLayer"
+    """Return whether a layer of a cache keeps nothing: the model's layer mixes no rows, or was not run."""
+    return type(layer).__name__ == "DummyLayer" or (isinstance(layer, DynamicLayer) and layer.keys is None)
 
 
 def has_attention(layer: object) -> bool:
     """Return whether a layer of a cache keeps keys and values, in an order that a graph can keep them in."""
-    return isinstance(layer, DynamicLayer)
+    return isinstance(layer, DynamicLayer) and layer.keys is not None
 
 
 class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -192,8 +192,10 @@ def recurrent_sizes(model: PreTrainedModel, kinds: Sequence[object]) -> list[Rec
     """
     if not any(map(is_recurrent, kinds)):
         return []
+    if any(len(getattr(each, "conv_states", [0])) > 1 for each in kinds):
+        raise _not_known(model, ": several convolutions in one layer")
     layers = [
-        (_AttentionAndProbe if has_attention(each) else _Probe)() if is_recurrent(each) else type(each)() for each in kinds
+        (_AttentionAndProbe if has_attention(each) else _Probe)() if is_recurrent(each) else DynamicLayer() for each in kinds
     ]
     with torch.no_grad(), replaced(model):
         model(torch.zeros(1, 8, dtype=torch.int64), past_key_values=Cache(layers=layers), use_cache=True)
@@ -201,15 +203,17 @@ def recurrent_sizes(model: PreTrainedModel, kinds: Sequence[object]) -> list[Rec
     for before, layer in zip(kinds, layers, strict=True):
         if not isinstance(layer, _Probe):
             continue
-        several = len(getattr(before, "conv_states", [0])) > 1
-        if several or not layer.channels or (layer.state is None and any(_kept(before))):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} keeps a recurrent state of a kind that is not known"
-                f"{': several convolutions in one layer' if several else ''}",
-                "gated delta nets, Mamba-2 and short convolutions are",
-            )
+        if not layer.channels or (layer.state is None and any(_kept(before))):
+            raise _not_known(model)
         sizes.append(layer.state or RecurrentLayer(layer.channels, layer.history))
     return sizes
+
+
+def _not_known(model: PreTrainedModel, what: str = "") -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} keeps a recurrent state of a kind that is not known{what}",
+        "gated delta nets, Mamba-2 and short convolutions are",
+    )
 
 
 def _kept(layer: Any) -> list[bool]:

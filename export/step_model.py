@@ -99,7 +99,7 @@ def step_attention(
         output = _written_out(query, key, value, attention_mask, scale, softcap, sinks)
     if trace.spare_row:
         output = output[:, :, :rows]
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None  # as transformers' own functions return it
 
 
 def _written_out(
@@ -204,9 +204,7 @@ class CacheLayout(NamedTuple):
 
     layers: list[tuple[int, int, int]]  # (key/value heads, key width, value width) of each with attention
     recurrent: Sequence[RecurrentLayer] = ()
-    kinds: Sequence[
-        tuple[bool, bool]
-    ] = ()  # whether each has attention, and is recurrent; () if all have attention
+    kinds: Sequence[tuple[bool, bool]] = ()  # whether each has attention, and is recurrent; () if all have attention
 
     def tensors(self, features: int | None = None) -> list[CacheTensor]:
         """Return the cache tensors, with features of the width `features`, if there are any."""

@@ -33,7 +33,12 @@ class Traced(NamedTuple):
     model: hf.PreTrainedModel
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+FEW = ("Qwen3.5", "LFM2", "Granite-4", "Falcon-H1")  # one of each kind
+
+
+@pytest.fixture(
+    scope="module", params=[each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in CONFIGS]
+)
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     folder = tmp_path_factory.mktemp("recurrent")
     torch.manual_seed(0)

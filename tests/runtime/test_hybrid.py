@@ -1,9 +1,9 @@
-"""The promise for a target with recurrent layers, which drafts with its own MTP head: the trained one in examples/tiny-hybrid."""
+"""The promise for a target with recurrent layers that drafts with its own MTP head: the trained one in examples/tiny-hybrid."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_speculative_text_is_plain_text_up_to_the_last_slot(
 def test_plain_text_is_that_of_transformers(plain: Made[dict[str, list[Event]]], prompt: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(HYBRID, dtype="float32")
     inputs = AutoTokenizer.from_pretrained(HYBRID)(PROMPTS[prompt], return_tensors="pt")
-    ours = tokens(plain["fp32"][prompt])
+    ours = tokens(plain["fp32"][prompt])[:60]  # its loop over rows is slow
     model.generation_config.eos_token_id = None
     theirs = model.generate(inputs.input_ids, do_sample=False, max_new_tokens=len(ours), pad_token_id=0)
     assert theirs[0, inputs.input_ids.shape[1] :].tolist() == ours
@@ -90,9 +90,9 @@ def test_the_trained_head_drafts_several_tokens_ahead(loaded: Made[Outrider]) ->
 
 
 @pytest.fixture(scope="module", params=["int4", "fp32"])
-def batched(request: pytest.FixtureRequest, bundles: Made[Path]) -> Iterator[tuple[Outrider, Outrider]]:
+def batched(request: pytest.FixtureRequest, bundles: Made[Path]) -> tuple[Outrider, Outrider]:
     """A bundle with all of its slots, and with one."""
-    yield Outrider.load(bundles[request.param], slots=None), Outrider.load(bundles[request.param])
+    return Outrider.load(bundles[request.param], slots=None), Outrider.load(bundles[request.param])
 
 
 def alone(single: Outrider, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -120,7 +120,7 @@ def test_many_at_once_get_what_each_gets_alone(batched: tuple[Outrider, Outrider
     many, single = batched
     if policy == "at random":
         many.policy = RandomPolicy(many.adaptive_policy())
-    prompts = [many.text.encode(PROMPTS[name]) for name in FEW]
+    prompts = [many.text.encode(PROMPTS[name], chat=False) for name in FEW]
     requests = [
         (prompts[index % len(prompts)], replace(SAMPLED[index % len(SAMPLED)], max_new_tokens=20 + 3 * index))
         for index in range(8)
@@ -142,31 +142,30 @@ def test_many_at_once_get_what_each_gets_alone(batched: tuple[Outrider, Outrider
             got[id(request)] += getattr(event, "token_ids", [])
     assert got[id(again)] == alone(single, longer, SamplingParams(max_new_tokens=12))
     assert got[id(branch)] == alone(single, prompt[:3] + prompts[1], SamplingParams(max_new_tokens=12))
-    assert again.stats.cached_tokens in (0, len(prompt) + len(text) - 1)
+    assert again.stats.cached_tokens == len(prompt) + len(text) - 1
     assert branch.stats.cached_tokens == 0
 
 
-def test_the_end_of_a_text_is_gone_on_from(loaded: Made[Outrider]) -> None:
+def test_the_end_of_a_text_is_gone_on_from(bundles: Made[Path], loaded: Made[Outrider]) -> None:
     """As a chat is: each turn's prompt is the text so far."""
-    single = loaded["int4"]
-    text = single.text.encode(PROMPTS["support"])
-    scheduler = Scheduler(single, max_waiting=1)
-    for turn in range(3):
+    chatting, single = Outrider.load(bundles["int4"]), loaded["int4"]
+    scheduler = Scheduler(chatting, max_waiting=1)
+    text, kept = single.text.encode(PROMPTS["support"], chat=False), 0
+    for _ in range(3):
         request = scheduler.submit(text, SamplingParams(max_new_tokens=15))
         got: list[int] = []
         while scheduler.busy:
             for _, event in scheduler.step():
                 got += getattr(event, "token_ids", [])
         assert got == alone(single, text, SamplingParams(max_new_tokens=15))
-        if turn:
-            assert request.stats.cached_tokens in (0, before)
-        before = len(text) + len(got) - 1
-        text = text + got + single.text.encode(" And")
+        assert request.stats.cached_tokens == kept
+        kept = len(text) + len(got) - 1
+        text = text + got + single.text.encode(" And", chat=False)
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
 def test_the_audit_passes(bundles: Made[Path], precision: str) -> None:
-    done = outrider("verify", bundles[precision], "--draws", "100", "--json")
+    done = outrider("verify", bundles[precision], "--draws", "500", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]
