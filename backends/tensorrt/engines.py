@@ -127,7 +127,9 @@ def warm(role: str, session: Session, rows: Sequence[int], progress: Progress) -
     ]
     progress.stage(f"compiling the kernels of the {role}", len(passes))
     for batch, count, window in passes:
-        session.write(np.zeros((batch, count), np.int64), np.full(batch, window - count), logits=True)
+        positions = np.full(batch, window - count)
+        session.assume(positions)
+        session.write(np.zeros((batch, count), np.int64), positions, logits=True)
         session.device.synchronize()
         progress.advance(1)
     for slot in range(session.batch):

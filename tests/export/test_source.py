@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoint import load_model, load_tokenizer, read_config
@@ -255,3 +263,30 @@ def test_a_hub_id_is_read(tmp_path: Path) -> None:
 def test_a_hub_id_that_cannot_be_fetched_is_refused(tmp_path: Path) -> None:
     done = in_hub_cache(tmp_path)
     assert "SourceError: cannot read the configuration of someone/some-model" in done.stderr
+
+
+def test_weights_in_mxfp4_are_dequantized(tmp_path: Path) -> None:
+    """As those of GPT-OSS are: blocks of 32 numbers of 4 bits, the lower four of a byte first, and an exponent for each."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = GptOssConfig(**sizes, **heads, max_position_embeddings=128, pad_token_id=0)
+    folder = write_checkpoint(tmp_path / "model", AutoModelForCausalLM.from_config(config))
+    tensors, want = load_file(folder / "model.safetensors"), {}
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        numbers = torch.stack([e2m1[(blocks & 15).int()], e2m1[(blocks >> 4).int()]], -1).flatten(-2)
+        want[name] = (numbers * 2.0 ** (scales.float() - 127)[..., None]).flatten(-2).transpose(1, 2)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(described))
+    loaded = load_model(Source.parse(str(folder)), "fp32").state_dict()
+    for name, tensor in want.items():
+        torch.testing.assert_close(loaded[name], tensor, atol=0, rtol=0)
+    manifest = export_pair(str(folder), None, tmp_path / "onnx", precision="int4")
+    assert manifest.models["target"].architecture == "GptOssForCausalLM"
