@@ -72,18 +72,20 @@ UPDATES = {
 
 # t counts the rows of the longest sequence; those of the others end with it. Row r = t - offset of a sequence is the kept row
 # r, or, from `pending` on, one of the pass. What is before its first row, or belongs to the other part, changes no state: it
-# decays by exp(0), and the update rate, or the value, is 0.
+# decays by exp(0), and the update rate, or the value, is 0. Sizes are read off tensors that all layers share, so that what
+# follows from them is computed once.
 WITH_KEPT = """
 <domain: "{domain}", {opsets}>
-{name} <heads, key_heads> (query, row, past_rows, past_state, pending, committed) => (output, present_rows, present_state) {{
+{name} <heads, key_heads> (query, row, past_rows, past_state, pending, committed, places, any_rows)
+  => (output, present_rows, present_state) {{
   zero = Constant <value_int: int = 0> ()
   one = Constant <value_int: int = 1> ()
   first = Constant <value_ints: ints = [0]> ()
   second = Constant <value_ints: ints = [1]> ()
   third = Constant <value_ints: ints = [2]> ()
   zero_f = Constant <value_float: float = 0.0> ()
-  pass_rows = Shape <start: int = 1, end: int = 2> (row)
-  recent = Shape <start: int = 1, end: int = 2> (past_rows)
+  pass_rows = Shape <start: int = 1, end: int = 2> (places)
+  recent = Shape <start: int = 1, end: int = 2> (any_rows)
   longest = ReduceMax <keepdims: int = 1> (pending)
   total = Add (longest, pass_rows)
   total_s = Squeeze (total)
@@ -129,7 +131,7 @@ WITH_KEPT = """
   nothing = Constant <value_ints: ints = [0, 0, 0]> ()
   in_front = Concat <axis: int = 0> (first, longest, first, nothing)
   q = Pad (query, in_front, zero_f)
-  batch = Shape <start: int = 0, end: int = 1> (row)
+  batch = Shape <start: int = 0, end: int = 1> (places)
   one_1 = Constant <value_ints: ints = [1]> ()
   apart = Concat <axis: int = 0> (batch, total, key_heads_1, one_1, key_width)
   repeated = Concat <axis: int = 0> (batch, total, key_heads_1, groups, key_width)

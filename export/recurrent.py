@@ -46,10 +46,27 @@ def has_attention(layer: object) -> bool:
 class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """What a recurrent layer keeps, for one pass. Its tensors are those of `contract.cache_tensors`, in that order."""
 
-    def __init__(self, sizes: RecurrentLayer, tensors: Sequence[torch.Tensor], pending: torch.Tensor, committed: torch.Tensor):
+    def __init__(
+        self,
+        sizes: RecurrentLayer,
+        tensors: Sequence[torch.Tensor],
+        pending: torch.Tensor,
+        committed: torch.Tensor,
+        places: torch.Tensor,
+        any_rows: torch.Tensor,
+    ):
+        """Keep a layer's tensors.
+
+        Args:
+            sizes: of the layer.
+            tensors: those of `contract.cache_tensors`.
+            pending, committed: int64 [B].
+            places: int64 [B, S], the positions of the rows; the same for all layers.
+            any_rows: what the first recurrent layer keeps of rows, [B, R, _].
+        """
         super().__init__()
         self.sizes, self.tensors = sizes, list(tensors)
-        self.pending, self.committed = pending, committed
+        self.pending, self.committed, self.places, self.any_rows = pending, committed, places, any_rows
         self.is_initialized = True
         self.updated: set[str] = set()
 
@@ -109,7 +126,8 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         self.updated.add("state")
         _, past_rows, past_state = self.tensors
         row = [key.flatten(2), value.flatten(2), decay, *([] if beta is None else [beta])]
-        inputs = (query.flatten(2), torch.cat(row, -1), past_rows, past_state, self.pending, self.committed)
+        shared = self.pending, self.committed, self.places, self.any_rows
+        inputs = (query.flatten(2), torch.cat(row, -1), past_rows, past_state, *shared)
         shapes = [(*value.shape[:2], value.shape[2] * value.shape[3]), past_rows.shape, past_state.shape]
         attributes: dict[str, Any] = {"heads": value.shape[2], "key_heads": key.shape[2]}
         output, *self.tensors[1:] = symbolic_multi_out(

@@ -234,7 +234,7 @@ class StepModel(nn.Module):
         mixer = feature_mixer(self.model)
         count = 2 * len(self.layout.layers)
         with _layers(past[:count], positions, key_positions, rows, self.spare_row) as layers:
-            recurrent = self._recurrent(past[count:], *commits)
+            recurrent = self._recurrent(past[count:], *commits, rows) if commits else []
             cache = Cache(layers=self._in_order(layers, recurrent))
             with entering(self.model, [] if mixer is None else mixer.ids) as hidden, replaced(self.model):
                 # A backend may run a row behind the last position, and drop the result.
@@ -253,7 +253,7 @@ class StepModel(nn.Module):
         for sizes in self.layout.recurrent:
             tensors = [next(given) for _ in cache_tensors([], None, [sizes])]
             kind = AttentionAndRecurrentStep if next(kinds)[0] else RecurrentStep
-            made.append(kind(sizes, tensors, *commits))
+            made.append(kind(sizes, tensors, *commits, past[0]))
         return made
 
     def _in_order(self, layers: list[StepLayer], recurrent: list[RecurrentStep]) -> list[Any]:

@@ -80,15 +80,18 @@ def read(session: GraphSession, tokens: list[int], slot: int, at: int = 0) -> No
         session.write(np.array([tokens[begin : min(begin + CHUNK, len(tokens))]]), np.array([begin]), slot)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_rounds_end_in_the_state_of_a_fresh_prefill(traced: Traced, fused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fused", "overwrites"), [(False, True), (True, True), pytest.param(True, False, marks=pytest.mark.slow)]
+)
+def test_rounds_end_in_the_state_of_a_fresh_prefill(traced: Traced, fused: bool, overwrites: bool, tmp_path: Path) -> None:
+    """Of the graph as it is exported and as it is fused, and of engines that may not write a state over the one they read."""
     graph, counts = traced.graph, dict[str, int]()
     if fused:
         graph = tmp_path / "fused.onnx"
         counts, _ = fuse(traced.graph, graph, CAPACITY, False, SLOTS)
         stateful = [layer for layer in traced.layout.recurrent if layer.row]
         assert counts.get("recurrences", 0) == len(stateful)
-    session = open_session(graph, traced.layout, overwrites=fused)
+    session = open_session(graph, traced.layout, overwrites=overwrites)
     random = np.random.default_rng(0)
     texts: list[list[int]] = [[], []]
     rounds = 0

@@ -169,4 +169,4 @@ def test_the_audit_passes(bundles: Made[Path], precision: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]
-    assert report["verdicts"] == dict.fromkeys(("arithmetic", "greedy", "sampled", "support", "controls", "counters"), True)
+    assert all(report["verdicts"].values()), report["verdicts"]

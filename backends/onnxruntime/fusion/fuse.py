@@ -44,6 +44,7 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> t
         "norms of sums": skip_rms_normalization_ruleset.apply_to_model(model),
         "recurrences": recurrences(model),
     }
+    common.InlinePass()(model)  # what is the same in the functions' calls is computed once
     read_batch_off_tokens(model.graph)
     layers = sum((each.name or "").startswith("past_key_") for each in model.graph.inputs)
     refusals: list[str] = []
