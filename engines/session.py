@@ -242,7 +242,7 @@ class Session(ABC):
                 window,
                 first,
                 self._arena.device[FEATURE_POSITIONS].part(0, batch) if self.reads_features else None,
-                None if self.recurrence is None else self._commits(batch),
+                *([] if self.recurrence is None else [self._commits(batch)]),
             )
         self.device.synchronize()  # the previous pass may still be reading the arrays
         commits = self._arena.host[PENDING], self._arena.host[COMMITTED]

@@ -234,7 +234,7 @@ class StepModel(nn.Module):
         mixer = feature_mixer(self.model)
         count = 2 * len(self.layout.layers)
         with _layers(past[:count], positions, key_positions, rows, self.spare_row) as layers:
-            recurrent = self._recurrent(past[count:], *commits, rows) if commits else []
+            recurrent = self._recurrent(past[count:], commits[0], commits[1], rows) if commits else []
             cache = Cache(layers=self._in_order(layers, recurrent))
             with entering(self.model, [] if mixer is None else mixer.ids) as hidden, replaced(self.model):
                 # A backend may run a row behind the last position, and drop the result.
@@ -246,14 +246,16 @@ class StepModel(nn.Module):
         kept = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
         return output.logits.float(), *kept, *(tensor for each in recurrent for tensor in each.tensors), *features
 
-    def _recurrent(self, past: Sequence[torch.Tensor], *commits: torch.Tensor) -> list[RecurrentStep]:
+    def _recurrent(
+        self, past: Sequence[torch.Tensor], pending: torch.Tensor, committed: torch.Tensor, places: torch.Tensor
+    ) -> list[RecurrentStep]:
         """Return what each recurrent layer keeps. Those with attention beside it get that in `_in_order`."""
         made, given = [], iter(past)
         kinds = iter([kind for kind in self.layout.kinds if kind[1]])
         for sizes in self.layout.recurrent:
             tensors = [next(given) for _ in cache_tensors([], None, [sizes])]
             kind = AttentionAndRecurrentStep if next(kinds)[0] else RecurrentStep
-            made.append(kind(sizes, tensors, *commits, past[0]))
+            made.append(kind(sizes, tensors, pending, committed, places, past[0]))
         return made
 
     def _in_order(self, layers: list[StepLayer], recurrent: list[RecurrentStep]) -> list[Any]:

@@ -176,11 +176,11 @@ class Launches(RoundBuffers):
             ids = self.inputs.device["input_ids"].part(0, shape.batch, shape.rows)
             positions = self.inputs.device["positions"].part(0, shape.batch)
             logits = self._target_logits.part(0, shape.batch, shape.rows, self.vocab_rows)
-            commits = None
+            commits: list[tuple[Buffer, Buffer]] = []
             if self.target.recurrence is not None:
                 pending, committed = (self.inputs.device[name].part(0, shape.batch) for name in ("pending", "committed"))
-                commits = pending, committed
-            launches = [self.target.bind(ids, positions, logits, shape.window, shape.first, commits=commits)]
+                commits.append((pending, committed))
+            launches = [self.target.bind(ids, positions, logits, shape.window, shape.first, None, *commits)]
             if on_device:
                 launches.insert(0, self.device.copy_columns(ids, 1, self.drafted_matrix(shape), 0, shape.drafted))
             return self.sequence(launches)
