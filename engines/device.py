@@ -153,6 +153,18 @@ class Arena:
         self.download = device.download(whole, host)
 
 
+def in_sequence(launches: Sequence[Launch]) -> Launch:
+    """Return several launches as one."""
+    if len(launches) == 1:
+        return launches[0]
+
+    def launch() -> None:
+        for each in launches:
+            each()
+
+    return launch
+
+
 def nothing() -> None:
     """Do nothing; the launch of a copy between two views of the same memory."""
 

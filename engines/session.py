@@ -28,7 +28,7 @@ from outrider.engines.contract import (
     RecurrentLayer,
     cache_tensors,
 )
-from outrider.engines.device import Arena, Buffer, Device, Engine, Launch
+from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, in_sequence
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.recurrence import Recurrence
 from outrider.errors import EngineError
@@ -399,15 +399,7 @@ class GraphSession(Session):
                 present = tensors[tensor.present] = self._slots(self._apart[tensor.past], first, count)
                 size = past.nbytes // past.itemsize
                 copies.append(self.device.copy_columns(past.part(0, 1, size), 0, present.part(0, 1, size), 0, size))
-        launches = [self.engine.bind(tensors), *copies]
-        if not copies:
-            return launches[0]
-
-        def launch() -> None:
-            for each in launches:
-                each()
-
-        return launch
+        return in_sequence([self.engine.bind(tensors), *copies])
 
     def _paired(
         self,
@@ -429,12 +421,7 @@ class GraphSession(Session):
         launches.append(self._bound(ids, positions, both.part(0, 1, wanted, width), window, first, commits=commits))
         if wanted:
             launches.append(self.device.copy_columns(logits.part(0, 1, width), 0, both.part(0, 1, wanted * width), 0, width))
-
-        def launch() -> None:
-            for each in launches:
-                each()
-
-        return launch
+        return in_sequence(launches)
 
     def block_state(self, count: int, rows: int) -> Buffer:
         """Return what the last pass of so many sequences and rows gave to the heads of a block head, float32 [N, S, A]."""

@@ -9,7 +9,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
-from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer
+from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer, in_sequence
 from outrider.engines.session import Session
 from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
 from outrider.runtime.drafters.base import NONE, DeviceDrafter
@@ -183,7 +183,7 @@ class Launches(RoundBuffers):
             launches = [self.target.bind(ids, positions, logits, shape.window, shape.first, None, *commits)]
             if on_device:
                 launches.insert(0, self.device.copy_columns(ids, 1, self.drafted_matrix(shape), 0, shape.drafted))
-            return self.sequence(launches)
+            return in_sequence(launches)
 
         drafted = shape.drafted if on_device else 0
         return self.cached(("target", drafted, shape.rows, shape.window, shape.first, shape.batch), make)
@@ -203,12 +203,12 @@ class Launches(RoundBuffers):
                 "status": self.outputs.device["status"].part(0, batch),
             }
             if shape.greedy:
-                return self.sequence([*before, self.sampler("greedy_verifier", tensors, shape)])
+                return in_sequence([*before, self.sampler("greedy_verifier", tensors, shape)])
             tensors |= {
                 "q": self._q.part(0, rows, batch, self.vocab_rows),
                 "uniforms": self.inputs.device["verifying"].part(0, batch, rows, 3),
             }
-            return self.sequence([*before, self.sampler("verifier", tensors, shape)])
+            return in_sequence([*before, self.sampler("verifier", tensors, shape)])
 
         return self.cached(("verifier", rows, batch, on_device, shape.greedy, shape.edits, shape.candidates), make)
 
@@ -257,21 +257,9 @@ class Launches(RoundBuffers):
                 "top_ids": arena.device["top_ids"].part(0, batch, rows, top),
                 "top_logprobs": arena.device["top_logprobs"].part(0, batch, rows, top),
             }
-            return self.sequence([self.samplers["logprobs"].bind(tensors), arena.download])
+            return in_sequence([self.samplers["logprobs"].bind(tensors), arena.download])
 
         return self.cached(("logprobs", batch, rows, top), make)
-
-    @staticmethod
-    def sequence(launches: Sequence[Launch]) -> Launch:
-        """Return several launches as one."""
-        if len(launches) == 1:
-            return launches[0]
-
-        def launch() -> None:
-            for each in launches:
-                each()
-
-        return launch
 
     # What the last round computed
 

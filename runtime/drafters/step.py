@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import DRAFT_SAMPLERS
-from outrider.engines.device import Buffer, Launch, Layout
+from outrider.engines.device import Buffer, Launch, Layout, in_sequence
 from outrider.runtime.buffers import Lane, Shape, Step
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
 from outrider.runtime.sampling import DRAFTING, DRAWING
@@ -289,7 +289,7 @@ class StepDrafter(DeviceDrafter):
                     "uniforms": launches.inputs.device[self._tensor("uniforms", row)].part(0, shape.batch, 2),
                     "q": q,
                 }
-            return launches.sequence([*before, launches.sampler(DRAFT_SAMPLERS[shape.greedy], tensors, shape), *after])
+            return in_sequence([*before, launches.sampler(DRAFT_SAMPLERS[shape.greedy], tensors, shape), *after])
 
         source = self._source(row, shape)
         key = (self.name, "sampler", row, *source, shape.batch, shape.greedy, shape.edits, shape.candidates)
