@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import InvalidVersion, Version
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -16,6 +21,9 @@ from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.source import Source
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+EARLIER_SETTINGS = frozenset(
+    ("_name_or_path", "auto_map", "model_type", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
+)
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -23,8 +31,8 @@ def read_config(source: Source) -> Any:
     """Read the model's configuration.
 
     Raises:
-        UnsupportedModelError: an encoder-decoder, or no language model. Whatever else is unsupported fails when the model runs
-            or is traced.
+        UnsupportedModelError: an encoder-decoder, or no language model, or one that a later transformers wrote with settings
+            that this one does not know. Whatever else is unsupported fails when the model runs or is traced.
     """
     config = source.read("configuration", AutoConfig)
     kind = config.model_type
@@ -32,16 +40,56 @@ def read_config(source: Source) -> Any:
         raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{source.name} ({kind}) is not a causal language model in transformers")
+    _check_settings(source, config)
     return config
 
 
-def max_positions(config: Any) -> int | None:
+def _check_settings(source: Source, config: Any) -> None:
+    """Refuse settings of a later transformers, which this one would ignore. Others that it does not know mean nothing to it in
+    any version, as those of trainers and of other servers."""
+    given = source.config()
+    try:
+        later = Version(str(given.get("transformers_version"))) > Version(transformers.__version__)
+    except InvalidVersion:
+        return
+    text = config.get_text_config()
+    parts = [(given, config)] if text is config else [(given, config), (given.get("text_config") or {}, text)]
+    unknown = {name for part, own in parts for name, value in part.items() if value and name not in _settings(type(own))}
+    if later and unknown:
+        raise UnsupportedModelError(
+            f"{source.name} is from transformers {given['transformers_version']}, and {transformers.__version__} does not know"
+            f" its {', '.join(sorted(unknown))}",
+            "upgrade transformers",
+        )
+
+
+def _settings(kind: type[Any]) -> set[str]:
+    """Return the names that a configuration of this class may have, those of earlier versions included."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    with contextlib.suppress(Exception):  # a class may have no default that it accepts
+        names |= set(kind().to_dict())
+    return names | set(kind.attribute_map) | set(kind.sub_configs) | EARLIER_SETTINGS
+
+
+def learned_positions(model: PreTrainedModel) -> range | None:
+    """Return the rows of a model's table of positions that a text may use, from that of its first token on; None of models
+    without such a table."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()]
+    known = [each for each in tables if limit and limit <= each.num_embeddings <= limit + 2]  # OPT's has two more
+    if limit is None or not known:
+        return None
+    padding = known[0].padding_idx  # RoBERTa's positions begin behind that of padding
+    return range(0 if padding is None else padding + 1, limit)
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
     """Return the longest text that a graph of the model is right for; None if there is no limit.
 
     Where a rotary embedding depends on the length of the text ("dynamic", "longrope"), it is that up to which it does not.
     """
-    text = config.get_text_config()  # the same object, except in multimodal models
-    limit: int | None = getattr(text, "max_position_embeddings", None)
+    text, places = model.config.get_text_config(), learned_positions(model)  # the same object, except in multimodal models
+    limit: int | None = getattr(text, "max_position_embeddings", None) if places is None else len(places)
     rope = getattr(text, "rope_parameters", None) or {}
     entries = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
     original = [entry.get("original_max_position_embeddings") for entry in entries if _scales_by_length(entry.get("rope_type"))]

@@ -208,7 +208,7 @@ def _load(job: _Job) -> tuple[PreTrainedModel, Generation]:
     job.progress.stage(f"loading the {job.role}")
     model = load_model(job.source, job.precision)
     defaults = generation_defaults(model, job.tokenizer)
-    _check_numbers(job.source.name, _head_rows(model, job), defaults, max_positions(model.config))
+    _check_numbers(job.source.name, _head_rows(model, job), defaults, max_positions(model))
     return model, defaults
 
 
@@ -235,7 +235,7 @@ def _export_model(job: _Job, model: PreTrainedModel, rows: int) -> Model:
     lent = {id(parameter) for parameter in model.get_input_embeddings().parameters()} if is_head else set()
     parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in lent)
     # A head's is often that of its training texts; rotary embeddings go on beyond it, at some loss of acceptance.
-    positions, known = None if is_head else max_positions(model.config), _known(model, job, rows)
+    positions, known = None if is_head else max_positions(model), _known(model, job, rows)
     quantization, pieces, reference_perplexity = None, list[torch.Tensor](), 0.0
     if rounding is not None and is_head:
         progress.stage(f"quantizing the {role}")

@@ -7,9 +7,7 @@ recurrence by a function of the graph, whose body is in `export/recurrence.py`.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Linea
 
 from outrider.engines.contract import DOMAIN, GATED, GATED_DELTA, RecurrentLayer
 from outrider.errors import UnsupportedModelError
+from outrider.export.replaced import FUNCTIONS, replaced
 
 _current: ContextVar[Any] = ContextVar("_current")  # the layer whose convolution ran last
 
@@ -303,23 +302,8 @@ def _mamba2_scan(
     return (output, None) if return_final_states else output
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS |= {
     "causal_conv1d_fn": _causal_conv,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
 }
-"""What stands in for transformers' functions, by their names in the modules of the models."""
-
-
-@contextmanager
-def replaced(model: PreTrainedModel) -> Iterator[None]:
-    """Put our functions in the places of transformers', in all modules that the model's layers are from."""
-    modules = {sys.modules[type(each).__module__] for each in model.modules()}
-    before = [(module, name, getattr(module, name)) for module in modules for name in FUNCTIONS if hasattr(module, name)]
-    try:
-        for module, name, _ in before:
-            setattr(module, name, FUNCTIONS[name])
-        yield
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)

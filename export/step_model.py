@@ -39,8 +39,10 @@ from outrider.engines.contract import (
     cache_tensors,
 )
 from outrider.errors import UnsupportedModelError
+from outrider.export.checkpoint import learned_positions
 from outrider.export.recurrence import functions
-from outrider.export.recurrent import AttentionAndRecurrentStep, RecurrentStep, replaced
+from outrider.export.recurrent import AttentionAndRecurrentStep, RecurrentStep
+from outrider.export.replaced import replaced
 
 OPSET = 24
 ATTENTION = "outrider_step"
@@ -222,7 +224,7 @@ class StepModel(nn.Module):
         embedded = int(model.get_input_embeddings().weight.shape[0])
         # A draft may lack rows of the target's padding; what it makes of such a token costs acceptance and nothing else.
         self.last_token = embedded - 1 if embedded < vocab_rows else None
-        self.last_position = learned_positions(model)
+        self.places = learned_positions(model)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, *past: torch.Tensor
@@ -238,7 +240,7 @@ class StepModel(nn.Module):
             cache = Cache(layers=self._in_order(layers, recurrent))
             with entering(self.model, [] if mixer is None else mixer.ids) as hidden, replaced(self.model):
                 # A backend may run a row behind the last position, and drop the result.
-                places = rows if self.last_position is None else rows.clamp(max=self.last_position)
+                places = rows if self.places is None else (rows + self.places[0]).clamp(max=self.places[-1])
                 output = self.model(input_ids=input_ids, position_ids=places, past_key_values=cache, use_cache=True)
             features = [] if mixer is None else [scatter(past[-1], mixer(hidden)[:, None], positions)]
         if not all(each.complete for each in recurrent):
@@ -267,14 +269,6 @@ class StepModel(nn.Module):
             if has_attention and is_recurrent:
                 ordered[-1].attention = next(attention)
         return ordered
-
-
-def learned_positions(model: PreTrainedModel) -> int | None:
-    """Return the last position of a model that looks positions up in a table of its own; None of all others."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()]
-    known = limit is not None and any(limit <= each.num_embeddings <= limit + 2 for each in tables)  # OPT's has two more
-    return limit - 1 if limit is not None and known else None
 
 
 class HeadStep(nn.Module):
@@ -314,7 +308,8 @@ def _layers(
         yield layers
     finally:
         _current.reset(token)
-    if trace.attention_calls != len(layers) or not all(layer.updated for layer in layers):
+    # Layers without keys of their own may attend to those of another (Gemma-3n, Gemma-4).
+    if trace.attention_calls < len(layers) or not all(layer.updated for layer in layers):
         raise UnsupportedModelError("the model has its own attention code, outside transformers' attention interface")
 
 

@@ -20,7 +20,7 @@ from outrider.runtime.text import Text
 from outrider.training.texts import Sample
 
 HELD_OUT = 20  # one prompt in so many is not trained on
-MOST_HELD_OUT = 64
+MOST_HELD_OUT = 32
 FEWEST_PROMPTS = 40
 FEWEST_TOKENS = 8  # of an answer; and of a prompt that is the beginning of a text
 

@@ -30,6 +30,7 @@ from outrider.training.loop import device, has_bf16
 from outrider.training.objective import Batch, Objective
 
 FEWEST_LAYERS = 3
+NOISE = 0.1  # of a new head's features, so that all three layers have gradients of their own
 LATER_WEIGHT = 0.8  # of each draft step's loss, against the step before
 
 
@@ -93,7 +94,8 @@ def new_config(target: PreTrainedModel, proposed: int) -> dict[str, Any]:
 
 def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a head that begins with the target's last layer, norm and rows of its output head, as far as they
-    have the same shapes; the embedding has no part in it yet."""
+    have the same shapes; the embedding has no part in it yet. Features begin as what entered the last of the three layers,
+    which the target's last layer can read, and a little of all three."""
     width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, narrow = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     shapes = {
@@ -134,6 +136,8 @@ def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str,
     output = target.get_output_embeddings().weight.detach()
     if output.shape[1] == width:
         tensors["lm_head.weight"] = output[tokens.to(output.device)].cpu()
+    tensors["fc.weight"] *= NOISE
+    tensors["fc.weight"][:, -width:] += torch.eye(width)
     return {name: each.half() if each.is_floating_point() else each for name, each in tensors.items()}
 
 

@@ -38,8 +38,8 @@ class Schedule:
     seed: int
 
 
-class Examples(Dataset[Example]):
-    """Examples for Trainer."""
+class Examples(Dataset[dict[str, Any]]):
+    """Examples for Trainer, under the name by which it groups them by length."""
 
     def __init__(self, examples: Sequence[Example]):
         self._examples = examples
@@ -47,8 +47,8 @@ class Examples(Dataset[Example]):
     def __len__(self) -> int:
         return len(self._examples)
 
-    def __getitem__(self, index: int) -> Example:
-        return self._examples[index]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self._examples[index].ids, "drafted": self._examples[index].drafted}
 
 
 def device() -> torch.device:
@@ -98,6 +98,7 @@ def fit(
         bf16=has_bf16(),
         use_cpu=device().type == "cpu",
         seed=schedule.seed,
+        train_sampling_strategy="group_by_length",
         logging_steps=max(int(updates / 100), 1),
         logging_nan_inf_filter=False,
         save_steps=max(int(updates / EVALUATIONS), 1),
@@ -113,7 +114,7 @@ def fit(
         model=objective,
         args=arguments,
         train_dataset=Examples(examples),
-        data_collator=lambda chosen: Batch.of(chosen)._asdict(),
+        data_collator=lambda chosen: Batch.of([Example(*each.values()) for each in chosen])._asdict(),
         callbacks=[_Watch(objective, lambda: measure(objective, held_out, objective.steps).mean_acceptance_length, progress)],
     )
     trainer.pop_callback(PrinterCallback)

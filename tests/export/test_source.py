@@ -107,6 +107,16 @@ def test_a_bad_configuration_is_refused(folder: Path, config: str) -> None:
         load(folder)
 
 
+def test_settings_of_a_later_transformers_are_refused_by_name(folder: Path) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"gates_of_attention": 2, "switched_off": False}
+    path.write_text(json.dumps(config))
+    read_config(Source.parse(str(folder)))  # a key that no transformers knows, as trainers write them
+    path.write_text(json.dumps(config | {"transformers_version": "99.0"}))
+    with pytest.raises(UnsupportedModelError, match=r"from transformers 99\.0, and .* does not know its gates_of_attention$"):
+        read_config(Source.parse(str(folder)))
+
+
 def test_a_model_of_another_kind_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(UnsupportedModelError, match="not a causal language model"):
