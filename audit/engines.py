@@ -83,7 +83,7 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
         for rows in sorted({*required_rows(role, build), build.max_prompt_chunk}):
             if rows > build.capacity:
                 continue
-            yield _step(role, rows, tolerance, *sessions)
+            yield _step(role, rows, tolerance, *sessions, drafted=build.k[-1])
         precisions = (each.models[role].precision for each in (engines.manifest, manifest))
         got, want = (written_features(*each) for each in zip(sessions, precisions, strict=True))
         if got is not None and want is not None:
@@ -101,13 +101,19 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
             yield _sampler(name, rows, engines, reference, *samplers)
 
 
-def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session) -> Compared:
-    """Run passes of `rows` rows, one after another, over the whole capacity."""
+def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session, drafted: int) -> Compared:
+    """Run passes of `rows` rows, one after another, over the whole capacity.
+
+    Recurrent layers get passes of up to `drafted` + 1 rows as in rounds: one row is confirmed, and of those behind it one is
+    accepted.
+    """
     random = np.random.default_rng(rows)
     difference, largest, same = 0.0, 1.0, []
-    for at in range(0, min(ours.capacity - rows, 256) + 1, rows):
+    verifies = ours.recurrence is not None and 1 < rows <= drafted + 1
+    certain = [1] if verifies else None
+    for at in range(0, min(ours.capacity - rows, 256) + 1, 2 if verifies else rows):
         ids = with_context(role, random.integers(0, ours.vocab_rows, (1, rows)))
-        want, got = (session.run(ids, np.array([at])).copy() for session in (theirs, ours))
+        want, got = (session.run(ids, np.array([at]), certain=certain).copy() for session in (theirs, ours))
         distance = np.abs(want - got, out=np.zeros_like(want), where=want != got)  # a short head has minus infinity in both
         difference = max(difference, float(np.nan_to_num(distance, nan=np.inf).max()))
         largest = max(largest, float(np.abs(want[np.isfinite(want)]).max()))

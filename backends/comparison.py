@@ -97,6 +97,13 @@ def _results(engines: Engines, role: str, passes: list[Pass]) -> list[Floats]:
     for ids, positions, first in passes:
         session.assume(positions, first)
         logits.append(session.run(ids, positions, first).copy())
+        count, rows = ids.shape
+        if session.recurrence is None or not 1 < rows <= engines.build.k[-1] + 1:
+            continue
+        if int(positions.max()) + 2 + rows <= session.capacity:  # after a row that was confirmed, one that is accepted later
+            session.assume(positions, first)
+            session.run(ids, positions, first, certain=[1] * count)
+            logits.append(session.run(ids, positions + 2, first, certain=[1] * count).copy())
     features = written_features(session, engines.manifest.models[role].precision)
     return logits if features is None else [*logits, features]
 

@@ -125,7 +125,7 @@ def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> 
     for rows in sorted({*of_rounds, chunk}):
         for window in windows:
             if rows <= window and (rows in of_rounds or window in (holding[0], holding[-1])):
-                passes[role, rows, window, session.batch] = _step(session, rows, window - rows, logits=rows in of_rounds)
+                passes[role, rows, window, session.batch] = _step(session, rows, window - rows, verifies=rows in of_rounds)
     return passes
 
 
@@ -134,17 +134,22 @@ def sampler_rows(name: str, build: Build) -> list[int]:
     return [1] if name in (*DRAFT_SAMPLERS, MARKOV) else step_rows(build.k)
 
 
-def _step(session: Session, rows: int, position: int, logits: bool) -> Timed:
-    """Return one pass of `rows` rows."""
+def _step(session: Session, rows: int, position: int, verifies: bool) -> Timed:
+    """Return one pass of `rows` rows: of a prompt, or with the logits of all rows, of which one is confirmed."""
     ids = np.zeros((session.batch, rows), dtype=np.int64)
     positions = np.full(session.batch, position, dtype=np.int64)
+    certain = [1 if verifies else rows] * session.batch
 
     def run() -> None:
         session.assume(positions)
-        session.write(ids, positions, logits=logits)
+        session.write(ids, positions, logits=verifies, certain=certain)
         session.device.synchronize()
 
-    return _recorded(session.device, session.recordable, run, lambda: session.prepare(ids, positions, logits=logits))
+    def launch() -> Launch:
+        session.assume(positions)
+        return session.prepare(ids, positions, logits=verifies, certain=certain)
+
+    return _recorded(session.device, session.recordable, run, launch)
 
 
 def _recorded(device: Device, recordable: bool, run: Callable[[], None], launch: Callable[[], Launch]) -> Timed:

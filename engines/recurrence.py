@@ -53,21 +53,23 @@ class Recurrence:
             certain: how many of them are confirmed; 0 of a sequence that takes no part, and whose rows are never read.
 
         Raises:
-            EngineError: the state before a position is not there.
+            EngineError: the state before a position is not there; nothing was noted.
         """
         pending, committed = np.zeros(len(certain), np.int64), np.zeros(len(certain), np.int64)
-        for index, (position, confirmed) in enumerate(zip(positions, certain, strict=True)):
+        sequences = [*enumerate(zip(positions, certain, strict=True))]
+        for index, (position, confirmed) in sequences:
+            if confirmed and not self._reaches(first + index, int(position)):
+                raise EngineError(
+                    f"the recurrent state before position {position} of slot {first + index} is gone",
+                    "a failed pass has changed it; send the request again",
+                )
+        for index, (position, confirmed) in sequences:
             slot = first + index
             if self._reaches(slot, int(position)):
                 pending[index] = position - self._committed[slot]
                 committed[index] = pending[index] + confirmed
                 self._committed[slot] = position + confirmed
                 self._kept[slot] = rows - confirmed if confirmed else 0
-            elif confirmed:
-                raise EngineError(
-                    f"the recurrent state before position {position} of slot {slot} is gone",
-                    "a failed pass has changed it; send the request again",
-                )
             else:
                 self._kept[slot] = 0
         return pending, committed

@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +152,7 @@ class Session(ABC):
             return
         for index, position in enumerate(positions):
             if certain[index] and self.recurrence.begins(first + index, int(position)):
-                self.clear(first + index)
+                self.restart(first + index)
         pending[: len(certain)], committed[: len(certain)] = self.recurrence.advance(first, positions, rows, certain)
 
     def usable(self, slot: int, length: int) -> int:
@@ -178,13 +178,17 @@ class Session(ABC):
     def clear(self, slot: int) -> None:
         """Zero a slot's cache. Masked values are still multiplied (by zero), so NaN of one sequence would reach the next."""
 
+    def restart(self, slot: int) -> None:
+        """Zero the recurrent states of a slot, for another text; its keys and values are overwritten as that goes on."""
+        self.clear(slot)
+
     @abstractmethod
     def move(self, slot: int, to: int, length: int) -> None:
         """Copy the first `length` positions of a slot's cache into the slot `to`."""
 
     @abstractmethod
     def cache(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the cache tensors by name, [B, Hkv, C, D]; for tests and tools."""
+        """Return the cache tensors by name, [B, ...] as in `contract.cache_tensors`; for tests and tools."""
 
     def window(self, rows: int, first: int, last: int) -> int:
         """Return the window for a pass of `rows` rows, at positions from `first` to `last` over the batch.
@@ -329,13 +333,15 @@ class GraphSession(Session):
         device.write(self._key_positions, np.arange(sizes.capacity))
 
     def _check_alignment(self) -> None:
-        sizes = {buffer.nbytes // self.batch for buffer in self._cache.values()}
-        unaligned = [size for size in sizes if size % self.device.alignment]
+        sizes = {name: buffer.nbytes // self.batch for name, buffer in self._cache.items()}
+        unaligned = [name for name, size in sizes.items() if size % self.device.alignment]
         if self.batch > 1 and unaligned:
             raise EngineError(
-                f"a slot of the cache has {unaligned[0]:,} bytes, which is not a multiple of {self.device.alignment}:"
+                f"a slot of the cache has {sizes[unaligned[0]]:,} bytes, which is not a multiple of {self.device.alignment}:"
                 " the next slot would be misaligned for this device",
-                "build the bundle again with a --capacity that is a multiple of 64",
+                "build the bundle again with a --capacity that is a multiple of 64"
+                if unaligned[0] in self._positional
+                else "build the bundle again with --batch 1: what a recurrent layer keeps does not depend on the capacity",
             )
 
     def pair_lone_rows(self) -> None:
@@ -445,7 +451,13 @@ class GraphSession(Session):
         return cache.part(first * math.prod(shape), count, *shape)
 
     def clear(self, slot: int) -> None:
-        for whole in self._cache.values():
+        self._zero(slot, self._cache.values())
+
+    def restart(self, slot: int) -> None:
+        self._zero(slot, [whole for name, whole in self._cache.items() if name not in self._positional])
+
+    def _zero(self, slot: int, tensors: Iterable[Buffer]) -> None:
+        for whole in tensors:
             buffer = self._slots(whole, slot, 1)
             self.device.write(buffer, np.zeros(buffer.shape, DTYPES[buffer.dtype].numpy))
         if self.recurrence is not None:

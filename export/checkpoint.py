@@ -91,7 +91,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
     text, places = model.config.get_text_config(), learned_positions(model)  # the same object, except in multimodal models
     limit: int | None = getattr(text, "max_position_embeddings", None) if places is None else len(places)
     rope = getattr(text, "rope_parameters", None) or {}
-    entries = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
+    entries = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]  # one for each kind of layer, or one
     original = [entry.get("original_max_position_embeddings") for entry in entries if _scales_by_length(entry.get("rope_type"))]
     return min([each for each in (limit, *original) if each is not None], default=None)
 

@@ -260,10 +260,12 @@ def checkpoint_names(source: Source) -> dict[str, str]:
     Raises:
         SourceError: it cannot be read.
     """
+    if source.options:
+        return {}
     try:
         if (index := source.file(INDEX)) is not None:
             return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        if source.options or (path := source.file(FILES[0])) is None:
+        if (path := source.file(FILES[0])) is None:
             return {}
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), FILES[0])

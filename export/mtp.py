@@ -4,9 +4,10 @@ With the target's last hidden state h of a position, after its final norm, and t
 
     x = eh_proj([enorm(e), hnorm(h)])       h' = norm(layer(x))       logits = lm_head(h')
 
-where `layer` is one of the target's own kind, with full attention. The next draft step takes h' for its h (DeepSeek-AI 2024,
-arXiv 2412.19437). transformers drops these tensors when it loads a model, so they are read from the checkpoint's safetensors.
-The layer is then loaded as a model of the same family with one layer, which brings the family's own conversions.
+where `layer` is one of the target's own kind, with full attention unless the configuration says otherwise. The next draft step
+takes h' for its h (DeepSeek-AI 2024, arXiv 2412.19437). transformers drops these tensors when it loads a model, so they are
+read from the checkpoint's safetensors. The layer is then loaded as a model of the same family with one layer, which brings the
+family's own conversions.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.export.checkpoint import set_experts
 from outrider.export.draft_head import DraftHead, FeatureMixer, Target, checkpoint_names, read_tensors
-from outrider.export.draft_head_config import AGAIN, not_known
+from outrider.export.draft_head_config import AGAIN
 from outrider.export.source import Source
 
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")  # of layers; one is run again and again
-KNOWN_KEYS = (*COUNTS, "mtp_hidden_states_first", "mtp_use_dedicated_embeddings", "mtp_layer_types", "mtp_mlp_layer_types")
+LAYER_TYPES, MLP_TYPES = "mtp_layer_types", "mtp_mlp_layer_types"
+KNOWN_KEYS = (*COUNTS, "mtp_hidden_states_first", "mtp_use_dedicated_embeddings", LAYER_TYPES, MLP_TYPES)
 OF_HEAD = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 # From the names of tensors to those of a causal model with one layer, and to `OF_HEAD`; the first that matches counts.
 QWEN = {  # Qwen3-Next, Qwen3.5 and Qwen3.6
@@ -56,12 +58,24 @@ def layout_of(names: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, 
         names: of the checkpoint's tensors.
         config: its `config.json`.
     """
-    layers = config.get("text_config", config).get("num_hidden_layers")
+    layers = _of_text(config).get("num_hidden_layers")
     for layout in (QWEN, DEEPSEEK):
         patterns = {pattern.replace("{layers}", str(layers)): name for pattern, name in layout.items()}
         if any(re.match(next(iter(patterns)), name) for name in names):
             return patterns
     return {}
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _not_known(name: str, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the MTP head of {name} has {what}, which is not known; to ignore it would cost acceptance",
+        "export without the head: --draft none",
+    )
 
 
 def _check_config(source: Source) -> bool:
@@ -70,14 +84,12 @@ def _check_config(source: Source) -> bool:
     Raises:
         UnsupportedModelError: there is such a key.
     """
-    config = source.config()
-    text = config.get("text_config", config)
+    text = _of_text(source.config())
     for key, value in text.items():
-        unknown = (
-            (key.startswith("mtp_") or key == "chain_hidden_post_norm") and key not in KNOWN_KEYS and value not in (None, False)
-        )
-        if unknown or (key in COUNTS and isinstance(value, int) and value > 1):
-            raise not_known(source.name, f"{key} = {value!r}")
+        unknown = key.startswith("mtp_") and key not in KNOWN_KEYS and "loss" not in key and value not in (None, False)
+        # What that key means by False is not what its absence does.
+        if unknown or key == "chain_hidden_post_norm" or (key in COUNTS and isinstance(value, int) and value > 1):
+            raise _not_known(source.name, f"{key} = {value!r}")
     return bool(text.get("mtp_hidden_states_first"))
 
 
@@ -122,7 +134,7 @@ class MtpCheckpoint:
             if pattern is not None:
                 renamed[name] = re.sub(pattern, patterns[pattern], name, count=1)
         if other := sorted(name for name in names if name.startswith("mtp.") and name not in renamed):
-            raise not_known(source.name, f"the tensor {other[0]}")  # such as a second layer
+            raise _not_known(source.name, f"the tensor {other[0]}")  # such as a second layer
         found = read_tensors(source, {name: names[name] for name in renamed})
         return cls(source.name, {renamed[name]: tensor for name, tensor in found.items()}, _check_config(source))
 
@@ -164,13 +176,14 @@ class MtpCheckpoint:
         config.num_hidden_layers = 1
         config.tie_word_embeddings = False
         if getattr(config, "layer_types", None):
-            config.layer_types = ["full_attention"]
+            config.layer_types = (getattr(config, LAYER_TYPES, None) or ["full_attention"])[:1]
         if getattr(config, "mlp_layer_types", None):
-            config.mlp_layer_types = config.mlp_layer_types[-1:]
+            config.mlp_layer_types = (getattr(config, MLP_TYPES, None) or config.mlp_layer_types)[-1:]
         if getattr(config, "first_k_dense_replace", None):
             config.first_k_dense_replace = 0
         try:
-            kind = type(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
+            with torch.device("meta"):
+                kind = type(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
             layer, report = kind.from_pretrained(
                 None,
                 config=config,
@@ -188,7 +201,7 @@ class MtpCheckpoint:
         if missing := sorted(report["missing_keys"]):
             raise SourceError(f"the MTP head of {self.name} lacks the tensor of {missing[0]}", AGAIN)
         if unknown := sorted(report["unexpected_keys"]):
-            raise not_known(self.name, f"the tensor of {unknown[0]}")
+            raise _not_known(self.name, f"the tensor of {unknown[0]}")
         set_experts(layer)
         made: PreTrainedModel = layer.eval().requires_grad_(False)
         return made

@@ -114,6 +114,7 @@ def export(arguments: Arguments, progress: Progress) -> Manifest:
     with staged(arguments.output) as folder, _quiet_libraries():
         (folder / sampler_file(MARKOV)).parent.mkdir()
         sources = arguments.sources()
+        read_config(arguments.target)  # before its weights are asked for a head
         if arguments.own_head is None and has_mtp(arguments.target):
             progress.stage(f"drafting with the MTP head of {arguments.target.name}, which is the default")
             sources["head"] = arguments.target

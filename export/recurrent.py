@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from outrider.engines.contract import DOMAIN, GATED, GATED_DELTA, RecurrentLayer
-from outrider.errors import UnsupportedModelError
+from outrider.errors import OutriderError, UnsupportedModelError
 from outrider.export.replaced import FUNCTIONS, replaced
 
 _current: ContextVar[Any] = ContextVar("_current")  # the layer whose convolution ran last
@@ -214,8 +214,13 @@ def recurrent_sizes(model: PreTrainedModel, kinds: Sequence[object]) -> list[Rec
     layers = [
         (_AttentionAndProbe if has_attention(each) else _Probe)() if is_recurrent(each) else DynamicLayer() for each in kinds
     ]
-    with torch.no_grad(), replaced(model):
-        model(torch.zeros(1, 8, dtype=torch.int64), past_key_values=Cache(layers=layers), use_cache=True)
+    try:
+        with torch.no_grad(), replaced(model):
+            model(torch.zeros(1, 8, dtype=torch.int64), past_key_values=Cache(layers=layers), use_cache=True)
+    except (MemoryError, OutriderError):
+        raise
+    except Exception as error:  # such as a recurrence before any convolution
+        raise _not_known(model) from error
     sizes = []
     for before, layer in zip(kinds, layers, strict=True):
         if not isinstance(layer, _Probe):

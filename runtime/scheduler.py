@@ -294,8 +294,17 @@ class Scheduler:
             if len(requests) == 1:
                 return [(requests[0], error)]
             # It is the backend's failure, and perhaps one request's fault: run each on its own.
-            return [result for request in requests for result in self._round([request])]
+            return [result for request in requests for result in self._again(request)]
         return list(zip(requests, results, strict=True))
+
+    def _again(self, request: Request) -> list[tuple[Request, RoundResult | EngineError]]:
+        """Run the round of one request alone, after one of several has failed."""
+        assert request.slot is not None
+        try:
+            self._slots.restore(request.slot)
+        except EngineError as error:
+            return [(request, error)]
+        return self._round([request])
 
     def _postprocess(
         self, results: list[tuple[Request, RoundResult | EngineError]]

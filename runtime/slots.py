@@ -117,6 +117,16 @@ class Slots:
         if not slot.unread:
             self.synchronize()  # the time of the prompt ends here
 
+    def restore(self, slot: Slot) -> None:
+        """Read a text again as far as a failed round has lost it: all of it, if the target has recurrent layers.
+
+        Raises:
+            EngineError: the backend failed again.
+        """
+        slot.cached = self._target.usable(slot.index, slot.cached)
+        while slot.unread:
+            self.prefill(slot)
+
     def synchronize(self) -> None:
         """Wait for what was launched outside rounds; a round itself needs one wait and no more."""
         if self.launched:

@@ -18,6 +18,7 @@ from outrider.bundle.manifest import TOKENIZER, Manifest
 from outrider.errors import FolderError, ParityError, SourceError, UnsupportedModelError, UsageError, VocabularyMismatchError
 from outrider.export.checkpoint import load_tokenizer, read_config
 from outrider.export.pair import export_pair
+from outrider.export.source import NONE
 from outrider.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -142,7 +143,8 @@ def _check_target(arguments: Arguments, bundle: Path, manifest: Manifest) -> Non
     differs = {
         "tokenizer": load_tokenizer(arguments.target).json != (bundle / TOKENIZER).read_text(encoding="utf-8"),
         "architecture": model.architecture not in (config.architectures or [model.architecture]),
-        "number of layers": len(model.layers) != text.num_hidden_layers,
+        # A layer may have attention, a recurrence, both or neither.
+        "number of layers": not model.recurrent and len(model.layers) != text.num_hidden_layers,
         "vocabulary": model.vocab_rows != text.vocab_size,
     }
     if what := next((name for name, other in differs.items() if other), None):
@@ -155,7 +157,7 @@ def _bundle(arguments: Arguments, draft: Path | None, folder: Path, progress: Pr
     if not bundle.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        drafts = [] if draft is None else [str(draft)]
+        drafts = [NONE] if draft is None else [str(draft)]
         manifest = export_pair(arguments.named, drafts, folder / "onnx", precision=options["precision"], progress=progress)
         limits = [model.max_positions for model in manifest.models.values() if model.max_positions]
         build_engine(

@@ -4,7 +4,7 @@
     python examples/tiny-hybrid/train.py --corpora DIR
 
 Writes the checkpoint beside this script, in fp16: three layers of four are gated delta nets. DIR is that of
-`examples/tiny-pair/train.py`, whose tokenizer it takes. Needs `outrider[export]`; two cores take a quarter of an hour.
+`examples/tiny-pair/train.py`, whose tokenizer it takes. Needs `outrider[export]`; two cores take half an hour.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def write(target: Qwen3_5ForCausalLM, head: MtpHead, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpora", type=Path, required=True)
-    parser.add_argument("--updates", type=int, default=700)
+    parser.add_argument("--updates", type=int, default=600)
     parser.add_argument("-o", "--output", type=Path, default=HERE / "target")
     options = parser.parse_args()
     write(*train(options.corpora, options.updates), options.output)

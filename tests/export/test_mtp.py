@@ -144,6 +144,28 @@ def test_it_is_the_default_and_can_be_left_out(tmp_path: Path, capsys: pytest.Ca
         Arguments.check(folder, ["none", "mtp"], tmp_path / "both", precision="fp32")
 
 
+def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: the text model's tensors lie deeper, and the head's do not."""
+    text = write_with_head(tmp_path / "text", OF_QWEN["Qwen3.5"], of_qwen=True)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": WIDTH}
+    config = hf.Qwen3_5Config(text_config=OF_QWEN["Qwen3.5"].to_dict(), vision_config=vision)
+    folder = write_checkpoint(tmp_path / "whole", hf.Qwen3_5ForConditionalGeneration(config))
+    path = folder / "model.safetensors"
+    images = {name: each for name, each in load_file(path).items() if name.startswith("model.visual.")}
+    own = load_file(text / "model.safetensors")
+    deeper = {name.replace("model.", "model.language_model.", 1): each for name, each in own.items() if name[:3] != "mtp"}
+    heads = {name: each for name, each in own.items() if name[:3] == "mtp"}
+    save_file(images | deeper | heads, path, metadata={"format": "pt"})
+    exports = [export_pair(str(each), None, tmp_path / f"of-{each.name}", precision="fp32") for each in (text, folder)]
+    assert exports[0].roles == exports[1].roles == ("target", "head")
+    ids, features, positions = inputs()
+    with torch.no_grad():
+        (model, head), (expected_model, expected_head) = build(folder), build(text)
+        torch.testing.assert_close(model(ids).logits, expected_model(ids).logits)
+        made = [each(ids, features, positions, DynamicCache())[0] for each in (head, expected_head)]
+        torch.testing.assert_close(*made)
+
+
 def test_what_is_wrong_with_a_head_is_named(tmp_path: Path) -> None:
     folder = write_with_head(tmp_path / "model", OF_QWEN["Qwen3.5"], of_qwen=True)
     path = folder / "model.safetensors"
@@ -162,11 +184,14 @@ def test_what_is_wrong_with_a_head_is_named(tmp_path: Path) -> None:
         MtpCheckpoint.read(changed(**{"mtp.pre_fc_norm_embedding.weight": torch.ones(3)})).build(Target.of(model))
     with pytest.raises(UnsupportedModelError, match=r"the tensor of model\.layers\.0\.self_attn\.other\.weight"):
         MtpCheckpoint.read(changed(**{"mtp.layers.0.self_attn.other.weight": torch.ones(3)})).build(Target.of(model))
-    for key, value in (("mtp_num_hidden_layers", 2), ("mtp_layer_scale", 0.5)):
+    for key, value in (("mtp_num_hidden_layers", 2), ("mtp_layer_scale", 0.5), ("chain_hidden_post_norm", False)):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         with pytest.raises(UnsupportedModelError, match=f"{key} = {value}"):
             MtpCheckpoint.read(changed())
+        with pytest.raises(UnsupportedModelError) as caught:
+            export_pair(str(folder), None, folder.parent / "out", precision="fp32")
+        assert "--draft none" in caught.value.hint
         (folder / "config.json").write_text(json.dumps(config))
     none = changed(**{name: None for name in whole if name.startswith("mtp.")})
     assert not has_mtp(none)

@@ -130,8 +130,8 @@ def check(traced: Traced, session: GraphSession, text: list[int], slot: int) -> 
         np.testing.assert_allclose(before[name], array, atol=TOLERANCE, err_msg=name)
 
 
-def test_a_row_has_the_same_bits_among_any_number_of_rows(traced: Traced, tmp_path: Path) -> None:
-    """Of the recurrence and the convolution; a product of fp32 may round a lone row otherwise, so the first pass has two."""
+def test_states_do_not_depend_on_the_chunks(traced: Traced, tmp_path: Path) -> None:
+    """Within what a product of fp32 rounds otherwise in a lone row; tests/runtime/test_hybrid.py has texts at 4 and 8 bits."""
     fuse(traced.graph, tmp_path / "fused.onnx", CAPACITY, False, SLOTS)
     session = open_session(tmp_path / "fused.onnx", traced.layout)
     text = np.random.default_rng(1).integers(1, 320, 24).tolist()

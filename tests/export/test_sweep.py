@@ -34,7 +34,7 @@ from outrider.tests.export.recurrent_models import CONFIGS
 from outrider.tests.support import models_page, write_checkpoint, write_models_page
 
 TOLERANCE, LIMIT = 1e-4, 240  # of a logit; seconds for one model
-EXPORTED, REFUSED, NOT_TRIED = "exported", "refused", "not tried"
+EXPORTED, REFUSED, NOT_TRIED, FAILED = "exported", "refused", "not tried", "failed"
 CONTEXT = multiprocessing.get_context("forkserver")
 MODULE = "outrider.tests.export.test_sweep"  # pytest gives it another name, which a new process cannot import
 # What the fields of a configuration become, by their names in all families; a configuration gets those that it has.
@@ -178,7 +178,7 @@ def attempt(kind: type[Any], folder: Path, connection: Connection) -> None:
         connection.send((REFUSED, str(error)))
     except Exception as error:
         traceback.print_exc()
-        connection.send((REFUSED, f"{type(error).__name__}: {first_line(error)}"))
+        connection.send((FAILED, f"{type(error).__name__}: {first_line(error)}"))
 
 
 def export(source: Source) -> str:
@@ -227,6 +227,7 @@ def test_every_causal_language_model_is_exported_or_refused_with_a_reason(tmp_pa
             tried[text] = outcome(text, folder)
             shutil.rmtree(folder)
         results[kind.model_type] = tried[text]
+    assert {name: reason for name, (status, reason) in results.items() if status == FAILED} == {}  # no refusal, but a traceback
     listed = re.search(r"^Exported: (.*)\.$", models_page()[2], re.MULTILINE)
     before = set(listed[1].split(", ")) & set(results) if listed else set()
     assert {name: results[name] for name in before if results[name][0] != EXPORTED} == {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,14 +14,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.audit.controls import RandomPolicy
 from outrider.bundle.folder import read_manifest
-from outrider.errors import OutriderError
+from outrider.errors import EngineError, OutriderError
 from outrider.export.pair import export_pair
+from outrider.runtime.buffers import Lane
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
+from outrider.tests.deferred import deferred
 from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens
 from outrider.tests.support import ROOT, build, reseal
 from outrider.tests.support import run as outrider
+from outrider.training.arguments import Arguments
+from outrider.training.eagle3 import Eagle3Objective
+from outrider.training.train import _check_target
 
 HYBRID = ROOT / "examples" / "tiny-hybrid" / "target"
 K = (1, 2, 4, 8)
@@ -146,6 +153,39 @@ def test_many_at_once_get_what_each_gets_alone(batched: tuple[Outrider, Outrider
     assert branch.stats.cached_tokens == 0
 
 
+def test_a_failed_round_is_run_again_for_each_request_alone(
+    batched: tuple[Outrider, Outrider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state before the round is gone, so the texts are read again."""
+    many, single = batched
+    decide = Rounds._decide
+    failures: list[int] = []
+
+    def failing(self: Rounds, lanes: Sequence[Lane], *rest: Any) -> object:
+        if len(lanes) > 1 and len(lanes[0].tokens) > 50 and not failures:
+            failures.append(len(lanes))
+            raise EngineError("it broke", "hint it")
+        return decide(self, lanes, *rest)
+
+    monkeypatch.setattr(Rounds, "_decide", failing)
+    requests = [(many.text.encode(PROMPTS[name], chat=False), SamplingParams(max_new_tokens=60)) for name in FEW]
+    texts = answer(Scheduler(many, k=2), requests, cancelled=set())
+    assert failures
+    assert texts == [alone(single, *request) for request in requests]
+
+
+def test_on_a_device_that_runs_ahead(bundles: Made[Path], loaded: Made[Outrider]) -> None:
+    """As a GPU does. The target's pass changes the states, so no round launches it twice, even where a sampler is undecided."""
+    sampled = SamplingParams(temperature=1.0, seed=7, max_new_tokens=40)
+    for max_candidates in (None, 256):
+        queued = deferred(bundles["fp32"], max_candidates)
+        for name in FEW:
+            prompt = queued.text.encode(PROMPTS[name], chat=False)
+            for params in (SamplingParams(max_new_tokens=40), sampled, replace(sampled, top_p=0.99)):
+                want = alone(loaded["fp32"], prompt, params)
+                assert tokens(list(queued.generate(prompt, params, k=4))) == want
+
+
 def test_the_end_of_a_text_is_gone_on_from(bundles: Made[Path], loaded: Made[Outrider]) -> None:
     """As a chat is: each turn's prompt is the text so far."""
     chatting, single = Outrider.load(bundles["int4"]), loaded["int4"]
@@ -161,6 +201,15 @@ def test_the_end_of_a_text_is_gone_on_from(bundles: Made[Path], loaded: Made[Out
         assert request.stats.cached_tokens == kept
         kept = len(text) + len(got) - 1
         text = text + got + single.text.encode(" And", chat=False)
+
+
+def test_a_draft_for_it_may_be_trained_on_its_answers(bundles: Made[Path], tmp_path: Path) -> None:
+    """A bundle of it is recognized as the target's, though few of its layers have attention."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"prompt": f"Question {number}"}) + "\n" for number in range(40)))
+    arguments = Arguments.check(str(HYBRID), "eagle3", [texts], tmp_path / "head")
+    _check_target(arguments, bundles["fp32"], read_manifest(bundles["fp32"]))
+    Eagle3Objective.check(arguments.target, None)
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
