@@ -31,6 +31,7 @@ from outrider.export.source import Source
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")  # of layers; one is run again and again
 LAYER_TYPES, MLP_TYPES = "mtp_layer_types", "mtp_mlp_layer_types"
 KNOWN_KEYS = (*COUNTS, "mtp_hidden_states_first", "mtp_use_dedicated_embeddings", LAYER_TYPES, MLP_TYPES)
+SCALE = "_scale_inv"  # of a weight in fp8
 OF_HEAD = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 # From the names of tensors to those of a causal model with one layer, and to `OF_HEAD`; the first that matches counts.
 QWEN = {  # Qwen3-Next, Qwen3.5 and Qwen3.6
@@ -76,6 +77,18 @@ def _not_known(name: str, what: str) -> UnsupportedModelError:
         f"the MTP head of {name} has {what}, which is not known; to ignore it would cost acceptance",
         "export without the head: --draft none",
     )
+
+
+def _dequantized(tensors: dict[str, torch.Tensor], block: tuple[int, int] | None) -> dict[str, torch.Tensor]:
+    """Multiply weights in fp8 by their scales, of which each block of rows and columns has one (DeepSeek-AI 2024, 3.3)."""
+    if block is None:
+        return tensors
+    whole = {name: each for name, each in tensors.items() if not name.endswith(SCALE)}
+    for name in tensors.keys() - whole.keys():
+        weight = whole[name.removesuffix(SCALE)]
+        scales = tensors[name].float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        whole[name.removesuffix(SCALE)] = weight.float() * scales[: weight.shape[0], : weight.shape[1]]
+    return whole
 
 
 def _check_config(source: Source) -> bool:
@@ -136,7 +149,9 @@ class MtpCheckpoint:
         if other := sorted(name for name in names if name.startswith("mtp.") and name not in renamed):
             raise _not_known(source.name, f"the tensor {other[0]}")  # such as a second layer
         found = read_tensors(source, {name: names[name] for name in renamed})
-        return cls(source.name, {renamed[name]: tensor for name, tensor in found.items()}, _check_config(source))
+        block = (source.config().get("quantization_config") or {}).get("weight_block_size")
+        tensors = _dequantized({renamed[name]: tensor for name, tensor in found.items()}, block)
+        return cls(source.name, tensors, _check_config(source))
 
     def build(self, target: Target) -> tuple[MtpMixer, MtpHead]:
         """Return what the target's graph computes for the head, and the head, in fp32.

@@ -144,6 +144,24 @@ def test_it_is_the_default_and_can_be_left_out(tmp_path: Path, capsys: pytest.Ca
         Arguments.check(folder, ["none", "mtp"], tmp_path / "both", precision="fp32")
 
 
+def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published, in blocks that the sizes are no multiples of."""
+    folder = write_with_head(tmp_path / "model", OF_DEEPSEEK["DeepSeek-V3"], of_qwen=False)
+    path, block = folder / "model.safetensors", (24, 40)
+    tensors = load_file(path)
+    name = f"model.layers.{LAYERS}.self_attn.o_proj.weight"
+    rows, columns = tensors[name].shape
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
+    small = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors | {name: small, f"{name}_scale_inv": scales}, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
+    (folder / "config.json").write_text(json.dumps(config))
+    got = MtpCheckpoint.read(Source.parse(str(folder))).tensors["model.layers.0.self_attn.o_proj.weight"]
+    for row, column in ((0, 0), (rows - 1, columns - 1), (24, 39), (23, 40)):
+        assert got[row, column] == small[row, column].float() * scales[row // block[0], column // block[1]]
+
+
 def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(tmp_path: Path) -> None:
     """As Qwen3.5 is published: the text model's tensors lie deeper, and the head's do not."""
     text = write_with_head(tmp_path / "text", OF_QWEN["Qwen3.5"], of_qwen=True)
