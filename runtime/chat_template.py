@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -17,6 +18,7 @@ import jinja2.sandbox
 from outrider.errors import UsageError
 
 Messages = Sequence[dict[str, str]]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 TURNS: Messages = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
 SAMPLES = (TURNS, ({"role": "system", "content": "0"}, *TURNS))  # many templates accept no system message
 
@@ -28,16 +30,21 @@ class ChatTemplate:
         """Keep a template with the variables it may use besides the messages, such as `bos_token`."""
         self.source, self.special_tokens = source, special_tokens
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True, further: Mapping[str, Any] = NOTHING) -> str:
         """Return the messages in the template, ready for the assistant's turn if `add_generation_prompt`.
 
+        Args:
+            further: variables of this template's own, such as `enable_thinking`.
+
         Raises:
-            UsageError: the template rejects the messages.
+            UsageError: the template rejects the messages, or a variable has another meaning in every template.
         """
         turns = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        variables = turns | {"tools": None, "documents": None}
+        variables = {**self.special_tokens, **turns, "tools": None, "documents": None}
+        if taken := sorted(further.keys() & variables.keys()):
+            raise UsageError(f"{taken[0]} cannot be a variable of the template's own", "leave it out", param="template_kwargs")
         try:
-            return self._template.render({**self.special_tokens, **variables})
+            return self._template.render({**further, **variables})
         except Exception as error:  # a template is a program and may fail in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,6 +56,8 @@ class Request:
         self.stats = Stats(prompt_tokens=len(prompt))
         self.acceptance: dict[str, Acceptance] = {}  # estimates by drafter
         self.owner: Hashable = None  # whose share of the slots and of the queue it takes
+        self.priority = 0  # among the owner's requests; the lowest is served first
+        self.timeout = math.inf  # seconds from its submission to its last token, for whoever submits it to enforce
         self.submitted = 0.0  # by the scheduler's clock, in seconds
         self.admitted: float | None = None
         self.slot: Slot | None = None

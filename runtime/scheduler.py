@@ -141,8 +141,15 @@ class Scheduler:
         """
         return self.submit_all([(prompt, params)], owner)[0]
 
-    def submit_all(self, requests: Sequence[tuple[list[int], SamplingParams]], owner: Hashable = None) -> list[Request]:
+    def submit_all(
+        self, requests: Sequence[tuple[list[int], SamplingParams]], owner: Hashable = None, priority: int = 0
+    ) -> list[Request]:
         """Queue all of them, or none. Owners get fair shares; anything that identifies one will do.
+
+        Args:
+            requests: token ids and parameters of each.
+            owner: whose they are.
+            priority: those of an owner with the lowest priority are served first, and lose their place in the queue last.
 
         Raises:
             UsageError: one cannot be answered, alone or beside others, or there will never be room for so many at once.
@@ -157,9 +164,9 @@ class Scheduler:
                     "leave out the rule or the seed",
                     param="rule",
                 )
-        return self.enqueue([self.outrider.request(prompt, params) for prompt, params in requests], owner)
+        return self.enqueue([self.outrider.request(prompt, params) for prompt, params in requests], owner, priority)
 
-    def enqueue(self, requests: Sequence[Request], owner: Hashable = None) -> list[Request]:
+    def enqueue(self, requests: Sequence[Request], owner: Hashable = None, priority: int = 0) -> list[Request]:
         """Queue requests that were checked, all of them or none; see `submit_all`.
 
         Raises:
@@ -169,12 +176,12 @@ class Scheduler:
         self._check_count(len(requests))
         self._make_room(len(requests), owner)
         for request in requests:
-            request.owner, request.submitted = owner, self._clock()
+            request.owner, request.priority, request.submitted = owner, priority, self._clock()
         self._waiting += requests
         return list(requests)
 
     def _make_room(self, count: int, owner: Hashable) -> None:
-        """Displace the latest requests of those that have most waiting, until `count` find a place.
+        """Displace the latest of the least urgent requests of those that have most waiting, until `count` find a place.
 
         An owner loses none while it has no more waiting than the newcomer will have (buffer stealing, McKenney 1990).
         """
@@ -186,7 +193,8 @@ class Scheduler:
             most = max(waiting, key=waiting.__getitem__, default=owner)
             if waiting[most] <= limit:
                 raise QueueFullError(f"the queue is full: {len(self._waiting)} requests are waiting", "try again later")
-            displaced.append([each for each in self._waiting if each.owner == most][waiting[most] - 1])
+            theirs = sorted((each for each in self._waiting if each.owner == most), key=lambda each: each.priority)
+            displaced.append(theirs[waiting[most] - 1])
             waiting[most] -= 1
         for request in displaced:
             self.cancel(request)
@@ -232,9 +240,10 @@ class Scheduler:
         return Plan(reading, [request for request in self._running if request not in self._reading])
 
     def _next(self) -> Request:
-        """Take a request from the queue: of the owner that runs the fewest, and among these of the one whose turn was first."""
+        """Take a request from the queue: of the owner that runs the fewest, among these of the one whose turn was first, and of
+        that owner's requests the most urgent."""
         running = Counter(request.owner for request in self._running)
-        request = min(self._waiting, key=lambda each: (running[each.owner], self._turns.get(each.owner, -1)))
+        request = min(self._waiting, key=lambda each: (running[each.owner], self._turns.get(each.owner, -1), each.priority))
         self._waiting.remove(request)
         present = {each.owner for each in (*self._waiting, *self._running)}
         turn = max(self._turns.values(), default=-1) + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from outrider.errors import EngineError, FolderError, UsageError
 from outrider.runtime import prompt_length
-from outrider.runtime.chat_template import ChatTemplate, Messages
+from outrider.runtime.chat_template import NOTHING, ChatTemplate, Messages
 from outrider.runtime.special_tokens import Aliases, control_tokens
 
 # How many of the prompt's last tokens the decoder sees. No character is longer, and the cost of decoding an incomplete run of
@@ -59,12 +59,21 @@ class Text:
                 raise
             raise FolderError(f"{path} cannot be read: {error}", "rebuild the bundle") from error
 
-    def encode(self, prompt: str, *, chat: bool, limit: int | None = None, allow_special_tokens: bool = False) -> list[int]:
+    def encode(
+        self,
+        prompt: str,
+        *,
+        chat: bool,
+        limit: int | None = None,
+        allow_special_tokens: bool = False,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
         """Return the token ids of a prompt, as it is or as a user's message in the chat template.
 
         Args:
             limit: tokens. A prompt that has more for certain is refused without being tokenized; others may have more.
             allow_special_tokens: see `encode_chat`. A prompt as it is may always contain special tokens.
+            add_special_tokens: whether a prompt as it is gets those that the tokenizer puts around a text.
 
         Raises:
             UsageError: the prompt is empty or is not text, or the bundle has no chat template.
@@ -76,13 +85,23 @@ class Text:
             messages = [{"role": "user", "content": prompt}]
             return self.encode_chat(messages, limit=limit, allow_special_tokens=allow_special_tokens)
         self._check(prompt, limit)
-        return _encode(self.tokenizer, prompt, add_special_tokens=True)
+        return _encode(self.tokenizer, prompt, add_special_tokens)
 
-    def encode_chat(self, messages: Messages, *, limit: int | None = None, allow_special_tokens: bool = False) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Messages,
+        *,
+        limit: int | None = None,
+        allow_special_tokens: bool = False,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] = NOTHING,
+    ) -> list[int]:
         """Return the token ids of messages in the chat template.
 
         Args:
             limit: see `encode`.
+            add_generation_prompt: whether the assistant's turn begins behind them.
+            template_kwargs: variables of the template's own, such as `enable_thinking`.
             allow_special_tokens: whether text of a message can be a special token, or another that the template writes,
                 and so for instance begin a turn. By default it is encoded as the characters that it consists of.
 
@@ -91,33 +110,29 @@ class Text:
                 not text.
             PromptTooLongError: they have more than `limit` tokens.
         """
-        rendered = self.render(messages)
+        render = functools.partial(self.render, add_generation_prompt=add_generation_prompt, further=template_kwargs)
+        rendered = render(messages)
         self._check(rendered, limit)
         if allow_special_tokens or not self._control_tokens:
             return _encode(self.tokenizer, rendered, add_special_tokens=False)
+        if any(token in text for text in _texts(template_kwargs) for token in self._control_tokens):
+            raise UsageError("a variable of the template contains special tokens", "remove them", param="template_kwargs")
         if not self._has_control_tokens(messages):
-            if self._writes_more(rendered, messages):
+            if self._writes_more(rendered, messages, render):
                 raise _changed()
             return _encode(self.tokenizer, rendered, add_special_tokens=False)
         aliases = self._aliases
-        with_placeholders = self._render_changed(messages, aliases.hide)
+        with_placeholders = _render_changed(render, messages, aliases.hide)
         # Where the template changes them, nobody can tell which tokens are its own.
-        if aliases.show(with_placeholders) != rendered or self._writes_more(with_placeholders, messages):
+        if aliases.show(with_placeholders) != rendered or self._writes_more(with_placeholders, messages, render):
             raise _changed()
         return _encode(aliases.tokenizer, aliases.protect(with_placeholders), add_special_tokens=False)
 
-    def _writes_more(self, rendered: str, messages: Messages) -> bool:
+    def _writes_more(self, rendered: str, messages: Messages, render: Callable[[Messages], str]) -> bool:
         """Return whether the template has made control tokens of a chat's messages that do not contain any: in lower case, say,
         or by joining parts of them. In plain messages of the same words there is nothing that could become one."""
-        plain = self._render_changed(messages, lambda text: re.sub(r"[^\w\s]", PLAIN, text))
+        plain = _render_changed(render, messages, lambda text: re.sub(r"[^\w\s]", PLAIN, text))
         return any(rendered.count(token) > plain.count(token) for token in self._control_tokens)
-
-    def _render_changed(self, messages: Messages, change: Callable[[str], str]) -> str:
-        """Return messages in the template after a change to their text; nothing if the template rejects them."""
-        try:
-            return self.render([each | {"content": change(each["content"])} for each in messages])
-        except UsageError:
-            return ""
 
     def _check(self, prompt: str, limit: int | None) -> None:
         try:
@@ -169,8 +184,17 @@ class Text:
         text: str = _decode(self.tokenizer.decode, [token], skip_special_tokens=False)
         return text
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """Return the messages in the bundle's chat template, ready for the assistant's turn if `add_generation_prompt`.
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            EngineError: the tokenizer fails.
+        """
+        text: str = _decode(self.tokenizer.decode, tokens, skip_special_tokens=False)
+        return text
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True, further: Mapping[str, Any] = NOTHING) -> str:
+        """Return the messages in the bundle's chat template; see `ChatTemplate.render`.
 
         Raises:
             UsageError: there is no chat template, or it rejects the messages.
@@ -179,7 +203,27 @@ class Text:
             raise UsageError(
                 "this bundle has no chat template", "write the prompt as the model expects it, without a template", param="chat"
             )
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.template.render(messages, add_generation_prompt=add_generation_prompt, further=further)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the texts in a value of JSON, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+
+
+def _render_changed(render: Callable[[Messages], str], messages: Messages, change: Callable[[str], str]) -> str:
+    """Return messages in the template after a change to their text; nothing if the template rejects them."""
+    try:
+        return render([each | {"content": change(each["content"])} for each in messages])
+    except UsageError:
+        return ""
 
 
 def _changed() -> UsageError:

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -83,8 +83,10 @@ class ResponseAssembler(ABC, Generic[Body]):
         """Return choices that a stream begins with."""
         return []
 
-    async def encode(self, *, texts: Sequence[str] = (), messages: Sequence[dict[str, str]] = ()) -> list[list[int]]:
-        """Return the token ids of each text, or those of a chat's messages, within the server's limits.
+    async def encode(
+        self, *, texts: Sequence[str] = (), messages: Sequence[dict[str, str]] = (), **options: Any
+    ) -> list[list[int]]:
+        """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`.
 
         Raises:
             ApiError: a limit of the server is exceeded.
@@ -93,15 +95,8 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_choices(len(texts) or 1)
         settings, owner = self._settings, self._http.state.owner
-        job = Job(settings.max_prompt or self.capacity, texts, messages, settings.allow_special_tokens)
-        scheduler = self._engine.scheduler
-        try:
-            async with asyncio.timeout(settings.timeout):
-                return await self._engine.prompts.encode(job, scheduler.places, scheduler.waiting(), owner)
-        except PromptTooLongError as error:
-            raise ApiError(400, str(error), self.prompt_field, "context_length_exceeded") from error
-        except TimeoutError as error:
-            raise TimedOutError("the prompt was not read in time", "try again later") from error
+        job = Job(settings.max_prompt or self.capacity, texts, messages, settings.allow_special_tokens, **options)
+        return await encode(self._engine, settings, job, owner, self.prompt_field)
 
     async def respond(self, prompts: list[list[int]]) -> Response:
         """Submit the prompts, all or none, and return the response, whole or as a stream.
@@ -119,7 +114,9 @@ class ResponseAssembler(ABC, Generic[Body]):
             for seed in self.body.seeds()
         ]
         owner = self._http.state.owner
-        self._requests = await self._engine.submit(requests, lambda *result: self._results.put_nowait(result), owner)
+        self._requests = await self._engine.submit(
+            requests, lambda *result: self._results.put_nowait(result), owner, self.body.priority, self.body.timeout
+        )
         if self.body.stream:
             return _Stream(self._stream(), self._cancel)
         choices = [self.choice(index, events) for index, events in enumerate(await self._collect())]
@@ -235,6 +232,24 @@ class ResponseAssembler(ABC, Generic[Body]):
         if self._settings.log_prompts:
             fields["prompts"] = self.body.model_dump(include={"prompt", "messages"})
         LOGGER.info("answered", extra=fields)
+
+
+async def encode(engine: EngineThread, settings: Settings, job: Job, owner: Hashable, field: str) -> list[list[int]]:
+    """Return the token ids of a job; `field` is the request's field that they come from.
+
+    Raises:
+        ApiError: a prompt is too long.
+        UsageError, QueueFullError, EngineError: see `PromptEncoder.encode`.
+        TimedOutError: its turn does not come in time.
+    """
+    scheduler = engine.scheduler
+    try:
+        async with asyncio.timeout(settings.timeout):
+            return await engine.prompts.encode(job, scheduler.places, scheduler.waiting(), owner)
+    except PromptTooLongError as error:
+        raise ApiError(400, str(error), field, "context_length_exceeded") from error
+    except TimeoutError as error:
+        raise TimedOutError("the prompt was not read in time", "try again later") from error
 
 
 class _Stream(EventSourceResponse):

@@ -14,7 +14,7 @@ from outrider.serve.assembler import ResponseAssembler
 from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.errors import CHAT_PATH, ApiError
-from outrider.serve.protocol import ChatRequest, chat_logprobs, finish_reason
+from outrider.serve.protocol import ChatRequest, chat_logprobs, finish_reason, template_messages
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -67,4 +67,6 @@ async def chat_completions(
     assembler = ChatAssembler(http, body, engine, settings, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    return await assembler.respond(await assembler.encode(messages=body.template_messages()))
+    return await assembler.respond(
+        await assembler.encode(messages=template_messages(body.messages), template_kwargs=body.chat_template_kwargs)
+    )

@@ -130,6 +130,8 @@ class EngineThread:
         requests: Sequence[tuple[list[int], SamplingParams]],
         deliver: Callable[[int, Result], None],
         owner: Hashable = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> list[Request]:
         """Queue all of the requests, or none.
 
@@ -137,7 +139,8 @@ class EngineThread:
             requests: token ids and parameters of each.
             deliver: called in the event loop with the index of a request and each of its results, of which the last is an
                 event with a finish reason or an error.
-            owner: see `Scheduler.submit_all`.
+            owner, priority: see `Scheduler.submit_all`.
+            timeout: seconds until the last token, if they are fewer than the server's.
 
         Raises:
             UsageError: a request cannot be answered.
@@ -150,7 +153,9 @@ class EngineThread:
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[list[Request]] = loop.create_future()
         sinks = [partial(_call_soon, loop, deliver, index) for index in range(len(requests))]
-        self._inbox.put(partial(self._submit, requests, owner, sinks, partial(_call_soon, loop, _settle, accepted)))
+        limit = min(self._timeout, timeout or self._timeout)
+        settle = partial(_call_soon, loop, _settle, accepted)
+        self._inbox.put(partial(self._submit, requests, owner, priority, limit, sinks, settle))
         try:
             return await asyncio.shield(accepted)
         except asyncio.CancelledError:  # the client has disconnected meanwhile
@@ -247,11 +252,13 @@ class EngineThread:
         self,
         requests: Sequence[tuple[list[int], SamplingParams]],
         owner: Hashable,
+        priority: int,
+        timeout: float,
         sinks: Sequence[Callable[[Result], None]],
         settle: Callable[[list[Request] | OutriderError], None],
     ) -> None:
         try:
-            accepted = self.scheduler.submit_all(requests, owner)
+            accepted = self.scheduler.submit_all(requests, owner, priority)
         except OutriderError as error:
             settle(error)
         except Exception as error:  # a bug must end this request, not the thread
@@ -259,7 +266,7 @@ class EngineThread:
             settle(bug(error))
         else:
             for request, sink in zip(accepted, sinks, strict=True):
-                request.sink = sink
+                request.sink, request.timeout = sink, timeout
                 self._active[request] = None
             settle(accepted)
             while self.scheduler.displaced:
@@ -292,10 +299,10 @@ class EngineThread:
         request.sink(result)
 
     def _time_out(self, scheduler: Scheduler) -> None:
-        deadline = time.perf_counter() - self._timeout
-        for request in [each for each in self._active if each.submitted < deadline]:
+        now = time.perf_counter()
+        for request in [each for each in self._active if now - each.submitted > each.timeout]:
             scheduler.cancel(request)
-            message = f"the answer took longer than {self._timeout:g} seconds"
+            message = f"the answer took longer than {request.timeout:g} seconds"
             self._deliver(request, TimedOutError(message, "ask for fewer tokens"))
 
     def _fail_all(self, error: OutriderError) -> None:

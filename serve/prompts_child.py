@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -36,6 +37,9 @@ class Job(msgspec.Struct):
     texts: Sequence[str] = ()
     messages: Sequence[dict[str, str]] = ()
     allow_special_tokens: bool = False
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    template_kwargs: dict[str, Any] = {}
 
 
 class Reply(msgspec.Struct):
@@ -82,12 +86,21 @@ def _limit(seconds: float) -> None:
 
 
 def _reply(text: Text, job: Job) -> Reply:
-    limit, allow = job.limit, job.allow_special_tokens
+    limit = job.limit
     try:
         if job.messages:
-            prompts = [text.encode_chat(job.messages, limit=limit, allow_special_tokens=allow)]
+            prompts = [
+                text.encode_chat(
+                    job.messages,
+                    limit=limit,
+                    allow_special_tokens=job.allow_special_tokens,
+                    add_generation_prompt=job.add_generation_prompt,
+                    template_kwargs=job.template_kwargs,
+                )
+            ]
         else:
-            prompts = [text.encode(each, chat=False, limit=limit) for each in job.texts]
+            add = job.add_special_tokens
+            prompts = [text.encode(each, chat=False, limit=limit, add_special_tokens=add) for each in job.texts]
         if (longest := max(map(len, prompts))) > limit:  # they are not sent only to be refused
             raise PromptTooLongError(f"the prompt has {longest:,} tokens; this server's limit is {limit:,}", "shorten it")
     except UsageError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.errors import UsageError
@@ -56,8 +56,8 @@ class StreamOptions(Strict):
 class Common(Strict):
     """The fields that both endpoints have.
 
-    Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens and stop_token_ids (as in vLLM), and return_origin, which
-    adds to each choice its pieces of text and whether they were drafted.
+    Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids and priority (as in vLLM), timeout, and
+    return_origin, which adds to each choice its pieces of text and whether they were drafted.
     """
 
     renamed: ClassVar[dict[str, str]] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -79,6 +79,8 @@ class Common(Strict):
     min_tokens: int = 0
     stop_token_ids: list[int] = Field(default=[], max_length=256, fail_fast=True)
     return_origin: bool = False
+    priority: int = 0
+    timeout: float | None = Field(default=None, ge=1)
     # Accepted, without effect on the answer.
     user: str | None = None
     safety_identifier: str | None = None
@@ -205,6 +207,23 @@ class Message(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+def _few_parts(messages: Any) -> Any:
+    if isinstance(messages, list):
+        contents = [each.get("content") for each in messages[:MAX_PARTS] if isinstance(each, dict)]
+        parts = sum(len(each) for each in contents if isinstance(each, list))
+        _check_count(len(messages) + parts, MAX_PARTS, "messages and parts of messages")
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few_parts)]
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Return messages as chat templates expect them."""
+    roles = {"developer": "system"}
+    return [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
+
+
 class ResponseFormat(Strict):
     """The only response format: text."""
 
@@ -220,28 +239,16 @@ class ChatRequest(Common):
         "logprobs": "top_logprobs",
         "prompt": "messages",
         "chat": "messages",
+        "template_kwargs": "chat_template_kwargs",
     }
 
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _few_parts(cls, messages: Any) -> Any:
-        if isinstance(messages, list):
-            contents = [each.get("content") for each in messages[:MAX_PARTS] if isinstance(each, dict)]
-            parts = sum(len(each) for each in contents if isinstance(each, list))
-            _check_count(len(messages) + parts, MAX_PARTS, "messages and parts of messages")
-        return messages
-
-    def template_messages(self) -> list[dict[str, str]]:
-        """Return the messages as chat templates expect them."""
-        roles = {"developer": "system"}
-        return [{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages]
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
 
 
 def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, Any]:

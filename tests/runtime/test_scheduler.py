@@ -345,6 +345,28 @@ def test_the_queue_is_limited_and_served_in_order(batched: Outrider) -> None:
     assert ended == requests[1:]
 
 
+def test_the_most_urgent_of_an_owner_come_first_and_are_displaced_last(batched: Outrider) -> None:
+    """As with vLLM's priority: the lowest first. It gains nothing against other owners."""
+    scheduler = Scheduler(batched, max_waiting=4)
+    one = [(batched.text.encode("Once", chat=False), SamplingParams(max_new_tokens=4))]
+    running = [scheduler.submit_all(one, "a", priority=9)[0] for _ in range(SLOTS)]
+    scheduler.step()
+    waiting = {priority: scheduler.submit_all(one, "a", priority)[0] for priority in (3, -1, 2, 7)}
+    other = scheduler.submit_all(one, "b", priority=100)[0]
+    assert scheduler.displaced == [waiting.pop(7)]
+    for each in running:
+        scheduler.cancel(each)
+    ended = []
+    while scheduler.busy:
+        scheduler.step()
+        for request in [*waiting.values(), other]:
+            if request.admitted is not None and request not in ended:
+                ended.append(request)
+    # One slot each, in the order of their turns; then what is left.
+    admitted = sorted([*waiting.values(), other], key=lambda each: each.admitted or 0.0)
+    assert admitted == [other, waiting[-1], waiting[2], waiting[3]]
+
+
 def test_owners_get_fair_shares_of_the_slots(batched: Outrider) -> None:
     """A free slot goes to the owner that runs the fewest; among these, owners take turns."""
     scheduler = Scheduler(batched)

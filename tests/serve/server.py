@@ -24,7 +24,8 @@ from outrider.tests.support import COMMAND, build, reseal
 
 TEMPLATE = (
     "{% for m in messages %}{{ 'Customer: ' if m.role == 'user' else 'Agent: ' }}{{ m.content }}\n{% endfor %}"
-    "{% if messages[-1].content == 'refuse' %}{{ raise_exception('never say that') }}{% endif %}Agent:"
+    "{% if messages[-1].content == 'refuse' %}{{ raise_exception('never say that') }}{% endif %}"
+    "{% if add_generation_prompt %}Agent:{{ manner }}{% endif %}"
 )
 
 

@@ -152,9 +152,65 @@ def test_several_prompts_and_token_ids(client: openai.OpenAI, alone: Outrider) -
     assert done.choices[1].text == text_of(alone, "Once", max_new_tokens=10)
 
 
+def test_tokens_and_text_are_those_of_the_tokenizer(server: Server, alone: Outrider) -> None:
+    tokenizer = alone.text.tokenizer
+    for add in (True, False):
+        body = {"prompt": PROMPT, "add_special_tokens": add, "return_token_strs": True}
+        status, answer = post(server, "/tokenize", json.dumps(body).encode())
+        ids = tokenizer.encode(PROMPT, add_special_tokens=add).ids
+        assert (status, answer["tokens"], answer["count"]) == (200, ids, len(ids))
+        assert answer["max_model_len"] == alone.build.capacity
+        assert "".join(answer["token_strs"]) == tokenizer.decode(ids, skip_special_tokens=False)
+    status, answer = post(server, "/detokenize", json.dumps({"tokens": ids}).encode())
+    assert (status, answer) == (200, {"prompt": PROMPT})
+    messages = [{"role": "user", "content": "Hi"}]
+    for add, end in ((True, "Agent:"), (False, "Customer: Hi\n")):
+        of_chat = {"messages": messages, "add_generation_prompt": add}
+        _, answer = post(server, "/tokenize", json.dumps(of_chat).encode())
+        assert tokenizer.decode(answer["tokens"]).endswith(end)
+    refused: list[tuple[str, dict[str, Any], str | None]] = [
+        ("/tokenize", {}, None),
+        ("/tokenize", {"prompt": "x", "messages": messages}, None),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, None),
+        ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 10_000}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+    ]
+    for path, wrong, param in refused:
+        status, answer = post(server, path, json.dumps(wrong).encode())
+        assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+def test_a_template_gets_its_own_variables(client: openai.OpenAI, alone: Outrider) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}]
+
+    def answer(**variables: Any) -> str | None:
+        options = {"chat_template_kwargs": variables}
+        done = client.chat.completions.create(
+            model="target", messages=messages, temperature=0, max_tokens=8, extra_body=options
+        )
+        return done.choices[0].message.content
+
+    assert answer(manner=" Yes") == text_of(alone, "Customer: Hi\nAgent: Yes", max_new_tokens=8)
+    assert answer() == text_of(alone, "Customer: Hi\nAgent:", max_new_tokens=8)
+    with pytest.raises(openai.BadRequestError, match="messages cannot be a variable") as caught:
+        answer(messages=[])
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_request_may_have_a_shorter_timeout(client: openai.OpenAI) -> None:
+    """These 16 answers take two seconds and more on two cores."""
+    options = {"timeout": 1, "priority": -5, "min_tokens": 470, "top_k": 50}
+    with pytest.raises(openai.InternalServerError, match="longer than 1 seconds"):
+        client.completions.create(model="target", prompt=PROMPT, n=16, max_tokens=470, extra_body=options)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({"prompt": "x", "timeout": 0.5}, "timeout"),
+        ({"prompt": "x", "priority": 0.5}, "priority"),
         ({"prompt": "x", "tools": [{}]}, "tools"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "echo": True}, "echo"),
