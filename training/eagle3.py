@@ -27,7 +27,7 @@ from outrider.training.answers import Example
 from outrider.training.arguments import Arguments
 from outrider.training.chains import ATTENTION, chains
 from outrider.training.loop import device, has_bf16
-from outrider.training.objective import Batch, Objective
+from outrider.training.objective import Batch, Objective, mean_of_rows
 
 FEWEST_LAYERS = 3
 NOISE = 0.1  # of a new head's features, so that all three layers have gradients of their own
@@ -248,11 +248,15 @@ class Eagle3Objective(Objective):
             wanted = drafted[:, step + 2 :]
             if not wanted.any():
                 break
-            with torch.no_grad():
-                goal = self._goal(hidden[:, step + 1 : -1][wanted]).softmax(-1)
-            logits = self.output(normed[:, : wanted.shape[1]][wanted])
-            total = total + LATER_WEIGHT**step * nn.functional.cross_entropy(logits.float(), goal)
+            rows = normed[:, : wanted.shape[1]][wanted], hidden[:, step + 1 : -1][wanted]
+            total = total + LATER_WEIGHT**step * mean_of_rows(self._loss, *rows)
         return {"loss": total}
+
+    def _loss(self, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of the head's rows [N, H] with the target's [N, H], summed."""
+        with torch.no_grad():
+            goal = self._goal(hidden).softmax(-1)
+        return nn.functional.cross_entropy(self.output(normed).float(), goal, reduction="sum")
 
     def agreement(self, batch: Batch) -> torch.Tensor:
         ids = batch.ids.to(self.kept.device)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from outrider.export.source import Source
 from outrider.runtime.stats import Stats
 from outrider.training.answers import Example
 from outrider.training.arguments import Arguments
+
+ROWS = 512  # whose logits are in memory at once
 
 
 class Batch(NamedTuple):
@@ -87,6 +90,19 @@ class Objective(nn.Module, ABC):
         """Load what `state_dict` returned; nothing else counts as missing."""
         result = super().load_state_dict(state_dict, False, assign)
         return result._replace(missing_keys=sorted(self.state_dict().keys() & {*result.missing_keys}))
+
+
+def mean_of_rows(loss: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a loss over rows, such as [N, H] and [N], a few at a time, and once more for the gradients: the logits
+    of all rows over a vocabulary would take gigabytes.
+
+    Args:
+        loss: returns the sum over the rows that it is given, a scalar.
+        rows: what it takes.
+    """
+    parts = zip(*(torch.split(each, ROWS) for each in rows), strict=True)
+    sums = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(sums).sum() / len(rows[0])
 
 
 @torch.no_grad()

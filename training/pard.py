@@ -17,9 +17,8 @@ from outrider.runtime.drafters.parallel import ParallelDrafter
 from outrider.training.answers import Example
 from outrider.training.arguments import Arguments
 from outrider.training.loop import device
-from outrider.training.objective import Batch, Objective
+from outrider.training.objective import ROWS, Batch, Objective, mean_of_rows
 
-ROWS = 512  # whose logits are computed at once where only the largest one counts
 KEPT, LEAST = 0.7, 0.2  # share of the chains of masks that have a further one, and the smallest share that any place has
 
 
@@ -98,8 +97,12 @@ class PardObjective(Objective):
         inside = follows < count
         follows = follows.clamp(max=count - 1)
         wanted = drafted[:, follows] & inside
-        logits = self.model.get_output_embeddings()(hidden[wanted])
-        return {"loss": nn.functional.cross_entropy(logits.float(), ids[:, follows][wanted])}
+        head = self.model.get_output_embeddings()
+
+        def loss(hidden: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(head(hidden).float(), token, reduction="sum")
+
+        return {"loss": mean_of_rows(loss, hidden[wanted], ids[:, follows][wanted])}
 
     def agreement(self, batch: Batch) -> torch.Tensor:
         ids = batch.ids.to(self.model.device)
