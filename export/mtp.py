@@ -26,11 +26,12 @@ from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.export.checkpoint import set_experts
 from outrider.export.draft_head import DraftHead, FeatureMixer, Target, checkpoint_names, read_tensors
 from outrider.export.draft_head_config import AGAIN
+from outrider.export.mimo import MiMoConfig
 from outrider.export.source import Source
 
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")  # of layers; one is run again and again
 LAYER_TYPES, MLP_TYPES = "mtp_layer_types", "mtp_mlp_layer_types"
-KNOWN_KEYS = (*COUNTS, "mtp_hidden_states_first", "mtp_use_dedicated_embeddings", LAYER_TYPES, MLP_TYPES)
+KNOWN_KEYS = (*COUNTS, "mtp_use_dedicated_embeddings", LAYER_TYPES, MLP_TYPES)
 SCALE = "_scale_inv"  # of a weight in fp8
 OF_HEAD = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 # From the names of tensors to those of a causal model with one layer, and to `OF_HEAD`; the first that matches counts.
@@ -43,6 +44,13 @@ QWEN = {  # Qwen3-Next, Qwen3.5 and Qwen3.6
     r"mtp\.embed_tokens\.": "model.embed_tokens.",
     r"mtp\.lm_head\.": "lm_head.",
 }
+MIMO = {  # MiMo-7B, which puts the hidden state first
+    r"model\.mtp_layers\.0\.input_proj\.": "eh_proj.",
+    r"model\.mtp_layers\.0\.token_layernorm\.": "enorm.",
+    r"model\.mtp_layers\.0\.hidden_layernorm\.": "hnorm.",
+    r"model\.mtp_layers\.0\.final_layernorm\.": "model.norm.",
+    r"model\.mtp_layers\.0\.": "model.layers.0.",
+}
 DEEPSEEK = {  # DeepSeek-V3, GLM-4.5 and others: the layer behind the last one
     r"model\.layers\.{layers}\.(enorm|hnorm|eh_proj)\.": r"\1.",
     r"model\.layers\.{layers}\.shared_head\.norm\.": "model.norm.",
@@ -53,14 +61,14 @@ DEEPSEEK = {  # DeepSeek-V3, GLM-4.5 and others: the layer behind the last one
 
 
 def layout_of(names: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return how the tensors of a checkpoint's head are called, as `QWEN` and `DEEPSEEK` are; nothing if it has no head.
+    """Return how the tensors of a checkpoint's head are called, as `QWEN` and its like are; nothing if it has no head.
 
     Args:
         names: of the checkpoint's tensors.
         config: its `config.json`.
     """
     layers = _of_text(config).get("num_hidden_layers")
-    for layout in (QWEN, DEEPSEEK):
+    for layout in (QWEN, MIMO, DEEPSEEK):
         patterns = {pattern.replace("{layers}", str(layers)): name for pattern, name in layout.items()}
         if any(re.match(next(iter(patterns)), name) for name in names):
             return patterns
@@ -103,7 +111,7 @@ def _check_config(source: Source) -> bool:
         # What that key means by False is not what its absence does.
         if unknown or key == "chain_hidden_post_norm" or (key in COUNTS and isinstance(value, int) and value > 1):
             raise _not_known(source.name, f"{key} = {value!r}")
-    return bool(text.get("mtp_hidden_states_first"))
+    return text.get("model_type") == MiMoConfig.model_type
 
 
 def has_mtp(source: Source) -> bool:
@@ -146,7 +154,8 @@ class MtpCheckpoint:
             pattern = next((each for each in patterns if re.match(each, name)), None)
             if pattern is not None:
                 renamed[name] = re.sub(pattern, patterns[pattern], name, count=1)
-        if other := sorted(name for name in names if name.startswith("mtp.") and name not in renamed):
+        others = ("mtp.", "model.mtp_layers.")
+        if other := sorted(name for name in names if name.startswith(others) and name not in renamed):
             raise _not_known(source.name, f"the tensor {other[0]}")  # such as a second layer
         found = read_tensors(source, {name: names[name] for name in renamed})
         block = (source.config().get("quantization_config") or {}).get("weight_block_size")

@@ -16,6 +16,7 @@ from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.arguments import Arguments
 from outrider.export.checkpoint import load_model
 from outrider.export.draft_head import Target
+from outrider.export.mimo import MiMoConfig
 from outrider.export.mtp import MtpCheckpoint, MtpHead, has_mtp
 from outrider.export.pair import export_pair
 from outrider.export.source import Source
@@ -29,6 +30,7 @@ OF_DEEPSEEK: dict[str, Any] = {
     "GLM-4.5": hf.Glm4MoeConfig(**ROUTED, head_dim=16, first_k_dense_replace=1),
     "DeepSeek-V3": hf.DeepseekV3Config(**{**ROUTED, "num_key_value_heads": 4}, **LATENT, first_k_dense_replace=1),
 }
+OF_MIMO = MiMoConfig(**{**COMMON, "num_key_value_heads": 2})
 OF_QWEN = {name: CONFIGS[name] for name in ("Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next")}
 assert EXPERTS["num_experts"] == ROUTED["n_routed_experts"]
 
@@ -106,21 +108,35 @@ def with_layer_of_head(folder: Path, tensors: dict[str, torch.Tensor]) -> hf.Pre
     return hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
-@pytest.mark.parametrize("name", OF_QWEN)
-def test_qwens_head_is_its_tensors_put_together_by_hand(name: str, tmp_path: Path) -> None:
-    """transformers has no class for these heads, but the layers that they consist of; the order is embedding, hidden."""
-    folder = write_with_head(tmp_path / "model", OF_QWEN[name], of_qwen=True)
+def rename_for_mimo(folder: Path) -> None:
+    """Give the head of a checkpoint the names that MiMo's has."""
+    path = folder / "model.safetensors"
+    names = {"pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm", "fc": "input_proj"}
+    names = {f"mtp.{name}.weight": f"model.mtp_layers.0.{theirs}.weight" for name, theirs in names.items()}
+    names["mtp.norm.weight"] = "model.mtp_layers.0.final_layernorm.weight"
+    tensors = load_file(path)
+    renamed = {names.get(name, name).replace("mtp.layers.", "model.mtp_layers."): each for name, each in tensors.items()}
+    save_file(renamed, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", [*OF_QWEN, "MiMo"])
+def test_heads_are_their_tensors_put_together_by_hand(name: str, tmp_path: Path) -> None:
+    """transformers has no class for these heads, but the layers that they consist of. Qwen's reads the embedding first, MiMo's
+    the hidden state."""
+    folder = write_with_head(tmp_path / "model", OF_QWEN.get(name, OF_MIMO), of_qwen=True)
+    tensors, mimo = load_file(folder / "model.safetensors"), name == "MiMo"
+    if mimo:
+        rename_for_mimo(folder)
     model, head = build(folder)
-    tensors = load_file(folder / "model.safetensors")
     tokens, features, places = inputs()
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (weight if mimo else 1 + weight)
 
     with torch.no_grad():
         embedded = norm(model.get_input_embeddings()(tokens), tensors["mtp.pre_fc_norm_embedding.weight"])
         hidden = norm(features, tensors["mtp.pre_fc_norm_hidden.weight"])
-        x = torch.cat([embedded, hidden], -1) @ tensors["mtp.fc.weight"].T
+        x = torch.cat([hidden, embedded] if mimo else [embedded, hidden], -1) @ tensors["mtp.fc.weight"].T
         decoder = with_layer_of_head(folder, tensors).get_decoder()
         layer = decoder.layers[-1]
         mask = torch.full((12, 12), torch.finfo(torch.float32).min).triu(1)[None, None]
