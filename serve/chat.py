@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.errors import CHAT_PATH, ApiError
 from outrider.serve.protocol import ChatRequest, chat_logprobs, finish_reason, template_messages
+from outrider.serve.reasoning import ReasoningSplitter, marks_of
 
 router = APIRouter(route_class=JsonRoute)
+END = 16  # tokens at the end of a prompt that may open the reasoning
 
 
 class ChatAssembler(ResponseAssembler[ChatRequest]):
@@ -40,14 +43,29 @@ class ChatAssembler(ResponseAssembler[ChatRequest]):
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [{"index": index, **first} for index in range(self.body.n)]
 
+    @functools.cached_property
+    def _splitters(self) -> list[ReasoningSplitter]:
+        """One for each choice of a model that thinks between marks; none for other models."""
+        marks, (prompt,) = marks_of(self.text.tokenizer), self._prompts
+        if marks is None:
+            return []
+        end = self.text.decode(prompt[-END:])
+        return [ReasoningSplitter(marks, end) for _ in range(self.body.n)]
+
+    def _parts(self, index: int, text: str, last: bool) -> dict[str, str]:
+        if not self._splitters:
+            return {"content": text}
+        return self._splitters[index].push(text, last)._asdict()
+
     def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
         """Return a choice with the whole message."""
-        content = "".join(event.text for event in events)
-        return self._choice(index, events, message={"role": "assistant", "content": content, "refusal": None})
+        parts = self._parts(index, "".join(event.text for event in events), True)
+        return self._choice(index, events, message={"role": "assistant", **parts, "refusal": None})
 
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
         """Return a choice with the text of one event."""
-        return self._choice(index, [event], delta={"content": event.text})
+        parts = self._parts(index, event.text, event.finish_reason is not None)
+        return self._choice(index, [event], delta={name: part for name, part in parts.items() if part or len(parts) == 1})
 
     def _choice(self, index: int, events: Sequence[Event], **content: dict[str, Any]) -> dict[str, Any]:
         return {

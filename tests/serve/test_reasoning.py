@@ -1,0 +1,102 @@
+"""What a model thinks is separated from what it says, however the text comes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.serve.reasoning import MARKS, ReasoningSplitter, Split
+from outrider.tests.serve.server import Server, serving
+from outrider.tests.support import build, llama, tokenizer, write_checkpoint
+
+PARTS = st.text(alphabet="<think>/ \nab", max_size=20)
+
+
+def split(prompt: str, pieces: list[str]) -> Split:
+    splitter = ReasoningSplitter(MARKS[0], prompt)
+    parts = [splitter.push(piece, last=index == len(pieces) - 1) for index, piece in enumerate(pieces)]
+    return Split("".join(part.reasoning_content for part in parts), "".join(part.content for part in parts))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reasoning", "content"),
+    [
+        ("user: hi", "<think>\nWell.\n</think>\n\nHello.", "Well.\n", "Hello."),
+        ("user: hi <think>\n", "Well.</think>Hello.", "Well.", "Hello."),
+        ("user: <think> hi", "Hello <think> there", "", "Hello <think> there"),
+        ("user: hi<think>\n\n</think>\n\n", " Hello.", "", " Hello."),
+        ("", "<think>Well", "Well", ""),
+        ("", "<thin", "", "<thin"),
+        ("", "<think>Well</thin", "Well</thin", ""),
+        ("", "<think></think></think>", "", "</think>"),
+        ("", "", "", ""),
+    ],
+)
+def test_the_parts_of_an_answer(prompt: str, text: str, reasoning: str, content: str) -> None:
+    assert split(prompt, [text]) == Split(reasoning, content)
+    assert split(prompt, [*text, ""]) == Split(reasoning, content)
+
+
+@given(opened=st.booleans(), text=PARTS, cuts=st.lists(st.integers(0, 30), max_size=6))
+def test_the_parts_do_not_depend_on_the_pieces(opened: bool, text: str, cuts: list[int]) -> None:
+    text, prompt = ("" if opened else "<think>") + text + "</think>" + text, "<think>" if opened else ""
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
+    assert split(prompt, pieces) == split(prompt, [text])
+
+
+TEMPLATE = "{{ messages[-1].content }}{% if thinking %}<think>\n{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a random model whose tokenizer has the marks."""
+    folder, made = tmp_path_factory.mktemp("thinking"), tokenizer(300)
+    made.add_tokens([*MARKS[0]])
+    (write_checkpoint(folder / "model", llama(), made) / "chat_template.jinja").write_text(TEMPLATE)
+    export_pair(str(folder / "model"), None, folder / "onnx", precision="fp32")
+    return build(folder / "onnx", folder / "bundle", k=[1], batch=2)
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Server]:
+    with serving(bundle) as server:
+        yield server
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_chat_answers_have_both_parts(server: Server, bundle: Path, thinking: bool, closed: bool) -> None:
+    """Whole and streamed, with an answer that never closes the reasoning, and one that does nothing else."""
+    closing = tokenizer(300).get_vocab_size() + 1
+    bias = {closing: 100.0 if closed else -100.0, closing - 1: -100.0}
+    prompt = "the quick" + ("<think>\n" if thinking else "")
+    alone = Outrider.load(bundle)
+    params = SamplingParams(max_new_tokens=12, logit_bias=bias)
+    text = "".join(event.text for event in alone.generate(prompt, params, k=0))
+    assert text.startswith("</think>") == closed
+    want = ("", text.removeprefix("</think>")) if thinking and closed else (text.lstrip(), "") if thinking else ("", text)
+    options: Any = {
+        "model": "model",
+        "messages": [{"role": "user", "content": "the quick"}],
+        "temperature": 0,
+        "max_tokens": 12,
+        "logit_bias": {str(token): value for token, value in bias.items()},
+        "extra_body": {"chat_template_kwargs": {"thinking": thinking}},
+    }
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        message: Any = client.chat.completions.create(**options).choices[0].message
+        deltas: list[Any] = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
+    assert (message.reasoning_content, message.content) == want
+    streamed = ["".join(getattr(delta, name, None) or "" for delta in deltas) for name in ("reasoning_content", "content")]
+    assert tuple(streamed) == want
