@@ -220,7 +220,7 @@ def recurrent_sizes(model: PreTrainedModel, kinds: Sequence[object]) -> list[Rec
     except (MemoryError, OutriderError):
         raise
     except Exception as error:  # such as a recurrence before any convolution
-        raise _not_known(model) from error
+        raise _not_known(model, f": {' '.join(str(error).split())[:200]}") from error
     sizes = []
     for before, layer in zip(kinds, layers, strict=True):
         if not isinstance(layer, _Probe):
