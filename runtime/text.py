@@ -181,8 +181,7 @@ class Text:
 
     def token(self, token: int) -> str:
         """Return the text of one token; U+FFFD stands for bytes that are not a whole character."""
-        text: str = _decode(self.tokenizer.decode, [token], skip_special_tokens=False)
-        return text
+        return self.decode([token])
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens, special ones included.

@@ -161,7 +161,7 @@ def test_it_is_the_default_and_can_be_left_out(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:
-    """As DeepSeek-V3 is published, in blocks that the sizes are no multiples of."""
+    """DeepSeek-V3 is published like this. The last blocks of rows and columns are smaller than the others."""
     folder = write_with_head(tmp_path / "model", OF_DEEPSEEK["DeepSeek-V3"], of_qwen=False)
     path, block = folder / "model.safetensors", (24, 40)
     tensors = load_file(path)
