@@ -20,7 +20,8 @@ from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.buffers import Lane
 from outrider.runtime.costs import Costs
 from outrider.runtime.decoder import Decoder
-from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Resources, matching
+from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Resources
+from outrider.runtime.matching import matching
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Policy
 from outrider.runtime.request import Request

@@ -16,6 +16,7 @@ from outrider.commands.options import GroupedCommand, GroupedOption, device, dra
 from outrider.commands.output import console, printable, progress_bar
 from outrider.errors import UsageError
 from outrider.runtime.params import DEFAULTS, RANGES, RULES, SamplingParams
+from outrider.runtime.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from outrider.runtime.generation import Event
@@ -52,6 +53,18 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
     return dict(biases)
 
 
+def _structured(_: click.Context, __: click.Parameter, text: str | None) -> StructuredOutputs | None:
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("it is no object")
+        return StructuredOutputs(**given)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise click.BadParameter(f"{text[:60]!r} cannot be read: {error}") from None
+
+
 @click.command("generate", cls=GroupedCommand)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--prompt", cls=GroupedOption, group=PROMPT, metavar="TEXT", help="The prompt.  [default: all of standard input]")
@@ -81,6 +94,15 @@ def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
 @number("presence_penalty", PENALTIES, "Subtract this from the logits of tokens already in the answer.")
 @number("frequency_penalty", PENALTIES, "Subtract this for each time a token occurs in the answer.")
 @number("max_new_tokens", STOPPING, "Maximum number of new tokens.")
+@click.option(
+    "--structured-outputs",
+    cls=GroupedOption,
+    group=SAMPLING,
+    callback=_structured,
+    metavar="JSON",
+    help="What the text must be: one of json (a schema), regex, choice, grammar and json_object, as in vLLM. For instance"
+    """ '{"choice": ["yes", "no"]}' or '{"json": {"type": "object"}}'.""",
+)
 @number("min_new_tokens", STOPPING, "Minimum number of new tokens.")
 @click.option(
     "--stop", cls=GroupedOption, group=STOPPING, multiple=True, metavar="TEXT", help="Stop before this text. May be repeated."

@@ -14,7 +14,7 @@ from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
-from outrider.runtime.drafters.base import matching
+from outrider.runtime.matching import matching
 from outrider.runtime.pace import Pace
 from outrider.runtime.policy import Policy, SequenceView
 from outrider.runtime.rounds import RoundResult

@@ -135,7 +135,10 @@ class RoundBuffers:
         """Return where the distribution [1, V] of a lane's drafted token lies."""
         return self._q.part((row * shape.batch + lane) * self.vocab_rows, 1, self.vocab_rows)
 
+    def target_rows(self, shape: Shape, lane: int, count: int) -> Buffer:
+        """Return where the target's logits [count, V] of a lane's first rows lie."""
+        return self._target_logits.part(lane * shape.rows * self.vocab_rows, count, self.vocab_rows)
+
     def target_logits(self, shape: Shape, lane: int) -> Floats:
         """Return the target's logits [S, V] of a lane."""
-        first = lane * shape.rows * self.vocab_rows
-        return self.device.read(self._target_logits.part(first, shape.rows, self.vocab_rows))
+        return self.device.read(self.target_rows(shape, lane, shape.rows))

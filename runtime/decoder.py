@@ -16,11 +16,15 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.buffers import Lane
 from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter
+from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Proposal
+from outrider.runtime.grammar import GrammarError
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult, Stop
 from outrider.runtime.slots import Slot, Slots
+
+FORCED = "grammar"  # stands for a drafter where a grammar says what comes next
+MIN_FORCED = 2  # tokens for which a round drafts nothing else: a drafter would rarely get more of its own accepted
 
 
 class Runner(Protocol):
@@ -75,6 +79,9 @@ class Decoder:
         slots = [slot for request in requests if (slot := request.slot) is not None]
         batched = len(requests) > 1
         views = [self._view(request, slot, names, batched) for request, slot in zip(requests, slots, strict=True)]
+        forced = self._forced(requests, names)
+        if forced:
+            views[0] = views[0]._replace(offers={FORCED: Offer(0, Proposal(forced, None))})
         choice, counts = self._plan(policy, requests, slots, views, chunks)
         lanes, first = self._lanes(choice, requests, slots, views, counts)
         confidences: list[float] = []
@@ -85,18 +92,29 @@ class Decoder:
         milliseconds = 1000 * (self._clock() - started)
         results = [result for slot in slots if (result := decided[slot.index - first]) is not None]
         done = [result if isinstance(result, RoundResult) else None for result in results]
-        if any(done):
+        if any(done) and not forced:
             if stop is not None and done[0] is not None:
                 count = len(done[0].drafted)
                 choice = Choice(choice.drafter, self._size(count)) if count else PLAIN
             policy.observe(choice, views, done, milliseconds, confidences)
-        for request, slot, result in zip(requests, slots, done, strict=True):
+        for index, (request, slot, result) in enumerate(zip(requests, slots, done, strict=True)):
             if result is not None:
-                self._commit(choice, request, slot, result)
+                try:
+                    self._commit(choice, request, slot, result)
+                except GrammarError as error:
+                    results[index] = error
         return results
 
+    def _forced(self, requests: Sequence[Request], names: Sequence[str]) -> list[int]:
+        """Return the next tokens of a request that runs alone and may draft, where its grammar leaves no choice."""
+        grammar = requests[0].sampling.grammar
+        if grammar is None or len(requests) > 1 or not names:
+            return []
+        tokens = grammar.forced(self._k[-1])
+        return tokens if len(tokens) >= MIN_FORCED else []
+
     def _view(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> SequenceView:
-        offers, index, tokens = {}, slot.index, request.tokens
+        offers, index, tokens, grammar = {}, slot.index, request.tokens, request.sampling.grammar
         for name in names:
             drafter = self.drafters[name]
             if not drafter.can_draft(len(tokens), batched):
@@ -104,7 +122,10 @@ class Decoder:
             if name in self._on_device:
                 offers[name] = Offer(drafter.pending(index, tokens), None)
             elif (proposal := drafter.propose(index, tokens, self._k[-1])) is not None:
-                offers[name] = Offer(drafter.pending(index, tokens), proposal)
+                if grammar is not None:
+                    proposal = proposal._replace(tokens=proposal.tokens[: grammar.valid(proposal.tokens)])
+                if proposal.tokens:
+                    offers[name] = Offer(drafter.pending(index, tokens), proposal)
         emitted = request.stats.emitted
         return SequenceView(len(tokens), emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
 
@@ -118,7 +139,11 @@ class Decoder:
     ) -> tuple[Choice, list[int]]:
         """Let the drafter catch up, and return what can be drafted: the choice with the smallest built k that is needed, and
         the number of tokens to draft for each request."""
-        choice = policy.choose(views)
+        forced = views[0].offers.get(FORCED)
+        if forced is not None and forced.proposal is not None:
+            choice = Choice(FORCED, self._size(len(forced.proposal.tokens)))
+        else:
+            choice = policy.choose(views)
         if not choice.k:
             return PLAIN, [0] * len(requests)
         first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
@@ -182,10 +207,10 @@ class Decoder:
         return stop
 
     def _commit(self, choice: Choice, request: Request, slot: Slot, result: RoundResult) -> None:
-        if choice.k:
+        request.sampling.advance(result.tokens)
+        if choice.drafter in self.drafters:
             self.drafters[choice.drafter].commit(slot.index, request.tokens, result.drafted)
         request.tokens += result.tokens
-        request.sampling.advance(result.tokens)
         slot.cached, slot.finite = len(request.tokens) - 1, True
 
     def _size(self, drafted: int) -> int:

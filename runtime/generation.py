@@ -22,6 +22,7 @@ from outrider.runtime.choice import AUTO
 from outrider.runtime.costs import Costs
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import NONE, DeviceDrafter, Resources
+from outrider.runtime.grammar import Grammars
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import DEFAULTS, SamplingParams
 from outrider.runtime.policy import FixedPolicy, Policy
@@ -63,6 +64,7 @@ class Outrider:
         self.samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
         self.vocab_rows = self.sessions["target"].vocab_rows
         self.drafters = drafters.available(self.manifest)
+        self.grammars = Grammars(text.tokenizer, self.vocab_rows, self.manifest.generation.eos_token_ids)
         self._current: list[Scheduler | None] = [None]  # what `generate` runs, on these caches
         self._assemble(policy or self.adaptive_policy(), observer)
 
@@ -159,6 +161,7 @@ class Outrider:
         Raises:
             UsageError: at once, before the first event, if an argument is wrong.
             EngineError: from the iterator, if the logits contain NaN or infinity.
+            GrammarError: from the iterator, if the masks of a grammar take more than they may.
         """
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {params!r}", "pass SamplingParams(...)")
@@ -198,7 +201,9 @@ class Outrider:
         params.check_tokens(self.vocab_rows)
         end_ids = [*self.manifest.generation.eos_token_ids, *params.stop_tokens]
         self._check(prompt, params, end_ids)
-        sampling = SamplingState(params, prompt, end_ids, self.vocab_rows)
+        structured = params.structured_outputs
+        grammar = None if structured is None else self.grammars.begin(structured)
+        sampling = SamplingState(params, prompt, end_ids, self.vocab_rows, grammar)
         stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
         return Request(prompt, params, sampling, stream, self.build.capacity)
 

@@ -270,7 +270,8 @@ class Launches(RoundBuffers):
         for row in range(lane * shape.rows, lane * shape.rows + count):
             best = slice(row * shape.top, row * shape.top + top)
             pairs = zip(host["top_ids"][best].tolist(), host["top_logprobs"][best].tolist(), strict=True)
-            logprobs.append(Logprobs(float(host["logprobs"][row]), tuple(pairs)))
+            allowed = tuple(pair for pair in pairs if pair[1] > -np.inf)  # a grammar may leave fewer tokens
+            logprobs.append(Logprobs(float(host["logprobs"][row]), allowed))
         return logprobs
 
     def drafted(self, shape: Shape, lane: int) -> list[int]:

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from outrider.errors import UsageError
+from outrider.runtime.structured import StructuredOutputs
 
 RULES = ("rejection", "exact-match")
 MAX_STOP = 1000  # characters of a stop string: each new token is searched for all of them, while other requests wait
@@ -34,7 +35,7 @@ RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 class SamplingParams:
     """How tokens are chosen and when the text ends. Draft and target are treated alike.
 
-    Applied in this order: logit bias and bans, penalties, temperature, min_p, top_k, top_p.
+    Applied in this order: the mask of structured_outputs, logit bias and bans, penalties, temperature, min_p, top_k, top_p.
 
     Raises:
         UsageError: a value is out of range; the message names the range.
@@ -57,6 +58,7 @@ class SamplingParams:
     stop: str | Iterable[str] | None = ()  # strings that end the text, and are not part of it
     stop_token_ids: Iterable[int] | None = ()  # tokens that end the text, besides the model's own
     logprobs: int | None = None  # with each token, its logprob and those of this many most likely tokens
+    structured_outputs: StructuredOutputs | None = None  # what the answer must be; the logits of all other tokens are masked
 
     # Checked copies: the arguments may be any collections, even ones that can be read only once.
     stop_strings: tuple[str, ...] = field(init=False)
@@ -69,6 +71,12 @@ class SamplingParams:
             unset = value is None and name in ("seed", "logprobs")
             _check(name, value, unset or (_is_number(value, kind) and fits(value)), requirement)
         _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens")
+        grammar = self.structured_outputs
+        _check(
+            "structured_outputs", grammar, grammar is None or isinstance(grammar, StructuredOutputs), "StructuredOutputs(...)"
+        )
+        if grammar is not None:  # it says itself where the text may end
+            _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens == 0, "0 with structured_outputs")
         _check("rule", self.rule, self.rule is None or self.rule in RULES, " or ".join(RULES))
         strings = (self.stop,) if isinstance(self.stop, str) else _copy("stop", self.stop, tuple)
         for text in strings:

@@ -6,7 +6,9 @@
     decide      the verifier
     download    the accepted tokens, the target's own, and every sampler's status    one copy, one wait
 
-Nothing in between comes to the host, so a device that can record launches replays a whole round as one.
+Nothing in between comes to the host, so a device that can record launches replays a whole round as one. Only the masks of a
+grammar are the host's work: before the verifier, and before each draft sampler where launches are done when they return. Such a
+round is two recordings.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from outrider.engines.device import Device, Launch
 from outrider.errors import EngineError, OutriderWarning
 from outrider.runtime.buffers import VERIFIER, Lane, Shape, Step
 from outrider.runtime.drafters.base import NONE
+from outrider.runtime.grammar import GrammarError
 from outrider.runtime.host_sampler import decide_on_host, put_drafted
 from outrider.runtime.launches import Launches
+from outrider.runtime.masks import mask
 from outrider.runtime.sampling import Logprobs
 
 MAX_RECORDED = 64  # rounds kept recorded; each holds some memory of the device
@@ -32,6 +36,9 @@ RECORD_AT = 3  # rounds of a shape after which it is recorded: that takes two mo
 Stop = Callable[[float], "int | None"]
 """Takes the drafter's confidence in each token but the last; returns the rows of the target's pass if drafting is to stop
 there, or None to go on."""
+
+Masks = Callable[[int], None]
+"""Writes the masks of the grammars over the logits that the sampler of a row reads."""
 
 
 class RoundResult(NamedTuple):
@@ -62,6 +69,14 @@ class Pause(NamedTuple):
     rows: int | None = None  # of the target's pass, if drafting ends here
 
 
+class Segment(NamedTuple):
+    """Steps that run without the host: all of a round, or those before or after it writes masks."""
+
+    shape: Shape
+    begin: int
+    end: int
+
+
 class Rounds:
     """Runs rounds of the sequences in the sessions' slots. `seconds` is the time that launches took, waiting included."""
 
@@ -72,8 +87,8 @@ class Rounds:
         self.record = record
         self.seconds = 0.0
         self._observer = observer
-        self._recorded: dict[Shape, Launch] = {}  # in the order of their last use
-        self._seen: Counter[Shape] = Counter()  # rounds of shapes that are not recorded
+        self._recorded: dict[Segment, Launch] = {}  # in the order of their last use
+        self._seen: Counter[Segment] = Counter()  # how often those that are not recorded have run
 
     def run(
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
@@ -120,7 +135,18 @@ class Rounds:
         steps, begin = self.launches.steps(shape), 0
         active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]
         failed: dict[int, EngineError] = {}
-        while active and (pause := self._advance(shape, steps, begin, active, stop)) is not None:
+        masked = [index for index in active if (sampling := lanes[index].sampling) is not None and sampling.grammar is not None]
+
+        def mask_row(row: int) -> None:
+            for index in [index for index in masked if index in active]:
+                try:
+                    mask(self.launches, row, shape, index, lanes[index])
+                except GrammarError as error:
+                    active.remove(index)
+                    failed[index] = error
+
+        write_masks = mask_row if masked else None
+        while active and (pause := self._advance(shape, steps, begin, active, stop, write_masks)) is not None:
             row, status = steps[pause.at].row, steps[pause.at].status
             begin = pause.at + 1
             if pause.rows is not None:
@@ -148,41 +174,46 @@ class Rounds:
                     decide_on_host(self.launches, row, shape, index, lanes[index])
         return shape, failed
 
-    def _advance(self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None) -> Pause | None:
+    def _advance(
+        self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None, masks: Masks | None
+    ) -> Pause | None:
         """Launch the steps from `begin` on, up to the first whose sampler did not decide for an active lane, or at which
         drafting is to stop. Return None once all have run and decided."""
         if self.device.synchronous:
-            return self._advance_one_by_one(shape, steps, begin, active, stop)
-        started = time.perf_counter()
-        replay = self._recorded.pop(shape, None) if begin == 0 and self.record else None
-        if replay is not None:
-            self._recorded[shape] = replay
-            replay()
-            self.device.synchronize()
-        else:
-            target = self._target_step(steps)
-            if self.launches.target.recurrence is not None and begin < target:  # its pass changes the state: never twice
-                self._launch_all(steps[begin:target])
-                if (pause := next((at for at in range(begin, target) if not _decided(steps[at], active)), None)) is not None:
-                    return Pause(pause)
-                begin = target
-            self._launch_all(steps[begin:])
-        self.seconds += time.perf_counter() - started
-        for at in range(begin, len(steps)):
-            if not _decided(steps[at], active):
-                return Pause(at)
-        if begin == 0 and self.record and replay is None:
-            self._seen[shape] += 1
-            if self._seen[shape] == RECORD_AT:
-                self._record(shape, steps)
+            return self._advance_one_by_one(shape, steps, begin, active, stop, masks)
+        target, fresh = self._target_step(steps), begin == 0
+        waits = [target] if self.launches.target.recurrence is not None else []  # its pass changes the state: never twice
+        waits += [] if masks is None else [target + 1]
+        for end in [*(end for end in waits if end > begin), len(steps)]:
+            started = time.perf_counter()
+            segment = Segment(shape, begin, end)
+            replay = self._recorded.pop(segment, None) if fresh and self.record else None
+            if replay is None:
+                self._launch_all(steps[begin:end])
+            else:
+                self._recorded[segment] = replay
+                replay()
+                self.device.synchronize()
+            self.seconds += time.perf_counter() - started
+            if (pause := next((at for at in range(begin, end) if not _decided(steps[at], active)), None)) is not None:
+                return Pause(pause)
+            if fresh and self.record and replay is None:
+                self._seen[segment] += 1
+                if self._seen[segment] == RECORD_AT:
+                    self._record(segment, steps[begin:end])
+            if masks is not None and end == target + 1:
+                masks(VERIFIER)
+            begin = end
         return None
 
     def _advance_one_by_one(
-        self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None
+        self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None, masks: Masks | None
     ) -> Pause | None:
         clock = time.perf_counter
         for at in range(begin, len(steps)):
             step = steps[at]
+            if masks is not None and step.status is not None:
+                masks(step.row)
             started = clock()
             step.launch()
             self.seconds += clock() - started
@@ -208,8 +239,8 @@ class Rounds:
         self.launches.outputs.download()
         self.device.synchronize()
 
-    def _record(self, shape: Shape, steps: list[Step]) -> None:
-        """Record a round that has just run, to be replayed from now on if the replay decides as the launches did."""
+    def _record(self, segment: Segment, steps: list[Step]) -> None:
+        """Record steps that have just run, to be replayed from now on if the replay decides as the launches did."""
         while len(self._recorded) >= MAX_RECORDED:
             least_recent = next(iter(self._recorded))
             del self._recorded[least_recent], self._seen[least_recent]
@@ -221,7 +252,9 @@ class Rounds:
             if any((now != before).any() for now, before in zip(self.launches.outputs.host.values(), decided, strict=True)):
                 raise EngineError("the recorded round gave a different result", "please report this as a bug")
         except EngineError as error:
-            warnings.warn(f"a round of k = {shape.drafted} runs as plain launches: {error}", OutriderWarning, stacklevel=2)
+            warnings.warn(
+                f"a round of k = {segment.shape.drafted} runs as plain launches: {error}", OutriderWarning, stacklevel=2
+            )
 
             def replay() -> None:
                 for step in steps:
@@ -229,7 +262,7 @@ class Rounds:
                 self.launches.outputs.download()
 
             self._launch_all(steps)
-        self._recorded[shape] = replay
+        self._recorded[segment] = replay
 
 
 def not_finite() -> EngineError:

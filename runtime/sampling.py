@@ -9,6 +9,7 @@ import numpy as np
 
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
+from outrider.runtime.grammar import Matcher
 from outrider.runtime.params import SamplingParams
 
 DRAWS = 64  # positions whose random numbers are drawn at once
@@ -17,7 +18,8 @@ DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # the uses
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural logarithms of the target's probabilities in one position, before bias, penalties and truncation."""
+    """Natural logarithms of the target's probabilities in one position, before bias, penalties and truncation; with a grammar,
+    among the tokens that it allows."""
 
     logprob: float  # of the token itself
     top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
@@ -26,9 +28,12 @@ class Logprobs:
 class SamplingState:
     """The samplers' view of one request, from its prompt to its last token."""
 
-    def __init__(self, params: SamplingParams, prompt: list[int], end_ids: list[int], vocab_rows: int):
+    def __init__(
+        self, params: SamplingParams, prompt: list[int], end_ids: list[int], vocab_rows: int, grammar: Matcher | None = None
+    ):
         """Set up a request whose text ends at any of `end_ids`, which are banned before `min_new_tokens`."""
         self.params = params
+        self.grammar = grammar
         self.end_ids = frozenset(end_ids)
         self.settings = np.array([[_setting(params, name, vocab_rows) for name in SETTINGS]], dtype=np.float32)
         self.exact = params.exact
@@ -61,7 +66,13 @@ class SamplingState:
         return float(self.settings[0, SETTINGS.index(name)])
 
     def advance(self, tokens: list[int]) -> None:
-        """Note the tokens that a round confirmed."""
+        """Note the tokens that a round confirmed.
+
+        Raises:
+            GrammarError: they leave the grammar, or it is too complex.
+        """
+        if self.grammar is not None:
+            self.grammar.advance(tokens)
         self.emitted += len(tokens)
         if self._penalized:
             for token in tokens:

@@ -86,7 +86,8 @@ class ResponseAssembler(ABC, Generic[Body]):
     async def encode(
         self, *, texts: Sequence[str] = (), messages: Sequence[dict[str, str]] = (), **options: Any
     ) -> list[list[int]]:
-        """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`.
+        """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`. The grammar
+        of the answers, if there is one, is compiled first.
 
         Raises:
             ApiError: a limit of the server is exceeded.
@@ -95,6 +96,9 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_choices(len(texts) or 1)
         settings, owner = self._settings, self._http.state.owner
+        if (structured := self.body.structured()) is not None:
+            await encode(self._engine, settings, Job(structured=structured.arguments()), owner, self.prompt_field)
+            await asyncio.to_thread(self._engine.outrider.grammars.compile, structured)
         job = Job(settings.max_prompt or self.capacity, texts, messages, settings.allow_special_tokens, **options)
         return await encode(self._engine, settings, job, owner, self.prompt_field)
 

@@ -179,7 +179,11 @@ class EngineThread:
             if watch.replaced():
                 raise FolderError(f"{self._bundle} was replaced while it was being loaded", "restart the server")
             warm_up(scheduler)
-            self.prompts.start(scheduler.outrider.text)
+            outrider = scheduler.outrider
+            end_ids = outrider.manifest.generation.eos_token_ids
+            self.prompts.start(outrider.text, outrider.vocab_rows, end_ids)
+            if end_ids:
+                outrider.grammars.tokenizer  # noqa: B018  # it takes a second, and the interpreter's lock: not when streams wait
             self._scheduler, self._watchdog = scheduler, Watchdog(scheduler)
             LOGGER.info("ready")
         except OutriderError as error:

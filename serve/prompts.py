@@ -22,7 +22,7 @@ import msgspec
 from outrider.errors import EngineError, FolderError, UsageError
 from outrider.runtime.scheduler import QueueFullError
 from outrider.runtime.text import PromptTooLongError, Text
-from outrider.serve.prompts_child import JOB_SECONDS, TEMPLATE_SECONDS, TIME_LIMIT, Job, Reply, Source
+from outrider.serve.prompts_child import GRAMMAR_SECONDS, JOB_SECONDS, TEMPLATE_SECONDS, TIME_LIMIT, Job, Reply, Source
 
 
 class PromptEncoder:
@@ -35,8 +35,11 @@ class PromptEncoder:
         self._waiting: Counter[Hashable] = Counter()  # requests of each owner, with the one that is being encoded
         self._turns: weakref.WeakValueDictionary[Hashable, asyncio.Lock] = weakref.WeakValueDictionary()
 
-    def start(self, text: Text) -> None:
+    def start(self, text: Text, vocab_rows: int, end_ids: list[int]) -> None:
         """Start the child with a bundle's tokenizer and chat template, and wait until it is ready.
+
+        Args:
+            vocab_rows, end_ids: see `Grammars`.
 
         Raises:
             FolderError: the template takes too long.
@@ -48,6 +51,8 @@ class PromptEncoder:
             text.tokenizer.to_str(),
             None if template is None else template.source,
             {} if template is None else template.special_tokens,
+            vocab_rows,
+            end_ids,
         )
         self._pool.submit(self._start).result()
 
@@ -125,8 +130,12 @@ class PromptEncoder:
         if (answer := _exchange(self._child or self._start(), line)) is not None:
             return msgspec.json.decode(answer, type=Reply)
         if self._end() == -TIME_LIMIT:
+            if job.structured:
+                message = f"the grammar takes longer than {GRAMMAR_SECONDS:g} seconds to compile"
+                raise UsageError(message, "simplify it", param="structured_outputs")
             raise UsageError(f"the prompt takes longer than {JOB_SECONDS:g} seconds to read", "shorten it", param="prompt")
-        raise EngineError("the process that reads prompts has crashed", "shorten the prompt")
+        what = "grammar" if job.structured else "prompt"
+        raise EngineError("the process that reads prompts has crashed", f"shorten the {what}")
 
     def _end(self) -> int:
         """End the child, if it has not ended, and return its exit code."""

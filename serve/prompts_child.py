@@ -1,4 +1,4 @@
-"""The child process of `prompts`: it renders chat templates and tokenizes, and a time limit ends it."""
+"""The child process of `prompts`: it renders chat templates, tokenizes and tries grammars, and a time limit ends it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,40 @@ from tokenizers import Tokenizer
 
 from outrider.errors import UsageError
 from outrider.runtime.chat_template import ChatTemplate
+from outrider.runtime.grammar import Grammars, rehearse
+from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import PromptTooLongError, Text
 
 TEMPLATE_SECONDS = 5.0  # for small conversations in the template
 JOB_SECONDS = 10.0  # for the prompts of one request
+GRAMMAR_SECONDS = 2.0  # for its grammar
+REHEARSED = 32  # tokens into a grammar whose masks are tried
 TIME_LIMIT = getattr(signal, "SIGALRM", signal.SIGTERM)  # what ends the child at a limit; Windows has no such timers
 MEMORY = 4 << 30  # bytes of address space
 NICE = 5  # the engines come first
 
 
 class Source(msgspec.Struct):
-    """A bundle's tokenizer and chat template."""
+    """A bundle's tokenizer and chat template, and what grammars need to know."""
 
     tokenizer: str  # in JSON
     template: str | None
     special_tokens: dict[str, str]
+    vocab_rows: int
+    end_ids: list[int]
 
 
 class Job(msgspec.Struct):
-    """The prompts of one request: texts, or else the messages of a chat."""
+    """The prompts of one request: texts, or else the messages of a chat; or else the grammar of its answers, to be tried."""
 
-    limit: int  # tokens of each
+    limit: int = 0  # tokens of each
     texts: Sequence[str] = ()
     messages: Sequence[dict[str, str]] = ()
     allow_special_tokens: bool = False
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     template_kwargs: dict[str, Any] = {}
+    structured: dict[str, Any] = {}  # the arguments of `StructuredOutputs`
 
 
 class Reply(msgspec.Struct):
@@ -65,6 +72,7 @@ def main() -> None:
     source = msgspec.json.decode(lines.readline(), type=Source)
     template = None if source.template is None else ChatTemplate(source.template, source.special_tokens)
     text = Text(Tokenizer.from_str(source.tokenizer), template)
+    grammars = Grammars(text.tokenizer, source.vocab_rows, source.end_ids)
     if template is not None:
         _limit(TEMPLATE_SECONDS)
         template.samples()
@@ -72,8 +80,11 @@ def main() -> None:
     replies.write(b"\n")
     replies.flush()
     while line := lines.readline():
-        _limit(JOB_SECONDS)
-        reply = _reply(text, msgspec.json.decode(line, type=Job))
+        job = msgspec.json.decode(line, type=Job)
+        if job.structured and source.end_ids:
+            grammars.tokenizer  # noqa: B018  # what it takes to make it the first time is not the request's
+        _limit(GRAMMAR_SECONDS if job.structured else JOB_SECONDS)
+        reply = _grammar_reply(grammars, job.structured) if job.structured else _reply(text, job)
         _limit(0)
         replies.write(msgspec.json.encode(reply) + b"\n")
         replies.flush()
@@ -83,6 +94,14 @@ def _limit(seconds: float) -> None:
     """End this process after so many seconds; 0 lifts the limit. The system does it, so nothing that runs can prevent it."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _grammar_reply(grammars: Grammars, structured: dict[str, Any]) -> Reply:
+    try:
+        rehearse(grammars.compile(StructuredOutputs(**structured)), REHEARSED)
+    except UsageError as error:
+        return Reply([], str(error), error.hint, error.param)
+    return Reply()
 
 
 def _reply(text: Text, job: Job) -> Reply:

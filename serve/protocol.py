@@ -14,6 +14,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.sampling import Logprobs
 from outrider.runtime.stats import Stats
+from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import Text
 
 # The difference between the seeds of a request's choices: 2^64 divided by the golden ratio, which spreads them out.
@@ -41,8 +42,9 @@ class Strict(BaseModel):
     def _without_nulls(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        fields = {name: values[name] for name in cls.model_fields if values.get(name) is not None}
-        unknown = (name for name, value in values.items() if name not in cls.model_fields and value is not None)
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        fields = {name: values[name] for name in names if values.get(name) is not None}
+        unknown = (name for name, value in values.items() if name not in names and value is not None)
         # A lone surrogate would be an error about text, instead of about an unknown field.
         return fields | {name.encode(errors="replace").decode(): None for name in islice(unknown, 1)}
 
@@ -53,11 +55,45 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
+class JsonSchema(Strict):
+    """A named schema; it is always followed strictly."""
+
+    name: str
+    description: str | None = None
+    # A schema may have nulls, so it is taken as it is. `schema` itself is a method of pydantic's models.
+    json_schema: dict[str, Any] = Field(default={}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What an answer has to be: any text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is needed with the type json_schema, and with no other")
+        return self
+
+
+class StructuredOutputsBody(Strict):
+    """What an answer has to be, in vLLM's form."""
+
+    json_schema: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Common(Strict):
     """The fields that both endpoints have.
 
-    Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids and priority (as in vLLM), timeout, and
-    return_origin, which adds to each choice its pieces of text and whether they were drafted.
+    Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, priority and structured_outputs (as in
+    vLLM, which has also called the latter guided_json and so on), timeout, and return_origin, which adds to each choice its
+    pieces of text and whether they were drafted.
     """
 
     renamed: ClassVar[dict[str, str]] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -81,6 +117,12 @@ class Common(Strict):
     return_origin: bool = False
     priority: int = 0
     timeout: float | None = Field(default=None, ge=1)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
+    guided_grammar: str | None = None
     # Accepted, without effect on the answer.
     user: str | None = None
     safety_identifier: str | None = None
@@ -127,7 +169,23 @@ class Common(Strict):
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             logprobs=logprobs,
+            structured_outputs=self.structured(),
         )
+
+    def structured(self) -> StructuredOutputs | None:
+        """Return what the answers have to be, if that is restricted.
+
+        Raises:
+            UsageError: it is said in two ways that contradict each other, or in a wrong one.
+        """
+        asked = self.structured_outputs
+        given: dict[str, Any] = {} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        given |= {name: value for name, value in guided.items() if value is not None}
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            given |= {"json_object": True} if schema is None else {"json": schema.json_schema}
+        return StructuredOutputs(**given) if given or asked is not None else None
 
     def seeds(self) -> list[int | None]:
         """Return the seed of each choice; the first has the request's own."""
@@ -224,12 +282,6 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
 
 
-class ResponseFormat(Strict):
-    """The only response format: text."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(Common):
     """The body of `POST /v1/chat/completions`."""
 
@@ -247,7 +299,6 @@ class ChatRequest(Common):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
 
 

@@ -99,7 +99,7 @@ def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings:
             assert {k: tokens(loaded, k, **settings) for k in (0, *K)} == plain
             recorded = dict(rounds._recorded)
     assert recorded == rounds._recorded
-    assert {shape.rows for shape in recorded} == {k + 1 for k in (0, *K)}
+    assert {segment.shape.rows for segment in recorded} == {k + 1 for k in (0, *K)}
 
 
 @pytest.mark.gpu("requests that share rounds get what they get alone, each in its own slot")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.device import Layout
+from outrider.engines.device import Buffer, Layout
 from outrider.engines.session import Session
 
 if TYPE_CHECKING:
@@ -33,16 +33,6 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     evidence: Hashable  # proposals with equal evidence are expected to be accepted equally often
-
-
-def matching(proposed: Sequence[int], actual: Sequence[int]) -> int:
-    """Return how many tokens are equal, from the first one on."""
-    count = 0
-    for guess, token in zip(proposed, actual, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count
 
 
 class Resources(NamedTuple):
@@ -158,6 +148,10 @@ class DeviceDrafter(Drafter):
     @abstractmethod
     def logits(self, row: int, shape: Shape, lane: int) -> npt.NDArray[np.float32]:
         """Return the logits [V] that the drafted token of that row was drawn from, in the last round."""
+
+    @abstractmethod
+    def row_logits(self, row: int, shape: Shape, lane: int) -> Buffer:
+        """Return where the logits [1, V] of a lane's drafted token lie before its sampler runs."""
 
     @abstractmethod
     def confidence(self, row: int, shape: Shape) -> float:

@@ -303,6 +303,11 @@ class StepDrafter(DeviceDrafter):
         logits: Floats = self._launches.device.read(self._last_logits(row, shape)[0])[lane, 0]
         return logits
 
+    def row_logits(self, row: int, shape: Shape, lane: int) -> Buffer:
+        step, at, rows = self._place(row, shape)
+        width = self._session.vocab_rows
+        return self._logits[step].part((lane * rows + at) * width, 1, width)
+
     def confidence(self, row: int, shape: Shape) -> float:
         if not shape.greedy:
             return float(self._launches.q_view(row).max())

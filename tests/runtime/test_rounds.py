@@ -110,7 +110,7 @@ def test_each_k_and_window_is_recorded_once(bundle: Path) -> None:
     device = device_of(queued)
     for k in (1, 4) * 2:
         answer(queued, "the quick", k, tokens=100)
-    shapes = set(queued.rounds._recorded)
+    shapes = {segment.shape for segment in queued.rounds._recorded}
     assert device.recorded == len(shapes)
     assert {shape.drafted for shape in shapes if shape.rows == 5} >= {4}
     assert {shape.window for shape in shapes} == {64, 128}

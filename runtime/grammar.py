@@ -1,0 +1,165 @@
+"""Grammars of answers: which tokens may come next. llguidance compiles them and computes the masks.
+
+A mask holds for a position after the confirmed tokens and some drafted ones, so a draft row and the target's row in the same
+place have the same one. Masked logits are minus infinity, which is all that speculation needs to stay exact: p and q are then
+distributions over what the grammar allows.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from cachetools import LRUCache
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from outrider.errors import EngineError
+from outrider.runtime.matching import matching
+from outrider.runtime.structured import StructuredOutputs, first_line, refused
+
+MAX_COMPILED = 64  # grammars kept compiled
+# A hostile grammar may take as long as these allow. Those of llguidance are four to ten times higher; grammars of hundreds of
+# properties stay far below either.
+LIMITS = LLParserLimits(
+    step_lexer_fuel=50_000, step_max_items=10_000, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
+)
+
+Bools = npt.NDArray[np.bool_]
+
+
+class GrammarError(EngineError):
+    """The tokens that a grammar allows cannot be computed, or there are none."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Any thread may ask."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_rows: int, end_ids: Sequence[int]):
+        """Take a tokenizer, the width of the logits, and the tokens that end a text."""
+        self._source, self._vocab_rows, self._end_ids = tokenizer, vocab_rows, list(end_ids)
+        self._lock = threading.Lock()
+        self._compiled: LRUCache[StructuredOutputs, LLMatcher] = LRUCache(MAX_COMPILED)
+
+    @functools.cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """The texts of all tokens as a tree, which takes a second for 150,000 tokens, and the interpreter's lock."""
+        count = max(self._vocab_rows, self._source.get_vocab_size(with_added_tokens=True))
+        return LLTokenizer(self._source.to_str(), n_vocab=count, eos_token=self._end_ids)
+
+    def compile(self, structured: StructuredOutputs) -> LLMatcher:
+        """Return a grammar at its start; it is shared, so make a copy of it.
+
+        Raises:
+            UsageError: it cannot be compiled, or no token can end a text.
+        """
+        if not self._end_ids:
+            raise refused("this bundle has no token that ends a text", "export a checkpoint that names its eos_token_id")
+        with self._lock:
+            matcher = self._compiled.get(structured)
+        if matcher is None:
+            matcher = LLMatcher(self.tokenizer, structured.source(), log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise refused(f"the grammar cannot be compiled: {first_line(matcher.get_error())}", "simplify it")
+            with self._lock:
+                self._compiled[structured] = matcher
+        return matcher
+
+    def begin(self, structured: StructuredOutputs) -> Matcher:
+        """Return a new answer's place in a grammar; see `compile`."""
+        return Matcher(self.compile(structured).deep_copy(), self._vocab_rows, self._end_ids)
+
+
+class Matcher:
+    """The place of one answer in its grammar: after its confirmed tokens, and looking ahead over drafted ones."""
+
+    def __init__(self, matcher: LLMatcher, vocab_rows: int, end_ids: Sequence[int]):
+        """Begin at the start of the answer."""
+        self._matcher = matcher
+        self._vocab_rows = vocab_rows
+        self._end_ids = frozenset(end_ids)
+        self._ahead: list[int] = []  # drafted tokens that the matcher has taken
+        self._masks: list[Bools] = []  # after the first 0, 1, ... of these
+
+    def allowed(self, drafted: Sequence[int]) -> Bools | None:
+        """Return which tokens, bool [V], may follow the confirmed tokens and the drafted ones; None where these are not in the
+        grammar or end the text.
+
+        Raises:
+            GrammarError: a limit is exceeded, or no token may follow.
+        """
+        self._retreat(matching(self._ahead, drafted))
+        for token in drafted[len(self._ahead) :]:
+            if not self._take(token):
+                return None
+        row = len(self._ahead)
+        if row == len(self._masks):
+            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._check()
+            mask = np.unpackbits(packed, bitorder="little", count=self._vocab_rows).view(np.bool_)
+            if not mask.any():
+                raise GrammarError("the grammar leaves no token", "change the grammar")
+            self._masks.append(mask)
+        return self._masks[row]
+
+    def forced(self, limit: int) -> list[int]:
+        """Return up to so many tokens that spell what the grammar forces next."""
+        self._retreat(0)
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens[:limit]
+
+    def valid(self, tokens: list[int]) -> int:
+        """Return how many of the tokens, from the first on, the grammar allows after the confirmed ones."""
+        self._retreat(0)
+        return 0 if self._matcher.is_error() else int(self._matcher.validate_tokens(tokens))
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take the tokens that a round confirmed, up to one that ends the text.
+
+        Raises:
+            GrammarError: one of them is not allowed.
+        """
+        self._retreat(matching(self._ahead, tokens))
+        for token in tokens[len(self._ahead) :]:
+            if token in self._end_ids:
+                break
+            if not self._take(token):
+                self._check()
+                raise GrammarError("a confirmed token is not in the grammar", "please report this as a bug")
+        self._ahead, self._masks = [], self._masks[len(self._ahead) :][:1]
+
+    def _take(self, token: int) -> bool:
+        if token in self._end_ids or self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._ahead.append(token)
+        return True
+
+    def _retreat(self, count: int) -> None:
+        """Look ahead over no more than the first `count` of the tokens that were taken."""
+        if count < len(self._ahead):
+            self._matcher.rollback(len(self._ahead) - count)
+            del self._ahead[count:]
+            del self._masks[count + 1 :]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar is too complex: {first_line(self._matcher.get_error())}", "simplify it")
+
+
+def rehearse(matcher: LLMatcher, steps: int) -> None:
+    """Go some steps into a compiled grammar, to learn whether its masks stay within the limits.
+
+    Raises:
+        UsageError: they do not.
+    """
+    matcher = matcher.deep_copy()
+    for _ in range(steps):
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        if matcher.is_error():
+            raise refused(f"the grammar is too complex: {first_line(matcher.get_error())}", "simplify it")
+        allowed = np.flatnonzero(mask)
+        if matcher.is_stopped() or not len(allowed) or not matcher.try_consume_tokens([int(allowed[len(allowed) // 2])]):
+            return

@@ -1,0 +1,41 @@
+"""What a request's grammar forbids, written over the logits on the host: between a pass and the sampler that reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from outrider.runtime.buffers import VERIFIER, Lane, Shape
+from outrider.runtime.launches import Launches
+
+
+def mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> None:
+    """Set to minus infinity what may not follow a lane's drafted tokens: the logits of the drafted token in that row, or all
+    rows of the target's pass. A row that follows a token outside the grammar cannot matter, and stays as it is.
+
+    Raises:
+        GrammarError: the masks take more than they may, or leave no token.
+    """
+    assert lane.sampling is not None
+    grammar, device = lane.sampling.grammar, launches.device
+    assert grammar is not None
+    drafted, masks = launches.drafted(shape, index), []
+    for count in range(min(lane.k, shape.drafted) + 1) if row == VERIFIER else [row]:
+        if (allowed := grammar.allowed(drafted[:count])) is None:
+            break
+        masks.append(allowed)
+    if not masks:
+        return
+    if row == VERIFIER:
+        buffer = launches.target_rows(shape, index, len(masks))
+    else:
+        drafter = launches.on_device(shape)
+        assert drafter is not None
+        buffer = drafter.row_logits(row, shape, index)
+    logits = device.read(buffer)
+    for values, allowed in zip(logits, masks, strict=True):
+        if not values.sum() < np.inf:  # the sampler has to see NaN
+            continue
+        if row == VERIFIER or values[allowed].max() > -np.inf:  # a draft may know none of the tokens that are left
+            np.copyto(values, -np.inf, where=~allowed)
+    if not device.synchronous:  # otherwise its memory is the host's
+        device.write(buffer, logits)

@@ -1,0 +1,95 @@
+"""Structured output: what an answer must be, in the forms that vLLM names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from outrider.errors import UsageError
+
+MAX_SOURCE = 256 << 10  # characters of a grammar
+# Between the parts of JSON, a space or the indentation of a line: a model that is unsure would go on with spaces for ever.
+SPACES: Any = {"whitespace_flexible": True, "whitespace_pattern": r" ?|\r?\n[ \t]{0,40}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer must be, by exactly one of these; the names are vLLM's.
+
+    Raises:
+        UsageError: none or several are given, or one is of a wrong type or too long.
+    """
+
+    json: str | Mapping[str, Any] | None = None  # a JSON Schema, as text or as what the text says
+    regex: str | None = None  # in the syntax of Rust's regex crate; it must match the whole answer
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # context-free, in Lark's syntax as llguidance extends it, or in GBNF
+    json_object: bool | None = None  # true: any JSON object
+
+    def __post_init__(self) -> None:
+        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(each.name for each in fields(self))
+            raise refused(f"{len(given)} kinds of structured output are given", f"give exactly one of {names}")
+        value = getattr(self, given[0])
+        if given[0] == "json" and isinstance(value, Mapping):
+            object.__setattr__(self, "json", _schema_text(value))
+        elif given[0] == "choice":
+            object.__setattr__(self, "choice", _choices(value))
+        elif not isinstance(value, bool if given[0] == "json_object" else str):
+            raise refused(f"{given[0]} is of the wrong type", "see the documentation of StructuredOutputs")
+        size = len(value) if isinstance(value, str) else sum(map(len, self.choice or ())) + len(str(self.json or ""))
+        if size > MAX_SOURCE:
+            raise refused(f"{given[0]} has {size:,} characters; the limit is {MAX_SOURCE:,}", "shorten it")
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the one argument that makes an equal object, in types of JSON."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name))}
+
+    def source(self) -> str:
+        """Return the grammar in llguidance's own form.
+
+        Raises:
+            UsageError: the schema or the grammar cannot be read.
+        """
+        try:
+            if self.json_object:
+                return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=SPACES))
+            if self.json is not None:
+                return str(LLMatcher.grammar_from_json_schema(str(self.json), defaults=SPACES))
+            if self.regex is not None:
+                return str(LLMatcher.grammar_from_regex(self.regex))
+            if self.choice is not None:
+                return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in self.choice)))
+            assert self.grammar is not None
+            return str(LLMatcher.grammar_from_lark(any_to_lark(self.grammar)))
+        except Exception as error:  # the conversion from GBNF raises what it likes
+            raise refused(f"the grammar cannot be read: {first_line(error)}", "correct it") from error
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise refused(f"the schema is not JSON: {error}", "pass what json.dumps can write") from error
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) and each for each in value):
+        raise refused("choice is not a list of texts", "pass at least one text, and no empty one")
+    return tuple(value)
+
+
+def refused(message: str, hint: str) -> UsageError:
+    """Return the error for structured outputs that cannot be had."""
+    return UsageError(message, hint, param="structured_outputs")
+
+
+def first_line(error: object) -> str:
+    """Return the first line of a message, and no more than some characters of it."""
+    return next(iter(str(error).strip().splitlines()), "no reason is given")[:200]

@@ -1,0 +1,373 @@
+"""Structured output: speculative text under a grammar's mask is plain text under the same mask, whatever the draft and k.
+
+Nothing may weaken these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from outrider.audit.controls import RandomPolicy
+from outrider.errors import OutriderError, UsageError
+from outrider.export.pair import export_pair
+from outrider.runtime.decoder import FORCED
+from outrider.runtime.generation import Event, Outrider
+from outrider.runtime.grammar import GrammarError, Grammars, rehearse
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.reference import named_settings, warp
+from outrider.runtime.request import Request
+from outrider.runtime.sampling import SamplingState
+from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.structured import StructuredOutputs
+from outrider.tests.deferred import deferred
+from outrider.tests.support import PAIR, build, prefill
+
+K = (1, 2, 4, 8)
+MODES = (*K, "auto", "ngram", "at random")
+PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "size": {"enum": ["small", "medium", "large"]},
+        "price": {"type": "integer", "minimum": 1, "maximum": 99},
+        "extras": {"type": "array", "items": {"enum": ["milk", "sugar"]}, "maxItems": 3},
+        "address": {"type": "object", "properties": {"street": {"type": "string", "maxLength": 12}}, "required": ["street"]},
+    },
+    "required": ["name", "size", "price", "extras", "address"],
+    "additionalProperties": False,
+}
+SUM = 'start: term (OPERATOR term)*\nterm: /[0-9]{1,3}/ | "(" start ")"\nOPERATOR: " + " | " - "\n'
+GRAMMARS: dict[str, StructuredOutputs] = {
+    "forces": StructuredOutputs(choice=[" Of course, what would you like to drink today, and where shall I bring it?"]),
+    "branches": StructuredOutputs(choice=[" yes", " no", " maybe so", " yes, of course I can do that for you"]),
+    "forbids": StructuredOutputs(regex="[^e]{20,80}"),
+    "multi-byte": StructuredOutputs(regex="(naïve|café|中文|🙂){3,5}"),
+    "schema": StructuredOutputs(json=SCHEMA),
+    "object": StructuredOutputs(json_object=True),
+    "grammar": StructuredOutputs(grammar=SUM),
+    "gbnf": StructuredOutputs(grammar='root ::= item ("," item)*\nitem ::= "apple" | "pear" | "plum"'),
+}
+DRAFTS = (
+    "trained",
+    "self",
+    "random head",
+    "trained head",
+    "trained parallel",
+    "random block",
+    "plain block",
+    "random parallel-head",
+    "openvino",
+)
+
+
+def fits(name: str, text: str) -> bool:
+    """Whether a whole answer is what the grammar of that name asks for, by other means than the grammar's engine."""
+    if name in ("forces", "branches"):
+        return text in (GRAMMARS[name].choice or ())
+    if name in ("schema", "object"):
+        import jsonschema
+
+        value = json.loads(text)
+        jsonschema.validate(value, SCHEMA if name == "schema" else {"type": "object"})
+        return True
+    if name == "grammar":
+        return re.fullmatch(r"[\d() +-]+", text) is not None and isinstance(eval(re.sub(r"\b0+(?=\d)", "", text)), int)
+    pattern = GRAMMARS[name].regex or "(apple|pear|plum)(,(apple|pear|plum))*"
+    return re.fullmatch(pattern, text) is not None
+
+
+@pytest.fixture(scope="module")
+def bundles(
+    shipped_bundles: Callable[..., Path],
+    drafter_bundles: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Outrider]:
+    options: dict[str, Any] = {"capacity": 256, "max_prompt_chunk": 16, "k": list(K)}
+
+    class Loaded(dict[str, Outrider]):
+        def __missing__(self, name: str) -> Outrider:
+            if name == "trained":
+                bundle = shipped_bundles("fp32", **options)
+            elif name == "openvino":
+                bundle = shipped_bundles("fp32", backend="openvino", **options)
+            elif name == "self":
+                folder = tmp_path_factory.mktemp("grammar")
+                export_pair(str(PAIR / "target"), str(PAIR / "target"), folder / "onnx", precision="fp32")
+                bundle = build(folder / "onnx", folder / "bundle", **options)
+            else:
+                bundle = drafter_bundles("fp32", name, **options)
+            self[name] = Outrider.load(bundle)
+            return self[name]
+
+    return Loaded()
+
+
+def run(outrider: Outrider, name: str, k: int | str, **params: Any) -> list[Event]:
+    chosen = SamplingParams(max_new_tokens=90, structured_outputs=GRAMMARS[name], **params)
+    if k == "at random":
+        usual, outrider.policy = outrider.policy, RandomPolicy(outrider.adaptive_policy())
+        events = list(outrider.generate(PROMPT, chosen))
+        outrider.policy = usual
+        return events
+    if k == "ngram":
+        return list(outrider.generate(PROMPT, chosen, k=K[-1], drafter="ngram"))
+    return list(outrider.generate(PROMPT, chosen, k=k))
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+def text(events: list[Event]) -> str:
+    return "".join(event.text for event in events)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 3}], ids=["greedy", "seeded"])
+def test_masked_speculative_text_is_masked_plain_text(
+    bundles: dict[str, Outrider], draft: str, mode: int | str, sampling: dict[str, Any]
+) -> None:
+    for name in GRAMMARS:
+        events, plain = run(bundles[draft], name, mode, **sampling), run(bundles[draft], name, 0, **sampling)
+        assert tokens(events) == tokens(plain)
+        assert text(events) == text(plain)
+        assert events[-1].finish_reason == plain[-1].finish_reason
+        if plain[-1].finish_reason == "stop":
+            assert fits(name, text(plain))
+        else:
+            assert name in ("object", "grammar", "gbnf", "schema")  # the others end by themselves
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_plain_masked_text_is_that_of_transformers_with_the_mask(bundles: dict[str, Outrider], name: str) -> None:
+    """Written out once more: the whole text through the model, the grammar from its start, the likeliest token allowed."""
+    model = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+    text_ids = AutoTokenizer.from_pretrained(PAIR / "target")(PROMPT).input_ids
+    outrider = bundles["trained"]
+    want = tokens(run(outrider, name, 0))
+    answer: list[int] = []
+    while len(answer) < len(want):
+        matcher = outrider.grammars.begin(GRAMMARS[name])
+        matcher.advance(answer)
+        with torch.no_grad():
+            logits = model(torch.tensor([text_ids + answer])).logits[0, -1].numpy()
+        allowed = matcher.allowed([])
+        assert allowed is not None
+        answer.append(int(np.where(allowed, logits, -np.inf).argmax()))
+    assert answer == want
+
+
+def test_without_masks_the_text_leaves_its_grammar(bundles: dict[str, Outrider], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: what the tests above compare depends on the masks, and a token that is not allowed is noticed."""
+    free = tokens(list(bundles["trained"].generate(PROMPT, SamplingParams(max_new_tokens=90), k=0)))
+    assert all(tokens(run(bundles["trained"], name, 4)) != free for name in GRAMMARS)
+    monkeypatch.setattr("outrider.runtime.rounds.mask", lambda *_: None)
+    for name in GRAMMARS:
+        with pytest.raises(GrammarError, match="not in the grammar"):
+            run(bundles["trained"], name, 4)
+
+
+def test_drafts_are_masked_as_the_target_is(bundles: dict[str, Outrider], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is the target is always accepted, which it would not be if its own tokens were not masked."""
+    for k in K:
+        for name in GRAMMARS:
+            stats = run(bundles["self"], name, k)[-1].stats
+            assert stats.rejected == 0, (name, k)
+    monkeypatch.setattr("outrider.runtime.rounds.Rounds._advance_one_by_one", _unmasked_drafts)
+    assert run(bundles["self"], "forbids", 4)[-1].stats.rejected > 0
+
+
+def _unmasked_drafts(self: Any, shape: Any, steps: Any, begin: int, active: Any, stop: Any, masks: Any) -> Any:
+    def target_alone(row: int) -> None:
+        if row < 0:
+            masks(row)
+
+    for at in range(begin, len(steps)):
+        if steps[at].status is not None:
+            target_alone(steps[at].row)
+        steps[at].launch()
+
+
+def test_what_the_grammar_forces_is_drafted_without_a_drafter(bundles: dict[str, Outrider]) -> None:
+    for k in (4, 8, "auto"):
+        stats = run(bundles["trained"], "forces", k)[-1].stats
+        assert stats.rounds_by_drafter[FORCED] >= stats.rounds - 2
+        assert stats.accepted_by_drafter[FORCED] >= 0.8 * (stats.emitted - stats.rounds)
+    assert run(bundles["trained"], "forces", 0)[-1].stats.drafted == 0
+
+
+def test_requests_with_and_without_grammars_share_rounds(shipped_bundles: Callable[..., Path]) -> None:
+    bundle = shipped_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
+    alone, batched = Outrider.load(bundle), Outrider.load(bundle, slots=4)
+    for k in (0, 4, "auto"):
+        chosen = [
+            SamplingParams(
+                max_new_tokens=60, structured_outputs=GRAMMARS.get(name), temperature=heat, seed=5, rule="exact-match"
+            )
+            for name in (*GRAMMARS, "none")
+            for heat in (0.0, 0.8)
+        ]
+        scheduler = Scheduler(batched, k=k)
+        requests = scheduler.submit_all([(batched.text.encode(PROMPT, chat=False), params) for params in chosen])
+        answers: dict[Request, list[int]] = {request: [] for request in requests}
+        while scheduler.busy:
+            for request, event in scheduler.step():
+                assert not isinstance(event, OutriderError)
+                answers[request] += event.token_ids
+        for request, params in zip(requests, chosen, strict=True):
+            assert answers[request] == tokens(list(alone.generate(PROMPT, params, k=0)))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seeded"])
+def test_a_device_that_runs_ahead_waits_once_for_a_mask(
+    shipped_bundles: Callable[..., Path], bundles: dict[str, Outrider], sampling: dict[str, Any]
+) -> None:
+    """As on a GPU: a masked round is two recordings with the host between, and a plain one stays one."""
+    queued = deferred(shipped_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K)))
+    for _ in range(3):
+        for name in GRAMMARS:
+            for k in (0, 4, "ngram"):
+                assert tokens(run(queued, name, k, **sampling)) == tokens(run(bundles["trained"], name, 0, **sampling))
+        plain = list(queued.generate(PROMPT, SamplingParams(max_new_tokens=40, **sampling), k=4))
+        assert tokens(plain) == tokens(
+            list(bundles["trained"].generate(PROMPT, SamplingParams(max_new_tokens=40, **sampling), k=4))
+        )
+    segments = set(queued.rounds._recorded)
+    whole = {
+        segment
+        for segment in segments
+        if segment.begin == 0 and segment.end == len(queued.rounds.launches.steps(segment.shape))
+    }
+    assert whole
+    assert segments - whole
+
+
+CHOICES = [" I", " We", " The", " Yes", " No"]
+
+
+def distribution(outrider: Outrider, k: int, count: int, **control: Any) -> list[str]:
+    params = SamplingParams(temperature=1.0, max_new_tokens=12, structured_outputs=StructuredOutputs(choice=CHOICES), **control)
+    return [text(list(outrider.generate(PROMPT, params, k=k))) for _ in range(count)]
+
+
+def expected(outrider: Outrider) -> list[float]:
+    """The probability of each choice under the mask: the product of its tokens' masked probabilities, over all spellings."""
+    structured = StructuredOutputs(choice=CHOICES)
+    state = SamplingState(SamplingParams(temperature=1.0), [], [], outrider.vocab_rows)
+    prompt = outrider.text.encode(PROMPT, chat=False)
+    session = outrider.engines.sessions(1)["target"]
+    chances = dict.fromkeys(CHOICES, 0.0)
+    waiting: list[tuple[list[int], float]] = [([], 1.0)]
+    ends = outrider.manifest.generation.eos_token_ids
+    while waiting:
+        answer, chance = waiting.pop()
+        matcher = outrider.grammars.begin(structured)
+        matcher.advance(answer)
+        allowed = matcher.allowed([])
+        assert allowed is not None
+        prefill(session, (prompt + answer)[:-1], 16)
+        last = np.array([(prompt + answer)[-1:]], dtype=np.int64)
+        logits = session.run(last, np.array([len(prompt + answer) - 1]))[0, 0].astype(np.float64)
+        p = warp(np.where(allowed, logits, -np.inf), named_settings(state.settings[0]))
+        for token in np.flatnonzero(p > 0).tolist():
+            if token in ends:
+                chances[outrider.text.decode(answer)] += chance * p[token]
+            else:
+                waiting.append(([*answer, token], chance * p[token]))
+    return [chances[each] for each in CHOICES]
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_sampled_choices_have_the_targets_distribution_under_the_mask(bundles: dict[str, Outrider], k: int) -> None:
+    count = 600
+    outrider = bundles["trained"]
+    want = np.array(expected(outrider))
+    assert want.sum() == pytest.approx(1, abs=1e-5)
+    drawn = distribution(outrider, k, count)
+    seen = [drawn.count(each) for each in CHOICES]
+    assert sum(seen) == count
+    assert scipy.stats.chisquare(seen, want / want.sum() * count).pvalue > 1e-4
+
+
+def test_the_test_of_the_distribution_notices_a_wrong_one(bundles: dict[str, Outrider]) -> None:
+    """The negative control: at another temperature the same test must fail."""
+    outrider = bundles["trained"]
+    want = np.array(expected(outrider))
+    params = SamplingParams(temperature=0.6, max_new_tokens=12, structured_outputs=StructuredOutputs(choice=CHOICES))
+    drawn = [text(list(outrider.generate(PROMPT, params, k=4))) for _ in range(600)]
+    seen = [drawn.count(each) for each in CHOICES]
+    assert scipy.stats.chisquare(seen, want / want.sum() * 600).pvalue < 1e-4
+
+
+def test_logprobs_are_among_the_tokens_that_the_grammar_allows(bundles: dict[str, Outrider]) -> None:
+    events = run(bundles["trained"], "branches", 4, logprobs=20)
+    for event in events:
+        for token, logprobs in zip(event.token_ids, event.logprobs or (), strict=True):
+            assert np.isfinite(logprobs.logprob)
+            assert token in [each for each, _ in logprobs.top]
+            assert sum(np.exp(value) for _, value in logprobs.top) == pytest.approx(1, abs=1e-3)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "0 kinds"),
+    "two": ({"regex": "a", "choice": ["b"]}, "2 kinds"),
+    "a regex that does not parse": ({"regex": "(a"}, "invalid regex"),
+    "a schema that is not JSON": ({"json": "{"}, "cannot be read"),
+    "a keyword that is not supported": ({"json": {"type": "string", "not": {"const": "a"}}}, r'"not"'),
+    "a type that does not exist": ({"json": {"type": "text"}}, "text"),
+    "a rule that does not exist": ({"grammar": "start: other"}, "other"),
+    "a grammar in no syntax": ({"grammar": "root ::= ("}, "cannot be read"),
+    "no choice": ({"choice": []}, "0 kinds|not a list"),
+    "an empty choice": ({"choice": ["a", ""]}, "not a list"),
+    "a choice of numbers": ({"choice": [1]}, "not a list"),
+    "a regex that is a number": ({"regex": 5}, "wrong type"),
+    "a long grammar": ({"regex": "a" * 300_000}, "300,000 characters"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compiled_is_refused(bundles: dict[str, Outrider], case: str) -> None:
+    given, message = REFUSED[case]
+    with pytest.raises(UsageError, match=message) as refusal:
+        bundles["trained"].generate(PROMPT, SamplingParams(structured_outputs=StructuredOutputs(**given)))
+    assert refusal.value.param == "structured_outputs"
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_minimum_length_contradicts_a_grammar() -> None:
+    with pytest.raises(UsageError, match="min_new_tokens"):
+        SamplingParams(min_new_tokens=5, structured_outputs=StructuredOutputs(choice=["a"]))
+
+
+HOSTILE = {
+    "states": StructuredOutputs(regex="(a{1000}){1000}b"),
+    "ambiguous": StructuredOutputs(grammar='start: s\ns: s s s | s s | "a" | ""'),
+    "doubling": StructuredOutputs(
+        grammar="start: a0\n" + "".join(f'a{i}: a{i + 1} a{i + 1} | "x"\n' for i in range(2000)) + 'a2000: "y"'
+    ),
+    "nested": StructuredOutputs(regex="(" * 5000 + "a" + ")" * 5000),
+    "length": StructuredOutputs(json={"type": "string", "minLength": 10**6, "maxLength": 10**7}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_or_harmless(bundles: dict[str, Outrider], name: str) -> None:
+    grammars: Grammars = bundles["trained"].grammars
+    try:
+        rehearse(grammars.compile(HOSTILE[name]), 32)
+    except UsageError:
+        return
+    params = SamplingParams(max_new_tokens=12, structured_outputs=HOSTILE[name])
+    assert tokens(list(bundles["trained"].generate(PROMPT, params, k=4)))
