@@ -1,7 +1,7 @@
 """`outrider verify`: evidence that a bundle emits what its target alone would, and that the evidence means something.
 
 1. Arithmetic: the float64 reference agrees with the decisions of the sampler graphs, in plain and in speculative rounds.
-2. Greedy: the speculative text is the plain text, for every k.
+2. Greedy: the speculative text is the plain text, for every k; also under the masks of grammars that force, forbid and branch.
 3. Batched: if a bundle takes several requests at once, each gets the same text as alone, greedy or with a seed.
 4. Sampled: tokens at several places of the text have the same distribution in speculative and in plain decoding.
 5. Support: no token is emitted that truncation excludes.
@@ -36,6 +36,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import Fault
 from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult
+from outrider.runtime.structured import StructuredOutputs
 
 DRAWS = 500
 MORE_DRAWS = 4  # times as many, for a wrong sampler that was not detected
@@ -59,7 +60,22 @@ PROPOSED = (SamplingParams(temperature=1.0, rule="rejection"), REPEATING)  # for
 # Greedy texts without edits use separate graphs; this one uses the others.
 EDITED = (SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5), PROMPTS[0])
 
+# By grammars that force, forbid and branch: of bundles that have a token to end a text with.
+MASKED = tuple(
+    (SamplingParams(structured_outputs=structured), PROMPTS[0])
+    for structured in (
+        StructuredOutputs(
+            choice=["I am sorry to hear that. Please tell me the number of your order.", "I am glad", "We are closed"]
+        ),
+        StructuredOutputs(regex="[^e]{20,60}"),
+        StructuredOutputs(json={"type": "object", "properties": {"order": {"type": "integer"}, "late": {"type": "boolean"}}}),
+    )
+)
+WORDS = SamplingParams(temperature=1.0, rule="rejection", structured_outputs=StructuredOutputs(regex="( [a-z]{1,5}){3,20}"))
+MASKED_SAMPLED = ((WORDS, PROMPTS[8]),)
+
 Tokens = npt.NDArray[np.int64]
+Settings = tuple[tuple[SamplingParams, str], ...]
 
 
 class Plan(NamedTuple):
@@ -84,7 +100,8 @@ def plans(outrider: Outrider) -> list[Plan]:
     controlled = max(on_device, key=lambda name: outrider.build.acceptance.get(name, 0.0), default=first)
     control = Mode(outrider.default_k, controlled)
     planned = [
-        Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and on_device else ()) for setting in SAMPLED
+        Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and on_device else ())
+        for setting in (*SAMPLED, *masked(outrider, MASKED_SAMPLED))
     ]
     for name in outrider.drafters:
         mode = Mode(outrider.default_k if name in on_device else k[-1], name)
@@ -93,6 +110,11 @@ def plans(outrider: Outrider) -> list[Plan]:
         elif name != first:
             planned += [Plan(*setting, [mode], mode, ()) for setting in SAMPLED]
     return planned
+
+
+def masked(outrider: Outrider, settings: Settings) -> Settings:
+    """Return settings with grammars, if the bundle can follow one."""
+    return settings if outrider.manifest.generation.eos_token_ids else ()
 
 
 def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT) -> Audit:
@@ -107,11 +129,13 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     _check_capacity(outrider)
     counters, arithmetic, watch = Counters(), Arithmetic(), Watch()
     watched = outrider.observed(watch, RandomPolicy(outrider.adaptive_policy()))
-    greedy = compare_greedy(watched, watch, PROMPTS, counters, progress)
+    grammars = masked(outrider, MASKED)
+    greedy = compare_greedy(watched, watch, [*((SamplingParams(), text) for text in PROMPTS), *grammars], counters, progress)
     count_sampled(watched, watch, (*SAMPLED, EDITED), counters)
     batched = None
     if len(outrider.decoder.slots) > 1:
-        batched = compare_batched(watched, watch, PROMPTS, SAMPLED, counters, progress)
+        drawn = (*SAMPLED, *masked(outrider, MASKED_SAMPLED))
+        batched = compare_batched(watched, watch, PROMPTS, grammars, drawn, counters, progress)
     arithmetic.add(watch)
     planned = plans(outrider)
     compared = sum(len(plan.modes) + (len(plan.modes) > 1) + len(plan.faults) for plan in planned)
@@ -236,4 +260,5 @@ def _named(params: SamplingParams) -> str:
     names = ("temperature", "top_k", "top_p", "min_p")
     named = [f"{name} {getattr(params, name)}" for name in names if getattr(params, name) != getattr(usual, name)]
     named += ["rule exact-match"] if params.exact else []
+    named += ["a grammar"] if params.structured_outputs is not None else []
     return ", ".join(named) + (", penalties" if params.repetition_penalty != 1 else "")

@@ -43,12 +43,14 @@ def modes(outrider: Outrider) -> list[Mode]:
     return [*fixed, Mode(AUTO, AUTO)]
 
 
-def compare_greedy(outrider: Outrider, watch: Watch, prompts: Sequence[str], counters: Counters, progress: Progress) -> Texts:
+def compare_greedy(
+    outrider: Outrider, watch: Watch, cases: Sequence[tuple[SamplingParams, str]], counters: Counters, progress: Progress
+) -> Texts:
     """Compare speculative greedy texts, one at a time, on an observed bundle."""
-    texts = Texts(len(prompts))
-    progress.stage("comparing greedy texts", len(prompts) * (1 + len(modes(outrider))))
-    params = SamplingParams(max_new_tokens=LENGTH)
-    for text in prompts:
+    texts = Texts(len(cases))
+    progress.stage("comparing greedy texts", len(cases) * (1 + len(modes(outrider))))
+    for params, text in cases:
+        params = replace(params, max_new_tokens=LENGTH)
         prompt = outrider.text.encode(text, chat=False)
         plain = _generate(outrider, watch, prompt, params, PLAIN, counters)
         progress.advance(1)
@@ -63,17 +65,18 @@ def compare_batched(
     outrider: Outrider,
     watch: Watch,
     prompts: Sequence[str],
+    masked: Sequence[tuple[SamplingParams, str]],
     sampled: Sequence[tuple[SamplingParams, str]],
     counters: Counters,
     progress: Progress,
 ) -> Texts:
     """Compare the texts of requests batched over all slots with those of the same requests run alone by plain decoding.
 
-    Each starts when a slot is free and leaves when it ends. Some are greedy, and some are sampled with a seed. Others use the
-    rejection rule; their texts depend on k, so only the watch checks them.
+    Each starts when a slot is free and leaves when it ends. Some are greedy, those of `masked` under a grammar, and some are
+    sampled with a seed. Others use the rejection rule; their texts depend on k, so only the watch checks them.
     """
     drawn = [(replace(params, seed=seed, logprobs=2), text) for seed, (params, text) in enumerate(sampled)]
-    cases = [(SamplingParams(), text) for text in prompts]
+    cases = [*((SamplingParams(), text) for text in prompts), *masked]
     cases += [(replace(params, rule=rule), text) for params, text in drawn for rule in ("exact-match", "rejection")]
     cases = [(replace(params, max_new_tokens=LENGTH), text) for params, text in cases]
     alone: list[list[int] | None] = []
@@ -155,6 +158,7 @@ def _choices(
     sampling.advance(before)
     settings, edits = named_settings(sampling.settings[0]), edits_of(*sampling.table())
     uniforms = sampling.uniforms(sampling.emitted, 1)[:, ACCEPTING.start : DRAWING.stop]
+    allowed = np.array(True if sampling.grammar is None else sampling.grammar.allowed([]))
     # In fp32 a uniform may fall on the other side of a boundary, or a token may fall out of the nucleus.
     readings = [
         (settings | {"top_p": min(settings["top_p"] * (1 + wider), 1.0)}, np.clip(uniforms + shift, 0, 1))
@@ -183,7 +187,7 @@ def _choices(
                     session.write(padded[None, start:first], np.array([start]), slot)
             for at in range(first, end, rows):
                 logits = session.run(np.broadcast_to(padded[at : at + rows], (count, rows)), np.full(count, at))
-            for each in logits[:, row].astype(np.float64):
+            for each in np.where(allowed, logits[:, row].astype(np.float64), -np.inf):
                 choices.update(token for reading in readings for token in verify(each[None], [], each[None], *reading, edits))
     return choices
 

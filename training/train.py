@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import shutil
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from outrider.runtime.stats import Stats
 from outrider.training.answers import Answers, Example, given_examples, held_out, prompts_of
 from outrider.training.arguments import Arguments
 from outrider.training.eagle3 import Eagle3Objective
-from outrider.training.loop import Schedule, fit, translated
+from outrider.training.loop import Schedule, fit, give_back, translated
 from outrider.training.objective import Objective, measure
 from outrider.training.pard import PardObjective
 from outrider.training.report import Report, write_report
@@ -78,7 +77,7 @@ def train_draft(arguments: Arguments, progress: Progress = SILENT) -> Report:
 def _train(arguments: Arguments, kind: type[Objective], positions: int | None, work: Path, progress: Progress) -> Report:
     options = arguments.options
     data = _data(arguments, positions, work, progress)
-    gc.collect()  # the engines
+    give_back()  # the engines
     progress.stage("loading the models")
     objective = kind.open(arguments, data.trained)
     schedule = Schedule(options["epochs"], options["batch"], options["accumulate"], arguments.learning_rate, options["seed"])
@@ -93,7 +92,7 @@ def _train(arguments: Arguments, kind: type[Objective], positions: int | None, w
             path.chmod(folder.stat().st_mode & 0o666)
         parameters = sum(each.numel() for each in objective.parameters() if each.requires_grad)
         del objective
-        gc.collect()
+        give_back()
         served = _serve(arguments, kind, folder, data.held_out, work / "served", progress)
         check_served(trained, served)
         tokens = sum(sum(example.drafted) for example in data.trained)

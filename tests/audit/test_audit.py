@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from outrider.audit import audit as audit_module
-from outrider.audit.audit import CONTROLLED, SAMPLED, audit
+from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
 from outrider.bundle.manifest import sampler_file
@@ -47,12 +47,12 @@ def test_the_shipped_pair_passes(report: dict[str, Any]) -> None:
 
 
 def test_greedy_is_compared_for_every_k(report: dict[str, Any]) -> None:
-    assert report["greedy"]["compared"] == 10 * 6  # four of the draft model, n-grams, and all at random
+    assert report["greedy"]["compared"] == (10 + len(MASKED)) * 6  # four of the draft model, n-grams, and all at random
     assert report["greedy"]["differences"] == []
 
 
 def test_every_setting_is_drawn_for_every_k_and_compared_at_every_place(report: dict[str, Any]) -> None:
-    assert [cell["k"] for cell in report["sampled"]] == [*[1, 2, 4, 8, "auto", None] * len(SAMPLED), "ngram"]
+    assert [cell["k"] for cell in report["sampled"]] == [*[1, 2, 4, 8, "auto", None] * (len(SAMPLED) + 1), "ngram"]
     for cell in report["sampled"]:
         assert [each["place"] for each in cell["comparisons"]] == ["first", "second", "third", "last"]
         assert all(each["draws"] == [500, 250 if cell["k"] else 1250] for each in cell["comparisons"])

@@ -68,7 +68,7 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     for control in Fault:
         assert any(f" {control.value} " in line and " detected" in line for line in lines)  # or not detected
     assert lines[-1] == ("the bundle passes" if done.exit_code == 0 else "the bundle FAILS")
-    assert "batched    pass  20 texts of batched requests" in done.output  # 4 requests, plain and in 4 modes
+    assert "batched    pass  40 texts of batched requests" in done.output  # 8 requests, plain and in 4 modes
     assert {(SLOTS, greedy, k) for greedy in (True, False) for k in (0, 1, 4)} <= together
 
 
