@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.runtime.generation import Event, Outrider
     from outrider.runtime.params import SamplingParams
+    from outrider.runtime.structured import StructuredOutputs
 
-__all__ = ["Event", "Outrider", "SamplingParams", "__version__"]
+__all__ = ["Event", "Outrider", "SamplingParams", "StructuredOutputs", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use, so that importing the package, or the command's help, needs none of a stage's libraries.
-    if name in ("Event", "Outrider", "SamplingParams"):
+    if name in ("Event", "Outrider", "SamplingParams", "StructuredOutputs"):
         from outrider.runtime import generation
 
         return getattr(generation, name)

@@ -30,11 +30,12 @@ from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds import Observer, Rounds
 from outrider.runtime.sampling import SamplingState
 from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import Text, TextStream
 
 DEFAULT_K = 4  # where nothing chooses, the largest built k up to this: most pairs do best there
 
-__all__ = ["Event", "Outrider"]
+__all__ = ["Event", "Outrider", "SamplingParams", "StructuredOutputs"]
 
 
 class Outrider:

@@ -51,6 +51,24 @@ class StructuredOutputs:
         """Return the one argument that makes an equal object, in types of JSON."""
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name))}
 
+    def after_reasoning(self, opening: int, closing: int, opened: bool) -> StructuredOutputs:
+        """Return the same for what follows a model's reasoning, which is free text between two tokens. The model may leave it
+        out, unless the prompt has `opened` it.
+
+        Raises:
+            UsageError: see `source`.
+        """
+        source = self.source()
+        first, *further = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+        thought = f"THOUGHT <[{closing}]> SPACES"
+        thought = thought if opened else f"(<[{opening}]> {thought})?"
+        main = rf"""start: {thought} @answer
+THOUGHT: /(.|\n)*/
+SPACES: /[ \n]{{0,4}}/
+"""
+        grammars = [{"name": "main", "lark_grammar": main}, {**first, "name": "answer"}, *further]
+        return StructuredOutputs(grammar=json.dumps({"grammars": grammars}))
+
     def source(self) -> str:
         """Return the grammar in llguidance's own form.
 
@@ -67,6 +85,8 @@ class StructuredOutputs:
             if self.choice is not None:
                 return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in self.choice)))
             assert self.grammar is not None
+            if self.grammar.lstrip().startswith("{"):  # llguidance's own form already
+                return self.grammar
             return str(LLMatcher.grammar_from_lark(any_to_lark(self.grammar)))
         except Exception as error:  # the conversion from GBNF raises what it likes
             raise refused(f"the grammar cannot be read: {first_line(error)}", "correct it") from error

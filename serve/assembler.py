@@ -87,7 +87,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         self, *, texts: Sequence[str] = (), messages: Sequence[dict[str, str]] = (), **options: Any
     ) -> list[list[int]]:
         """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`. The grammar
-        of the answers, if there is one, is compiled first.
+        of the answers, if there is one, is tried first.
 
         Raises:
             ApiError: a limit of the server is exceeded.
@@ -98,7 +98,6 @@ class ResponseAssembler(ABC, Generic[Body]):
         settings, owner = self._settings, self._http.state.owner
         if (structured := self.body.structured()) is not None:
             await encode(self._engine, settings, Job(structured=structured.arguments()), owner, self.prompt_field)
-            await asyncio.to_thread(self._engine.outrider.grammars.compile, structured)
         job = Job(settings.max_prompt or self.capacity, texts, messages, settings.allow_special_tokens, **options)
         return await encode(self._engine, settings, job, owner, self.prompt_field)
 
@@ -117,6 +116,9 @@ class ResponseAssembler(ABC, Generic[Body]):
             for params in [self.params(prompt)]
             for seed in self.body.seeds()
         ]
+        for structured in {params.structured_outputs for _, params in requests}:
+            if structured is not None:  # compiled here, so that the engines' thread finds it compiled
+                await asyncio.to_thread(self._engine.outrider.grammars.compile, structured)
         owner = self._http.state.owner
         self._requests = await self._engine.submit(
             requests, lambda *result: self._results.put_nowait(result), owner, self.body.priority, self.body.timeout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,7 +17,7 @@ from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.errors import CHAT_PATH, ApiError
 from outrider.serve.protocol import ChatRequest, chat_logprobs, finish_reason, template_messages
-from outrider.serve.reasoning import ReasoningSplitter, marks_of
+from outrider.serve.reasoning import ReasoningSplitter, marks_of, opened
 
 router = APIRouter(route_class=JsonRoute)
 END = 16  # tokens at the end of a prompt that may open the reasoning
@@ -36,7 +37,12 @@ class ChatAssembler(ResponseAssembler[ChatRequest]):
         max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
         if max_tokens is None:
             max_tokens = max(self.capacity - len(prompt) + 1, 1)
-        return chat.params(max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
+        params = chat.params(max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
+        if params.structured_outputs is None or (marks := marks_of(self.text.tokenizer)) is None:
+            return params
+        thinks = opened(marks[0], self.text.decode(prompt[-END:]))
+        opening, closing = (self.text.tokenizer.token_to_id(mark) for mark in marks)
+        return replace(params, structured_outputs=params.structured_outputs.after_reasoning(opening, closing, thinks))
 
     def opening(self) -> list[dict[str, Any]]:
         """Return a chunk with the role for each choice."""

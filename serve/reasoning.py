@@ -21,14 +21,18 @@ def marks_of(tokenizer: Any) -> tuple[str, str] | None:
     return next((marks for marks in MARKS if all(tokenizer.token_to_id(mark) is not None for mark in marks)), None)
 
 
+def opened(opening: str, prompt: str) -> bool:
+    """Return whether the end of a prompt has opened the reasoning."""
+    return prompt[-len(opening) - TAIL :].rstrip().endswith(opening)
+
+
 class ReasoningSplitter:
     """Splits one answer as it comes. White space at the beginning of either part is dropped."""
 
     def __init__(self, marks: tuple[str, str], prompt: str):
         """Begin after a prompt, whose end may have opened the reasoning already."""
         self._opening, self._closing = marks
-        end = prompt[-len(self._opening) - TAIL :].rstrip()
-        self._inside: bool | None = True if end.endswith(self._opening) else None  # None until the answer's first mark or word
+        self._inside: bool | None = opened(self._opening, prompt) or None  # None until the answer's first mark or word
         self._held = ""
         self._begun = False  # whether the current part has text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,24 @@ def test_chat_answers_have_both_parts(server: Server, bundle: Path, thinking: bo
     assert (message.reasoning_content, message.content) == want
     streamed = ["".join(getattr(delta, name, None) or "" for delta in deltas) for name in ("reasoning_content", "content")]
     assert tuple(streamed) == want
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_grammar_holds_for_what_follows_the_reasoning(server: Server, thinking: bool) -> None:
+    closing = tokenizer(300).get_vocab_size() + 1
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        message: Any = (
+            client.chat.completions.create(
+                model="model",
+                messages=[{"role": "user", "content": "the quick"}],
+                temperature=1.0,
+                seed=3,
+                max_tokens=40,
+                logit_bias={str(closing): 4},
+                extra_body={"chat_template_kwargs": {"thinking": thinking}, "structured_outputs": {"regex": "[x-z]{2,4}"}},
+            )
+            .choices[0]
+            .message
+        )
+    assert re.fullmatch("[x-z]{2,4}", message.content)
+    assert bool(message.reasoning_content) == thinking
