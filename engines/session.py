@@ -183,8 +183,8 @@ class Session(ABC):
         self.clear(slot)
 
     @abstractmethod
-    def move(self, slot: int, to: int, length: int) -> None:
-        """Copy the first `length` positions of a slot's cache into the slot `to`."""
+    def copy(self, slot: int, to: int, length: int) -> None:
+        """Copy the first `length` positions of a slot's cache, and its recurrent states, into the slot `to`."""
 
     @abstractmethod
     def cache(self) -> dict[str, npt.NDArray[Any]]:
@@ -463,7 +463,7 @@ class GraphSession(Session):
         if self.recurrence is not None:
             self.recurrence.clear(slot)
 
-    def move(self, slot: int, to: int, length: int) -> None:
+    def copy(self, slot: int, to: int, length: int) -> None:
         for name, whole in self._cache.items():
             target, source = (self._slots(whole, each, 1) for each in (to, slot))
             rows, columns = 1, source.nbytes // source.itemsize
@@ -473,7 +473,7 @@ class GraphSession(Session):
                 rows, columns, copied = heads, capacity * width, length * width
             self.device.copy_columns(target.part(0, rows, columns), 0, source.part(0, rows, columns), 0, copied)()
         if self.recurrence is not None:
-            self.recurrence.move(slot, to)
+            self.recurrence.copy(slot, to)
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         shared = {} if self._features is None else {PAST_FEATURES: self._features}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,9 @@ from outrider.runtime.drafters.base import Drafter
 
 if TYPE_CHECKING:
     from outrider.runtime.request import Request
+
+MIN_SHARED = 16  # tokens at the beginning of a text that are worth keeping or copying
+COMPARED = 64  # tokens at a time
 
 
 class Slot:
@@ -24,14 +28,22 @@ class Slot:
 
     def __init__(self, index: int):
         self.index = index
+        self.finite = True  # whether all logits computed from the caches were finite so far
+        self.empty()
+
+    def empty(self) -> None:
+        """Forget the text."""
         self.tokens: list[int] = []
         self.cached = 0
-        self.finite = True  # whether all logits computed from the caches were finite so far
+        self.reused = 0  # how many tokens at the beginning several requests had in common
+        self.used = 0  # when the text was used last, by a count of such events
 
     def shared(self, prompt: list[int]) -> int:
         """Return how many tokens at the beginning of a prompt the slot's caches hold."""
-        limit = min(self.cached, len(prompt))
-        return next((at for at in range(limit) if self.tokens[at] != prompt[at]), limit)
+        limit, at, tokens = min(self.cached, len(prompt)), 0, self.tokens
+        while at < limit and tokens[at : at + COMPARED] == prompt[at : at + COMPARED]:
+            at += COMPARED
+        return next((index for index in range(at, limit) if tokens[index] != prompt[index]), limit)
 
     @property
     def unread(self) -> int:
@@ -48,6 +60,7 @@ class Slots:
         self._drafters = drafters
         self._chunk = max_prompt_chunk
         self._slots = [Slot(index) for index in range(target.batch)]
+        self._clock = count(1)
         self.launched = False  # whether something was launched outside of rounds that may still run
 
     def __len__(self) -> int:
@@ -63,21 +76,78 @@ class Slots:
         """Return the slots from one index to another, both included."""
         return self._slots[first : last + 1]
 
-    def reusable(self, slot: Slot, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt the target need not read again in a slot. Recurrent layers can
-        only go on from where their state is: most often from the end of the text."""
+    def admit(self, request: Request, free: Sequence[Slot]) -> Slot:
+        """Give a request the free slot in which it does least harm, with what any slot holds of its prompt.
+
+        What the prompt goes on from is not lost, and neither is what another slot holds. If some slots lose nothing worth
+        keeping, it is the one of these that holds most of the prompt; otherwise the one that was used least recently, where
+        the beginnings that several requests had in common are overwritten last.
+        """
+        held = sorted(self._slots, key=lambda slot: slot.tokens[: slot.cached])  # what has most in common is adjacent
+        elsewhere = dict.fromkeys(held, 0)
+        for one, other in pairwise(held):
+            common = one.shared(other.tokens[: other.cached])
+            elsewhere[one] = max(elsewhere[one], self._target.usable(other.index, common))
+            elsewhere[other] = max(elsewhere[other], self._target.usable(one.index, common))
+
+        def harm(slot: Slot) -> tuple[int, int, int]:
+            kept = max(self._reusable(slot, request.prompt), elsewhere[slot])
+            if slot.cached - kept < MIN_SHARED:
+                return 0, -self._reusable(slot, request.prompt), slot.used
+            return 1 + (kept < slot.reused), slot.used, slot.cached - kept
+
+        slot = min(free, key=harm)
+        harmed, _, lost = harm(slot)
+        self.begin(slot, request)
+        request.stats.evicted_tokens = lost if harmed else 0
+        request.stats.cached_tokens = slot.cached
+        self.share(request)
+        return slot
+
+    def _reusable(self, slot: Slot, prompt: list[int]) -> int:
+        """Return how many tokens at the beginning of a prompt the target need not read again after them in a slot. Recurrent
+        layers can only go on from where their state is: most often from the end of the text."""
         return self._target.usable(slot.index, min(slot.shared(prompt), len(prompt) - 1))
 
-    def begin(self, slot: Slot, request: Request, shared: int = 0) -> None:
-        """Give a slot to a request whose first `shared` tokens its caches hold."""
+    def begin(self, slot: Slot, request: Request) -> None:
+        """Give a slot to a request, which goes on from what its caches hold of the prompt."""
+        shared, slot.cached = slot.shared(request.tokens), self._reusable(slot, request.tokens)
         for drafter in self._drafters.values():
             drafter.truncate(slot.index, shared)
-        cached = self._target.usable(slot.index, min(shared, len(request.tokens) - 1))
-        slot.tokens, slot.cached, slot.finite = request.tokens, cached, False
+        slot.tokens, slot.finite = request.tokens, False
+        slot.reused = slot.cached if slot.cached >= MIN_SHARED else 0
         request.slot = slot
+
+    def share(self, request: Request) -> None:
+        """Copy what another slot holds of a prompt that is still to be read. The other may be reading the same prompt."""
+        slot = request.slot
+        assert slot is not None
+        others = [other for other in self._slots if other is not slot]
+        source = max(others, key=lambda other: self._reusable(other, slot.tokens), default=slot)
+        length = self._reusable(source, slot.tokens)
+        copied = length - slot.cached
+        if copied < MIN_SHARED:
+            return
+        self._target.copy(source.index, slot.index, length)
+        for drafter in self._drafters.values():
+            drafter.copy(source.index, slot.index, length)
+        self.launched = True
+        slot.cached = slot.reused = length
+        source.reused, source.used = max(source.reused, length), next(self._clock)
+        request.stats.cached_tokens += copied
+        request.stats.copied_tokens += copied
+
+    def catch_up(self, slot: Slot, drafter: Drafter, chunks: int | None) -> None:
+        """Let a drafter process a text, or at most so many chunks of it, after what it has processed of it in other slots."""
+        for other in self._slots:
+            if other is not slot and (shared := other.shared(slot.tokens)) >= MIN_SHARED:
+                drafter.copy(other.index, slot.index, shared)
+        drafter.catch_up(slot.index, slot.tokens, chunks)
+        self.launched = True
 
     def release(self, slot: Slot) -> None:
         """Take a slot from its request. Its caches keep their tokens, unless they may contain NaN."""
+        slot.used = next(self._clock)
         if not slot.finite:
             self.clear(slot)
 
@@ -85,7 +155,7 @@ class Slots:
         """Let later requests overwrite a slot's caches."""
         if not slot.finite:
             self.clear(slot)
-        slot.tokens, slot.cached = [], 0
+        slot.empty()
         for drafter in self._drafters.values():
             drafter.truncate(slot.index, 0)
 
@@ -94,17 +164,20 @@ class Slots:
         self._target.clear(slot.index)
         for drafter in self._drafters.values():
             drafter.clear(slot.index)
-        slot.tokens, slot.cached, slot.finite = [], 0, True
+        slot.empty()
+        slot.finite = True
 
     def move(self, source: Slot, target: Slot) -> None:
         """Move what a slot holds to another one, whose own content is lost."""
-        self._target.move(source.index, target.index, source.cached)
+        self._target.copy(source.index, target.index, source.cached)
         for drafter in self._drafters.values():
-            drafter.move(source.index, target.index)
+            drafter.truncate(target.index, 0)
+            drafter.copy(source.index, target.index, len(source.tokens))
+            drafter.truncate(source.index, 0)
         self.launched = True
         source.index, target.index = target.index, source.index
         self._slots[source.index], self._slots[target.index] = source, target
-        target.tokens, target.cached = [], 0
+        target.empty()
         if not source.finite:
             self.clear(target)  # the entries that the source left there may contain NaN
 
