@@ -44,6 +44,7 @@ class Load:
     used: float  # share of the caches' positions, 0..1
     batch: int = 0  # requests of the last round
     k: int = 0  # of the last round
+    evicted: int = 0  # tokens worth keeping that were overwritten in the caches, since the bundle was loaded
 
 
 class Scheduler:
@@ -113,7 +114,7 @@ class Scheduler:
         """How busy the scheduler is now."""
         capacity = self.outrider.build.capacity
         used = sum(len(request.tokens) for request in self._running) / (len(self._slots) * capacity)
-        return Load(len(self._running), len(self._waiting), used, *self._last)
+        return Load(len(self._running), len(self._waiting), used, *self._last, self._slots.evicted)
 
     @property
     def room(self) -> int:
@@ -250,7 +251,7 @@ class Scheduler:
         used = sorted((request.slot for request in self._running if request.slot is not None), key=lambda slot: slot.index)
         while gaps := [slot for slot in self._free if used[0].index < slot.index < used[0].index + len(used)]:
             last, gap = used[-1], gaps[0]
-            self._slots.move(last, gap)
+            self._slots.move(last, gap, self._free)
             used.sort(key=lambda slot: slot.index)
 
     def _run(self, plan: Plan) -> list[tuple[Request, RoundResult | EngineError]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,15 @@ class Slot:
         return max(len(self.tokens) - 1 - self.cached, 0)
 
 
+class Harm(NamedTuple):
+    """What is lost if another text is read in a slot; the slot with the least is overwritten first."""
+
+    worth: int  # 0: nothing worth keeping, 1: what one request had, 2: what several requests had in common
+    held: int  # of that text by the slot, negated, if nothing worth keeping is lost
+    used: int  # when it was used last
+    lost: int  # tokens
+
+
 class Slots:
     """The slots of a bundle's caches, the target's and the drafters' alike, by index."""
 
@@ -61,6 +70,7 @@ class Slots:
         self._chunk = max_prompt_chunk
         self._slots = [Slot(index) for index in range(target.batch)]
         self._clock = count(1)
+        self.evicted = 0  # tokens that were worth keeping and were overwritten, so far
         self.launched = False  # whether something was launched outside of rounds that may still run
 
     def __len__(self) -> int:
@@ -77,37 +87,39 @@ class Slots:
         return self._slots[first : last + 1]
 
     def admit(self, request: Request, free: Sequence[Slot]) -> Slot:
-        """Give a request the free slot in which it does least harm, with what any slot holds of its prompt.
-
-        What the prompt goes on from is not lost, and neither is what another slot holds. If some slots lose nothing worth
-        keeping, it is the one of these that holds most of the prompt; otherwise the one that was used least recently, where
-        the beginnings that several requests had in common are overwritten last.
-        """
-        held = sorted(self._slots, key=lambda slot: slot.tokens[: slot.cached])  # what has most in common is adjacent
-        elsewhere = dict.fromkeys(held, 0)
-        for one, other in pairwise(held):
-            common = one.shared(other.tokens[: other.cached])
-            elsewhere[one] = max(elsewhere[one], self._target.usable(other.index, common))
-            elsewhere[other] = max(elsewhere[other], self._target.usable(one.index, common))
-
-        def harm(slot: Slot) -> tuple[int, int, int]:
-            kept = max(self._reusable(slot, request.prompt), elsewhere[slot])
-            if slot.cached - kept < MIN_SHARED:
-                return 0, -self._reusable(slot, request.prompt), slot.used
-            return 1 + (kept < slot.reused), slot.used, slot.cached - kept
-
-        slot = min(free, key=harm)
-        harmed, _, lost = harm(slot)
+        """Give a request the free slot in which it does least harm, with what any slot holds of its prompt."""
+        harm = self._harm(request.prompt)
+        slot = min(free, key=harm.__getitem__)
+        self.evicted += harm[slot].lost
         self.begin(slot, request)
-        request.stats.evicted_tokens = lost if harmed else 0
         request.stats.cached_tokens = slot.cached
         self.share(request)
         return slot
 
+    def _harm(self, prompt: list[int]) -> dict[Slot, Harm]:
+        """Return what it does to each slot's content if a prompt is read there. What the prompt goes on from is not lost, and
+        neither is what another slot holds."""
+        held = sorted(self._slots, key=lambda slot: slot.tokens[: slot.cached])  # what has most in common is adjacent
+        kept = {slot: self._reusable(slot, prompt) for slot in held}
+        reusable = dict(kept)
+        for one, other in pairwise(held):
+            common = one.shared(other.tokens[: other.cached])
+            kept[one] = max(kept[one], self._target.usable(other.index, common))
+            kept[other] = max(kept[other], self._target.usable(one.index, common))
+        return {
+            slot: Harm(1 + (kept[slot] < slot.reused), 0, slot.used, slot.cached - kept[slot])
+            if slot.cached - kept[slot] >= MIN_SHARED
+            else Harm(0, -reusable[slot], slot.used, 0)
+            for slot in held
+        }
+
     def _reusable(self, slot: Slot, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt the target need not read again after them in a slot. Recurrent
+        """Return how many tokens at the beginning of a prompt the target need not read again, as a slot holds them. Recurrent
         layers can only go on from where their state is: most often from the end of the text."""
-        return self._target.usable(slot.index, min(slot.shared(prompt), len(prompt) - 1))
+        length = max(min(slot.shared(prompt), len(prompt) - 1), 0)
+        if not slot.finite:  # a token that leads to NaN spoils all of its chunk, so only whole chunks may be shared
+            length -= length % self._chunk
+        return self._target.usable(slot.index, length)
 
     def begin(self, slot: Slot, request: Request) -> None:
         """Give a slot to a request, which goes on from what its caches hold of the prompt."""
@@ -140,7 +152,7 @@ class Slots:
     def catch_up(self, slot: Slot, drafter: Drafter, chunks: int | None) -> None:
         """Let a drafter process a text, or at most so many chunks of it, after what it has processed of it in other slots."""
         for other in self._slots:
-            if other is not slot and (shared := other.shared(slot.tokens)) >= MIN_SHARED:
+            if other is not slot and other.finite and (shared := other.shared(slot.tokens)) >= MIN_SHARED:
                 drafter.copy(other.index, slot.index, shared)
         drafter.catch_up(slot.index, slot.tokens, chunks)
         self.launched = True
@@ -167,23 +179,34 @@ class Slots:
         slot.empty()
         slot.finite = True
 
-    def move(self, source: Slot, target: Slot) -> None:
-        """Move what a slot holds to another one, whose own content is lost."""
+    def move(self, source: Slot, gap: Slot, free: Sequence[Slot]) -> None:
+        """Move what a slot holds to a free one, whose own content goes to another free one if less is lost there."""
+        harm = self._harm([])
+        spare = min(free, key=harm.__getitem__)
+        self.evicted += harm[spare].lost
+        if harm[gap].worth and spare is not gap:
+            self._copy(gap, spare)
+            spare.tokens, spare.cached, spare.reused, spare.used = gap.tokens, gap.cached, gap.reused, gap.used
+        self._copy(source, gap)
+        source.index, gap.index = gap.index, source.index
+        self._slots[source.index], self._slots[gap.index] = source, gap
+        if source.finite:
+            self.forget(gap)
+        else:
+            self.clear(gap)  # the entries that the source left there may contain NaN
+
+    def _copy(self, source: Slot, target: Slot) -> None:
+        """Copy all that a slot holds over what another one holds."""
         self._target.copy(source.index, target.index, source.cached)
         for drafter in self._drafters.values():
             drafter.truncate(target.index, 0)
             drafter.copy(source.index, target.index, len(source.tokens))
-            drafter.truncate(source.index, 0)
         self.launched = True
-        source.index, target.index = target.index, source.index
-        self._slots[source.index], self._slots[target.index] = source, target
-        target.empty()
-        if not source.finite:
-            self.clear(target)  # the entries that the source left there may contain NaN
 
     def prefill(self, slot: Slot) -> None:
         """Read the next chunk of a prompt into the target's cache."""
-        chunk = slot.tokens[slot.cached : min(slot.cached + self._chunk, len(slot.tokens) - 1)]
+        end = slot.cached + self._chunk - slot.cached % self._chunk  # so that equal beginnings are read in equal chunks
+        chunk = slot.tokens[slot.cached : min(end, len(slot.tokens) - 1)]
         self._target.write(np.array([chunk], dtype=np.int64), np.array([slot.cached], dtype=np.int64), slot.index)
         slot.cached += len(chunk)
         self.launched = True

@@ -18,7 +18,6 @@ class Stats:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of these, those that a cache held already, from other requests
     copied_tokens: int = 0  # of these, those that were copied from another slot
-    evicted_tokens: int = 0  # those of an earlier request that were overwritten in its slot, and that no other slot held
     rounds: int = 0  # passes of the target after the prompt
     drafting_rounds: int = 0  # rounds that verified at least one drafted token
     drafted: int = 0
@@ -114,7 +113,6 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "copied_tokens": self.copied_tokens,
-            "evicted_tokens": self.evicted_tokens,
             "tokens": self.emitted,
             "rounds": self.rounds,
             "drafting_rounds": self.drafting_rounds,
