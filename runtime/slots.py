@@ -10,6 +10,7 @@ import numpy as np
 
 from outrider.engines.session import Session
 from outrider.runtime.drafters.base import Drafter
+from outrider.runtime.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from outrider.runtime.request import Request
@@ -35,12 +36,17 @@ class Slot:
         """Forget the text."""
         self.tokens: list[int] = []
         self.cached = 0
+        self.branch = 0  # how many tokens at the beginning another text has in common with it, at most
         self.reused = 0  # how many tokens at the beginning several requests had in common
         self.used = 0  # when the text was used last, by a count of such events
 
     def shared(self, prompt: list[int]) -> int:
         """Return how many tokens at the beginning of a prompt the slot's caches hold."""
-        limit, at, tokens = min(self.cached, len(prompt)), 0, self.tokens
+        return min(self.common(prompt), self.cached)
+
+    def common(self, prompt: list[int]) -> int:
+        """Return how many tokens at the beginning of a prompt are those of the text, read or not."""
+        limit, at, tokens = min(len(self.tokens), len(prompt)), 0, self.tokens
         while at < limit and tokens[at : at + COMPARED] == prompt[at : at + COMPARED]:
             at += COMPARED
         return next((index for index in range(at, limit) if tokens[index] != prompt[index]), limit)
@@ -67,6 +73,7 @@ class Slots:
         """Set up empty slots; a prompt is read in chunks of at most so many tokens."""
         self._target = target
         self._drafters = drafters
+        self._snapshots = Snapshots(target)
         self._chunk = max_prompt_chunk
         self._slots = [Slot(index) for index in range(target.batch)]
         self._clock = count(1)
@@ -104,8 +111,8 @@ class Slots:
         reusable = dict(kept)
         for one, other in pairwise(held):
             common = one.shared(other.tokens[: other.cached])
-            kept[one] = max(kept[one], self._target.usable(other.index, common))
-            kept[other] = max(kept[other], self._target.usable(one.index, common))
+            kept[one] = max(kept[one], self._usable(other, common))
+            kept[other] = max(kept[other], self._usable(one, common))
         return {
             slot: Harm(1 + (kept[slot] < slot.reused), 0, slot.used, slot.cached - kept[slot])
             if slot.cached - kept[slot] >= MIN_SHARED
@@ -114,19 +121,30 @@ class Slots:
         }
 
     def _reusable(self, slot: Slot, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt the target need not read again, as a slot holds them. Recurrent
-        layers can only go on from where their state is: most often from the end of the text."""
+        """Return how many tokens at the beginning of a prompt the target need not read again, as a slot holds them."""
         length = max(min(slot.shared(prompt), len(prompt) - 1), 0)
         if not slot.finite:  # a token that leads to NaN spoils all of its chunk, so only whole chunks may be shared
             length -= length % self._chunk
-        return self._target.usable(slot.index, length)
+        return self._usable(slot, length)
+
+    def _usable(self, slot: Slot, length: int) -> int:
+        """Return after how many of the first `length` tokens in a slot's cache another text can go on. Recurrent layers can
+        only go on from where their state is, most often the end of the text, or where there is a snapshot of it."""
+        return max(self._target.usable(slot.index, length), self._snapshots.longest(slot.tokens, length))
 
     def begin(self, slot: Slot, request: Request) -> None:
         """Give a slot to a request, which goes on from what its caches hold of the prompt."""
         shared, slot.cached = slot.shared(request.tokens), self._reusable(slot, request.tokens)
         for drafter in self._drafters.values():
             drafter.truncate(slot.index, shared)
+        slot.branch = 0
+        for other in self._slots:
+            common = other.common(request.tokens)
+            slot.branch = max(slot.branch, common)
+            if other is not slot:
+                other.branch = max(other.branch, common)
         slot.tokens, slot.finite = request.tokens, False
+        self._snapshots.restore(slot)
         slot.reused = slot.cached if slot.cached >= MIN_SHARED else 0
         request.slot = slot
 
@@ -145,6 +163,7 @@ class Slots:
             drafter.copy(source.index, slot.index, length)
         self.launched = True
         slot.cached = slot.reused = length
+        self._snapshots.restore(slot)
         source.reused, source.used = max(source.reused, length), next(self._clock)
         request.stats.cached_tokens += copied
         request.stats.copied_tokens += copied
@@ -174,6 +193,7 @@ class Slots:
     def clear(self, slot: Slot) -> None:
         """Zero a slot's caches, which may contain NaN: a masked value still multiplies."""
         self._target.clear(slot.index)
+        self._snapshots.drop(slot)
         for drafter in self._drafters.values():
             drafter.clear(slot.index)
         slot.empty()
@@ -190,9 +210,8 @@ class Slots:
         self._copy(source, gap)
         source.index, gap.index = gap.index, source.index
         self._slots[source.index], self._slots[gap.index] = source, gap
-        if source.finite:
-            self.forget(gap)
-        else:
+        self.forget(gap)
+        if not source.finite:
             self.clear(gap)  # the entries that the source left there may contain NaN
 
     def _copy(self, source: Slot, target: Slot) -> None:
@@ -206,20 +225,25 @@ class Slots:
     def prefill(self, slot: Slot) -> None:
         """Read the next chunk of a prompt into the target's cache."""
         end = slot.cached + self._chunk - slot.cached % self._chunk  # so that equal beginnings are read in equal chunks
+        if self._target.places and slot.cached + MIN_SHARED <= slot.branch < end:
+            end = slot.branch
         chunk = slot.tokens[slot.cached : min(end, len(slot.tokens) - 1)]
         self._target.write(np.array([chunk], dtype=np.int64), np.array([slot.cached], dtype=np.int64), slot.index)
         slot.cached += len(chunk)
         self.launched = True
+        if slot.cached == end:
+            self._snapshots.take(slot, self, shared=end == slot.branch)
         if not slot.unread:
             self.synchronize()  # the time of the prompt ends here
 
     def restore(self, slot: Slot) -> None:
-        """Read a text again as far as a failed round has lost it: all of it, if the target has recurrent layers.
+        """Read a text again as far as a failed round has lost it: with recurrent layers from the last snapshot on.
 
         Raises:
             EngineError: the backend failed again.
         """
-        slot.cached = self._target.usable(slot.index, slot.cached)
+        slot.cached = self._usable(slot, slot.cached)
+        self._snapshots.restore(slot)
         while slot.unread:
             self.prefill(slot)
 

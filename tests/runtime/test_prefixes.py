@@ -148,7 +148,7 @@ def test_each_gets_what_it_gets_alone(
     scheduler = Scheduler(batched, k=AUTO if random else k, drafter=name, policy=random)
     served = serve(scheduler, texts, ARRIVALS)
     assert wrong(served, alone) == 0
-    assert sum(request.stats.copied_tokens > 0 for request, _, _ in served) >= 5
+    assert sum(request.stats.copied_tokens > 0 for request, _, _ in served) >= 3
     for request, (text, _, _), _ in served:
         stats = request.stats
         assert 0 <= stats.copied_tokens <= stats.cached_tokens < len(texts[text])
@@ -266,7 +266,7 @@ def test_on_a_device_that_runs_ahead(bundle: Path, texts: list[list[int]], alone
     for k in (0, 2, AUTO):
         served = serve(Scheduler(queued, k=k), texts, ARRIVALS)
         assert wrong(served, alone) == 0
-        assert sum(request.stats.copied_tokens > 0 for request, _, _ in served) >= 5
+        assert sum(request.stats.copied_tokens > 0 for request, _, _ in served) >= 3
 
 
 def ask(scheduler: Scheduler, text: list[int]) -> int:
