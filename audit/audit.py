@@ -234,7 +234,7 @@ class Cell:
                 request = observed.request(self.prompt, replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS))
                 request.acceptance = policy.begin()
                 slot = free.pop()
-                decoder.slots.begin(slot, request, slot.shared(self.prompt))
+                decoder.slots.begin(slot, request)
                 while slot.unread:
                     decoder.slots.prefill(slot)
                 running[begun] = request, []

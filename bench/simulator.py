@@ -104,7 +104,7 @@ class SimulatedSession(Session):
     def clear(self, slot: int) -> None:
         """Do nothing: there is no cache."""
 
-    def move(self, slot: int, to: int, length: int) -> None:
+    def copy(self, slot: int, to: int, length: int) -> None:
         """Do nothing: there is no cache."""
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:

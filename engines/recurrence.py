@@ -33,7 +33,7 @@ class Recurrence:
         """Note that the state of a slot is that after `position` tokens, with nothing behind it."""
         self._committed[slot], self._kept[slot] = position, 0
 
-    def move(self, slot: int, to: int) -> None:
+    def copy(self, slot: int, to: int) -> None:
         """Note that a slot's content was copied to another one."""
         self._committed[to], self._kept[to] = self._committed[slot], self._kept[slot]
 

@@ -33,6 +33,7 @@ from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.recurrence import Recurrence
 from outrider.errors import EngineError
 
+SNAPSHOTS = 2  # of recurrent states, for each sequence
 MAX_BOUND = 256  # passes that a session keeps bound; a prompt's last chunk may have any length, in any slot and window
 
 
@@ -98,6 +99,7 @@ class Session(ABC):
         self.reads_features = sizes.reads_features
         self.mask_token, self.from_anchor = sizes.mask_token, sizes.from_anchor
         self.recurrence = Recurrence(sizes.batch) if sizes.recurrent else None
+        self.places = SNAPSHOTS * sizes.batch if sizes.recurrent else 0  # for snapshots
         ids, one = ((sizes.batch * sizes.max_rows,), "int64"), ((sizes.batch,), "int64")
         self._arena = Arena(device, {INPUT_IDS: ids, **dict.fromkeys((POSITIONS, FEATURE_POSITIONS, PENDING, COMMITTED), one)})
         self._arena.host[FEATURE_POSITIONS][:] = self.spare_feature
@@ -183,8 +185,14 @@ class Session(ABC):
         self.clear(slot)
 
     @abstractmethod
-    def move(self, slot: int, to: int, length: int) -> None:
-        """Copy the first `length` positions of a slot's cache into the slot `to`."""
+    def copy(self, slot: int, to: int, length: int) -> None:
+        """Copy the first `length` positions of a slot's cache, and its recurrent states, into the slot `to`."""
+
+    def snapshot(self, slot: int, place: int) -> None:  # noqa: B027
+        """Copy the recurrent states of a slot to one of the `places`."""
+
+    def restore(self, place: int, slot: int, position: int) -> None:  # noqa: B027
+        """Copy the states at a place back to a slot: those after `position` tokens, with nothing behind them."""
 
     @abstractmethod
     def cache(self) -> dict[str, npt.NDArray[Any]]:
@@ -310,6 +318,11 @@ class GraphSession(Session):
             for tensor in self._tensors
         }
         self._positional = {tensor.past for tensor in self._tensors if tensor.positional}
+        self._snapshots = {
+            name: device.zeros((SNAPSHOTS * sizes.batch, *whole.shape[1:]), whole.dtype, "snapshots of recurrent states")
+            for name, whole in self._cache.items()
+            if name not in self._positional
+        }
         self._apart = {  # where the engine writes what it may not write over
             name: device.zeros(whole.shape, whole.dtype, sizes.cache)
             for name, whole in self._cache.items()
@@ -463,7 +476,7 @@ class GraphSession(Session):
         if self.recurrence is not None:
             self.recurrence.clear(slot)
 
-    def move(self, slot: int, to: int, length: int) -> None:
+    def copy(self, slot: int, to: int, length: int) -> None:
         for name, whole in self._cache.items():
             target, source = (self._slots(whole, each, 1) for each in (to, slot))
             rows, columns = 1, source.nbytes // source.itemsize
@@ -473,7 +486,21 @@ class GraphSession(Session):
                 rows, columns, copied = heads, capacity * width, length * width
             self.device.copy_columns(target.part(0, rows, columns), 0, source.part(0, rows, columns), 0, copied)()
         if self.recurrence is not None:
-            self.recurrence.move(slot, to)
+            self.recurrence.copy(slot, to)
+
+    def snapshot(self, slot: int, place: int) -> None:
+        for name, kept in self._snapshots.items():
+            self._copy_whole(self._slots(self._cache[name], slot, 1), self._slots(kept, place, 1))
+
+    def restore(self, place: int, slot: int, position: int) -> None:
+        assert self.recurrence is not None
+        for name, kept in self._snapshots.items():
+            self._copy_whole(self._slots(kept, place, 1), self._slots(self._cache[name], slot, 1))
+        self.recurrence.assume(slot, position)
+
+    def _copy_whole(self, source: Buffer, target: Buffer) -> None:
+        size = source.nbytes // source.itemsize
+        self.device.copy_columns(target.part(0, 1, size), 0, source.part(0, 1, size), 0, size)()
 
     def cache(self) -> dict[str, npt.NDArray[Any]]:
         shared = {} if self._features is None else {PAST_FEATURES: self._features}

@@ -168,8 +168,7 @@ class Decoder:
     def _catch_up(self, name: str, request: Request, slot: Slot, chunks: int | None) -> bool:
         """Return whether the drafter has processed all tokens."""
         drafter, stats, started, engines = self.drafters[name], request.stats, self._clock(), self._engine_seconds()
-        drafter.catch_up(slot.index, request.tokens, chunks)
-        self.slots.launched = True
+        self.slots.catch_up(slot, drafter, chunks)
         if not stats.rounds:  # then it reads the prompt, which is not part of the rounds' time
             self.slots.synchronize()
             seconds = self._clock() - started

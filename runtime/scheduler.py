@@ -19,12 +19,9 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import Policy
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds import RoundResult
-from outrider.runtime.slots import Slot
 
 if TYPE_CHECKING:
     from outrider.runtime.generation import Outrider
-
-MIN_SHARED = 16  # tokens at the beginning of a prompt for which a slot is chosen because its cache holds them
 
 
 class QueueFullError(OutriderError):
@@ -47,6 +44,7 @@ class Load:
     used: float  # share of the caches' positions, 0..1
     batch: int = 0  # requests of the last round
     k: int = 0  # of the last round
+    evicted: int = 0  # tokens worth keeping that were overwritten in the caches, since the bundle was loaded
 
 
 class Scheduler:
@@ -101,7 +99,7 @@ class Scheduler:
         self._forget()
 
     def _forget(self) -> None:
-        self._free = list(self._slots)  # those first whose caches are to be overwritten first
+        self._free = list(self._slots)
         self._running: list[Request] = []  # in the order of admission
         self._reading: deque[Request] = deque()  # those whose prompts are not read yet; they take turns
         self._last = (0, 0)
@@ -116,7 +114,7 @@ class Scheduler:
         """How busy the scheduler is now."""
         capacity = self.outrider.build.capacity
         used = sum(len(request.tokens) for request in self._running) / (len(self._slots) * capacity)
-        return Load(len(self._running), len(self._waiting), used, *self._last)
+        return Load(len(self._running), len(self._waiting), used, *self._last, self._slots.evicted)
 
     @property
     def room(self) -> int:
@@ -224,10 +222,8 @@ class Scheduler:
             request = self._next()
             request.admitted = self._clock()
             request.acceptance = self._policy.begin()
-            slot = self._best_slot(request.prompt)
+            slot = self._slots.admit(request, self._free)
             self._free.remove(slot)
-            self._slots.begin(slot, request, slot.shared(request.prompt))
-            request.stats.cached_tokens = slot.cached
             self._running.append(request)
             if slot.unread:
                 self._reading.append(request)
@@ -250,23 +246,12 @@ class Scheduler:
         self._turns = {owner: last for owner, last in self._turns.items() if owner in present} | {request.owner: turn}
         return request
 
-    def _best_slot(self, prompt: list[int]) -> Slot:
-        """The free slot whose cache holds most of a prompt's beginning, or else the one that has been free for longest."""
-
-        def shared(slot: Slot) -> int:
-            count = self._slots.reusable(slot, prompt)
-            return count if count >= MIN_SHARED else 0
-
-        return max(self._free, key=shared)
-
     def _close_gaps(self) -> None:
         """Move the last slots in use into free ones between them: a pass runs over all slots from the first to the last."""
         used = sorted((request.slot for request in self._running if request.slot is not None), key=lambda slot: slot.index)
         while gaps := [slot for slot in self._free if used[0].index < slot.index < used[0].index + len(used)]:
             last, gap = used[-1], gaps[0]
-            self._slots.move(last, gap)
-            self._free.remove(gap)
-            self._free.insert(0, gap)
+            self._slots.move(last, gap, self._free)
             used.sort(key=lambda slot: slot.index)
 
     def _run(self, plan: Plan) -> list[tuple[Request, RoundResult | EngineError]]:
@@ -287,7 +272,9 @@ class Scheduler:
         """Read a chunk of a prompt."""
         assert request.slot is not None
         try:
-            self._slots.prefill(request.slot)
+            self._slots.share(request)
+            if request.slot.unread:
+                self._slots.prefill(request.slot)
         except EngineError as error:
             return error
         if not request.slot.unread:
@@ -342,7 +329,7 @@ class Scheduler:
         slot, request.slot = request.slot, None
         assert slot is not None
         self._slots.release(slot)
-        self._free.append(slot)  # what its cache holds may be the beginning of a prompt to come
+        self._free.append(slot)
         self._running.remove(request)
         if request in self._reading:
             self._reading.remove(request)

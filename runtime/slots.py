@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from outrider.engines.session import Session
 from outrider.runtime.drafters.base import Drafter
+from outrider.runtime.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from outrider.runtime.request import Request
+
+MIN_SHARED = 16  # tokens at the beginning of a text that are worth keeping or copying
+COMPARED = 64  # tokens at a time
 
 
 class Slot:
@@ -24,19 +29,41 @@ class Slot:
 
     def __init__(self, index: int):
         self.index = index
+        self.finite = True  # whether all logits computed from the caches were finite so far
+        self.empty()
+
+    def empty(self) -> None:
+        """Forget the text."""
         self.tokens: list[int] = []
         self.cached = 0
-        self.finite = True  # whether all logits computed from the caches were finite so far
+        self.branch = 0  # how many tokens at the beginning another text has in common with it, at most
+        self.reused = 0  # how many tokens at the beginning several requests had in common
+        self.used = 0  # when the text was used last, by a count of such events
 
     def shared(self, prompt: list[int]) -> int:
         """Return how many tokens at the beginning of a prompt the slot's caches hold."""
-        limit = min(self.cached, len(prompt))
-        return next((at for at in range(limit) if self.tokens[at] != prompt[at]), limit)
+        return min(self.common(prompt), self.cached)
+
+    def common(self, prompt: list[int]) -> int:
+        """Return how many tokens at the beginning of a prompt are those of the text, read or not."""
+        limit, at, tokens = min(len(self.tokens), len(prompt)), 0, self.tokens
+        while at < limit and tokens[at : at + COMPARED] == prompt[at : at + COMPARED]:
+            at += COMPARED
+        return next((index for index in range(at, limit) if tokens[index] != prompt[index]), limit)
 
     @property
     def unread(self) -> int:
         """The number of confirmed tokens that the target has yet to read; the last one is left to the next round."""
         return max(len(self.tokens) - 1 - self.cached, 0)
+
+
+class Harm(NamedTuple):
+    """What is lost if another text is read in a slot; the slot with the least is overwritten first."""
+
+    worth: int  # 0: nothing worth keeping, 1: what one request had, 2: what several requests had in common
+    held: int  # of that text by the slot, negated, if nothing worth keeping is lost
+    used: int  # when it was used last
+    lost: int  # tokens
 
 
 class Slots:
@@ -46,8 +73,11 @@ class Slots:
         """Set up empty slots; a prompt is read in chunks of at most so many tokens."""
         self._target = target
         self._drafters = drafters
+        self._snapshots = Snapshots(target)
         self._chunk = max_prompt_chunk
         self._slots = [Slot(index) for index in range(target.batch)]
+        self._clock = count(1)
+        self.evicted = 0  # tokens that were worth keeping and were overwritten, so far
         self.launched = False  # whether something was launched outside of rounds that may still run
 
     def __len__(self) -> int:
@@ -63,21 +93,92 @@ class Slots:
         """Return the slots from one index to another, both included."""
         return self._slots[first : last + 1]
 
-    def reusable(self, slot: Slot, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt the target need not read again in a slot. Recurrent layers can
-        only go on from where their state is: most often from the end of the text."""
-        return self._target.usable(slot.index, min(slot.shared(prompt), len(prompt) - 1))
+    def admit(self, request: Request, free: Sequence[Slot]) -> Slot:
+        """Give a request the free slot in which it does least harm, with what any slot holds of its prompt."""
+        harm = self._harm(request.prompt)
+        slot = min(free, key=harm.__getitem__)
+        self.evicted += harm[slot].lost
+        self.begin(slot, request)
+        request.stats.cached_tokens = slot.cached
+        self.share(request)
+        return slot
 
-    def begin(self, slot: Slot, request: Request, shared: int = 0) -> None:
-        """Give a slot to a request whose first `shared` tokens its caches hold."""
+    def _harm(self, prompt: list[int]) -> dict[Slot, Harm]:
+        """Return what it does to each slot's content if a prompt is read there. What the prompt goes on from is not lost, and
+        neither is what another slot holds."""
+        held = sorted(self._slots, key=lambda slot: slot.tokens[: slot.cached])  # what has most in common is adjacent
+        kept = {slot: self._reusable(slot, prompt) for slot in held}
+        reusable = dict(kept)
+        for one, other in pairwise(held):
+            common = one.shared(other.tokens[: other.cached])
+            kept[one] = max(kept[one], self._usable(other, common))
+            kept[other] = max(kept[other], self._usable(one, common))
+        return {
+            slot: Harm(1 + (kept[slot] < slot.reused), 0, slot.used, slot.cached - kept[slot])
+            if slot.cached - kept[slot] >= MIN_SHARED
+            else Harm(0, -reusable[slot], slot.used, 0)
+            for slot in held
+        }
+
+    def _reusable(self, slot: Slot, prompt: list[int]) -> int:
+        """Return how many tokens at the beginning of a prompt the target need not read again, as a slot holds them."""
+        length = max(min(slot.shared(prompt), len(prompt) - 1), 0)
+        if not slot.finite:  # a token that leads to NaN spoils all of its chunk, so only whole chunks may be shared
+            length -= length % self._chunk
+        return self._usable(slot, length)
+
+    def _usable(self, slot: Slot, length: int) -> int:
+        """Return after how many of the first `length` tokens in a slot's cache another text can go on. Recurrent layers can
+        only go on from where their state is, most often the end of the text, or where there is a snapshot of it."""
+        return max(self._target.usable(slot.index, length), self._snapshots.longest(slot.tokens, length))
+
+    def begin(self, slot: Slot, request: Request) -> None:
+        """Give a slot to a request, which goes on from what its caches hold of the prompt."""
+        shared, slot.cached = slot.shared(request.tokens), self._reusable(slot, request.tokens)
         for drafter in self._drafters.values():
             drafter.truncate(slot.index, shared)
-        cached = self._target.usable(slot.index, min(shared, len(request.tokens) - 1))
-        slot.tokens, slot.cached, slot.finite = request.tokens, cached, False
+        slot.branch = 0
+        for other in self._slots:
+            common = other.common(request.tokens)
+            slot.branch = max(slot.branch, common)
+            if other is not slot:
+                other.branch = max(other.branch, common)
+        slot.tokens, slot.finite = request.tokens, False
+        self._snapshots.restore(slot)
+        slot.reused = slot.cached if slot.cached >= MIN_SHARED else 0
         request.slot = slot
+
+    def share(self, request: Request) -> None:
+        """Copy what another slot holds of a prompt that is still to be read. The other may be reading the same prompt."""
+        slot = request.slot
+        assert slot is not None
+        others = [other for other in self._slots if other is not slot]
+        source = max(others, key=lambda other: self._reusable(other, slot.tokens), default=slot)
+        length = self._reusable(source, slot.tokens)
+        copied = length - slot.cached
+        if copied < MIN_SHARED:
+            return
+        self._target.copy(source.index, slot.index, length)
+        for drafter in self._drafters.values():
+            drafter.copy(source.index, slot.index, length)
+        self.launched = True
+        slot.cached = slot.reused = length
+        self._snapshots.restore(slot)
+        source.reused, source.used = max(source.reused, length), next(self._clock)
+        request.stats.cached_tokens += copied
+        request.stats.copied_tokens += copied
+
+    def catch_up(self, slot: Slot, drafter: Drafter, chunks: int | None) -> None:
+        """Let a drafter process a text, or at most so many chunks of it, after what it has processed of it in other slots."""
+        for other in self._slots:
+            if other is not slot and other.finite and (shared := other.shared(slot.tokens)) >= MIN_SHARED:
+                drafter.copy(other.index, slot.index, shared)
+        drafter.catch_up(slot.index, slot.tokens, chunks)
+        self.launched = True
 
     def release(self, slot: Slot) -> None:
         """Take a slot from its request. Its caches keep their tokens, unless they may contain NaN."""
+        slot.used = next(self._clock)
         if not slot.finite:
             self.clear(slot)
 
@@ -85,45 +186,64 @@ class Slots:
         """Let later requests overwrite a slot's caches."""
         if not slot.finite:
             self.clear(slot)
-        slot.tokens, slot.cached = [], 0
+        slot.empty()
         for drafter in self._drafters.values():
             drafter.truncate(slot.index, 0)
 
     def clear(self, slot: Slot) -> None:
         """Zero a slot's caches, which may contain NaN: a masked value still multiplies."""
         self._target.clear(slot.index)
+        self._snapshots.drop(slot)
         for drafter in self._drafters.values():
             drafter.clear(slot.index)
-        slot.tokens, slot.cached, slot.finite = [], 0, True
+        slot.empty()
+        slot.finite = True
 
-    def move(self, source: Slot, target: Slot) -> None:
-        """Move what a slot holds to another one, whose own content is lost."""
-        self._target.move(source.index, target.index, source.cached)
-        for drafter in self._drafters.values():
-            drafter.move(source.index, target.index)
-        self.launched = True
-        source.index, target.index = target.index, source.index
-        self._slots[source.index], self._slots[target.index] = source, target
-        target.tokens, target.cached = [], 0
+    def move(self, source: Slot, gap: Slot, free: Sequence[Slot]) -> None:
+        """Move what a slot holds to a free one, whose own content goes to another free one if less is lost there."""
+        harm = self._harm([])
+        spare = min(free, key=harm.__getitem__)
+        self.evicted += harm[spare].lost
+        if harm[gap].worth and spare is not gap:
+            self._copy(gap, spare)
+            spare.tokens, spare.cached, spare.reused, spare.used = gap.tokens, gap.cached, gap.reused, gap.used
+        self._copy(source, gap)
+        source.index, gap.index = gap.index, source.index
+        self._slots[source.index], self._slots[gap.index] = source, gap
+        self.forget(gap)
         if not source.finite:
-            self.clear(target)  # the entries that the source left there may contain NaN
+            self.clear(gap)  # the entries that the source left there may contain NaN
+
+    def _copy(self, source: Slot, target: Slot) -> None:
+        """Copy all that a slot holds over what another one holds."""
+        self._target.copy(source.index, target.index, source.cached)
+        for drafter in self._drafters.values():
+            drafter.truncate(target.index, 0)
+            drafter.copy(source.index, target.index, len(source.tokens))
+        self.launched = True
 
     def prefill(self, slot: Slot) -> None:
         """Read the next chunk of a prompt into the target's cache."""
-        chunk = slot.tokens[slot.cached : min(slot.cached + self._chunk, len(slot.tokens) - 1)]
+        end = slot.cached + self._chunk - slot.cached % self._chunk  # so that equal beginnings are read in equal chunks
+        if self._target.places and slot.cached + MIN_SHARED <= slot.branch < end:
+            end = slot.branch
+        chunk = slot.tokens[slot.cached : min(end, len(slot.tokens) - 1)]
         self._target.write(np.array([chunk], dtype=np.int64), np.array([slot.cached], dtype=np.int64), slot.index)
         slot.cached += len(chunk)
         self.launched = True
+        if slot.cached == end:
+            self._snapshots.take(slot, self, shared=end == slot.branch)
         if not slot.unread:
             self.synchronize()  # the time of the prompt ends here
 
     def restore(self, slot: Slot) -> None:
-        """Read a text again as far as a failed round has lost it: all of it, if the target has recurrent layers.
+        """Read a text again as far as a failed round has lost it: with recurrent layers from the last snapshot on.
 
         Raises:
             EngineError: the backend failed again.
         """
-        slot.cached = self._target.usable(slot.index, slot.cached)
+        slot.cached = self._usable(slot, slot.cached)
+        self._snapshots.restore(slot)
         while slot.unread:
             self.prefill(slot)
 

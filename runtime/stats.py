@@ -16,7 +16,8 @@ class Stats:
     """
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of these, those that a slot's cache still held from an earlier request
+    cached_tokens: int = 0  # of these, those that a cache held already, from other requests
+    copied_tokens: int = 0  # of these, those that were copied from another slot
     rounds: int = 0  # passes of the target after the prompt
     drafting_rounds: int = 0  # rounds that verified at least one drafted token
     drafted: int = 0
@@ -111,6 +112,7 @@ class Stats:
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "copied_tokens": self.copied_tokens,
             "tokens": self.emitted,
             "rounds": self.rounds,
             "drafting_rounds": self.drafting_rounds,

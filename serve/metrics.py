@@ -29,7 +29,11 @@ class Metrics:
         self.requests = counter("requests", "Finished requests, by finish reason", "finish_reason")
         self.http_errors = counter("http_errors", "HTTP requests answered with an error, by status", "status")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
-        self.cached = counter("cached_prompt_tokens", "Prompt tokens found in the cache of an earlier request")
+        self.cached = counter(
+            "cached_prompt_tokens", "Prompt tokens that a cache held: the request's own slot or another", "slot"
+        )
+        self.evicted = counter("evicted_tokens", "Tokens of earlier requests that were overwritten and that no other slot held")
+        self._evicted = 0
         self.emitted = counter("generation_tokens", "Generated tokens")
         self.rounds = counter("rounds", "Target passes after the prompt; a batched pass counts once for each request")
         self.drafts = counter("spec_decode_num_drafts", "Target passes that verified draft tokens, by drafter", "drafter")
@@ -63,6 +67,8 @@ class Metrics:
         self.used.set(load.used)
         self.k.set(load.k)
         self.batch.set(load.batch)
+        self.evicted.inc(load.evicted - self._evicted)
+        self._evicted = load.evicted
 
     def began(self, request: Request, now: float) -> None:
         """Record the first token of a request."""
@@ -79,7 +85,8 @@ class Metrics:
             self.per_token.observe((now - first_token) / (stats.emitted - 1))
         for metric, value in (
             (self.prompt_tokens, stats.prompt_tokens),
-            (self.cached, stats.cached_tokens),
+            (self.cached.labels("own"), stats.cached_tokens - stats.copied_tokens),
+            (self.cached.labels("other"), stats.copied_tokens),
             (self.emitted, stats.emitted),
             (self.rounds, stats.rounds),
             (self.drafted, stats.drafted),

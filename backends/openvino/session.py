@@ -216,10 +216,12 @@ class PagedSession(Session):
         if self._features is not None and not self.reads_features:
             self._features[slot] = 0
 
-    def move(self, slot: int, to: int, length: int) -> None:
-        blocks = -(-length // self._block)
+    def copy(self, slot: int, to: int, length: int) -> None:
+        blocks, rest = divmod(length, self._block)
         for cache in self._cache.values():
-            self._slot(cache, to)[:blocks] = self._slot(cache, slot)[:blocks]
+            source, target = self._slot(cache, slot), self._slot(cache, to)
+            target[:blocks] = source[:blocks]
+            target[blocks : blocks + 1, :, :rest] = source[blocks : blocks + 1, :, :rest]  # what is behind may contain NaN
         if self._features is not None and not self.reads_features:
             self._features[to, :length] = self._features[slot, :length]
 

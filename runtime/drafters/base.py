@@ -75,8 +75,9 @@ class Drafter(ABC):
     def truncate(self, slot: int, length: int) -> None:  # noqa: B027
         """Forget all but the first `length` tokens of a slot: another sequence continues from there."""
 
-    def move(self, source: int, target: int) -> None:  # noqa: B027
-        """Move the state of one slot to another one, whose own state is lost."""
+    def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027
+        """Copy what it has processed of the first `length` tokens of a slot to another one whose text begins with the same
+        tokens. What is not copied is pending."""
 
     def clear(self, slot: int) -> None:
         """Forget a slot whose state may contain NaN."""

@@ -74,10 +74,6 @@ class NgramDrafter(Drafter):
     def truncate(self, slot: int, length: int) -> None:
         self._indexes[slot].truncate(length)
 
-    def move(self, source: int, target: int) -> None:
-        self._indexes[target] = self._indexes[source]
-        self._indexes[source] = NgramIndex()
-
     def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
         index = self._indexes[slot]
         index.extend(tokens[len(index) :])

@@ -78,10 +78,12 @@ class StepDrafter(DeviceDrafter):
         del self._written[slot][entries:]
         self._agreed[slot] = min(self._agreed[slot], entries)
 
-    def move(self, source: int, target: int) -> None:
-        self._session.move(source, target, len(self._written[source]))
-        self._written[target], self._written[source] = self._written[source], []
-        self._agreed[target], self._agreed[source] = self._agreed[source], 0
+    def copy(self, source: int, target: int, length: int) -> None:
+        entries = min(len(self._written[source]), length - self.shift)
+        if entries > len(self._written[target]):
+            self._session.copy(source, target, entries)
+            self._written[target] = self._written[source][:entries]
+            self._agreed[target] = min(self._agreed[source], entries)
 
     def clear(self, slot: int) -> None:
         self._session.clear(slot)

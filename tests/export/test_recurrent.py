@@ -158,7 +158,7 @@ def test_a_state_that_is_gone_is_an_error_and_no_wrong_token(traced: Traced) -> 
         session.run(np.array([[5]]), np.array([12]), 0)
     session.run(np.array([[5, 6, 7]]), np.array([20]), 0, certain=[1])
     assert [session.usable(0, at) for at in range(20, 25)] == [0, 21, 22, 23, 0]
-    session.move(0, 1, 23)
+    session.copy(0, 1, 23)
     assert session.usable(1, 22) == 22
     session.run(np.array([[5]]), np.array([0]), 0)  # another text begins
     assert session.usable(0, 1) == 1

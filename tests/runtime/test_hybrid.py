@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +31,7 @@ from outrider.training.eagle3 import Eagle3Objective
 from outrider.training.train import _check_target
 
 HYBRID = ROOT / "examples" / "tiny-hybrid" / "target"
-K = (1, 2, 4, 8)
+K, CHUNK = (1, 2, 4, 8), 16
 MODES = (*K, "auto", "n-grams", "at random")
 PRECISIONS = ("fp32", "int8", "int4")
 CAPACITY, SLOTS = 191, 3  # with the spare position, so that a slot's cache begins at an aligned address
@@ -49,7 +50,7 @@ def bundles(once: Callable[[str, Callable[[Path], object]], Path]) -> Made[Path]
         export = once(f"hybrid-{precision}", lambda folder: export_pair(str(HYBRID), None, folder, precision=precision))
 
         def bundle(folder: Path) -> None:
-            build(export, folder, k=list(K), capacity=CAPACITY, batch=SLOTS)
+            build(export, folder, k=list(K), capacity=CAPACITY, batch=SLOTS, max_prompt_chunk=CHUNK)
             reseal(folder, generation=msgspec.structs.replace(read_manifest(folder).generation, eos_token_ids=[]))
 
         return once(f"hybrid-bundle-{precision}", bundle)
@@ -201,6 +202,70 @@ def test_the_end_of_a_text_is_gone_on_from(bundles: Made[Path], loaded: Made[Out
         assert request.stats.cached_tokens == kept
         kept = len(text) + len(got) - 1
         text = text + got + single.text.encode(" And", chat=False)
+
+
+SYSTEM = PROMPTS["longer than a chunk"]
+USERS = ("Then", "But the dog", "Customer: Hi", "Question: Tom has 5 apples. How many")
+
+
+def prefixed(many: Outrider) -> list[tuple[list[int], SamplingParams]]:
+    """Requests whose prompts begin with the same tokens."""
+    return [
+        (many.text.encode(SYSTEM + user, chat=False), replace(params, max_new_tokens=20))
+        for user, params in zip(USERS, [*SAMPLED, SAMPLED[0]], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("k", [0, 4, "auto", "at random"])
+def test_a_shared_prefix_is_gone_on_from_a_snapshot(batched: tuple[Outrider, Outrider], k: int | str) -> None:
+    """One after the other: the second request goes on from the last chunk before its own tokens, and later ones from these."""
+    many, single = batched
+    requests, shared = prefixed(many), len(many.text.encode(SYSTEM, chat=False))
+    policy = RandomPolicy(many.adaptive_policy()) if k == "at random" else None
+    scheduler, cached = Scheduler(many, k="auto" if policy else k, policy=policy), []
+    for prompt, params in requests:
+        request, got = scheduler.submit(prompt, params), list[int]()
+        while scheduler.busy:
+            for _, event in scheduler.step():
+                got += getattr(event, "token_ids", [])
+        assert got == alone(single, prompt, params)
+        cached.append(request.stats.cached_tokens)
+    assert cached[0] == 0
+    assert shared - CHUNK < cached[1] <= shared
+    assert min(cached[2:]) >= shared - 1
+
+
+@pytest.mark.parametrize("k", [0, 4, "auto", "at random"])
+def test_requests_that_come_together_share_a_prefix(batched: tuple[Outrider, Outrider], k: int | str) -> None:
+    many, single = batched
+    requests = prefixed(many)
+    policy = RandomPolicy(many.adaptive_policy()) if k == "at random" else None
+    scheduler = Scheduler(many, k="auto" if policy else k, policy=policy)
+    texts = answer(scheduler, requests, cancelled={0})
+    for index, (request, text) in enumerate(zip(requests, texts, strict=True)):
+        want = alone(single, *request)
+        assert text == want[: len(text)]
+        assert index == 0 or len(text) == len(want)
+
+
+@pytest.mark.parametrize("fault", ["no state", "that of another place"])
+def test_a_wrong_state_changes_tokens(batched: tuple[Outrider, Outrider], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the test above would notice."""
+    many, single = batched
+    target = many.sessions["target"]
+    restore = target.restore
+
+    def faulty(place: int, slot: int, position: int) -> None:
+        restore((place + 1) % target.places, slot, position)
+        if fault == "no state":
+            target.restart(slot)
+            target.assume(np.array([position]), slot)
+
+    monkeypatch.setattr(target, "restore", faulty)
+    scheduler, texts = Scheduler(many, k=0), []
+    for request in prefixed(many):
+        texts += answer(scheduler, [request], cancelled=set())
+    assert texts != [alone(single, *request) for request in prefixed(many)]
 
 
 def test_a_draft_for_it_may_be_trained_on_its_answers(bundles: Made[Path], tmp_path: Path) -> None:

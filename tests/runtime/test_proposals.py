@@ -25,6 +25,7 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy
+from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
@@ -224,6 +225,30 @@ def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder]
             scheduler.step()
         assert (request.stats.cached_tokens > 40) == (at > 0)
     check(reference, recorder.proposed, 15, exactly=True)
+
+
+def test_after_a_prefix_copied_from_another_slot(
+    recorded: tuple[Outrider, Recorder], reference: Reference, drafter: str
+) -> None:
+    """From a request that is still running, one that has ended, and one that comes at the same time."""
+    outrider, recorder = recorded
+    scheduler = Scheduler(outrider, policy=FixedPolicy(drafter, 4))
+    system = 4 * PROMPT
+
+    def submit(user: str, count: int) -> Request:
+        return scheduler.submit(outrider.text.encode(system + user, chat=False), SamplingParams(max_new_tokens=count))
+
+    running = submit("", 60)
+    while running.stats.emitted < 10:
+        scheduler.step()
+    later = [submit(" What", 10), submit(" Where", 20)]
+    while scheduler.busy:
+        scheduler.step()
+    later.append(submit(" Who", 20))
+    while scheduler.busy:
+        scheduler.step()
+    assert all(request.stats.copied_tokens > 40 for request in later)
+    check(reference, recorder.proposed, 15)
 
 
 @pytest.mark.parametrize("named", ["trained head", "trained parallel", "random block"])

@@ -36,6 +36,10 @@ PROMPTS = [
     "T",
     "The old man walked along the road, and the dog ran on before him. " * 4,
     "Question: Tom has 5 apples. How many",
+    *(
+        "The old man walked along the road, and the dog ran on before him. " * times + end
+        for times, end in ((3, "Then"), (4, "But"))
+    ),
 ]
 PARAMS = [
     SamplingParams(),

@@ -1,0 +1,71 @@
+"""States of recurrent layers at the ends of beginnings that other texts may have in common."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+
+from outrider.engines.session import Session
+
+if TYPE_CHECKING:
+    from outrider.runtime.slots import Slot, Slots
+
+
+class Snapshot:
+    """The state after the first `length` tokens of a text, which another text can go on from where some slot has their keys and
+    values."""
+
+    def __init__(self, place: int):
+        self.place = place
+        self.text: list[int] = []  # of the request that it was taken from, which may have grown since
+        self.length = 0
+        self.shared = False  # whether several requests had these tokens in common
+        self.used = 0
+
+    def begins(self, tokens: list[int]) -> bool:
+        """Return whether a text begins with these tokens."""
+        return 0 < self.length <= len(tokens) and self.text[: self.length] == tokens[: self.length]
+
+
+class Snapshots:
+    """A fixed number of snapshots of a target; none if it has no recurrent layers."""
+
+    def __init__(self, target: Session):
+        self._target = target
+        self._all = [Snapshot(place) for place in range(target.places)]
+        self._clock = count(1)
+
+    def longest(self, tokens: list[int], limit: int) -> int:
+        """Return after how many of the first `limit` tokens of a text there is a snapshot; 0 is its beginning."""
+        return max((each.length for each in self._all if each.length <= limit and each.begins(tokens)), default=0)
+
+    def restore(self, slot: Slot) -> None:
+        """Give a slot the state after the tokens that its caches hold, if it has another one."""
+        if self._target.usable(slot.index, slot.cached) == slot.cached:
+            return
+        (snapshot,) = (each for each in self._all if each.length == slot.cached and each.begins(slot.tokens))
+        self._target.restore(snapshot.place, slot.index, snapshot.length)
+        snapshot.shared, snapshot.used = True, next(self._clock)
+
+    def take(self, slot: Slot, slots: Slots, shared: bool) -> None:
+        """Keep the state of a slot. It takes the place of one that no slot has the entries for, else of the one that was used
+        least recently; those that several requests had in common make room only for others of these."""
+
+        def worth(each: Snapshot) -> tuple[bool, bool, int]:
+            return any(other.shared(each.text[: each.length]) == each.length > 0 for other in slots), each.shared, each.used
+
+        known = [each for each in self._all if each.length == slot.cached and each.begins(slot.tokens)]
+        if not self._all or known:
+            return
+        snapshot = min(self._all, key=worth)
+        held, common, _ = worth(snapshot)
+        if held and common and not shared:
+            return
+        self._target.snapshot(slot.index, snapshot.place)
+        snapshot.text, snapshot.length, snapshot.shared, snapshot.used = slot.tokens, slot.cached, shared, next(self._clock)
+
+    def drop(self, slot: Slot) -> None:
+        """Forget those that were taken from a slot's request, whose state may contain NaN."""
+        for each in self._all:
+            if each.text is slot.tokens:
+                each.length = 0

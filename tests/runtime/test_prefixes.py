@@ -1,0 +1,365 @@
+"""A beginning that requests have in common is read once, whichever slots they come to, and changes no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from outrider.audit.controls import RandomPolicy
+from outrider.bundle.folder import read_manifest
+from outrider.engines.session import Session
+from outrider.errors import EngineError, OutriderError
+from outrider.runtime import drafters
+from outrider.runtime.choice import AUTO
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Request
+from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.slots import MIN_SHARED, Slots
+from outrider.tests.deferred import deferred
+from outrider.tests.support import BROKEN, build, reseal
+
+SLOTS, CAPACITY, CHUNK = 3, 255, 16  # with the spare position, a slot's cache begins at an aligned address
+SYSTEM = [
+    "The old man walked along the road, and the dog ran on before him. " * 3,
+    "Customer: Hi, I would like to order a coffee and a piece of cake.\nAgent: Of course. Which cake would you like?\n" * 2,
+]
+USERS = ["Then", "But the", "Customer: The one", "Question: Tom has 5 apples. How many", "T"]
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=6, repetition_penalty=1.2),
+]
+KINDS = [  # a drafter beside the draft model, the precision and the backend
+    "trained head int4 onnxruntime",
+    "trained parallel int4 openvino",
+    "plain block int4 onnxruntime",
+    "random parallel-head int4 onnxruntime",
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("trained head int4 openvino", "random block int4 onnxruntime", "trained parallel int8 onnxruntime")
+    ),
+]
+Asked = tuple[int, int, int | None]
+"""The text, the parameters, and after how many steps the request is cancelled."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def bundle(
+    request: pytest.FixtureRequest, drafter_exports: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A bundle in which a row has the same bits in any pass. No token ends the text."""
+    drafter, precision, backend = request.param.rsplit(maxsplit=2)
+    made = tmp_path_factory.mktemp("prefixes") / "bundle"
+    sizes: dict[str, Any] = {"k": [1, 2, 4], "capacity": CAPACITY, "batch": SLOTS, "max_prompt_chunk": CHUNK}
+    build(drafter_exports(precision, drafter), made, backend=backend, **sizes)
+    reseal(made, generation=msgspec.structs.replace(read_manifest(made).generation, eos_token_ids=[]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def batched(bundle: Path) -> Outrider:
+    return Outrider.load(bundle, slots=None)
+
+
+@pytest.fixture(scope="module")
+def texts(batched: Outrider) -> list[list[int]]:
+    """Every user's question after each system prompt, and after none."""
+    return [batched.text.encode(system + user, chat=False) for system in (*SYSTEM, "") for user in USERS]
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path, texts: list[list[int]]) -> list[list[list[int]]]:
+    """The answer to each text with each of the parameters, by plain decoding in a slot that holds nothing."""
+    single = Outrider.load(bundle)
+    return [
+        [
+            [token for event in single.generate(text, replace(params, max_new_tokens=25), k=0) for token in event.token_ids]
+            for params in PARAMS
+        ]
+        for text in texts
+    ]
+
+
+def serve(
+    scheduler: Scheduler, texts: list[list[int]], arrivals: dict[int, list[Asked]]
+) -> list[tuple[Request, Asked, list[int]]]:
+    """Run requests that arrive at the given steps, until all are done."""
+    served: list[tuple[Request, Asked, list[int]]] = []
+    step = 0
+    while step <= max(arrivals) or scheduler.busy:
+        for asked in arrivals.get(step, []):
+            text, params, _ = asked
+            request = scheduler.submit(texts[text], replace(PARAMS[params], max_new_tokens=10 + 3 * (text % 5)))
+            request.timeout = step
+            served.append((request, asked, []))
+        for request, (_, _, cancelled), _ in served:
+            if cancelled is not None and step == request.timeout + cancelled:
+                scheduler.cancel(request)
+        for request, event in scheduler.step():
+            if isinstance(event, OutriderError):
+                raise event
+            next(got for each, _, got in served if each is request).extend(event.token_ids)
+        step += 1
+    return served
+
+
+# System prompts in turns and at once, texts without one, and requests that are cancelled while they read or decode.
+ARRIVALS: dict[int, list[Asked]] = {
+    0: [(0, 0, None), (1, 1, None), (5, 2, 9)],
+    3: [(2, 0, 1), (10, 1, None)],
+    7: [(6, 1, None)],
+    9: [(7, 0, None), (3, 2, None)],
+    14: [(8, 1, 2), (11, 0, None), (0, 2, None), (9, 0, None)],
+    40: [(4, 1, None), (12, 0, None), (5, 1, None), (0, 0, None), (9, 2, None)],
+    60: [(13, 0, None), (14, 1, None), (1, 0, None)],
+}
+
+
+def wrong(served: list[tuple[Request, Asked, list[int]]], alone: list[list[list[int]]]) -> int:
+    """Return how many requests got other tokens than they get alone."""
+    differ = 0
+    for request, (text, params, _), got in served:
+        differ += got != alone[text][params][: len(got)]
+        assert request.cancelled or len(got) == request.limit
+    return differ
+
+
+MODES = [
+    *((k, None) for k in (0, 1, 2, 4)),
+    *((4, name) for name in ("model", "ngram", "the other")),
+    (AUTO, AUTO),
+    ("at random", None),
+]
+
+
+@pytest.mark.parametrize(("k", "drafter"), MODES)
+def test_each_gets_what_it_gets_alone(
+    batched: Outrider, texts: list[list[int]], alone: list[list[list[int]]], k: int | str, drafter: str | None
+) -> None:
+    random = RandomPolicy(batched.adaptive_policy()) if k == "at random" else None
+    name = next(name for name in batched.drafters if name not in ("model", "ngram")) if drafter == "the other" else drafter
+    scheduler = Scheduler(batched, k=AUTO if random else k, drafter=name, policy=random)
+    served = serve(scheduler, texts, ARRIVALS)
+    assert wrong(served, alone) == 0
+    assert sum(request.stats.copied_tokens > 0 for request, _, _ in served) >= 3
+    for request, (text, _, _), _ in served:
+        stats = request.stats
+        assert 0 <= stats.copied_tokens <= stats.cached_tokens < len(texts[text])
+
+
+def faulty(fault: str, copy: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
+    """Return `Session.copy` with a fault."""
+
+    def copies(slot: int, to: int, length: int) -> None:
+        if fault == "the last entry is not copied":
+            copy(slot, to, length - 1)
+        elif fault == "from another slot":
+            copy(3 - slot - to, to, length)
+
+    return copies
+
+
+@pytest.mark.parametrize(
+    "fault", ["the last entry is not copied", "from another slot", "nothing is copied", "a token too many"]
+)
+def test_a_wrong_copy_changes_tokens(
+    batched: Outrider, texts: list[list[int]], alone: list[list[list[int]]], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test above would notice."""
+    target = batched.sessions["target"]
+    if fault == "a token too many":
+        share = Slots._reusable
+        monkeypatch.setattr(Slots, "_reusable", lambda self, slot, prompt: min(share(self, slot, prompt) + 1, len(prompt) - 1))
+    else:
+        monkeypatch.setattr(target, "copy", faulty(fault, target.copy))
+    assert wrong(serve(Scheduler(batched, k=0), texts, ARRIVALS), alone) > 0
+
+
+def run(scheduler: Scheduler, *requests: Request) -> None:
+    """Run until these have ended."""
+    while any(request.finish_reason is None for request in requests):
+        scheduler.step()
+
+
+def test_requests_that_come_together_read_what_they_have_in_common_once(
+    batched: Outrider, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target and the drafter alike: each chunk is read by one of them, and copied by the others."""
+    scheduler = Scheduler(batched, k=4, drafter=batched.drafters[0])
+    rows = dict.fromkeys(batched.sessions, 0)
+
+    def counting(role: str, session: Session) -> None:
+        write = session.write
+
+        def counted(ids: np.ndarray, *rest: Any, **named: Any) -> None:
+            rows[role] += ids.size
+            write(ids, *rest, **named)
+
+        monkeypatch.setattr(session, "write", counted)
+
+    for role, session in batched.sessions.items():
+        counting(role, session)
+    requests = [scheduler.submit(text, SamplingParams(max_new_tokens=8)) for text in texts[:SLOTS]]
+    run(scheduler, *requests)
+    longest, tails = max(map(len, texts[:SLOTS])), 2 * SLOTS * CHUNK
+    drafter = drafters.get(batched.drafters[0])
+    assert 0 < rows["target"] <= longest + tails
+    assert 0 < rows[drafter.role] <= longest + tails  # type: ignore[attr-defined]
+
+
+def test_a_request_copies_from_one_that_was_moved_or_is_cancelled(
+    batched: Outrider, texts: list[list[int]], alone: list[list[list[int]]]
+) -> None:
+    scheduler = Scheduler(batched, k=4)
+    one_off = [scheduler.submit(text, SamplingParams(max_new_tokens=25)) for text in texts[10:12]]
+    source = scheduler.submit(texts[0], SamplingParams(max_new_tokens=25))
+    while not source.stats.emitted:
+        scheduler.step()
+    assert source.slot is not None
+    assert source.slot.index == 2
+    scheduler.cancel(one_off[1])
+    scheduler.step()
+    assert source.slot.index == 1  # moved into the gap
+    reader = scheduler.submit(texts[1], SamplingParams(max_new_tokens=25))
+    got: list[int] = []
+    scheduler.step()
+    assert reader.stats.copied_tokens >= MIN_SHARED
+    scheduler.cancel(source)
+    while reader.finish_reason is None:
+        for request, event in scheduler.step():
+            got += event.token_ids if request is reader and not isinstance(event, OutriderError) else []
+    assert got == alone[1][0]
+
+
+def test_while_the_source_is_read_and_cancelled(
+    batched: Outrider, texts: list[list[int]], alone: list[list[list[int]]]
+) -> None:
+    """Its slot is cleared, since nobody knows yet whether its caches contain NaN; what was copied stays."""
+    scheduler = Scheduler(batched, k=4)
+    source = scheduler.submit(texts[0], SamplingParams(max_new_tokens=25))
+    scheduler.step()
+    reader = scheduler.submit(texts[1], SamplingParams(max_new_tokens=25))
+    scheduler.step()
+    scheduler.step()
+    assert source.slot is not None
+    assert source.slot.unread
+    assert reader.stats.copied_tokens >= MIN_SHARED
+    scheduler.cancel(source)
+    got: list[int] = []
+    while scheduler.busy:
+        for _, event in scheduler.step():
+            got += getattr(event, "token_ids", [])
+    assert got == alone[1][0]
+
+
+@pytest.mark.parametrize("bundle", ["random parallel-head int4 onnxruntime", "plain block int4 onnxruntime"], indirect=True)
+def test_on_a_device_that_runs_ahead(bundle: Path, texts: list[list[int]], alone: list[list[list[int]]]) -> None:
+    """As a GPU does: copies wait in the queue with everything else."""
+    queued = deferred(bundle, slots=SLOTS)
+    for k in (0, 2, AUTO):
+        served = serve(Scheduler(queued, k=k), texts, ARRIVALS)
+        assert wrong(served, alone) == 0
+        assert sum(request.stats.copied_tokens > 0 for request, _, _ in served) >= 3
+
+
+def ask(scheduler: Scheduler, text: list[int]) -> int:
+    """Answer one request, and return how many of its tokens were cached."""
+    request = scheduler.submit(text, SamplingParams(max_new_tokens=3))
+    run(scheduler, request)
+    return request.stats.cached_tokens
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", "openvino"])
+def four(request: pytest.FixtureRequest, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Outrider:
+    """A bundle with four slots."""
+    made = tmp_path_factory.mktemp("four") / "bundle"
+    return Outrider.load(build(tiny_export, made, backend=request.param, batch=4), slots=None)
+
+
+def numbered(begin: int, length: int) -> list[int]:
+    """Return a text that has nothing in common with others."""
+    return [begin, *(1 + (begin * at) % 60 for at in range(1, length))]
+
+
+def test_one_off_requests_do_not_evict_what_others_have_in_common(four: Outrider) -> None:
+    scheduler = Scheduler(four)
+    system, other = numbered(7, 60), numbered(11, 60)
+    assert ask(scheduler, [*system, 70]) == 0
+    for at in range(3):  # it was used once, and three slots are left
+        assert ask(scheduler, numbered(20 + at, 40)) == 0
+    assert ask(scheduler, [*system, 71]) == 60
+    for at in range(8):  # now two have had it in common
+        assert ask(scheduler, numbered(30 + at, 40)) == 0
+    assert ask(scheduler, [*system, 72]) == 60
+    assert ask(scheduler, [*other, 70]) == 0
+    for at in range(6):  # in turns
+        assert ask(scheduler, [*(other, system)[at % 2], 73 - at]) == 60
+        assert ask(scheduler, numbered(40 + at, 40)) == 0
+
+
+def test_old_prefixes_make_room_for_new_ones(four: Outrider) -> None:
+    """However often they were used."""
+    scheduler = Scheduler(four)
+    for number in range(4):
+        system = numbered(7 + number, 60)
+        assert [ask(scheduler, [*system, 70 + at]) for at in range(3)] == [0, 60, 60]
+    new = numbered(50, 60)
+    evicted = scheduler.load.evicted
+    assert ask(scheduler, [*new, 70]) == 0
+    assert scheduler.load.evicted - evicted >= 60
+    assert ask(scheduler, [*new, 71]) == 60
+    assert ask(scheduler, [*numbered(10, 60), 79]) == 60  # the latest
+    assert ask(scheduler, [*numbered(7, 60), 79]) == 0  # the one that was used least recently
+
+
+def test_a_conversation_keeps_its_slot(four: Outrider) -> None:
+    """A text that is gone on from takes its own slot, and others their copies of the system prompt."""
+    scheduler = Scheduler(four)
+    system = numbered(7, 60)
+    texts = [[*system, *numbered(20 + at, 30)] for at in range(4)]
+    for turn in range(3):
+        for at, text in enumerate(texts):
+            assert ask(scheduler, text) >= (len(text) - 30 if turn else 60 * (at > 0))
+            texts[at] = [*text, *numbered(70 + turn, 20)]
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_nothing_behind_what_is_copied_spoils_it(broken: Path, tmp_path: Path, backend: str) -> None:
+    """The source fails later, at a token that leads to NaN. A masked NaN is a NaN to some kernels, so tokens before it in the
+    same chunk are not safe either."""
+    scheduler = Scheduler(Outrider.load(build(broken, tmp_path / "bundle", backend=backend, batch=2), slots=None))
+    system = numbered(7, 45)
+    bad = scheduler.submit([*system, BROKEN, *numbered(9, 40)], SamplingParams(max_new_tokens=5))
+    for _ in range(5):
+        scheduler.step()
+    good = scheduler.submit([*system, 70], SamplingParams(max_new_tokens=5))
+    failed = []
+    while scheduler.busy:
+        failed += [request for request, result in scheduler.step() if isinstance(result, EngineError)]
+    assert failed == [bad]
+    assert good.finish_reason == "length"
+    assert good.stats.copied_tokens == 32  # the chunks that the two have in common
+
+
+def test_what_is_worth_keeping_makes_way_for_a_request_that_is_moved(four: Outrider) -> None:
+    """A request in the middle ends, and the last one is moved to its slot: its text goes to a slot that holds nothing."""
+    scheduler = Scheduler(four)
+    system = numbered(7, 60)
+    first, _, last = (
+        scheduler.submit(text, SamplingParams(max_new_tokens=count, min_new_tokens=count))
+        for text, count in ((numbered(20, 20), 30), ([*system, 70], 3), (numbered(21, 20), 30))
+    )
+    scheduler.step()
+    while last.slot is not None and last.slot.index == 2:
+        scheduler.step()
+    assert first.running
+    assert last.slot is not None
+    assert last.slot.index == 1
+    assert ask(scheduler, [*system, 71]) == 60
