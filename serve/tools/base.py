@@ -9,10 +9,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-# Without a bound, a model could write white space until it has no room left. It covers what pretty-printed JSON needs.
-JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,20}"}}
+from outrider.runtime.structured import SPACES
+
 BEGINNING = '{"name": "'
-SPACE = r"/[ \n]{1,4}/?"  # a grammar's expression for white space that a model may write
 
 
 class Part(NamedTuple):
@@ -29,16 +28,15 @@ Parts = Generator[Part | None, None, None]  # None where more text is needed
 class Offer:
     """What a model may do in its answer.
 
-    `tools` are the JSON schemas of the arguments of the tools that it may call, by name. `required` says whether it must call
-    one, and `parallel` whether it may call several. `marks` are the tokens around what it thinks, of a model that does, and
-    `opened` says whether the prompt has opened that.
+    `tools` are the JSON schemas of the arguments of the tools that it may call, by name, and `never` the tokens that no text
+    has: those that end an answer, and the one that opens what the model thinks, which comes before the answer. `required` says
+    whether it must call a tool, and `parallel` whether it may call several.
     """
 
     tools: Mapping[str, dict[str, Any]]
+    never: Sequence[int]
     required: bool = False
     parallel: bool = True
-    marks: tuple[int, int] | None = None
-    opened: bool = False
 
 
 class Family(ABC):
@@ -203,7 +201,7 @@ def quoted(text: str) -> str:
 
 def json_value(schema: dict[str, Any]) -> str:
     """Return a grammar's expression for a value of a JSON schema."""
-    return f"%json {json.dumps(JSON_OPTIONS | schema)}"
+    return f"%json {json.dumps({'x-guidance': SPACES} | schema)}"
 
 
 def arguments(schema: dict[str, Any]) -> dict[str, Any]:
@@ -235,24 +233,11 @@ def read_named_call(reader: Reader, key: str) -> Generator[Part | None, None, bo
     return True
 
 
-def start(offer: Offer, free: str, calls: str) -> list[str]:
-    """Return the first rules of a grammar: an answer may begin with what the model thinks.
-
-    Args:
-        free: an expression for an answer that need not have calls.
-        calls: one for calls alone.
-    """
-    answer = calls if offer.required else free
-    if offer.marks is None:
-        return [f"start: {answer}"]
-    opening, closing = offer.marks
-    thought = f"<[^{closing}]>*" if offer.opened else f"<[{opening}]> <[^{closing}]>*"
-    before = f"thought <[{closing}]> {SPACE}"
-    unfinished = "" if offer.required else "thought | "
-    return [f"start: {unfinished}{before} {answer}" + ("" if offer.opened else f" | {answer}"), f"thought: {thought}"]
-
-
 def text_without(offer: Offer, *tokens: int) -> str:
-    """Return an expression for any tokens but these, and but the one that would open what the model thinks."""
-    excluded: Sequence[int] = tokens if offer.marks is None else (*tokens, offer.marks[0])
-    return f"<[^{','.join(map(str, sorted(excluded)))}]>*"
+    """Return an expression for a text of any tokens but these."""
+    return f"<[^{','.join(map(str, sorted({*tokens, *offer.never})))}]>*"
+
+
+def text_then_calls(offer: Offer, opening: int) -> str:
+    """Return the first rule of a grammar of `calls`, behind text where they are not required; a token opens the first call."""
+    return "start: calls" if offer.required else f"start: {text_without(offer, opening)} calls?"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, arguments, json_value, one_of, quoted
+from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, arguments, json_value, one_of, quoted, text_without
 
 START, END, MESSAGE, CHANNEL, CONSTRAIN = "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"
 TO = " to=functions."
@@ -27,7 +27,7 @@ class GptOss(Family):
     def grammar(self, offer: Offer) -> str:
         """Return what the model thinks and says before a call, and a call or the last message to the user."""
         begin, end, message, channel, constrain = (f"<[{token}]>" for token in map(self.token, self.tokens))
-        text = f"<[^{','.join(str(token) for token in sorted(map(self.token, self.tokens)))}]>*"
+        text = text_without(offer, *map(self.token, self.tokens))
         form = f'" "? ({constrain} "json" | "json")?'
         each = []
         for name, schema in offer.tools.items():

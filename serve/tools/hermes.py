@@ -15,8 +15,7 @@ from outrider.serve.tools.base import (
     named_calls,
     quoted,
     read_named_call,
-    start,
-    text_without,
+    text_then_calls,
 )
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -37,8 +36,7 @@ class Hermes(Family):
         opening, closing = map(self.token, self.tokens)
         line_end = quoted("\n")
         more = f"({line_end} one)*" if offer.parallel else ""
-        free = f"{text_without(offer, opening)} calls?"
-        lines = [*start(offer, free, "calls"), f"calls: one {more}"]
+        lines = [text_then_calls(offer, opening), f"calls: one {more}"]
         lines.append(f"one: <[{opening}]> {line_end} call {line_end} <[{closing}]>")
         return "\n".join([*lines, named_calls(offer, "arguments")])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.serve.tools.base import BEGINNING, Family, Offer, Parts, Reader, named_calls, read_named_call, start
+from outrider.serve.tools.base import BEGINNING, Family, Offer, Parts, Reader, named_calls, read_named_call
 
 TAG = "<|python_tag|>"
 
@@ -26,7 +26,7 @@ class Llama(Family):
     def grammar(self, offer: Offer) -> str:
         """Return any text that does not begin as a call does, or a call."""
         tag = "".join(f"<[{token}]>? " for token in self.shown)
-        lines = [*start(offer, "(TEXT | one)", "one"), f"one: {tag}call"]
+        lines = [f"start: {'one' if offer.required else 'TEXT | one'}", f"one: {tag}call"]
         lines.append(r'TEXT: /(?s:.*)/ & ~/\{"name": "(?s:.*)/')
         return "\n".join([*lines, named_calls(offer, "parameters")])
 

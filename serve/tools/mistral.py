@@ -20,8 +20,7 @@ from outrider.serve.tools.base import (
     one_of,
     quoted,
     read_named_call,
-    start,
-    text_without,
+    text_then_calls,
 )
 
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -37,7 +36,9 @@ class Mistral(Family):
     def __init__(self, tokenizer: Any, template: str):
         """Take a tokenizer and a chat template; which tokens the template writes says which form it is."""
         super().__init__(tokenizer, template)
-        self._optional = [token for token in (CALL_ID, ARGUMENTS) if token in template and tokenizer.token_to_id(token)]
+        self._optional = [
+            token for token in (CALL_ID, ARGUMENTS) if token in template and tokenizer.token_to_id(token) is not None
+        ]
 
     @staticmethod
     def recognizes(template: str) -> bool:
@@ -52,7 +53,7 @@ class Mistral(Family):
     def grammar(self, offer: Offer) -> str:
         """Return any text, then calls."""
         calls = self.token(CALLS)
-        lines = start(offer, f"{text_without(offer, calls)} calls?", "calls")
+        lines = [text_then_calls(offer, calls)]
         if ARGUMENTS in self._optional:
             of_call = f"<[{self.token(CALL_ID)}]> {ID} " if CALL_ID in self._optional else ""
             head = f"{of_call}<[{self.token(ARGUMENTS)}]>"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.errors import UsageError
-from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, json_value, one_of, quoted, start, text_without
+from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, json_value, one_of, quoted, text_then_calls
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END, END, LINE_END = "\n<function=", "</function>\n", "\n</parameter>\n", "\n"
@@ -34,7 +34,7 @@ class QwenXml(Family):
         opening, closing = map(self.token, self.tokens)
         line_end = quoted("\n")
         more = f"({line_end} one)*" if offer.parallel else ""
-        lines = [*start(offer, f"{text_without(offer, opening)} calls?", "calls"), f"calls: one {more}"]
+        lines = [text_then_calls(offer, opening), f"calls: one {more}"]
         tools = []
         for name, schema in offer.tools.items():
             expressions = [quoted(f"{name}>\n")]

@@ -40,13 +40,15 @@ MISTRAL = (
 )
 MISTRAL_2025 = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
-    "{{ m.content }}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}"
+    "{{ m.content }}{% for c in m.tool_calls %}"
+    "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}"
     "{% endfor %}</s>{% endif %}{% endfor %}"
 )
 GPT_OSS = (
     "{% for m in messages %}{% if m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary"
     "<|message|>{{ m.content | tojson }}<|end|>{% elif m.role != 'assistant' %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
-    "<|end|>{% else %}{% for c in m.tool_calls %}{% if m.content %}<|start|>assistant<|channel|>commentary<|message|>{{ m.content }}"
+    "<|end|>{% else %}{% for c in m.tool_calls %}{% if m.content %}<|start|>assistant<|channel|>commentary"
+    "<|message|>{{ m.content }}"
     "<|end|>{% endif %}<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
     "{{ c.function.arguments | tojson }}<|call|>{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"

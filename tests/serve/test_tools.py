@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import UsageError
+from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import TextStream
 from outrider.serve.tools import family_of
 from outrider.serve.tools.base import Family, Offer, Part, Reader
 from outrider.tests.serve.families import EXAMPLES, text_of
+from outrider.tests.support import END
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}}, "required": ["city"]}
 ITEMS = {
@@ -29,11 +31,13 @@ ITEMS = {
     "$defs": {"item": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
 }
 TOOLS: dict[str, dict[str, Any]] = {"get_weather": PLACE, "order.items-1": ITEMS, "now": {"type": "object", "properties": {}}}
-WEATHER, ORDER, NOW = (
-    ("get_weather", {"city": 'São "Paulo"\\\n{[', "unit": "C"}),
-    ("order.items-1", {"list": [{"name": "}]"}, {"name": "é"}], "urgent": True, "note": "</parameter> 7"}),
-    ("now", {}),
+Call = tuple[str, dict[str, Any]]
+WEATHER: Call = ("get_weather", {"city": 'São "Paulo"\\\n{[', "unit": "C"})
+ORDER: Call = (
+    "order.items-1",
+    {"list": [{"name": "}]"}, {"name": "é"}], "urgent": True, "note": "</parameter> 7"},
 )
+NOW: Call = ("now", {})
 SEVERAL = ("hermes", "qwen_xml", "mistral", "mistral 2025")  # families whose answers may have several calls
 every = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -44,7 +48,7 @@ def family(name: str) -> Family:
     return found
 
 
-def answer(name: str, content: str, *calls: tuple[str, dict[str, Any]]) -> str:
+def answer(name: str, content: str, *calls: Call) -> str:
     """What a template writes between the prompt and the end of the answer."""
     of_message = [
         {"id": f"abcdefgh{at}", "type": "function", "function": {"name": tool, "arguments": arguments}}
@@ -96,9 +100,9 @@ def calls_in(parts: list[Part]) -> list[tuple[str, Any]]:
 @every
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("call", [WEATHER, ORDER, NOW], ids=lambda call: call[0])
-def test_a_call_of_the_template_is_accepted_and_read(name: str, required: bool, call: tuple[str, dict[str, Any]]) -> None:
+def test_a_call_of_the_template_is_accepted_and_read(name: str, required: bool, call: Call) -> None:
     written = answer(name, "", call)
-    assert accepted(name, family(name).grammar(Offer(TOOLS, required)), written) == (True, True)
+    assert accepted(name, family(name).grammar(Offer(TOOLS, [0], required)), written) == (True, True)
     parts, cut = read(name, written)
     assert ([part.kind for part in parts], calls_in(parts), cut) == (["name", "arguments"], [call], False)
 
@@ -106,7 +110,7 @@ def test_a_call_of_the_template_is_accepted_and_read(name: str, required: bool, 
 @every
 def test_text_may_come_before_a_call_or_instead_of_one(name: str) -> None:
     tool = family(name)
-    free, required = tool.grammar(Offer(TOOLS)), tool.grammar(Offer(TOOLS, required=True))
+    free, required = tool.grammar(Offer(TOOLS, [0])), tool.grammar(Offer(TOOLS, [0], required=True))
     written = answer(name, 'It is {"name": 7}, [x] or <b>.')
     assert accepted(name, free, written) == (True, True)
     assert accepted(name, required, written)[0] is False
@@ -123,13 +127,14 @@ def test_several_calls(name: str) -> None:
     calls = (WEATHER, NOW, ORDER)
     if name not in SEVERAL:
         assert (
-            accepted(name, family(name).grammar(Offer(TOOLS)), answer(name, "", NOW) + "\n" + answer(name, "", NOW))[0] is False
+            accepted(name, family(name).grammar(Offer(TOOLS, [0])), answer(name, "", NOW) + "\n" + answer(name, "", NOW))[0]
+            is False
         )
         return
     written = answer(name, "", *calls)
-    assert accepted(name, family(name).grammar(Offer(TOOLS)), written) == (True, True)
+    assert accepted(name, family(name).grammar(Offer(TOOLS, [0])), written) == (True, True)
     assert calls_in(read(name, written)[0]) == [*calls]
-    assert accepted(name, family(name).grammar(Offer(TOOLS, parallel=False)), written)[0] is False
+    assert accepted(name, family(name).grammar(Offer(TOOLS, [0], parallel=False)), written)[0] is False
 
 
 @every
@@ -147,23 +152,25 @@ def test_several_calls(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_call_is_not_accepted(name: str, call: tuple[str, dict[str, Any]]) -> None:
+def test_a_wrong_call_is_not_accepted(name: str, call: Call) -> None:
     for required in (False, True):
-        assert not all(accepted(name, family(name).grammar(Offer(TOOLS, required)), answer(name, "", call)))
+        assert not all(accepted(name, family(name).grammar(Offer(TOOLS, [0], required)), answer(name, "", call)))
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
 @pytest.mark.parametrize("opened", [False, True])
 def test_what_the_model_thinks_is_free_and_comes_first(name: str, opened: bool) -> None:
     tokenizer = text_of(name).tokenizer
-    marks = tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>")
-    thought = ("" if opened else "<think>") + 'A <tool_call> {"x"</think>\n\n'
+    opening, closing = (tokenizer.token_to_id(mark) for mark in ("<think>", "</think>"))
+    thought = ("" if opened else "<think>") + 'A {"x"</think>\n\n'
     for required in (False, True):
-        grammar = family(name).grammar(Offer(TOOLS, required, marks=marks, opened=opened))
-        assert accepted(name, grammar, thought + answer(name, "", WEATHER)) == (True, True)
-        assert accepted(name, grammar, thought + "Hi") == (not required, not required) or required
-        assert accepted(name, grammar, answer(name, "", WEATHER))[1] is not opened or not required
-        assert accepted(name, grammar, "" if opened else "<think>")[1] is not required
+        grammar = StructuredOutputs(grammar=family(name).grammar(Offer(TOOLS, [0, opening], required)))
+        source = grammar.after_reasoning(opening, closing, opened).source()
+        assert accepted(name, source, thought + answer(name, "", WEATHER)) == (True, True)
+        assert accepted(name, source, thought + "Hi")[1] is not required
+        assert accepted(name, source, answer(name, "", WEATHER))[0] is not opened
+        assert accepted(name, source, "Hi" if opened else "<think>Hi")[1] is False
+        assert accepted(name, source, ("Hi" if opened else "<think>Hi") + END)[0] is False
 
 
 @every
@@ -195,7 +202,7 @@ def test_gpt_oss_thinks_in_a_channel() -> None:
     call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{ }"
     final = "<|channel|>final<|message|>Hi."
     for required in (False, True):
-        grammar = family("gpt_oss").grammar(Offer(TOOLS, required))
+        grammar = family("gpt_oss").grammar(Offer(TOOLS, [0], required))
         assert accepted("gpt_oss", grammar, written + call) == (True, True)
         assert accepted("gpt_oss", grammar, written + final)[0] is not required
     before = [Part("reasoning_content", "Well."), Part("content", "So.")]
@@ -207,7 +214,7 @@ def test_gpt_oss_thinks_in_a_channel() -> None:
 
 def test_llama_may_begin_with_its_tag() -> None:
     written = "<|python_tag|>" + answer("llama", "", NOW)
-    assert accepted("llama", family("llama").grammar(Offer(TOOLS, required=True)), written) == (True, True)
+    assert accepted("llama", family("llama").grammar(Offer(TOOLS, [0], required=True)), written) == (True, True)
     assert calls_in(read("llama", written)[0]) == [NOW]
 
 
@@ -226,7 +233,7 @@ def test_llama_may_begin_with_its_tag() -> None:
 )
 def test_a_schema_that_calls_in_xml_cannot_keep_is_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
-        family("qwen_xml").grammar(Offer({"f": parameters}))
+        family("qwen_xml").grammar(Offer({"f": parameters}, [0]))
     assert caught.value.param == "tools"
     assert caught.value.hint
 
@@ -235,7 +242,7 @@ def test_a_schema_that_calls_in_xml_cannot_keep_is_refused(parameters: dict[str,
     "schema", [{"$ref": "#/properties/a"}, {"anyOf": 3, "type": 5, "enum": 1}, {"$ref": "x"}, {"anyOf": [{"anyOf": []}]}]
 )
 def test_a_schema_that_means_nothing_is_the_grammars_to_refuse(schema: dict[str, Any]) -> None:
-    grammar = family("qwen_xml").grammar(Offer({"f": {"type": "object", "properties": {"a": schema}}}))
+    grammar = family("qwen_xml").grammar(Offer({"f": {"type": "object", "properties": {"a": schema}}}, [0]))
     llguidance.LLMatcher(llguidance.LLTokenizer(text_of("qwen_xml").tokenizer.to_str(), eos_token=0), grammar)
 
 
