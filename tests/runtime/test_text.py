@@ -200,7 +200,7 @@ def test_special_tokens_that_are_shown_are_text_beside_others_that_are_not() -> 
     """Also between the bytes of a character, and at the end of the prompt."""
     made = tokenizer()
     made.add_special_tokens(["<|call|>", "<|other|>"])
-    call, other = made.token_to_id("<|call|>"), made.token_to_id("<|other|>")
+    call, other = made.encode("<|call|><|other|>").ids
     first, *rest = made.encode("🙂").ids
     stream = TextStream(made, [call], ("fox",), {call: "<|call|>"})
     ids = [other, *made.encode(" the").ids, call, first, call, *made.encode("quick").ids, other, *made.encode(" fox").ids]
