@@ -17,10 +17,26 @@ import jinja2.sandbox
 
 from outrider.errors import UsageError
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[dict[str, Any]]  # a tool call's arguments are values, not JSON
+Tools = Sequence[dict[str, Any]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 TURNS: Messages = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
-SAMPLES = (TURNS, ({"role": "system", "content": "0"}, *TURNS))  # many templates accept no system message
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "0"}}, "required": ["a"]}
+TOOLS: Tools = [{"type": "function", "function": {"name": "f", "description": "0", "parameters": PARAMETERS}}]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "2"}}}  # Mistral's ids are so long
+CALLING: Messages = [
+    TURNS[0],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": CALL["id"], "name": "f", "content": "3"},
+    {"role": "assistant", "content": "4"},
+    TURNS[2],
+]
+# Many templates accept no system message, and many know no tools.
+SAMPLES: Sequence[tuple[Messages, Tools]] = (
+    (TURNS, ()),
+    ([{"role": "system", "content": "0"}, *TURNS], ()),
+    (CALLING, TOOLS),
+)
 
 
 class ChatTemplate:
@@ -30,17 +46,25 @@ class ChatTemplate:
         """Keep a template with the variables it may use besides the messages, such as `bos_token`."""
         self.source, self.special_tokens = source, special_tokens
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True, further: Mapping[str, Any] = NOTHING) -> str:
+    def render(
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        add_generation_prompt: bool = True,
+        further: Mapping[str, Any] = NOTHING,
+    ) -> str:
         """Return the messages in the template, ready for the assistant's turn if `add_generation_prompt`.
 
         Args:
+            tools: the definitions of tools that the model may call.
             further: variables of this template's own, such as `enable_thinking`.
 
         Raises:
             UsageError: the template rejects the messages, or a variable has another meaning in every template.
         """
         turns = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        variables = {**self.special_tokens, **turns, "tools": None, "documents": None}
+        variables = {**self.special_tokens, **turns, "tools": list(tools) or None, "documents": None}
         if taken := sorted(further.keys() & variables.keys()):
             raise UsageError(f"{taken[0]} cannot be a variable of the template's own", "leave it out", param="template_kwargs")
         try:
@@ -56,9 +80,9 @@ class ChatTemplate:
     def samples(self) -> str:
         """Return small conversations in the template, those that it does not reject."""
         rendered = []
-        for messages in SAMPLES:
+        for messages, tools in SAMPLES:
             try:
-                rendered.append(self.render(messages))
+                rendered.append(self.render(messages, tools))
             except UsageError:
                 continue
         return "".join(rendered)
@@ -74,7 +98,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -88,6 +112,16 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from outrider.errors import EngineError, FolderError, UsageError
 from outrider.runtime import prompt_length
-from outrider.runtime.chat_template import NOTHING, ChatTemplate, Messages
+from outrider.runtime.chat_template import NOTHING, ChatTemplate, Messages, Tools
 from outrider.runtime.special_tokens import Aliases, control_tokens
 
 # How many of the prompt's last tokens the decoder sees. No character is longer, and the cost of decoding an incomplete run of
@@ -24,6 +24,10 @@ PLAIN = "\ue004"  # a character for private use, which is part of no token
 
 Piece = tuple[str, bool]
 """Text, and whether the token that completed it came from the draft."""
+
+
+Chat = tuple[Messages, Tools]
+Render = Callable[[Messages, Tools], str]
 
 
 class PromptTooLongError(UsageError):
@@ -90,6 +94,7 @@ class Text:
     def encode_chat(
         self,
         messages: Messages,
+        tools: Tools = (),
         *,
         limit: int | None = None,
         allow_special_tokens: bool = False,
@@ -99,11 +104,12 @@ class Text:
         """Return the token ids of messages in the chat template.
 
         Args:
+            tools: the definitions of tools that the model may call.
             limit: see `encode`.
             add_generation_prompt: whether the assistant's turn begins behind them.
             template_kwargs: variables of the template's own, such as `enable_thinking`.
-            allow_special_tokens: whether text of a message can be a special token, or another that the template writes,
-                and so for instance begin a turn. By default it is encoded as the characters that it consists of.
+            allow_special_tokens: whether text of a message or a tool can be a special token, or another that the template
+                writes, and so for instance begin a turn. By default it is encoded as the characters that it consists of.
 
         Raises:
             UsageError: there is no chat template, it rejects the messages or changes special tokens in them, or they are
@@ -111,27 +117,28 @@ class Text:
             PromptTooLongError: they have more than `limit` tokens.
         """
         render = functools.partial(self.render, add_generation_prompt=add_generation_prompt, further=template_kwargs)
-        rendered = render(messages)
+        rendered = render(messages, tools)
         self._check(rendered, limit)
         if allow_special_tokens or not self._control_tokens:
             return _encode(self.tokenizer, rendered, add_special_tokens=False)
         if any(token in text for text in _texts(template_kwargs) for token in self._control_tokens):
             raise UsageError("a variable of the template contains special tokens", "remove them", param="template_kwargs")
-        if not self._has_control_tokens(messages):
-            if self._writes_more(rendered, messages, render):
+        chat = messages, tools
+        if not self._has_control_tokens(chat):
+            if self._writes_more(rendered, chat, render):
                 raise _changed()
             return _encode(self.tokenizer, rendered, add_special_tokens=False)
         aliases = self._aliases
-        with_placeholders = _render_changed(render, messages, aliases.hide)
+        with_placeholders = _render_changed(render, chat, aliases.hide)
         # Where the template changes them, nobody can tell which tokens are its own.
-        if aliases.show(with_placeholders) != rendered or self._writes_more(with_placeholders, messages, render):
+        if aliases.show(with_placeholders) != rendered or self._writes_more(with_placeholders, chat, render):
             raise _changed()
         return _encode(aliases.tokenizer, aliases.protect(with_placeholders), add_special_tokens=False)
 
-    def _writes_more(self, rendered: str, messages: Messages, render: Callable[[Messages], str]) -> bool:
-        """Return whether the template has made control tokens of a chat's messages that do not contain any: in lower case, say,
-        or by joining parts of them. In plain messages of the same words there is nothing that could become one."""
-        plain = _render_changed(render, messages, lambda text: re.sub(r"[^\w\s]", PLAIN, text))
+    def _writes_more(self, rendered: str, chat: Chat, render: Render) -> bool:
+        """Return whether the template has made control tokens of a chat's texts that do not contain any: in lower case, say,
+        or by joining parts of them. In plain texts of the same words there is nothing that could become one."""
+        plain = _render_changed(render, chat, lambda text: re.sub(r"[^\w\s]", PLAIN, text))
         return any(rendered.count(token) > plain.count(token) for token in self._control_tokens)
 
     def _check(self, prompt: str, limit: int | None) -> None:
@@ -157,9 +164,9 @@ class Text:
         written = "" if self.template is None else self.template.samples()
         return control_tokens(self.tokenizer.get_added_tokens_decoder().values(), written)
 
-    def _has_control_tokens(self, messages: Messages) -> bool:
-        """Return whether a message contains the text of a control token, before or after normalization."""
-        texts = [each.get("content", "") for each in messages]
+    def _has_control_tokens(self, chat: Chat) -> bool:
+        """Return whether a text of a chat contains that of a control token, before or after normalization."""
+        texts = list(_texts(chat))
         if self._normalizes_tokens:
             texts += [self.tokenizer.normalizer.normalize_str(text) for text in texts]
         return any(token in text for text in texts for token in self._control_tokens)
@@ -192,7 +199,14 @@ class Text:
         text: str = _decode(self.tokenizer.decode, tokens, skip_special_tokens=False)
         return text
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True, further: Mapping[str, Any] = NOTHING) -> str:
+    def render(
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        add_generation_prompt: bool = True,
+        further: Mapping[str, Any] = NOTHING,
+    ) -> str:
         """Return the messages in the bundle's chat template; see `ChatTemplate.render`.
 
         Raises:
@@ -202,7 +216,7 @@ class Text:
             raise UsageError(
                 "this bundle has no chat template", "write the prompt as the model expects it, without a template", param="chat"
             )
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt, further=further)
+        return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt, further=further)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -212,15 +226,23 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from value
         value = list(value.values())
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         for each in value:
             yield from _texts(each)
 
 
-def _render_changed(render: Callable[[Messages], str], messages: Messages, change: Callable[[str], str]) -> str:
-    """Return messages in the template after a change to their text; nothing if the template rejects them."""
+def _render_changed(render: Render, chat: Chat, change: Callable[[str], str]) -> str:
+    """Return a chat in the template after a change to its texts; nothing if the template rejects it."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, Mapping):
+            return {change(key): changed(each) for key, each in value.items()}
+        return [*map(changed, value)] if isinstance(value, list | tuple) else value
+
     try:
-        return render([each | {"content": change(each["content"])} for each in messages])
+        return render(*map(changed, chat))
     except UsageError:
         return ""
 
@@ -273,9 +295,9 @@ def _line(error: BaseException) -> str:
 class TextStream:
     """Turns confirmed tokens into text: whole characters only, and nothing that may still become a stop string."""
 
-    def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...]):
-        """Begin after `prompt`; `stop` are the stop strings."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...], shown: Mapping[int, str] | None = None):
+        """Begin after `prompt`; `stop` are the stop strings, and `shown` the special tokens that are text, with theirs."""
+        self._tokenizer, self._shown = tokenizer, shown or {}
         self._decoder: Any = DecodeStream(skip_special_tokens=True)
         self._undecoded: list[int] = []
         for token in prompt[-PROMPT_CONTEXT:]:  # the answer's first text may depend on it: a space, the rest of a character
@@ -335,6 +357,11 @@ class TextStream:
 
     def _step(self, token: int) -> str | None:
         """Return the text that this token completes, or None."""
+        if token in self._shown:
+            before = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True) if self._undecoded else ""
+            self._undecoded.clear()
+            self._decoder = DecodeStream(skip_special_tokens=True)
+            return before + self._shown[token]
         self._undecoded.append(token)
         try:
             text: str | None = _decode(self._decoder.step, self._tokenizer, token)

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from outrider import __version__
 from outrider.errors import OutriderError
-from outrider.serve import chat, completions, routes, tokenize
+from outrider.serve import chat, completions, responses, routes, tokenize
 from outrider.serve.engine import EngineThread
 from outrider.serve.errors import on_bug, on_http_error, on_invalid_body, on_library_error
 from outrider.serve.guard import Guard
@@ -35,7 +35,7 @@ def create_app(settings: Settings, engine: EngineThread) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_bug)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
-    for module in (completions, chat, tokenize, routes):
+    for module in (completions, chat, responses, tokenize, routes):
         app.include_router(module.router)
     return app
 

@@ -21,9 +21,10 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UsageError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
+from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import PromptTooLongError
 from outrider.serve import protocol
 from outrider.serve.engine import EngineThread, Result, TimedOutError
@@ -31,6 +32,7 @@ from outrider.serve.errors import ApiError, api_error, unknown_model
 from outrider.serve.prompts_child import Job
 from outrider.serve.settings import Settings
 
+PROMPTS = {"prompt", "messages", "tools", "instructions", "input"}  # what `log_prompts` is about
 LOGGER = logging.getLogger("outrider.serve")
 Body = TypeVar("Body", bound=protocol.Common)
 
@@ -39,9 +41,8 @@ class ResponseAssembler(ABC, Generic[Body]):
     """Submits the choices of one HTTP request, one for each prompt and n, and assembles their events into its response."""
 
     id_prefix: ClassVar[str]
-    object_name: ClassVar[str]
-    chunk_name: ClassVar[str]
     prompt_field: ClassVar[str]
+    grammar_field: ClassVar[str] = "structured_outputs"  # what is named if the grammar of the answers cannot be had
 
     def __init__(self, http: HttpRequest, body: Body, engine: EngineThread, settings: Settings, model: str):
         """Prepare a response.
@@ -57,11 +58,12 @@ class ResponseAssembler(ABC, Generic[Body]):
             raise unknown_model(body.model or "", model)
         outrider = engine.outrider
         self.text, self.capacity = outrider.text, outrider.build.capacity
+        self.end_ids = outrider.manifest.generation.eos_token_ids
         self.body, self._http, self._path = body, http, http.url.path
         self._engine, self._settings = engine, settings
-        self._header = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._prompts: list[list[int]] = []
-        self._requests: list[Request] = []
+        self.id, self.created, self.model = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time()), model
+        self.prompts: list[list[int]] = []
+        self.requests: list[Request] = []
         self._results: asyncio.Queue[tuple[int, Result]] = asyncio.Queue()
         self._finished: dict[int, str] = {}  # finish reasons by choice
         self._started = time.perf_counter()
@@ -71,20 +73,26 @@ class ResponseAssembler(ABC, Generic[Body]):
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the parameters for a prompt; raises `UsageError` if one is out of range."""
 
-    @abstractmethod
-    def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
-        """Return a choice of a whole response."""
+    def trial(self) -> tuple[StructuredOutputs, str] | None:
+        """Return the grammar to try before the prompt is read, if there is one, and the request's field that it comes from."""
+        structured = self.body.structured()
+        return None if structured is None else (structured, self.grammar_field)
 
     @abstractmethod
-    def chunk(self, index: int, event: Event) -> dict[str, Any]:
-        """Return a choice of a stream's chunk."""
+    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
+        """Return the body of a whole response to the events of each choice."""
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Return choices that a stream begins with."""
-        return []
+    @abstractmethod
+    def frames(self) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream."""
 
     async def encode(
-        self, *, texts: Sequence[str] = (), messages: Sequence[dict[str, str]] = (), **options: Any
+        self,
+        *,
+        texts: Sequence[str] = (),
+        messages: Sequence[dict[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        **options: Any,
     ) -> list[list[int]]:
         """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`. The grammar
         of the answers, if there is one, is tried first.
@@ -96,9 +104,13 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_choices(len(texts) or 1)
         settings, owner = self._settings, self._http.state.owner
-        if (structured := self.body.structured()) is not None:
-            await encode(self._engine, settings, Job(structured=structured.arguments()), owner, self.prompt_field)
-        job = Job(settings.max_prompt or self.capacity, texts, messages, settings.allow_special_tokens, **options)
+        if (trial := self.trial()) is not None:
+            structured, field = trial
+            try:
+                await encode(self._engine, settings, Job(structured=structured.arguments()), owner, field)
+            except UsageError as error:
+                raise ApiError(400, f"{error}; {error.hint}", field) from error
+        job = Job(settings.max_prompt or self.capacity, texts, messages, tools, settings.allow_special_tokens, **options)
         return await encode(self._engine, settings, job, owner, self.prompt_field)
 
     async def respond(self, prompts: list[list[int]]) -> Response:
@@ -109,7 +121,7 @@ class ResponseAssembler(ABC, Generic[Body]):
             UsageError, QueueFullError, NotReadyError: see `EngineThread.submit`.
         """
         self._check_limits(prompts)
-        self._prompts = prompts
+        self.prompts = prompts
         requests = [
             (prompt, replace(params, seed=seed))
             for prompt in prompts
@@ -120,13 +132,12 @@ class ResponseAssembler(ABC, Generic[Body]):
             if structured is not None:  # compiled here, so that the engines' thread finds it compiled
                 await asyncio.to_thread(self._engine.outrider.grammars.compile, structured)
         owner = self._http.state.owner
-        self._requests = await self._engine.submit(
+        self.requests = await self._engine.submit(
             requests, lambda *result: self._results.put_nowait(result), owner, self.body.priority, self.body.timeout
         )
         if self.body.stream:
             return _Stream(self._stream(), self._cancel)
-        choices = [self.choice(index, events) for index, events in enumerate(await self._collect())]
-        return JSONResponse(self._envelope(self.object_name, choices=choices, **self._totals()))
+        return JSONResponse(self.whole(await self._collect()))
 
     def _check_choices(self, prompts: int) -> None:
         if prompts * self.body.n > (limit := self._settings.max_choices):
@@ -140,14 +151,14 @@ class ResponseAssembler(ABC, Generic[Body]):
                 message = f"the prompt has {len(prompt):,} tokens; this server's limit is {limit:,}"
                 raise ApiError(400, message, self.prompt_field, "context_length_exceeded")
 
-    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yield the events of all choices as they come, each with its choice's index.
 
         Raises:
             ApiError: a choice failed; the others are cancelled.
         """
         try:
-            while len(self._finished) < len(self._requests):
+            while len(self._finished) < len(self.requests):
                 index, result = await self._results.get()
                 if isinstance(result, OutriderError):
                     self._finished[index] = "error"
@@ -163,17 +174,17 @@ class ResponseAssembler(ABC, Generic[Body]):
 
     def _cancel(self) -> None:
         """Cancel the choices that have not finished."""
-        unfinished = {index: request for index, request in enumerate(self._requests) if index not in self._finished}
+        unfinished = {index: request for index, request in enumerate(self.requests) if index not in self._finished}
         if unfinished:
             self._engine.cancel(list(unfinished.values()))
             self._finished |= dict.fromkeys(unfinished, "cancelled")
 
     async def _collect(self) -> list[list[Event]]:
         """Return all events of each choice; a client that disconnects cancels them."""
-        events: list[list[Event]] = [[] for _ in self._requests]
+        events: list[list[Event]] = [[] for _ in self.requests]
 
         async def collect() -> None:
-            async for index, event in self._events():
+            async for index, event in self.events():
                 events[index].append(event)
 
         async def disconnect() -> None:
@@ -193,29 +204,73 @@ class ResponseAssembler(ABC, Generic[Body]):
         return events
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        """Yield the stream's chunks; an error is the last one."""
-        options = self.body.stream_options
-        usage = {"usage": None} if options is not None and options.include_usage else {}
+        """Yield the stream's events; an error is the last one."""
         try:
-            for choice in self.opening():
-                yield sse(self._envelope(self.chunk_name, choices=[choice], **usage))
-            async for index, event in self._events():
-                if event.pieces or event.finish_reason is not None or event.logprobs:
-                    yield sse(self._envelope(self.chunk_name, choices=[self.chunk(index, event)], **usage))
-            if usage:
-                yield sse(self._envelope(self.chunk_name, choices=[], **self._totals()))
-            yield format_sse_event(data_str="[DONE]")
+            async for frame in self.frames():
+                yield frame
         except ApiError as error:
             yield sse(error.body())
         finally:
             self._cancel()
 
+    def _log(self) -> None:
+        now = time.perf_counter()
+        fields: dict[str, Any] = {
+            "request": self.id,
+            "path": self._path,
+            "prompt_tokens": sum(map(len, self.prompts)),
+            "completion_tokens": sum(request.stats.emitted for request in self.requests),
+            "seconds": round(now - self._started, 4),
+            "first_token_seconds": None if self._first_token is None else round(self._first_token - self._started, 4),
+            "finish_reasons": sorted(set(self._finished.values())),
+        }
+        if self._settings.log_prompts:
+            fields["prompts"] = self.body.model_dump(include=PROMPTS, exclude_defaults=True)
+        LOGGER.info("answered", extra=fields)
+
+
+class ChoicesAssembler(ResponseAssembler[Body]):
+    """Assembles responses that have choices."""
+
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+
+    @abstractmethod
+    def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
+        """Return a choice of a whole response."""
+
+    @abstractmethod
+    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Return a choice of a stream's chunk, or None if the event adds nothing to it."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return choices that a stream begins with."""
+        return []
+
+    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
+        """Return all choices."""
+        choices = [self.choice(index, events) for index, events in enumerate(answers)]
+        return self._envelope(self.object_name, choices=choices, **self._totals())
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the chunks, each with a choice."""
+        options = self.body.stream_options
+        usage = {"usage": None} if options is not None and options.include_usage else {}
+        for choice in self.opening():
+            yield sse(self._envelope(self.chunk_name, choices=[choice], **usage))
+        async for index, event in self.events():
+            if (more := self.chunk(index, event)) is not None:
+                yield sse(self._envelope(self.chunk_name, choices=[more], **usage))
+        if usage:
+            yield sse(self._envelope(self.chunk_name, choices=[], **self._totals()))
+        yield format_sse_event(data_str="[DONE]")
+
     def _envelope(self, name: str, **fields: Any) -> dict[str, Any]:
-        return {**self._header, "object": name, **fields}
+        return {"id": self.id, "created": self.created, "model": self.model, "object": name, **fields}
 
     def _totals(self) -> dict[str, Any]:
-        stats = [request.stats for request in self._requests]
-        prompts = [len(prompt) for prompt in self._prompts]
+        stats = [request.stats for request in self.requests]
+        prompts = [len(prompt) for prompt in self.prompts]
         return {"usage": protocol.usage(stats, prompts), "metrics": protocol.speculation_metrics(stats)}
 
     def origin(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -223,21 +278,6 @@ class ResponseAssembler(ABC, Generic[Body]):
         if not self.body.return_origin:
             return {}
         return {"origin": [[text, from_draft] for event in events for text, from_draft in event.pieces]}
-
-    def _log(self) -> None:
-        now = time.perf_counter()
-        fields: dict[str, Any] = {
-            "request": self._header["id"],
-            "path": self._path,
-            "prompt_tokens": sum(map(len, self._prompts)),
-            "completion_tokens": sum(request.stats.emitted for request in self._requests),
-            "seconds": round(now - self._started, 4),
-            "first_token_seconds": None if self._first_token is None else round(self._first_token - self._started, 4),
-            "finish_reasons": sorted(set(self._finished.values())),
-        }
-        if self._settings.log_prompts:
-            fields["prompts"] = self.body.model_dump(include={"prompt", "messages"})
-        LOGGER.info("answered", extra=fields)
 
 
 async def encode(engine: EngineThread, settings: Settings, job: Job, owner: Hashable, field: str) -> list[list[int]]:
@@ -272,6 +312,6 @@ class _Stream(EventSourceResponse):
             self._end()
 
 
-def sse(body: dict[str, Any]) -> bytes:
-    """Return a server-sent event with a JSON body."""
-    return format_sse_event(data_str=json.dumps(body, separators=(",", ":")))
+def sse(body: dict[str, Any], event: str | None = None) -> bytes:
+    """Return a server-sent event with a JSON body, and perhaps a name."""
+    return format_sse_event(data_str=json.dumps(body, separators=(",", ":")), event=event)

@@ -12,24 +12,32 @@ from fastapi.responses import Response
 
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.serve.assembler import ResponseAssembler
+from outrider.runtime.structured import StructuredOutputs
+from outrider.serve.answer import AnswerReader, Answers
+from outrider.serve.assembler import ChoicesAssembler
 from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.errors import CHAT_PATH, ApiError
-from outrider.serve.protocol import ChatRequest, chat_logprobs, finish_reason, template_messages
-from outrider.serve.reasoning import ReasoningSplitter, marks_of, opened
+from outrider.serve.protocol import ChatRequest, NamedTool, chat_logprobs, template_messages
+from outrider.serve.tools.base import Part
 
 router = APIRouter(route_class=JsonRoute)
-END = 16  # tokens at the end of a prompt that may open the reasoning
 
 
-class ChatAssembler(ResponseAssembler[ChatRequest]):
+class ChatAssembler(ChoicesAssembler[ChatRequest]):
     """Assembles the assistant's next message."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     prompt_field = "messages"
+
+    @functools.cached_property
+    def answers(self) -> Answers:
+        """What the model may answer; raises `ApiError` if the tools cannot be used."""
+        chat = self.body
+        choice = chat.tool_choice.function if isinstance(chat.tool_choice, NamedTool) else chat.tool_choice
+        return Answers(self.text, self.end_ids, [tool.function for tool in chat.tools], choice, chat.parallel_tool_calls)
 
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the request's parameters; without a maximum length, the answer may fill the cache."""
@@ -38,11 +46,14 @@ class ChatAssembler(ResponseAssembler[ChatRequest]):
         if max_tokens is None:
             max_tokens = max(self.capacity - len(prompt) + 1, 1)
         params = chat.params(max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
-        if params.structured_outputs is None or (marks := marks_of(self.text.tokenizer)) is None:
-            return params
-        thinks = opened(marks[0], self.text.decode(prompt[-END:]))
-        opening, closing = (self.text.tokenizer.token_to_id(mark) for mark in marks)
-        return replace(params, structured_outputs=params.structured_outputs.after_reasoning(opening, closing, thinks))
+        return replace(params, structured_outputs=self.answers.constraint(prompt, params.structured_outputs))
+
+    def trial(self) -> tuple[StructuredOutputs, str] | None:
+        """Return the grammar of the calls, if there are tools."""
+        asked, calls = super().trial(), self.answers.calls()
+        if asked is not None and calls is not None:
+            raise ApiError(400, "tools and response_format cannot be used together", "response_format")
+        return asked if calls is None else (calls, "tools")
 
     def opening(self) -> list[dict[str, Any]]:
         """Return a chunk with the role for each choice."""
@@ -50,34 +61,53 @@ class ChatAssembler(ResponseAssembler[ChatRequest]):
         return [{"index": index, **first} for index in range(self.body.n)]
 
     @functools.cached_property
-    def _splitters(self) -> list[ReasoningSplitter]:
-        """One for each choice of a model that thinks between marks; none for other models."""
-        marks, (prompt,) = marks_of(self.text.tokenizer), self._prompts
-        if marks is None:
-            return []
-        end = self.text.decode(prompt[-END:])
-        return [ReasoningSplitter(marks, end) for _ in range(self.body.n)]
+    def _readers(self) -> list[AnswerReader]:
+        """One for each choice."""
+        return [self.answers.reader(request.prompt, request.params) for request in self.requests]
 
-    def _parts(self, index: int, text: str, last: bool) -> dict[str, str]:
-        if not self._splitters:
-            return {"content": text}
-        return self._splitters[index].push(text, last)._asdict()
+    @functools.cached_property
+    def _calls(self) -> list[int]:
+        """How many calls each choice has begun."""
+        return [0] * len(self.requests)
+
+    def _delta(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+        """Return parts as a delta of a choice's message."""
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for kind, text in parts:
+            if kind in ("content", "reasoning_content"):
+                delta[kind] = delta.get(kind, "") + text
+                continue
+            if kind == "name":
+                at, self._calls[index] = self._calls[index], self._calls[index] + 1
+                function = {"name": text, "arguments": ""}
+                calls[at] = {"index": at, "id": self.answers.call_id(), "type": "function", "function": function}
+            else:
+                at = self._calls[index] - 1
+                call = calls.setdefault(at, {"index": at, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+        return delta | ({"tool_calls": [*calls.values()]} if calls else {})
 
     def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
         """Return a choice with the whole message."""
-        parts = self._parts(index, "".join(event.text for event in events), True)
-        return self._choice(index, events, message={"role": "assistant", **parts, "refusal": None})
+        delta = self._delta(index, [part for event in events for part in self._readers[index].read(event)])
+        calls = [{key: call[key] for key in ("id", "type", "function")} for call in delta.get("tool_calls", ())]
+        message = {"role": "assistant", "content": delta.get("content", None if calls else ""), "refusal": None}
+        if self.answers.thinks:
+            message["reasoning_content"] = delta.get("reasoning_content", "")
+        return self._choice(index, events, message=message | ({"tool_calls": calls} if calls else {}))
 
-    def chunk(self, index: int, event: Event) -> dict[str, Any]:
-        """Return a choice with the text of one event."""
-        parts = self._parts(index, event.text, event.finish_reason is not None)
-        return self._choice(index, [event], delta={name: part for name, part in parts.items() if part or len(parts) == 1})
+    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Return a choice with what one event adds to the message."""
+        delta = self._delta(index, self._readers[index].read(event))
+        adds = delta or event.finish_reason is not None or event.logprobs or (event.pieces and self.body.return_origin)
+        return self._choice(index, [event], delta=delta) if adds else None
 
     def _choice(self, index: int, events: Sequence[Event], **content: dict[str, Any]) -> dict[str, Any]:
         return {
             "index": index,
             **content,
-            "finish_reason": finish_reason(events[-1].finish_reason),
+            "finish_reason": self._readers[index].finish_reason(events[-1]),
             "logprobs": chat_logprobs(self.text, events) if self.body.logprobs else None,
             **self.origin(events),
         }
@@ -92,5 +122,9 @@ async def chat_completions(
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     return await assembler.respond(
-        await assembler.encode(messages=template_messages(body.messages), template_kwargs=body.chat_template_kwargs)
+        await assembler.encode(
+            messages=template_messages(body.messages),
+            tools=assembler.answers.definitions,
+            template_kwargs=body.chat_template_kwargs,
+        )
     )

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.serve.assembler import ResponseAssembler
+from outrider.serve.assembler import ChoicesAssembler
 from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.protocol import CompletionLogprobs, CompletionRequest, finish_reason
@@ -19,16 +19,16 @@ from outrider.serve.protocol import CompletionLogprobs, CompletionRequest, finis
 router = APIRouter(route_class=JsonRoute)
 
 
-class CompletionAssembler(ResponseAssembler[CompletionRequest]):
+class CompletionAssembler(ChoicesAssembler[CompletionRequest]):
     """Assembles text completions."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     object_name = chunk_name = "text_completion"
     prompt_field = "prompt"
 
     @functools.cached_property
     def _logprobs(self) -> list[CompletionLogprobs]:
-        return [CompletionLogprobs(self.text) for _ in self._requests]
+        return [CompletionLogprobs(self.text) for _ in self.requests]
 
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the request's parameters, the same for each prompt."""
@@ -47,9 +47,10 @@ class CompletionAssembler(ResponseAssembler[CompletionRequest]):
             **self.origin(events),
         }
 
-    def chunk(self, index: int, event: Event) -> dict[str, Any]:
+    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
         """Return a choice with the text of one event."""
-        return self.choice(index, [event])
+        adds = event.pieces or event.finish_reason is not None or event.logprobs
+        return self.choice(index, [event]) if adds else None
 
 
 @router.post("/v1/completions", response_model=None)

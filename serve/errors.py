@@ -15,11 +15,15 @@ from outrider.errors import OutriderError, UsageError
 from outrider.runtime.grammar import GrammarError
 from outrider.runtime.scheduler import QueueFullError
 from outrider.serve.engine import NotReadyError, TimedOutError
-from outrider.serve.protocol import ChatRequest, CompletionRequest
+from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
+from outrider.serve.responses_protocol import ResponsesRequest
 
 LOGGER = logging.getLogger("outrider.serve")
-CHAT_PATH = "/v1/chat/completions"
-TYPE_NAME = re.compile(r"str|int|list\[.+\]|constrained-.+")  # pydantic's names for the types of a union, in a location
+CHAT_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/responses"
+BODIES: dict[str, type[Common]] = {CHAT_PATH: ChatRequest, RESPONSES_PATH: ResponsesRequest}
+TYPE_NAME = re.compile(
+    r"str|int|list\[.+\]|constrained-.+|literal\[.+\]|Named\w+"
+)  # pydantic's names for the types of a union, in a location
 
 
 class ApiError(HTTPException):
@@ -47,7 +51,7 @@ class ApiError(HTTPException):
 def api_error(error: OutriderError, path: str) -> ApiError:
     """Return the HTTP form of an error of the library, for a request to `path`."""
     if isinstance(error, UsageError):
-        fields = (ChatRequest if path == CHAT_PATH else CompletionRequest).fields_by_param()
+        fields = BODIES.get(path, CompletionRequest).fields_by_param()
         message = f"{error}; {error.hint}"
         for param, field in fields.items():  # a message may name several parameters
             message = re.sub(rf"\b{param}\b", field, message) if "_" in param else message

@@ -125,6 +125,10 @@ class PromptEncoder:
             line = msgspec.json.encode(job)
         except UnicodeEncodeError as error:
             raise UsageError("the prompt is not UTF-8 text", "convert it to UTF-8", param="prompt") from error
+        except RecursionError as error:
+            raise UsageError(
+                "the prompt has too many lists and objects within each other", "make it flat", param="chat"
+            ) from error
         if self._child is not None and self._child.poll() is not None:  # something ended it while it had nothing to do
             self._end()
         if (answer := _exchange(self._child or self._start(), line)) is not None:

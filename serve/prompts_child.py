@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -41,7 +42,8 @@ class Job(msgspec.Struct):
 
     limit: int = 0  # tokens of each
     texts: Sequence[str] = ()
-    messages: Sequence[dict[str, str]] = ()
+    messages: Sequence[dict[str, Any]] = ()  # the arguments of tool calls are text, as a client sends them
+    tools: Sequence[dict[str, Any]] = ()
     allow_special_tokens: bool = False
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -110,7 +112,8 @@ def _reply(text: Text, job: Job) -> Reply:
         if job.messages:
             prompts = [
                 text.encode_chat(
-                    job.messages,
+                    [*map(_with_arguments, job.messages)],
+                    job.tools,
                     limit=limit,
                     allow_special_tokens=job.allow_special_tokens,
                     add_generation_prompt=job.add_generation_prompt,
@@ -124,7 +127,26 @@ def _reply(text: Text, job: Job) -> Reply:
             raise PromptTooLongError(f"the prompt has {longest:,} tokens; this server's limit is {limit:,}", "shorten it")
     except UsageError as error:
         return Reply([], str(error), error.hint, error.param, isinstance(error, PromptTooLongError))
+    except RecursionError:
+        return Reply([], "the messages and tools have too many lists and objects within each other", "make them flat", "chat")
     return Reply(prompts)
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as values, as templates expect them."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise UsageError(
+                f"the arguments of the call {call['id']!r} are not an object in JSON", "send what the model wrote", param="chat"
+            )
+        calls.append(call | {"function": function | {"arguments": arguments}})
+    return message | {"tool_calls": calls} if calls else message
 
 
 if __name__ == "__main__":

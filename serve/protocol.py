@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from outrider.errors import UsageError
@@ -22,7 +32,9 @@ SEED_STEP = 0x9E3779B97F4A7C15
 # A body is checked in the event loop, and all streams wait meanwhile. So the number of its parts is limited, it is checked
 # before they are, and a list is read up to its first error.
 MAX_PROMPTS = 2048
-MAX_PARTS = 2048  # of all messages of a chat; a message counts, too
+MAX_PARTS = 2048  # of all messages of a chat; a message counts, too, and so does a tool call
+MAX_TOOLS = 128  # as in OpenAI's API
+MAX_DEPTH = 64  # of a schema
 MAX_ENTRIES = 1024  # of an object
 
 
@@ -252,34 +264,130 @@ class ContentPart(Strict):
     text: str
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]  # OpenAI's, and the dot that some frameworks use
+
+
+class CalledFunction(Strict):
+    """What an earlier call was."""
+
+    name: ToolName
+    arguments: str
+
+
+class ToolCall(Strict):
+    """An earlier call, in a message of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Strict):
     """A message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = Field(default=[], fail_fast=True)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _fields_of_the_role(self) -> Self:
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError("tool_calls and reasoning_content are the assistant's")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to role tool, which needs it")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message without tool_calls needs content")
+        return self
 
     @property
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
-def _few_parts(messages: Any) -> Any:
+def few_parts(messages: Any) -> Any:
+    """Return messages, if they and their parts are not too many."""
     if isinstance(messages, list):
-        contents = [each.get("content") for each in messages[:MAX_PARTS] if isinstance(each, dict)]
-        parts = sum(len(each) for each in contents if isinstance(each, list))
+        lists = [
+            each.get(key)
+            for each in messages[:MAX_PARTS]
+            if isinstance(each, dict)
+            for key in ("content", "tool_calls", "output")
+        ]
+        parts = sum(len(each) for each in lists if isinstance(each, list))
         _check_count(len(messages) + parts, MAX_PARTS, "messages and parts of messages")
     return messages
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_few_parts)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(few_parts)]
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as chat templates expect them."""
-    roles = {"developer": "system"}
-    return [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them, but for the arguments of calls, which are text."""
+    roles, names = {"developer": "system"}, dict[str | None, str]()
+    made = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls}
+        each: dict[str, Any] = {"role": roles.get(message.role, message.role), "content": message.text}
+        if message.reasoning_content is not None:  # GPT-OSS calls it thinking
+            each |= dict.fromkeys(("reasoning_content", "thinking"), message.reasoning_content)
+        if message.tool_calls:
+            each["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        if message.role == "tool":
+            name = names.get(message.tool_call_id, message.name)
+            each |= {"tool_call_id": message.tool_call_id} | ({} if name is None else {"name": name})
+        made.append(each)
+    return made
+
+
+def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        if not (level := [value for values in inner for value in values]):
+            return schema
+    raise PydanticCustomError(
+        "too_deep", "a schema has lists and objects within each other, more than {limit} deep", {"limit": MAX_DEPTH}
+    )
+
+
+class Function(Strict):
+    """A function that the model may call. Its calls keep to its parameters whether `strict` is set or not."""
+
+    name: ToolName
+    description: str = ""
+    parameters: Annotated[dict[str, Any], AfterValidator(_shallow)] = {"type": "object", "properties": {}}
+    strict: bool = False
+
+    def definition(self) -> dict[str, Any]:
+        """Return the definition as chat templates expect it."""
+        return {"type": "function", "function": self.model_dump(exclude={"strict"})}
+
+
+class Tool(Strict):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedFunction(Strict):
+    """The function that the model has to call."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(Common):
@@ -299,6 +407,9 @@ class ChatRequest(Common):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: Tools = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from outrider.serve.tools.base import overlap
+
 # Qwen3, DeepSeek-R1, GLM-4.5 and most others; Seed-OSS. Both marks are tokens of the vocabulary, and are not special.
 MARKS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
 TAIL = 16  # characters behind a mark at the end of a prompt, all of them white space
@@ -52,7 +54,7 @@ class ReasoningSplitter:
         if self._inside:
             before, mark, after = self._held.partition(self._closing)
             if not mark:
-                kept = 0 if last else _overlap(before, self._closing)
+                kept = 0 if last else overlap(before, self._closing)
                 before, after = before[: len(before) - kept], before[len(before) - kept :]
             reasoning, self._held = self._clean(before), after
             if not mark:
@@ -65,8 +67,3 @@ class ReasoningSplitter:
         text = text if self._begun else text.lstrip()
         self._begun = self._begun or bool(text)
         return text
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that is a proper beginning of a mark."""
-    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)

@@ -14,7 +14,7 @@ from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.errors import ApiError, unknown_model
 from outrider.serve.prompts_child import Job
-from outrider.serve.protocol import Messages, Strict, template_messages
+from outrider.serve.protocol import Messages, Strict, Tools, template_messages
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -28,14 +28,15 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
+    tools: Tools = Field(default=[])
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
-        if self.prompt is not None and (self.add_generation_prompt is not None or self.chat_template_kwargs):
-            raise ValueError("add_generation_prompt and chat_template_kwargs need messages")
+        if self.prompt is not None and (self.add_generation_prompt is not None or self.chat_template_kwargs or self.tools):
+            raise ValueError("add_generation_prompt, chat_template_kwargs and tools need messages")
         if self.messages is not None and self.add_special_tokens is not None:
             raise ValueError("add_special_tokens needs prompt: a chat template writes its own")
         return self
@@ -60,6 +61,7 @@ async def tokenize(
         settings.max_prompt or capacity,
         [] if body.prompt is None else [body.prompt],
         [] if body.messages is None else template_messages(body.messages),
+        [tool.function.definition() for tool in body.tools],
         settings.allow_special_tokens,
         add_special_tokens=body.add_special_tokens is not False,
         add_generation_prompt=body.add_generation_prompt is not False,

@@ -74,9 +74,10 @@ def test_the_reference_has_every_field_of_the_manifest() -> None:
 
 def test_the_reference_has_every_http_parameter() -> None:
     from outrider.serve.protocol import ChatRequest, CompletionRequest
+    from outrider.serve.responses_protocol import ResponsesRequest
 
     page = (ROOT / "docs" / "reference" / "http-api.md").read_text()
-    for name in {**CompletionRequest.model_fields, **ChatRequest.model_fields}:
+    for name in {**CompletionRequest.model_fields, **ChatRequest.model_fields, **ResponsesRequest.model_fields}:
         assert re.search(rf"`{name}[`:]", page), name
 
 

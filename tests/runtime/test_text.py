@@ -194,3 +194,16 @@ def test_bytes_that_were_no_character_do_not_stop_a_text() -> None:
         text = "".join(pushed(TextStream(made, prompt, ()), [newline, lead, 257, 258, lead, lead, newline, 257, 257]))
         assert text.count("b") == 3
         assert "c" in text
+
+
+def test_special_tokens_that_are_shown_are_text_beside_others_that_are_not() -> None:
+    """Also between the bytes of a character, and at the end of the prompt."""
+    made = tokenizer()
+    made.add_special_tokens(["<|call|>", "<|other|>"])
+    call, other = made.encode("<|call|><|other|>").ids
+    first, *rest = made.encode("🙂").ids
+    stream = TextStream(made, [call], ("fox",), {call: "<|call|>"})
+    ids = [other, *made.encode(" the").ids, call, first, call, *made.encode("quick").ids, other, *made.encode(" fox").ids]
+    assert "".join(pushed(stream, ids)) == " the<|call|>\ufffd<|call|>quick "
+    assert stream.stopped
+    assert rest

@@ -1,0 +1,60 @@
+"""Calls as GPT-OSS writes them, whose answers are messages in channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, arguments, json_value, one_of, quoted, text_without
+
+START, END, MESSAGE, CHANNEL, CONSTRAIN = "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"
+TO = " to=functions."
+
+
+class GptOss(Family):
+    """An answer is messages, of what the model thinks (in the channel `analysis`), and of what it says to the user (`final`, or
+    `commentary` before a call) or to a tool, as in `<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>
+    commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}`."""
+
+    tokens = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
+    reads_every_answer = True
+
+    @staticmethod
+    def recognizes(template: str) -> bool:
+        """Return whether a template writes such messages."""
+        return CHANNEL in template and MESSAGE in template
+
+    def grammar(self, offer: Offer) -> str:
+        """Return what the model thinks and says before a call, and a call or the last message to the user."""
+        begin, end, message, channel, constrain = (f"<[{token}]>" for token in map(self.token, self.tokens))
+        text = text_without(offer, *map(self.token, self.tokens))
+        form = f'" "? ({constrain} "json" | "json")?'
+        each = []
+        for name, schema in offer.tools.items():
+            recipient = quoted(TO + name)  # some write it before the channel
+            head = f'({channel} "commentary" {recipient} | {recipient} {channel} "commentary")'
+            each.append(f"{head} {form} {message} {json_value(arguments(schema))}")
+        return "\n".join(
+            [
+                f"start: before* {'call' if offer.required else '(call | final)'}",
+                f'before: {channel} ("analysis" | "commentary") {message} {text} {end} {begin} "assistant"',
+                f'final: {channel} "final" {message} {text}',
+                f"call: {one_of(each)}",
+            ]
+        )
+
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+        """Yield the parts of an answer."""
+        recipient = yield from reader.starts(TO)
+        if not recipient and not (yield from reader.starts(CHANNEL)):  # a model that does not write channels
+            yield from reader.rest()
+        before = TO if recipient else ""
+        while (head := (yield from reader.word(MESSAGE))) is not None:
+            head, before = before + head, ""
+            name = head.partition(TO)[2].split(CHANNEL)[0].split(CONSTRAIN)[0].split(" ")[0]
+            if name in tools:
+                yield Part("name", name)
+                reader.calling = not (yield from reader.value())
+                return
+            if not (yield from reader.until(END, "reasoning_content" if "analysis" in head else "content")):
+                return

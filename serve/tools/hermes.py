@@ -1,0 +1,48 @@
+"""Calls as Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3 and Granite 4 write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.serve.tools.base import (
+    BEGINNING,
+    Family,
+    Offer,
+    Parts,
+    Reader,
+    named_calls,
+    quoted,
+    read_named_call,
+    text_then_calls,
+)
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+class Hermes(Family):
+    r"""Each call is `<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>`."""
+
+    tokens = (OPENING, CLOSING)
+
+    @staticmethod
+    def recognizes(template: str) -> bool:
+        """Return whether a template writes such calls, whether its source has line ends or `\\n`."""
+        return re.search(r'<tool_call>(\\n|\s)*\{\\?"(name|arguments)\\?":', template) is not None
+
+    def grammar(self, offer: Offer) -> str:
+        """Return any text, then calls."""
+        opening, closing = map(self.token, self.tokens)
+        line_end = quoted("\n")
+        more = f"({line_end} one)*" if offer.parallel else ""
+        lines = [text_then_calls(offer, opening), f"calls: one {more}"]
+        lines.append(f"one: <[{opening}]> {line_end} call {line_end} <[{closing}]>")
+        return "\n".join([*lines, named_calls(offer, "arguments")])
+
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+        """Yield the parts of an answer."""
+        while (yield from reader.until(OPENING, "content")):
+            if not (yield from reader.until(BEGINNING, None)) or not (yield from read_named_call(reader, "arguments")):
+                return
+            yield from reader.until(CLOSING, None)

@@ -1,0 +1,39 @@
+"""Calls as Llama 3.1, 3.2 and 3.3 write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.serve.tools.base import BEGINNING, Family, Offer, Parts, Reader, named_calls, read_named_call
+
+TAG = "<|python_tag|>"
+
+
+class Llama(Family):
+    """An answer is text, or one call such as `{"name": "get_weather", "parameters": {"city": "Paris"}}`."""
+
+    @staticmethod
+    def recognizes(template: str) -> bool:
+        """Return whether a template writes such calls, whether it joins them from parts or not."""
+        return BEGINNING in template and '"parameters": ' in template
+
+    @property
+    def shown(self) -> dict[int, str]:
+        """A call may begin with a token of its own."""
+        return {} if self._tokenizer.token_to_id(TAG) is None else {self.token(TAG): TAG}
+
+    def grammar(self, offer: Offer) -> str:
+        """Return any text that does not begin as a call does, or a call."""
+        tag = "".join(f"<[{token}]>? " for token in self.shown)
+        lines = [f"start: {'one' if offer.required else 'TEXT | one'}", f"one: {tag}call"]
+        lines.append(r'TEXT: /(?s:.*)/ & ~/\{"name": "(?s:.*)/')
+        return "\n".join([*lines, named_calls(offer, "parameters")])
+
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+        """Yield the parts of an answer."""
+        yield from reader.starts(TAG)
+        if (yield from reader.starts(BEGINNING)):
+            yield from read_named_call(reader, "parameters")
+        else:
+            yield from reader.rest()

@@ -1,0 +1,83 @@
+"""Calls as Mistral's models write them, in both of their forms."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.serve.tools.base import (
+    BEGINNING,
+    Family,
+    Offer,
+    Part,
+    Parts,
+    Reader,
+    arguments,
+    json_value,
+    named_calls,
+    one_of,
+    quoted,
+    read_named_call,
+    text_then_calls,
+)
+
+CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+ID = "/[a-zA-Z0-9]{9}/"  # of the model's choice; the server chooses its own
+
+
+class Mistral(Family):
+    """Calls are `[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]`, and since the tokenizers of 2025 each
+    is `[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}`, for some models with `[CALL_ID]` and an id between both."""
+
+    tokens = (CALLS,)
+
+    def __init__(self, tokenizer: Any, template: str):
+        """Take a tokenizer and a chat template; which tokens the template writes says which form it is."""
+        super().__init__(tokenizer, template)
+        self._optional = [
+            token for token in (CALL_ID, ARGUMENTS) if token in template and tokenizer.token_to_id(token) is not None
+        ]
+
+    @staticmethod
+    def recognizes(template: str) -> bool:
+        """Return whether a template writes such calls."""
+        return CALLS in template
+
+    @property
+    def shown(self) -> dict[int, str]:
+        """All three tokens, as far as they are used."""
+        return {self.token(text): text for text in (CALLS, *self._optional)}
+
+    def grammar(self, offer: Offer) -> str:
+        """Return any text, then calls."""
+        calls = self.token(CALLS)
+        lines = [text_then_calls(offer, calls)]
+        if ARGUMENTS in self._optional:
+            of_call = f"<[{self.token(CALL_ID)}]> {ID} " if CALL_ID in self._optional else ""
+            head = f"{of_call}<[{self.token(ARGUMENTS)}]>"
+            each = (f"{quoted(name)} {head} {json_value(arguments(schema))}" for name, schema in offer.tools.items())
+            return "\n".join([*lines, f"calls: one{'+' if offer.parallel else ''}", f"one: <[{calls}]> {one_of(each)}"])
+        more = '(", " call)*' if offer.parallel else ""
+        lines.append(f'calls: <[{calls}]> " "? "[" call {more} "]"')
+        of_call = rf'(", \"id\": \"" {ID} "\"")?'
+        return "\n".join([*lines, named_calls(offer, "arguments", of_call)])
+
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+        """Yield the parts of an answer."""
+        more = yield from reader.until(CALLS, "content")
+        if ARGUMENTS not in self._optional:
+            while more and (yield from reader.until(BEGINNING, None)):
+                more = yield from read_named_call(reader, "arguments")
+            return
+        while more and (head := (yield from reader.word(ARGUMENTS))) is not None:
+            yield Part("name", head.partition(CALL_ID)[0])
+            if not (yield from reader.value()):
+                return
+            reader.calling = False
+            more = yield from reader.until(CALLS, None)
+
+    def call_id(self) -> str:
+        """Return a new id: the templates accept only nine letters and digits."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -1,0 +1,380 @@
+"""Tool calls through real servers and clients: models that were never trained to call, and grammars that make them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from outrider.bundle.manifest import CHAT_TEMPLATE
+from outrider.export.pair import export_pair
+from outrider.tests.serve.families import EXAMPLES, tokenizer_of
+from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
+from outrider.tests.support import build, llama, reseal, write_checkpoint
+
+# The calls of Llama 3, whose form needs no tokens of its own.
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}\n{% endfor %}{% for m in messages %}"
+    "{{ {'user': 'Customer: ', 'tool': 'Result: '}.get(m.role, 'Agent: ') }}{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% else %}{{ m.content }}{% endfor %}'
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}Agent:{% endif %}"
+)
+ORDER = {
+    "type": "object",
+    "properties": {
+        "drink": {"type": "string", "enum": ["coffee", "tea", "hot chocolate"]},
+        "cups": {"type": "integer", "minimum": 1, "maximum": 12},
+        "sugar": {"type": "boolean"},
+    },
+    "required": ["drink", "cups", "sugar"],
+}
+BOOK = {"type": "object", "properties": {"table": {"enum": ["window", "garden"]}}, "required": ["table"]}
+SCHEMAS: dict[str, dict[str, Any]] = {"order": ORDER, "book": BOOK, "leave": {"type": "object", "properties": {}}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": f"{name} something", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+HI: list[Any] = [{"role": "user", "content": "Hi, I would like to order a coffee."}]
+
+
+@pytest.fixture(scope="module")
+def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    bundle = chat_bundle(shipped_export, tmp_path_factory.mktemp("tools") / "bundle")
+    (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
+    reseal(bundle)
+    with serving(bundle) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def random_server(folder: Path, family: str) -> Server:
+    """A server of a random model with the tokens and the template of a family."""
+    made = tokenizer_of(family)
+    rows = made.get_vocab_size()
+    (
+        write_checkpoint(folder / "model", llama(vocab_size=rows, max_position_embeddings=1024), made) / "chat_template.jinja"
+    ).write_text(EXAMPLES[family].template)
+    export_pair(str(folder / "model"), None, folder / "onnx", precision="fp32")
+    return Server(build(folder / "onnx", folder / "bundle", k=[1, 2], batch=4, capacity=1023))
+
+
+@pytest.fixture(scope="module", params=["hermes", "qwen_xml", "mistral", "mistral 2025", "gpt_oss"])
+def of_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+    server = random_server(tmp_path_factory.mktemp("family"), request.param)
+    server.ready()
+    yield request.param, server
+    server.stop()
+
+
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    asked: Any = {"model": "target", "messages": HI, "temperature": 0, "tools": TOOLS}
+    return client.chat.completions.create(**(asked | options))
+
+
+def check(call: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a call that is valid."""
+    arguments = json.loads(call.function.arguments)
+    jsonschema.validate(arguments, SCHEMAS[call.function.name] | {"additionalProperties": False})
+    assert (call.type, bool(call.id)) == ("function", True)
+    return call.function.name, arguments
+
+
+def streamed(chunks: Any) -> tuple[list[dict[str, Any]], str, str | None]:
+    """The calls of a stream, its content and its finish reason."""
+    calls: list[dict[str, Any]] = []
+    content, reason = "", None
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for delta in choice.delta.tool_calls or ():
+            if delta.index == len(calls):
+                assert delta.id
+                assert delta.type == "function"
+                calls.append({"name": delta.function.name, "arguments": ""})
+            calls[delta.index]["arguments"] += delta.function.arguments
+    return calls, content, reason
+
+
+def test_a_required_call_is_valid_and_streams_the_same(client: openai.OpenAI) -> None:
+    choice = ask(client, tool_choice="required").choices[0]
+    assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
+    name, arguments = check(choice.message.tool_calls[0])
+    calls, content, reason = streamed(ask(client, tool_choice="required", stream=True))
+    assert ([(call["name"], json.loads(call["arguments"])) for call in calls], content, reason) == (
+        [(name, arguments)],
+        "",
+        "tool_calls",
+    )
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_named_tool_is_called(client: openai.OpenAI, name: str) -> None:
+    done = ask(
+        client, tool_choice={"type": "function", "function": {"name": name}}, n=3, temperature=1.0, seed=3, logprobs=True
+    )
+    for choice in done.choices:
+        (call,) = choice.message.tool_calls
+        assert check(call)[0] == name
+        assert choice.finish_reason == "tool_calls"
+        assert choice.logprobs is not None
+    assert len({call.id for choice in done.choices for call in choice.message.tool_calls}) == 3
+
+
+def test_arguments_come_in_pieces(client: openai.OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "order"}}
+    chunks = list(ask(client, tool_choice=choice, stream=True, stream_options={"include_usage": True}))
+    pieces = [chunk.choices[0].delta.tool_calls for chunk in chunks if chunk.choices and chunk.choices[0].delta.tool_calls]
+    assert len(pieces) > 2
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+def test_text_is_free_where_a_call_is_not_required(client: openai.OpenAI) -> None:
+    """The tiny pair does not call by itself, and says the same as with a grammar that allows all."""
+    auto = ask(client, max_tokens=40).choices[0]
+    assert auto.message.tool_calls is None
+    assert auto.message.content
+    none = ask(client, max_tokens=40, tool_choice="none").choices[0].message
+    without = ask(client, max_tokens=40, tools=[]).choices[0].message
+    assert none.content == without.content
+
+
+def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI, server: Server) -> None:
+    message = ask(client, tool_choice="required").choices[0].message
+    call = message.tool_calls[0]
+    messages = [*HI, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "It is done."}]
+    done = ask(client, messages=messages, max_tokens=20).choices[0]
+    assert done.message.content
+    body = {"messages": [*HI, message.model_dump(exclude_none=True), messages[-1]], "tools": TOOLS}
+    _, _, tokens = fetch(f"{server.url}/tokenize", json.dumps(body).encode())
+    _, _, text = fetch(f"{server.url}/detokenize", json.dumps({"tokens": json.loads(tokens)["tokens"]}).encode())
+    prompt = json.loads(text)["prompt"]
+    assert prompt.startswith("order: order something\n")
+    arguments = json.dumps(json.loads(call.function.arguments))
+    assert f'Agent: {{"name": "{call.function.name}", "parameters": {arguments}}}\nResult: It is done.\nAgent:' in prompt
+
+
+def test_a_call_that_is_cut_says_so(client: openai.OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "order"}}
+    whole = ask(client, tool_choice=choice).choices[0]
+    for tokens in range(1, 12):
+        cut = ask(client, tool_choice=choice, max_tokens=tokens).choices[0]
+        assert cut.finish_reason == "length"
+        for call in cut.message.tool_calls or ():
+            assert whole.message.tool_calls[0].function.arguments.startswith(call.function.arguments)
+    stop = ask(client, tool_choice=choice, stop='"cups').choices[0]
+    assert (stop.finish_reason, "cups" in stop.message.tool_calls[0].function.arguments) == ("stop", False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_family(of_family: tuple[str, Server], stream: bool) -> None:
+    """Random models: of all that their families' grammars allow, only calls are left."""
+    name, server = of_family
+    # GPT-OSS may say as much as it likes before it calls; without this token it can only begin a call.
+    bias = {str(tokenizer_of(name).token_to_id("<|channel|>")): -100} if name == "gpt_oss" else {}
+    parallel = {
+        "parallel_tool_calls": False,
+        "tool_choice": "required",
+        "logit_bias": bias,
+        "model": "model",
+        "max_tokens": 300,
+    }
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        done = ask(client, **parallel, stream=stream)
+        if stream:
+            calls, _, reason = streamed(done)
+            assert reason == "tool_calls"
+            (call,) = calls
+            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+        else:
+            (choice,) = done.choices
+            assert choice.finish_reason == "tool_calls", choice
+            (call,) = choice.message.tool_calls
+            check(call)
+            assert name[:7] != "mistral" or len(call.id) == 9
+
+
+def test_a_model_decides_by_a_token_of_its_own_and_may_think_before(of_family: tuple[str, Server]) -> None:
+    """A bias stands for the decision: for the token that opens a call, and for the one that ends an opened thought."""
+    name, server = of_family
+    if EXAMPLES[name].others:
+        vocabulary = tokenizer_of(name)
+        options: Any = {"model": "model", "parallel_tool_calls": False, "max_tokens": 300}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            done = ask(client, **options, logit_bias={str(vocabulary.token_to_id("<tool_call>")): 100}).choices[0]
+            assert done.finish_reason == "tool_calls"
+            check(done.message.tool_calls[0])
+            opened = {"chat_template_kwargs": {"opening": "<think>\n"}}
+            closing = {str(vocabulary.token_to_id("</think>")): 100}
+            done = ask(client, **options, logit_bias=closing, tool_choice="required", extra_body=opened).choices[0]
+            assert (done.finish_reason, done.message.reasoning_content) == ("tool_calls", "")
+            check(done.message.tool_calls[0])
+
+
+def test_channels_are_read_without_tools(of_family: tuple[str, Server]) -> None:
+    name, server = of_family
+    if name == "gpt_oss":
+        grammar = (
+            'start: <|channel|> "analysis" <|message|> "Well." <|end|> <|start|> "assistant" <|channel|> "final" <|message|>'
+        )
+        structured = {"structured_outputs": {"grammar": f'{grammar} "Hi."'}}
+        _, _, answer = fetch(f"{server.url}/v1/chat/completions", json.dumps({"messages": HI} | structured).encode())
+        (choice,) = json.loads(answer)["choices"]
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Well.", "Hi.")
+        assert choice["finish_reason"] == "stop"
+        _, _, answer = fetch(f"{server.url}/v1/responses", json.dumps({"input": "Hi"} | structured).encode())
+        thought, said = json.loads(answer)["output"]
+        assert (thought["content"][0]["text"], said["content"][0]["text"]) == ("Well.", "Hi.")
+
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+def tool(**function: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS} | function}]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {}
+
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "another tool": (
+        {"tools": tool(), "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "does not",
+    ),
+    "no tools": ({"tool_choice": "required"}, "tool_choice", "does not have"),
+    "another choice": ({"tools": tool(), "tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
+    "the same name": ({"tools": [*tool(), *tool()]}, "tools", "same name"),
+    "a bad name": ({"tools": tool(name="a b")}, "tools", "name"),
+    "a custom tool": ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "type"),
+    "many": ({"tools": tool() * 129}, "tools", "128"),
+    "a keyword": ({"tools": tool(parameters={"type": "object", "unevaluatedProperties": False})}, "tools", "unevaluated"),
+    "a bad schema": ({"tools": tool(parameters={"type": "thing"})}, "tools", "thing"),
+    "a deep schema": ({"tools": tool(parameters=nested(60))}, "tools", "deep"),
+    "a large schema": ({"tools": tool(parameters=PARAMETERS | {"description": "x" * 300_000})}, "tools", "characters"),
+    "a format": ({"tools": tool(), "response_format": {"type": "json_object"}}, "response_format", "cannot be used together"),
+    "arguments that are no JSON": (
+        {"messages": [*HI, {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages",
+        "not an object in JSON",
+    ),
+    "deep arguments": (
+        {
+            "messages": [
+                *HI,
+                {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": '{"a": ' + "[" * 5000}}]},
+            ]
+        },
+        "messages",
+        "within each other",
+    ),
+    "a result without an id": ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
+    "a user's call": ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALLED]}]}, "messages", "assistant's"),
+    "nothing said": ({"messages": [{"role": "assistant"}]}, "messages", "needs content"),
+    "many calls": ({"messages": [{"role": "assistant", "tool_calls": [CALLED] * 3000}]}, "messages", "the limit is 2,048"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_called_is_refused(server: Server, case: str) -> None:
+    body, param, message = REFUSED[case]
+    status, _, answer = fetch(
+        f"{server.url}/v1/chat/completions", json.dumps({"messages": HI, "max_tokens": 5} | body).encode()
+    )
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, param), error
+    assert message in error["message"], error
+    assert server.health()[0] == 200
+
+
+def test_a_template_without_tools_refuses_them(shipped_export: Path, tmp_path: Path) -> None:
+    with serving(chat_bundle(shipped_export, tmp_path / "bundle")) as server:
+        body = {"messages": HI, "tools": tool()}
+        status, _, answer = fetch(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
+        assert (status, json.loads(answer)["error"]["param"]) == (400, "tools")
+
+
+LANGCHAIN = """
+import json, sys
+from typing import Literal
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+class Order(BaseModel):
+    "Order a drink."
+    drink: Literal["coffee", "tea"]
+    cups: int = Field(ge=1, le=9)
+
+model = ChatOpenAI(base_url=sys.argv[1] + "/v1", api_key="none", model="target", temperature=0, max_retries=0)
+bound = model.bind_tools([Order], tool_choice="any")
+message = bound.invoke("A coffee, please.")
+(call,) = message.tool_calls
+Order.model_validate(call["args"])
+after = model.bind_tools([Order]).invoke(
+    [HumanMessage("A coffee, please."), message, ToolMessage("Done.", tool_call_id=call["id"])], max_tokens=10
+)
+whole = None
+for chunk in bound.stream("A coffee, please."):
+    whole = chunk if whole is None else whole + chunk
+structured = [
+    model.with_structured_output(Order, method=method).invoke("A coffee, please.").model_dump()
+    for method in ("function_calling", "json_schema")
+]
+print(json.dumps([call["name"], call["args"], whole.tool_calls[0]["args"], after.content, *structured]))
+"""
+LITELLM = """
+import json, sys
+import litellm
+
+schema = {"type": "object", "properties": {"drink": {"enum": ["coffee", "tea"]}}, "required": ["drink"]}
+options = dict(
+    model="openai/target",
+    api_base=sys.argv[1] + "/v1",
+    api_key="none",
+    temperature=0,
+    messages=[{"role": "user", "content": "A coffee, please."}],
+    tools=[{"type": "function", "function": {"name": "order", "parameters": schema}}],
+    tool_choice={"type": "function", "function": {"name": "order"}},
+)
+choice = litellm.completion(**options).choices[0]
+(call,) = choice.message.tool_calls
+chunks = list(litellm.completion(**options, stream=True))
+built = litellm.stream_chunk_builder(chunks).choices[0]
+(again,) = built.message.tool_calls
+print(json.dumps([choice.finish_reason, call.function.name, *(json.loads(each.function.arguments) for each in (call, again))]))
+"""
+
+
+def process(server: Server, script: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", script, server.url], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_langchain(server: Server) -> None:
+    name, arguments, in_stream, after, *structured = process(server, LANGCHAIN)
+    assert (name, in_stream) == ("Order", arguments)
+    assert after
+    assert all({*each} == {"drink", "cups"} for each in structured)
+
+
+def test_litellm(server: Server) -> None:
+    reason, name, whole, in_stream = process(server, LITELLM)
+    assert (reason, name, in_stream) == ("tool_calls", "order", whole)
+    assert whole["drink"] in ("coffee", "tea")

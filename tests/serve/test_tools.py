@@ -1,0 +1,251 @@
+"""Tool calls of each family: what its template writes, its grammar accepts and its reader reads are the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import llguidance
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import UsageError
+from outrider.runtime.structured import StructuredOutputs
+from outrider.runtime.text import TextStream
+from outrider.serve.tools import family_of
+from outrider.serve.tools.base import Family, Offer, Part, Reader
+from outrider.tests.serve.families import EXAMPLES, text_of
+from outrider.tests.support import END
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}}, "required": ["city"]}
+ITEMS = {
+    "type": "object",
+    "properties": {
+        "list": {"type": "array", "items": {"$ref": "#/$defs/item"}},
+        "urgent": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "string", "maxLength": 30}, {"type": "null"}]},
+    },
+    "required": ["list"],
+    "$defs": {"item": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+}
+TOOLS: dict[str, dict[str, Any]] = {"get_weather": PLACE, "order.items-1": ITEMS, "now": {"type": "object", "properties": {}}}
+Call = tuple[str, dict[str, Any]]
+WEATHER: Call = ("get_weather", {"city": 'São "Paulo"\\\n{[', "unit": "C"})
+ORDER: Call = (
+    "order.items-1",
+    {"list": [{"name": "}]"}, {"name": "é"}], "urgent": True, "note": "</parameter> 7"},
+)
+NOW: Call = ("now", {})
+SEVERAL = ("hermes", "qwen_xml", "mistral", "mistral 2025")  # families whose answers may have several calls
+every = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def family(name: str) -> Family:
+    found = family_of(text_of(name))
+    assert found is not None
+    return found
+
+
+def answer(name: str, content: str, *calls: Call) -> str:
+    """What a template writes between the prompt and the end of the answer."""
+    of_message = [
+        {"id": f"abcdefgh{at}", "type": "function", "function": {"name": tool, "arguments": arguments}}
+        for at, (tool, arguments) in enumerate(calls)
+    ]
+    question: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    message = {"role": "assistant", "content": content, "tool_calls": of_message}
+    rendered = text_of(name).render([*question, message], add_generation_prompt=False)
+    return rendered.split(EXAMPLES[name].before, 1)[1].strip("\n").removesuffix(EXAMPLES[name].end).removesuffix("<|end|>")
+
+
+def accepted(name: str, grammar: str, text: str) -> tuple[bool, bool]:
+    """Whether a grammar accepts all tokens of a text, and whether the text may end there."""
+    tokenizer = text_of(name).tokenizer
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer.to_str(), eos_token=0), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids), matcher.is_accepting()
+
+
+def read(
+    name: str, text: str, cuts: list[int] | None = None, tools: dict[str, dict[str, Any]] = TOOLS
+) -> tuple[list[Part], bool]:
+    """The parts of an answer whose tokens come in pieces, each joined, and whether a call is cut."""
+    of = family(name)
+    reader = Reader(lambda reader: of.read(reader, tools))
+    tokenizer = text_of(name).tokenizer
+    stream, ids = TextStream(tokenizer, [], (), of.shown), tokenizer.encode(text, add_special_tokens=False).ids
+    places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts or [])})
+    parts = []
+    for begin, end in itertools.pairwise(places):
+        piece = "".join(each for token in ids[begin:end] for each, _ in stream.push(token, False))
+        parts += reader.push(piece, False)
+    parts += reader.push("".join(each for each, _ in stream.finish()), True)
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].kind == part.kind and part.kind != "name":
+            joined[-1] = Part(part.kind, joined[-1].text + part.text)
+        else:
+            joined.append(part)
+    return joined, reader.calling
+
+
+def calls_in(parts: list[Part]) -> list[tuple[str, Any]]:
+    texts = [part.text for part in parts if part.kind in ("name", "arguments")]
+    return [(tool, json.loads(arguments)) for tool, arguments in zip(texts[::2], texts[1::2], strict=True)]
+
+
+@every
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("call", [WEATHER, ORDER, NOW], ids=lambda call: call[0])
+def test_a_call_of_the_template_is_accepted_and_read(name: str, required: bool, call: Call) -> None:
+    written = answer(name, "", call)
+    assert accepted(name, family(name).grammar(Offer(TOOLS, [0], required)), written) == (True, True)
+    parts, cut = read(name, written)
+    assert ([part.kind for part in parts], calls_in(parts), cut) == (["name", "arguments"], [call], False)
+
+
+@every
+def test_text_may_come_before_a_call_or_instead_of_one(name: str) -> None:
+    tool = family(name)
+    free, required = tool.grammar(Offer(TOOLS, [0])), tool.grammar(Offer(TOOLS, [0], required=True))
+    written = answer(name, 'It is {"name": 7}, [x] or <b>.')
+    assert accepted(name, free, written) == (True, True)
+    assert accepted(name, required, written)[0] is False
+    assert read(name, written)[0] == [Part("content", 'It is {"name": 7}, [x] or <b>.')]
+    if name != "llama":
+        written = answer(name, "Let me see.", WEATHER)
+        assert accepted(name, free, written) == (True, True)
+        assert read(name, written)[0][0] == Part("content", "Let me see.")
+        assert calls_in(read(name, written)[0]) == [WEATHER]
+
+
+@every
+def test_several_calls(name: str) -> None:
+    calls = (WEATHER, NOW, ORDER)
+    if name not in SEVERAL:
+        assert (
+            accepted(name, family(name).grammar(Offer(TOOLS, [0])), answer(name, "", NOW) + "\n" + answer(name, "", NOW))[0]
+            is False
+        )
+        return
+    written = answer(name, "", *calls)
+    assert accepted(name, family(name).grammar(Offer(TOOLS, [0])), written) == (True, True)
+    assert calls_in(read(name, written)[0]) == [*calls]
+    assert accepted(name, family(name).grammar(Offer(TOOLS, [0], parallel=False)), written)[0] is False
+
+
+@every
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("get_time", {}),
+        ("get_weather", {"unit": "C"}),
+        ("get_weather", {"city": "Paris", "unit": "K"}),
+        ("get_weather", {"city": "Paris", "country": "France"}),
+        ("order.items-1", {"list": [{"name": 3}]}),
+        ("order.items-1", {"list": [], "urgent": "yes"}),
+        ("order.items-1", {"list": [], "note": "x" * 31}),
+        ("now", {"zone": "UTC"}),
+    ],
+    ids=str,
+)
+def test_a_wrong_call_is_not_accepted(name: str, call: Call) -> None:
+    for required in (False, True):
+        assert not all(accepted(name, family(name).grammar(Offer(TOOLS, [0], required)), answer(name, "", call)))
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
+@pytest.mark.parametrize("opened", [False, True])
+def test_what_the_model_thinks_is_free_and_comes_first(name: str, opened: bool) -> None:
+    tokenizer = text_of(name).tokenizer
+    opening, closing = (tokenizer.token_to_id(mark) for mark in ("<think>", "</think>"))
+    thought = ("" if opened else "<think>") + 'A {"x"</think>\n\n'
+    for required in (False, True):
+        grammar = StructuredOutputs(grammar=family(name).grammar(Offer(TOOLS, [0, opening], required)))
+        source = grammar.after_reasoning(opening, closing, opened).source()
+        assert accepted(name, source, thought + answer(name, "", WEATHER)) == (True, True)
+        assert accepted(name, source, thought + "Hi")[1] is not required
+        assert accepted(name, source, answer(name, "", WEATHER))[0] is not opened
+        assert accepted(name, source, "Hi" if opened else "<think>Hi")[1] is False
+        assert accepted(name, source, ("Hi" if opened else "<think>Hi") + END)[0] is False
+
+
+@every
+@given(cuts=st.lists(st.integers(0, 500), max_size=12))
+def test_the_parts_do_not_depend_on_the_pieces(name: str, cuts: list[int]) -> None:
+    for calls in ((WEATHER,), (ORDER, NOW)):
+        written = answer(name, "Well,  now.\n", *calls[: None if name in SEVERAL else 1])
+        assert read(name, written, cuts) == read(name, written)
+
+
+@every
+def test_a_call_that_is_cut_is_the_beginning_of_the_whole(name: str) -> None:
+    """After any token: no more than the whole has is shown, and the reader says that the call is not complete."""
+    written = answer(name, "", ORDER)
+    tokenizer = text_of(name).tokenizer
+    ids = tokenizer.encode(written, add_special_tokens=False).ids
+    whole = {part.kind: part.text for part in read(name, written)[0]}
+    for end in range(len(ids)):
+        parts, cut = read(name, tokenizer.decode(ids[:end], skip_special_tokens=False).rstrip("\ufffd"))
+        shown = {part.kind: part.text for part in parts}
+        if "name" in shown:
+            assert whole["arguments"].startswith(shown.get("arguments", ""))
+            assert cut is (shown.get("arguments") != whole["arguments"])
+
+
+def test_gpt_oss_thinks_in_a_channel() -> None:
+    written = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
+    written += "<|channel|>commentary<|message|>So.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{ }"
+    final = "<|channel|>final<|message|>Hi."
+    for required in (False, True):
+        grammar = family("gpt_oss").grammar(Offer(TOOLS, [0], required))
+        assert accepted("gpt_oss", grammar, written + call) == (True, True)
+        assert accepted("gpt_oss", grammar, written + final)[0] is not required
+    before = [Part("reasoning_content", "Well."), Part("content", "So.")]
+    assert read("gpt_oss", written + call) == ([*before, Part("name", "now"), Part("arguments", "{ }")], False)
+    assert read("gpt_oss", written + final)[0] == [before[0], Part("content", "So.Hi.")]
+    assert read("gpt_oss", written + call, tools={})[0] == [before[0], Part("content", "So.{ }")]
+    assert read("gpt_oss", "Hello")[0] == [Part("content", "Hello")]
+
+
+def test_llama_may_begin_with_its_tag() -> None:
+    written = "<|python_tag|>" + answer("llama", "", NOW)
+    assert accepted("llama", family("llama").grammar(Offer(TOOLS, [0], required=True)), written) == (True, True)
+    assert calls_in(read("llama", written)[0]) == [NOW]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "minLength": "1})(?s:.*)/ x"}}},
+        {"type": "object", "properties": {"a>": {}}},
+        {"type": "object", "properties": {"a": 5}},
+        {"type": "object", "properties": {}, "required": ["b"]},
+        {"type": "object", "properties": {}, "required": 3},
+        {"type": "array"},
+    ],
+    ids=str,
+)
+def test_a_schema_that_calls_in_xml_cannot_keep_is_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        family("qwen_xml").grammar(Offer({"f": parameters}, [0]))
+    assert caught.value.param == "tools"
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#/properties/a"}, {"anyOf": 3, "type": 5, "enum": 1}, {"$ref": "x"}, {"anyOf": [{"anyOf": []}]}]
+)
+def test_a_schema_that_means_nothing_is_the_grammars_to_refuse(schema: dict[str, Any]) -> None:
+    grammar = family("qwen_xml").grammar(Offer({"f": {"type": "object", "properties": {"a": schema}}}, [0]))
+    llguidance.LLMatcher(llguidance.LLTokenizer(text_of("qwen_xml").tokenizer.to_str(), eos_token=0), grammar)
+
+
+def test_a_template_of_another_family_is_not_taken_for_one_of_these() -> None:
+    for template in ("{{ messages }}", "<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>", "<tool_calls>"):
+        assert not any(kind.recognizes(template) for kind in {type(family(name)) for name in EXAMPLES})
