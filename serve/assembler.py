@@ -94,8 +94,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         tools: Sequence[dict[str, Any]] = (),
         **options: Any,
     ) -> list[list[int]]:
-        """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`. The grammar
-        of the answers, if there is one, is tried first.
+        """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`.
 
         Raises:
             ApiError: a limit of the server is exceeded.
@@ -104,12 +103,6 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_choices(len(texts) or 1)
         settings, owner = self._settings, self._http.state.owner
-        if (trial := self.trial()) is not None:
-            structured, field = trial
-            try:
-                await encode(self._engine, settings, Job(structured=structured.arguments()), owner, field)
-            except UsageError as error:
-                raise ApiError(400, f"{error}; {error.hint}", field) from error
         job = Job(settings.max_prompt or self.capacity, texts, messages, tools, settings.allow_special_tokens, **options)
         return await encode(self._engine, settings, job, owner, self.prompt_field)
 
@@ -122,6 +115,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_limits(prompts)
         self.prompts = prompts
+        await self._try_grammar()
         requests = [
             (prompt, replace(params, seed=seed))
             for prompt in prompts
@@ -138,6 +132,17 @@ class ResponseAssembler(ABC, Generic[Body]):
         if self.body.stream:
             return _Stream(self._stream(), self._cancel)
         return JSONResponse(self.whole(await self._collect()))
+
+    async def _try_grammar(self) -> None:
+        """Compile the grammar of the answers, if there is one, where it can take neither the engines' time nor their memory."""
+        if (trial := self.trial()) is None:
+            return
+        structured, field = trial
+        job = Job(structured=structured.arguments())
+        try:
+            await encode(self._engine, self._settings, job, self._http.state.owner, field)
+        except UsageError as error:
+            raise ApiError(400, f"{error}; {error.hint}", field) from error
 
     def _check_choices(self, prompts: int) -> None:
         if prompts * self.body.n > (limit := self._settings.max_choices):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -370,4 +371,5 @@ def test_a_hostile_grammar_is_refused_or_harmless(bundles: dict[str, Outrider], 
     except UsageError:
         return
     params = SamplingParams(max_new_tokens=12, structured_outputs=HOSTILE[name])
-    assert tokens(list(bundles["trained"].generate(PROMPT, params, k=4)))
+    with suppress(GrammarError):  # a limit may end it
+        assert tokens(list(bundles["trained"].generate(PROMPT, params, k=4)))

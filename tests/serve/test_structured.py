@@ -159,6 +159,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_grammar_is_tried_for_prompts_of_tokens_too(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"complex|longer"):
+        client.completions.create(model="target", prompt=[1, 2, 3], extra_body=REFUSED["too many states"][0])
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_done_is_refused(client: openai.OpenAI, case: str) -> None:
     asked, message = REFUSED[case]
