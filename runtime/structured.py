@@ -100,8 +100,7 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
 
 
 def _choices(value: object) -> tuple[str, ...]:
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if not listed or not value or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
         raise refused("choice is not a list of texts", "pass at least one text, and no empty one")
     return tuple(value)
 
