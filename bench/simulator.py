@@ -76,7 +76,7 @@ class SimulatedSession(Session):
         self.device = Cpu()
         self.batch, self.mask_token, self.from_anchor = 1, 0, False
         self.capacity = self.vocab_rows = VOCABULARY
-        self.recurrence = None
+        self.recurrence, self.places = None, 0
         self._spend = spend
 
     def write(self, input_ids: object, positions: object, first: int = 0, logits: bool = False, certain: object = None) -> None:

@@ -80,7 +80,7 @@ def test_a_bundle_with_one_slot_has_no_such_part(bundle: Path) -> None:
 
 def test_a_token_that_differs_only_in_batches_fails(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     def swap(_: Lane, sampling: SamplingState, result: RoundResult, count: int) -> None:
-        if count > 1 and sampling.emitted > 20:
+        if count > 1 and sampling.emitted > 20 and sampling.grammar is None:  # a grammar notices by itself
             result.tokens[-1] = 77
 
     watch(monkeypatch, swap)

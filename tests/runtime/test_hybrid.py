@@ -250,22 +250,26 @@ def test_requests_that_come_together_share_a_prefix(batched: tuple[Outrider, Out
 
 @pytest.mark.parametrize("fault", ["no state", "that of another place"])
 def test_a_wrong_state_changes_tokens(batched: tuple[Outrider, Outrider], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the test above would notice."""
+    """So the test above would notice. Some places have states that are nearly the right one."""
     many, single = batched
     target = many.sessions["target"]
-    restore = target.restore
+    restore, wrong = target.restore, 1
 
     def faulty(place: int, slot: int, position: int) -> None:
-        restore((place + 1) % target.places, slot, position)
+        restore((place + wrong) % target.places, slot, position)
         if fault == "no state":
             target.restart(slot)
             target.assume(np.array([position]), slot)
 
     monkeypatch.setattr(target, "restore", faulty)
-    scheduler, texts = Scheduler(many, k=0), []
-    for request in prefixed(many):
-        texts += answer(scheduler, [request], cancelled=set())
-    assert texts != [alone(single, *request) for request in prefixed(many)]
+    want = [alone(single, *request) for request in prefixed(many)]
+    noticed = False
+    for wrong in range(1, 2 if fault == "no state" else target.places):  # noqa: B007  # `faulty` reads it
+        scheduler, texts = Scheduler(many, k=0), []
+        for request in prefixed(many):
+            texts += answer(scheduler, [request], cancelled=set())
+        noticed = noticed or texts != want
+    assert noticed
 
 
 def test_a_draft_for_it_may_be_trained_on_its_answers(bundles: Made[Path], tmp_path: Path) -> None:

@@ -96,5 +96,5 @@ def test_it_passes_the_audit(bundle: Path) -> None:
         ("ngram", None),
         ("ngram", "always accept"),
     ]
-    assert report["batched"]["compared"] == 15 * 3  # plain, by n-grams, and at random
+    assert report["batched"]["compared"] == 19 * 3  # plain, by n-grams, and at random
     assert report["counters"]["accepted"] > 0
