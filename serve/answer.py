@@ -77,6 +77,21 @@ class Answers:
         except UsageError as error:
             raise ApiError(400, f"{error}; {error.hint}", "tools") from error
 
+    def trial(self, asked: tuple[StructuredOutputs, str] | None, field: str) -> tuple[StructuredOutputs, str] | None:
+        """Return the grammar to try, if there is one, and the request's field that it comes from.
+
+        Args:
+            asked: the same for the structured output that the request asks for; used if there are no tools.
+            field: where the request does so, such as "text.format".
+
+        Raises:
+            ApiError: there are both, or the tools' schemas cannot be kept to.
+        """
+        calls = self.calls()
+        if asked is not None and calls is not None:
+            raise ApiError(400, f"tools and {field} cannot be used together", field.partition(".")[0])
+        return asked if calls is None else (calls, "tools")
+
     def constraint(self, prompt: Sequence[int], asked: StructuredOutputs | None) -> StructuredOutputs | None:
         """Return what the answer after a prompt has to be: what is asked for or, with tools, an answer that may have calls,
         behind what the model thinks."""

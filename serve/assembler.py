@@ -74,7 +74,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         """Return the parameters for a prompt; raises `UsageError` if one is out of range."""
 
     def trial(self) -> tuple[StructuredOutputs, str] | None:
-        """Return the grammar to try before the prompt is read, if there is one, and the request's field that it comes from."""
+        """Return the grammar to try before anything is queued, if there is one, and the request's field that it comes from."""
         structured = self.body.structured()
         return None if structured is None else (structured, self.grammar_field)
 

@@ -50,10 +50,7 @@ class ChatAssembler(ChoicesAssembler[ChatRequest]):
 
     def trial(self) -> tuple[StructuredOutputs, str] | None:
         """Return the grammar of the calls, if there are tools."""
-        asked, calls = super().trial(), self.answers.calls()
-        if asked is not None and calls is not None:
-            raise ApiError(400, "tools and response_format cannot be used together", "response_format")
-        return asked if calls is None else (calls, "tools")
+        return self.answers.trial(super().trial(), "response_format")
 
     def opening(self) -> list[dict[str, Any]]:
         """Return a chunk with the role for each choice."""

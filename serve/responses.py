@@ -19,7 +19,7 @@ from outrider.serve.answer import AnswerReader, Answers
 from outrider.serve.assembler import ResponseAssembler, sse
 from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
-from outrider.serve.errors import RESPONSES_PATH, ApiError
+from outrider.serve.errors import RESPONSES_PATH
 from outrider.serve.responses_protocol import NamedFunctionTool, ResponsesRequest
 from outrider.serve.tools.base import Part
 
@@ -120,10 +120,7 @@ class ResponsesAssembler(ResponseAssembler[ResponsesRequest]):
 
     def trial(self) -> tuple[StructuredOutputs, str] | None:
         """Return the grammar of the calls, if there are tools."""
-        asked, calls = super().trial(), self.answers.calls()
-        if asked is not None and calls is not None:
-            raise ApiError(400, "tools and text.format cannot be used together", "text")
-        return asked if calls is None else (calls, "tools")
+        return self.answers.trial(super().trial(), "text.format")
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
         """Return the response."""

@@ -39,12 +39,6 @@ def server(bundle: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def alone(bundle: Path) -> Outrider:
     return Outrider.load(bundle)

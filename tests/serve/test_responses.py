@@ -37,12 +37,6 @@ def server(bundle: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, **options: Any) -> Any:
     asked: Any = {"model": "target", "input": HI, "temperature": 0, "max_output_tokens": 60}
     return client.responses.create(**(asked | options))

@@ -53,12 +53,6 @@ def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def random_server(folder: Path, family: str) -> Server:
     """A server of a random model with the tokens and the template of a family."""
     made = tokenizer_of(family)
