@@ -7,7 +7,8 @@ import math
 from outrider.runtime.costs import expected_tokens
 
 FADING = 0.985  # what the counts keep in a round that did not use the drafter
-OPTIMISM = 1.0  # standard errors by which an estimate of earlier requests is raised for a new one
+SPREAD = 5.0  # requests differ as rates that are drawn from a beta distribution of so many tokens
+OPTIMISM = 1.0  # standard deviations by which an estimate of earlier requests is raised for a new one
 
 
 class Acceptance:
@@ -39,15 +40,32 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """The estimate, 0..1."""
-        before = self._before if isinstance(self._before, float) else self._before.optimistic
-        return (self._accepted + self._weight * before) / (self._seen + self._weight)
+        """The estimate, 0..1. Where little was seen of a request, that of earlier ones counts with its standard error added:
+        bad luck at the start must not decide for everything that follows."""
+        return self._with(self._before if isinstance(self._before, float) else self._before.optimistic)
+
+    @property
+    def cautious(self) -> float:
+        """The estimate without anything added, 0..1."""
+        return self._with(self._before if isinstance(self._before, float) else self._before.rate)
+
+    @property
+    def hoped(self) -> float:
+        """What the rate of this request may well be, 0..1: that of earlier ones counts with their spread added."""
+        return self._with(self._before if isinstance(self._before, float) else self._before._raised(1 / SPREAD))
 
     @property
     def optimistic(self) -> float:
-        """The estimate plus its standard error: bad luck at the start must not decide for everything that follows."""
+        """The estimate plus its standard error."""
+        return self._raised(0.0)
+
+    def _raised(self, spread: float) -> float:
+        """Return the estimate plus a standard deviation; `spread` is the variance among requests as a share of a token's."""
         rate = self.rate
-        return min(rate + OPTIMISM * math.sqrt(rate * (1 - rate) / (self._seen + self._weight)), 1.0)
+        return min(rate + OPTIMISM * math.sqrt(rate * (1 - rate) * (1 / (self._seen + self._weight) + spread)), 1.0)
+
+    def _with(self, before: float) -> float:
+        return (self._accepted + self._weight * before) / (self._seen + self._weight)
 
     def tokens(self, k: int) -> float:
         """Return the tokens that a round of k drafted ones is expected to emit."""

@@ -14,6 +14,7 @@ from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.drafters.base import NONE
 from outrider.runtime.matching import matching
 from outrider.runtime.pace import Pace
 from outrider.runtime.policy import Policy, SequenceView
@@ -24,6 +25,7 @@ REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's own acceptance; the
 HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
 STICKY = 0.97  # another k must promise to take no more than this share of the time per token
 PROBING = 0.02  # share of the time of plain decoding that may be spent on trying a drafter again
+PROBING_OTHERS = 0.005  # and of the time of a drafter that may be spent on trying another one
 USEFUL = 0.25  # acceptance below which even less may be spent
 LONG_STEP = 0.4  # milliseconds of a draft step; asking whether to draft another token takes up to a tenth of this
 REVIEW = 4  # rounds without a drafter on the device after which steady choices are compared again; comparing takes time, too
@@ -79,16 +81,16 @@ class AdaptivePolicy(Policy):
         self._by_evidence: dict[tuple[str, Hashable], Acceptance] = {}
         self._confidence = {name: Confidence() for name in self._on_device}
         self.pace = Pace()
-        self._plain_time = 0.0  # milliseconds of plain decoding since a drafter was last tried
-        self._plain_round = 0.0  # of one such round
-        self._probe_choice, self._probe_price = PLAIN, 0.0  # what is tried after so many of these milliseconds
+        self._usual_round = 0.0  # milliseconds of a round of the best steady choice
+        self._waited: dict[str, float] = {}  # milliseconds of such rounds since a drafter was last tried
+        self._probes: list[tuple[Choice, float]] = []  # what tries one after so many of them
         self._previous: Choice | None = None  # without probes and proposals from the host
         self._per_token = 0.0  # its milliseconds for a token
         self._batch = Batch((), 0, 0, 0, True, True)  # of the last round
         self._age = 0  # rounds since the steady choices were compared
         self._built = 0  # sizes that they were compared for
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
-        self._probe_again = False  # whether the last round was a probe that paid off
+        self._probe_again = NONE  # the drafter of the last round, if that was a probe that paid off
 
     def begin(self) -> dict[str, Acceptance]:
         return {name: Acceptance(self._history[name], REQUEST_MEMORY, REQUEST_WEIGHT) for name in self._on_device}
@@ -97,7 +99,7 @@ class AdaptivePolicy(Policy):
         batch = Batch.of(sequences)
         self.early_stopping = False
         if batch.new or batch.size != self._batch.size:
-            self._previous, self._probe_again = None, False  # other requests do not continue with these ones' choice
+            self._previous, self._probe_again = None, NONE  # other requests do not continue with these ones' choice
         self._batch = batch
         if self.pace.overdue:
             return PLAIN
@@ -109,8 +111,11 @@ class AdaptivePolicy(Policy):
         proposed = self._proposed(batch)
         if proposed != PLAIN:
             return proposed
+        probe = self._probe()
+        if probe != PLAIN:
+            return probe
         if best == PLAIN:
-            return self._probe()
+            return PLAIN
         if self.may_stop and batch.size == 1 and self._long_steps(best, batch):
             self.early_stopping = True  # `keep_drafting` decides where it ends
             if not self._one_pass(best):
@@ -141,8 +146,7 @@ class AdaptivePolicy(Policy):
         self._age, self._built = 0, len(sizes)
         best, self._per_token = self._steady(batch, sizes)
         self._previous = best
-        if best == PLAIN:
-            self._price_probe(batch, sizes)
+        self._price_probes(batch, sizes)
         upkeep = 0.0  # the drafter of the rounds to come has to read what a proposal's round emits
         if best.k:
             kind = drafters.get(best.drafter)
@@ -171,7 +175,7 @@ class AdaptivePolicy(Policy):
                     drafting = [each for each in offered if self._worth_catching_up(choice, each, time / batch.size)]
                     horizon = sum([min(HORIZON, sequence.remaining) for sequence in drafting])
                     late = self._catch_up(name, drafting) / max(horizon, 1)
-                rates = [(sequence.acceptance[name].rate, sequence.remaining - 1, 1) for sequence in drafting]
+                rates = [(self._rate(name, sequence), sequence.remaining - 1, 1) for sequence in drafting]
                 times[choice] = time = time / _emitted(batch.size, rates, k) + late
                 if time < least:
                     best, least = choice, time
@@ -201,23 +205,24 @@ class AdaptivePolicy(Policy):
         return best_choice
 
     def _probe(self) -> Choice:
-        """Return plain decoding, or now and then a round that tries the most promising drafter again."""
-        self._plain_time += self._plain_round
-        if self._probe_choice == PLAIN or (self._probe_price > self._plain_time and not self._probe_again):
-            return PLAIN
-        self._plain_time = 0.0
-        return self._probe_choice
+        """Return now and then a choice that tries a drafter that is not used; else `PLAIN`."""
+        for choice, price in self._probes:
+            waited = self._waited[choice.drafter] = self._waited.get(choice.drafter, 0.0) + self._usual_round
+            if waited > price or choice.drafter == self._probe_again:
+                self._waited[choice.drafter] = 0.0
+                return choice
+        return PLAIN
 
-    def _price_probe(self, batch: Batch, sizes: list[int]) -> None:
-        """Note what a probe would be, and after how many milliseconds of plain decoding it is worth its price."""
-        self._plain_round, self._probe_choice = self._time(PLAIN, batch), PLAIN
-        names = [name for name in self._on_device if any(name in sequence.offers for sequence in batch.sequences)]
-        if names and sizes:
-            name = names[0] if len(names) == 1 else max(names, key=lambda name: self._history[name].optimistic)
-            self._probe_choice = Choice(name, sizes[0])
-            late = self._catch_up(name, batch.sequences)
-            price = max(self._time(self._probe_choice, batch) - self._plain_round, 0.0) + late
-            self._probe_price = price / (PROBING * min(self._history[name].optimistic / USEFUL, 1.0))
+    def _price_probes(self, batch: Batch, sizes: list[int]) -> None:
+        """Note what tries each drafter that is not used, and after how many milliseconds of rounds that is worth its price."""
+        best = self._previous or PLAIN
+        self._usual_round, self._probes = self._time(best, batch), []
+        share = PROBING_OTHERS if best.k else PROBING
+        for name in self._on_device if sizes else ():
+            if name != best.drafter and any(name in sequence.offers for sequence in batch.sequences):
+                choice, late = Choice(name, sizes[0]), self._catch_up(name, batch.sequences)
+                price = max(self._time(choice, batch) - batch.size * self._per_token, 0.0) + late
+                self._probes.append((choice, price / (share * min(self._history[name].optimistic / USEFUL, 1.0))))
 
     def time(self, choice: Choice, sequences: Sequence[SequenceView]) -> float:
         """Return the milliseconds that a round is expected to take."""
@@ -243,9 +248,18 @@ class AdaptivePolicy(Policy):
         """Whether drafting saves more of a sequence's rounds, each at its share of the milliseconds, than catching up takes."""
         if not sequence.offers[choice.drafter].pending:
             return True
-        rate, limit = sequence.acceptance[choice.drafter].rate, min(choice.k, sequence.remaining - 1)
+        rate, limit = self._rate(choice.drafter, sequence), min(choice.k, sequence.remaining - 1)
         saved = min(HORIZON, sequence.remaining) * (1 - 1 / expected_tokens(rate, limit))
         return self._catch_up(choice.drafter, [sequence]) < saved * share
+
+    def _rate(self, name: str, sequence: SequenceView) -> float:
+        """Return the acceptance to compare a drafter by. Of several, the best one for a request is often not the best one for
+        the last, so one that can be tried for less than a round of plain decoding gets the benefit of the doubt."""
+        acceptance = sequence.acceptance[name]
+        if len(self._on_device) == 1:
+            return acceptance.rate
+        dear = self._catch_up(name, [sequence]) > self._time(PLAIN, self._batch) / self._batch.size
+        return acceptance.cautious if dear else acceptance.hoped
 
     def _predicted(self, choice: Choice, drafted: int, batch: Batch, begun: int = 0) -> float:
         """The time of a round by the costs alone."""
@@ -294,7 +308,8 @@ class AdaptivePolicy(Policy):
         if choice.drafter in self._confidence:
             self._age = REVIEW  # what was learned may change the comparison at once
         paid = all_accepted and milliseconds < emitted * self._per_token
-        self._probe_again = choice.drafter in self._confidence and self._previous == PLAIN and paid
+        other = choice.drafter in self._confidence and choice.drafter != (self._previous or PLAIN).drafter
+        self._probe_again = choice.drafter if other and paid else NONE
         for sequence, result in zip(sequences, results, strict=True):
             if result is not None:
                 self._observe_sequence(choice, sequence, result)

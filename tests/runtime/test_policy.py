@@ -397,6 +397,76 @@ def test_costs_of_another_machine_are_put_right(dearer: float, rate: float, stop
     assert taken <= min(sum(replay(trace, other, FixedPolicy(MODEL, k)) for trace in traces) for k in [0, *K]) / 0.88
 
 
+# Of a head, a parallel draft and a draft model, measured with Qwen2.5-Coder-1.5B as the target: examples/qwen2.5-coder-1.5b.
+SEVERAL = ("head", "parallel", MODEL, NGRAM)
+WORKLOADS = {
+    "chat": (0.32, 0.55, 0.74),
+    "summarization": (0.23, 0.55, 0.75),
+    "math": (0.62, 0.69, 0.85),
+    "code": (0.74, 0.63, 0.80),
+    "support": (0.42, 0.49, 0.77),
+}
+
+
+def several(draft: float = 10.0) -> Costs:
+    """Milliseconds as measured with them, or with another draft model."""
+
+    def table(one: float, more: float) -> list[Cost]:
+        times = [(rows, one + more * (rows - 1)) for rows in (1, 2, 5, 32)]
+        return [Cost(rows=n, window=4096, batch=1, median=time, fastest=time, slowest=time, runs=1) for n, time in times]
+
+    made = {"target": table(33, 2), "draft": table(draft, 0.5), "parallel-draft": table(10, 1.2), "head": table(1.2, 0.05)}
+    build: Any = SimpleNamespace(k=[1, 2, 3, 4], max_prompt_chunk=32, windows=[4096], costs=made, acceptance={})
+    manifest: Any = SimpleNamespace(models={role: SimpleNamespace(parameters=1) for role in made})
+    return Costs(manifest, build)
+
+
+def answer(workload: str, rates: Sequence[float], seed: int, count: int = 64) -> Trace:
+    """An answer that repeats some of itself, or much of a long prompt. Its rates differ from those of the workload."""
+    chance = random.Random(f"{workload} {seed}")
+    long = workload == "summarization"
+    prompt, tokens = [chance.randrange(10**6) for _ in range(500 if long else 70)], list[int]()
+    while len(tokens) < count:
+        if chance.random() < (0.5 if long else 0.15):
+            before = prompt if long else prompt + tokens
+            at = chance.randrange(len(before) - 16)
+            tokens += before[at : at + chance.randrange(3, 12 if long else 7)]
+        else:
+            tokens += [chance.randrange(10**6) for _ in range(chance.randrange(1, 8))]
+    own = [min(max(rate + chance.uniform(-0.1, 0.1), 0.02), 0.98) for rate in rates]
+    agrees = {name: [chance.random() < rate for _ in range(count)] for name, rate in zip(SEVERAL[:-1], own, strict=True)}
+    return Trace(workload, prompt, tokens[:count], agrees, {name: [0.5] * count for name in agrees}, count)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_of_several_drafters_each_request_gets_the_one_that_suits_it(mixed: bool) -> None:
+    """Answers of 64 tokens, twelve of each workload, one workload after the other or in any order, take little more than with
+    the drafter and k that are best for their workload in hindsight."""
+    table = several()
+    traces = [answer(workload, rates, seed) for workload, rates in WORKLOADS.items() for seed in range(100, 112)]
+    best = 0.0
+    for workload in WORKLOADS:
+        of = [trace for trace in traces if trace.workload == workload]
+        best += min(sum(replay(trace, table, FixedPolicy(name, k)) for trace in of) for name in SEVERAL for k in table.k)
+    if mixed:
+        random.Random(0).shuffle(traces)
+    policy, taken = adaptive(table, SEVERAL, early_stopping=True), 0.0
+    for trace in traces:
+        taken += replay(trace, table, policy)
+    assert taken <= best / 0.96
+
+
+def test_a_drafter_that_was_of_no_use_for_long_is_found_again_beside_a_useful_one() -> None:
+    """It has to read the prompt before it can be tried, so that takes a while."""
+    table = several(draft=4.0)
+    policy = adaptive(table, SEVERAL, early_stopping=True)
+    for seed in range(20):
+        replay(answer("before", (0.5, 0.3, 0.1), seed), table, policy)
+    taken = [replay(answer("after", (0.5, 0.3, 0.97), seed), table, policy) for seed in range(60)]
+    best = [replay(answer("after", (0.5, 0.3, 0.97), seed), table, FixedPolicy(MODEL, 4)) for seed in range(60)]
+    assert sum(taken[-20:]) <= sum(best[-20:]) / 0.95
+
+
 # --- in the loop ---------------------------------------------------------------------------------------------------------
 
 
