@@ -111,6 +111,7 @@ DOMAIN = "outrider"
 GATED = "Gated"  # S_t = exp(g_t) S_{t-1} + k_t v_t^T, o_t = S_t^T q_t (Mamba-2)
 GATED_DELTA = "GatedDelta"  # S_t = exp(g_t) S_{t-1} + b_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T, o_t = S_t^T q_t
 ROWS = "Rows"  # at the end of the names of those that know of no rejected rows
+EXPERTS = {4: "Int4Experts", 8: "Int8Experts"}  # functions, too: the experts of a mixture, by the bits of their weights
 
 SMALLEST_WINDOW = 64
 

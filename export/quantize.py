@@ -5,6 +5,8 @@ A quantized model is an eager model like any other, so the parity check compares
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 import torch
@@ -16,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider.bundle.manifest import Quantization
 from outrider.export.auto_round import tune
 from outrider.export.checkpoint import TokenizerFiles
+from outrider.export.experts import BlockExperts, Stack, gate_of, packed
 from outrider.export.rounding import BITS, Rounding
 from outrider.export.short_head import output_head
 from outrider.export.step_model import FEATURE_MIXER, OPSET
@@ -116,7 +119,8 @@ def dequantize(quantized: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def quantize_model(
     model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None
 ) -> Quantization:
-    """Replace every linear layer (`nn.Linear`, and GPT-2's `Conv1D`) by a `BlockLinear`, and return what was done.
+    """Replace every linear layer (`nn.Linear`, and GPT-2's `Conv1D`) by a `BlockLinear`, and the experts of mixtures by
+    `BlockExperts`, and return what was done.
 
     Embeddings are looked up and not multiplied, so quantizing them would save no time. They are rounded to fp16, which halves
     their memory and loses nothing of note in a table of bf16. A head that is tied to its embedding gets separate weights.
@@ -126,7 +130,7 @@ def quantize_model(
     """
     if rounding.method == "auto-round":
         tune(model, rounding, tokenizer, positions)
-    layers = _replace_linears(model, rounding)
+    layers, experts = _replace_linears(model, rounding), _replace_experts(model, rounding)
     _round_embeddings(model)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = {name: each for name, each in model.named_parameters() if each.dim() > 1 and each not in tables}
@@ -134,7 +138,7 @@ def quantize_model(
         method=rounding.method,
         head_precision=rounding.head_precision,
         block=rounding.max_block(BITS[rounding.precision]),
-        weights=sum(layer.quantized.numel() for layer in layers),
+        weights=sum(layer.quantized.numel() for layer in layers) + sum(each.weights for each in experts),
         kept={name: matrix.numel() for name, matrix in matrices.items()},
     )
 
@@ -158,6 +162,33 @@ def _replace_linears(model: PreTrainedModel, rounding: Rounding) -> list[BlockLi
             layers[module] = BlockLinear(*rounded, module.bias, bits)
         model.set_submodule(name, layers[module])
     return list(layers.values())
+
+
+def _replace_experts(model: PreTrainedModel, rounding: Rounding) -> list[BlockExperts]:
+    """Round the experts whose gate is known; others stay in fp32."""
+    bits, replaced = BITS[rounding.precision], []
+    for name, module in list(model.named_modules()):
+        if not isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) or (gate := gate_of(module)) is None:
+            continue
+        projections = []
+        for projection in ("gate_up_proj", "down_proj"):
+            weights = getattr(module, projection).detach()
+            weights = weights.transpose(1, 2) if module.is_transposed else weights  # [E, N, K]
+            bias = getattr(module, f"{projection}_bias").detach() if module.has_bias else torch.zeros(weights.shape[:2])
+            projections.append((weights, bias))
+        if module.is_concatenated:
+            weights, bias = (torch.stack(each.chunk(2, 1), 2).flatten(1, 2) for each in projections[0])
+            projections[0] = weights, bias
+        if (block := rounding.block_for(math.gcd(*(weights.shape[2] for weights, _ in projections)), bits)) is None:
+            continue
+        stacks = []
+        for weights, bias in projections:
+            rounded = [quantize(each, bits, block) for each in weights]
+            bytes_ = torch.stack([packed(quantized.T, bits) for quantized, _ in rounded])
+            stacks.append(Stack(bytes_, torch.stack([scale.T for _, scale in rounded]), bias.float()))
+        replaced.append(BlockExperts(stacks[0], stacks[1], gate, bits))
+        model.set_submodule(name, replaced[-1])
+    return replaced
 
 
 def _round_embeddings(model: PreTrainedModel) -> None:

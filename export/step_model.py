@@ -25,6 +25,7 @@ from outrider.engines.contract import (
     CAPACITY_DIM,
     COMMITTED,
     DOMAIN,
+    EXPERTS,
     FEATURE_POSITIONS,
     INPUT_IDS,
     KEY_POSITIONS,
@@ -39,8 +40,8 @@ from outrider.engines.contract import (
     cache_tensors,
 )
 from outrider.errors import UnsupportedModelError
+from outrider.export import experts, recurrence
 from outrider.export.checkpoint import learned_positions
-from outrider.export.recurrence import functions
 from outrider.export.recurrent import AttentionAndRecurrentStep, RecurrentStep
 from outrider.export.replaced import replaced
 
@@ -425,9 +426,10 @@ def trace(
         [LOGITS, *(c.present for c in caches), *state],
         type(model).__name__,
     )
-    for rule in {node.op_type for node in program.model.graph.all_nodes() if node.domain == DOMAIN}:
+    for name in {node.op_type for node in program.model.graph.all_nodes() if node.domain == DOMAIN}:
         program.model.opset_imports[DOMAIN] = 1
-        program.model.functions.update({function.identifier(): function for function in functions(rule)})
+        defined = experts.functions(name) if name in EXPERTS.values() else recurrence.functions(name)
+        program.model.functions.update({function.identifier(): function for function in defined})
     return program
 
 

@@ -99,6 +99,7 @@ def rewrite(path: Path, output: Path) -> dict[str, int]:
     graph = model.graph
     if any(each.name == PENDING for each in graph.inputs):
         raise NotExpressible("recurrent layers")
+    common.InlinePass()(model)  # it reads no functions
     model.opset_imports[DOMAIN] = 1
     read_batch_off_tokens(graph)
     for each in [each for each in graph.outputs if (each.name or "").startswith("present_")]:

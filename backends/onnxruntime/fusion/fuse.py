@@ -12,6 +12,7 @@ from onnxscript.rewriter.ort_fusions.rms_normalization import rms_normalization_
 from onnxscript.rewriter.ort_fusions.skip_normalization import skip_rms_normalization_ruleset
 
 from outrider.backends.onnxruntime.fusion.attention import GroupQueryAttention
+from outrider.backends.onnxruntime.fusion.experts import experts
 from outrider.backends.onnxruntime.fusion.recurrence import recurrences
 from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
 from outrider.backends.onnxruntime.fusion.rotary import Rotary
@@ -43,6 +44,7 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> t
         "norms": rms_normalization_ruleset.apply_to_model(model),
         "norms of sums": skip_rms_normalization_ruleset.apply_to_model(model),
         "recurrences": recurrences(model),
+        "experts": experts(model, steady),
     }
     common.InlinePass()(model)  # what is the same in the functions' calls is computed once
     read_batch_off_tokens(model.graph)
