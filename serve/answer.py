@@ -9,12 +9,12 @@ from outrider.errors import UsageError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import Text, TextStream
+from outrider.runtime.text import TOKEN_MARK, Text, TextStream
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import Function, NamedFunction
 from outrider.serve.reasoning import ReasoningSplitter, marks_of, opened
 from outrider.serve.tools import family_of
-from outrider.serve.tools.base import Offer, Part, Reader
+from outrider.serve.tools.base import Offer, Part, Reader, mark
 
 END = 16  # tokens at the end of a prompt that may open the reasoning
 
@@ -111,14 +111,19 @@ class Answers:
 
     def reader(self, prompt: list[int], params: SamplingParams) -> AnswerReader:
         """Return what reads one answer."""
-        splitter = None
+        splitter, reader, tokenizer = None, None, self._text.tokenizer
+        shown: dict[int, str] = {}
         if self._marks is not None and not self._reads_itself:
-            splitter = ReasoningSplitter(self._marks, self._end_of(prompt))
-        if self._family is None or not (self._schemas or self._reads_itself):
-            return AnswerReader(splitter)
-        family, tools = self._family, self._schemas
-        stream = TextStream(self._text.tokenizer, prompt, params.stop_strings, family.shown)
-        return AnswerReader(splitter, Reader(lambda reader: family.read(reader, tools)), stream, params.min_new_tokens)
+            opening, closing = self._marks
+            if params.structured_outputs is not None:  # its grammar ends the reasoning at the token, not at the same text
+                shown |= {tokenizer.token_to_id(text): text for text in self._marks}
+                opening, closing = mark(opening), mark(closing)
+            splitter = ReasoningSplitter((opening, closing), self._end_of(prompt))
+        if (family := self._family) is not None and (self._schemas or self._reads_itself):
+            shown |= family.shown
+            reader = Reader(lambda reader: family.read(reader, self._schemas))
+        stream = TextStream(tokenizer, prompt, params.stop_strings, shown) if shown or reader else None
+        return AnswerReader(splitter, reader, stream, params.min_new_tokens)
 
 
 class AnswerReader:
@@ -131,7 +136,7 @@ class AnswerReader:
         stream: TextStream | None = None,
         minimum: int = 0,
     ):
-        """Begin an answer; a `reader` reads the text of `stream`, which may stop after so many tokens."""
+        """Begin an answer; a `stream` has its text with marks before some tokens, and may stop after so many tokens."""
         self._splitter, self._reader, self._stream, self._minimum = splitter, reader, stream, minimum
         self._count = 0
         self._called = False
@@ -145,10 +150,11 @@ class AnswerReader:
             parts.append(Part("reasoning_content", thought))
         parts += [Part("content", text)] if self._reader is None else self._reader.push(text, last)
         self._called = self._called or any(part.kind == "name" for part in parts)
+        parts = [part._replace(text=part.text.replace(TOKEN_MARK, "")) for part in parts]
         return [part for part in parts if part.text]
 
     def _text(self, event: Event) -> str:
-        """Return the text that an event adds: the reader sees some special tokens."""
+        """Return the text that an event adds, with marks before some tokens."""
         if self._stream is None:
             return event.text
         pieces = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from outrider.runtime.structured import SPACES
+from outrider.runtime.text import TOKEN_MARK
 
 BEGINNING = '{"name": "'
 
@@ -61,7 +62,7 @@ class Family(ABC):
 
     @property
     def shown(self) -> dict[int, str]:
-        """The tokens that `read` needs to see, with their texts; other special tokens are not part of the text."""
+        """The tokens that `read` needs to see, with their texts; other special tokens are not part of the text. See `mark`."""
         return {self.token(text): text for text in self.tokens}
 
     @abstractmethod
@@ -187,6 +188,12 @@ class Reader:
                 yield Part("arguments", '"' if end.value else "")
                 return bool(end.value)
             yield part and Part("arguments", json.dumps(part.text, ensure_ascii=False)[1:-1])
+
+
+def mark(token: str) -> str:
+    """Return how a token that a family has `shown` comes in the text of an answer. The same characters as other tokens are
+    only text: the grammar has not seen a call there, so what follows need not be one."""
+    return TOKEN_MARK + token
 
 
 def overlap(text: str, mark: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.serve.tools.base import BEGINNING, Family, Offer, Parts, Reader, named_calls, read_named_call
+from outrider.serve.tools.base import BEGINNING, Family, Offer, Parts, Reader, mark, named_calls, read_named_call
 
 TAG = "<|python_tag|>"
 
@@ -32,7 +32,7 @@ class Llama(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer."""
-        yield from reader.starts(TAG)
+        yield from reader.starts(mark(TAG))
         if (yield from reader.starts(BEGINNING)):
             yield from read_named_call(reader, "parameters")
         else:

@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.runtime.grammar import Grammars
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event
+from outrider.runtime.stats import Stats
+from outrider.runtime.structured import StructuredOutputs
+from outrider.runtime.text import Text
+from outrider.serve.answer import Answers
 from outrider.serve.reasoning import MARKS, ReasoningSplitter, Split
+from outrider.serve.tools.base import Part
 from outrider.tests.serve.server import Server, serving
 from outrider.tests.support import build, llama, tokenizer, write_checkpoint
 
@@ -122,3 +129,18 @@ def test_a_grammar_holds_for_what_follows_the_reasoning(server: Server, thinking
         )
     assert re.fullmatch("[x-z]{2,4}", message.content)
     assert bool(message.reasoning_content) == thinking
+
+
+def test_a_mark_spelled_by_other_tokens_ends_no_reasoning_before_structured_output() -> None:
+    """The grammar goes on with the reasoning up to the token, so only that may separate the two."""
+    made = tokenizer(300)
+    made.add_tokens([*MARKS[0]])
+    spelled = [token for each in "a</think>b" for token in made.encode(each, add_special_tokens=False).ids]
+    ids = [made.token_to_id("<think>"), *spelled, made.token_to_id("</think>"), *made.encode("{}").ids]
+    answers = Answers(Text(made, None), [0], [], "auto", True)
+    structured = answers.constraint([1], StructuredOutputs(json_object=True))
+    assert structured is not None
+    assert Grammars(made, made.get_vocab_size(), [0]).begin(structured).valid(ids) == len(ids)
+    reader = answers.reader([1], SamplingParams(structured_outputs=structured))
+    parts = reader.read(Event((*ids, 0), (False,) * (len(ids) + 1), (), Stats(prompt_tokens=1), "stop"))
+    assert parts == [Part("reasoning_content", "a</think>b"), Part("content", "{}")]
