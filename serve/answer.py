@@ -8,7 +8,7 @@ from typing import Any
 from outrider.errors import UsageError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.structured import StructuredOutputs
+from outrider.runtime.structured import SAID, StructuredOutputs
 from outrider.runtime.text import TOKEN_MARK, Text, TextStream
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import Function, NamedFunction
@@ -62,8 +62,9 @@ class Answers:
         """Whether the model marks what it thinks."""
         return self._marks is not None or self._reads_itself
 
-    def calls(self, required: bool = True) -> StructuredOutputs | None:
-        """Return the grammar of answers that have calls, or may have some, if the model may call tools.
+    def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
+        """Return the grammar of answers that have calls, or may have some, if the model may call tools; `said` is what an
+        answer without calls has to be.
 
         Raises:
             ApiError: the tools' schemas cannot be kept to.
@@ -71,31 +72,27 @@ class Answers:
         if not self._schemas or self._family is None:
             return None
         thought = () if self._marks is None else (self._text.tokenizer.token_to_id(self._marks[0]),)
-        offer = Offer(self._schemas, (*self._end_ids, *thought), required, self._parallel)
+        expression = None if said is None or required else f"@{SAID}"
+        offer = Offer(self._schemas, (*self._end_ids, *thought), required, self._parallel, expression)
         try:
-            return StructuredOutputs(grammar=self._family.grammar(offer))
+            grammar = self._family.grammar(offer)
+            return StructuredOutputs(grammar=grammar) if expression is None or said is None else said.within(grammar, SAID)
         except UsageError as error:
             raise ApiError(400, f"{error}; {error.hint}", "tools") from error
 
-    def trial(self, asked: tuple[StructuredOutputs, str] | None, field: str) -> tuple[StructuredOutputs, str] | None:
-        """Return the grammar to try, if there is one, and the request's field that it comes from.
-
-        Args:
-            asked: the same for the structured output that the request asks for; used if there are no tools.
-            field: where the request does so, such as "text.format".
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return the grammar of the calls, to be tried, and the request's field that it comes from, if there are tools.
 
         Raises:
-            ApiError: there are both, or the tools' schemas cannot be kept to.
+            ApiError: the tools' schemas cannot be kept to.
         """
         calls = self.calls()
-        if asked is not None and calls is not None:
-            raise ApiError(400, f"tools and {field} cannot be used together", field.partition(".")[0])
-        return asked if calls is None else (calls, "tools")
+        return [] if calls is None else [(calls, "tools")]
 
     def constraint(self, prompt: Sequence[int], asked: StructuredOutputs | None) -> StructuredOutputs | None:
-        """Return what the answer after a prompt has to be: what is asked for or, with tools, an answer that may have calls,
-        behind what the model thinks."""
-        structured = self.calls(self._required) or asked
+        """Return what the answer after a prompt has to be: what is asked for or, with tools, calls instead of it, behind
+        what the model thinks."""
+        structured = self.calls(self._required, asked) or asked
         if structured is None or self._marks is None or self._reads_itself:
             return structured
         opening, closing = map(self._text.tokenizer.token_to_id, self._marks)

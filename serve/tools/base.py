@@ -31,13 +31,15 @@ class Offer:
 
     `tools` are the JSON schemas of the arguments of the tools that it may call, by name, and `never` the tokens that no text
     has: those that end an answer, and the one that opens what the model thinks, which comes before the answer. `required` says
-    whether it must call a tool, and `parallel` whether it may call several.
+    whether it must call a tool, `parallel` whether it may call several, and `said`, an expression, what its answer is if it
+    calls none; None is any text.
     """
 
     tools: Mapping[str, dict[str, Any]]
     never: Sequence[int]
     required: bool = False
     parallel: bool = True
+    said: str | None = None
 
 
 class Family(ABC):
@@ -212,8 +214,9 @@ def json_value(schema: dict[str, Any]) -> str:
 
 
 def arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call's arguments, which has none besides those that the tool's schema names, if it names any."""
-    return {"additionalProperties": False} | schema if "properties" in schema else schema
+    """Return the schema of a call's arguments: an object, with none besides those that the tool's schema names, if it names
+    any."""
+    return {"type": "object"} | ({"additionalProperties": False} if "properties" in schema else {}) | schema
 
 
 def one_of(expressions: Iterable[str]) -> str:
@@ -247,4 +250,6 @@ def text_without(offer: Offer, *tokens: int) -> str:
 
 def text_then_calls(offer: Offer, opening: int) -> str:
     """Return the first rule of a grammar of `calls`, behind text where they are not required; a token opens the first call."""
-    return "start: calls" if offer.required else f"start: {text_without(offer, opening)} calls?"
+    if offer.required:
+        return "start: calls"
+    return f"start: {text_without(offer, opening)} calls?" if offer.said is None else f"start: calls | {offer.said}"

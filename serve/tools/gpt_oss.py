@@ -50,7 +50,7 @@ class GptOss(Family):
             [
                 f"start: before* {'call' if offer.required else '(call | final)'}",
                 f'before: {channel} ("analysis" | "commentary") {message} {text} {end} {begin} "assistant"',
-                f'final: {channel} "final" {message} {text}',
+                f'final: {channel} "final" {message} {text if offer.said is None else offer.said}',
                 f"call: {one_of(each)}",
             ]
         )

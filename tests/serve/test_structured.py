@@ -193,3 +193,8 @@ def test_hostile_grammars_do_not_hold_up_a_stream(client: openai.OpenAI) -> None
         for each in attacks:
             each.result()
     assert max(gaps[1:]) < 2  # a machine with two cores, on which one compiles
+
+
+def test_a_deadline_holds_while_a_grammar_is_compiled(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError, match="in time"):
+        ask(client, extra_body={"guided_json": {"type": "integer", "multipleOf": 99999989}, "timeout": 1})
