@@ -23,7 +23,9 @@ from outrider.errors import EngineError
 from outrider.runtime.matching import matching
 from outrider.runtime.structured import StructuredOutputs, first_line, refused
 
-MAX_COMPILED = 64  # grammars kept compiled
+# Grammars are kept compiled, up to so many characters of them: each takes some 60 bytes, so a few large ones are as many as 64
+# small ones.
+MAX_COMPILED, LEAST_COUNTED = 4 << 20, 64 << 10
 # A hostile grammar may take as long as these allow. Those of llguidance are four to ten times higher; grammars of hundreds of
 # properties stay far below either.
 LIMITS = LLParserLimits(
@@ -66,7 +68,9 @@ class Grammars:
         """Take a tokenizer, the width of the logits, and the tokens that end a text."""
         self._source, self._vocab_rows, self._end_ids = tokenizer, vocab_rows, list(end_ids)
         self._lock = threading.Lock()
-        self._compiled: LRUCache[StructuredOutputs, LLMatcher] = LRUCache(MAX_COMPILED)
+        self._compiled: LRUCache[StructuredOutputs, tuple[LLMatcher, int]] = LRUCache(
+            MAX_COMPILED, getsizeof=lambda kept: kept[1]
+        )
 
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -83,13 +87,16 @@ class Grammars:
         if not self._end_ids:
             raise refused("this bundle has no token that ends a text", "export a checkpoint that names its eos_token_id")
         with self._lock:
-            matcher = self._compiled.get(structured)
-        if matcher is None:
-            matcher = LLMatcher(self.tokenizer, structured.source(), log_level=0, limits=LIMITS)
+            kept = self._compiled.get(structured)
+        if kept is not None:
+            matcher = kept[0]
+        else:
+            source = structured.source()
+            matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise refused(f"the grammar cannot be compiled: {first_line(matcher.get_error())}", "simplify it")
             with self._lock:
-                self._compiled[structured] = matcher
+                self._compiled[structured] = matcher, min(max(len(source), LEAST_COUNTED), MAX_COMPILED)
         return matcher
 
     def begin(self, structured: StructuredOutputs) -> Matcher:
