@@ -384,4 +384,3 @@ def test_masks_that_take_longer_and_longer_end_an_answer() -> None:
         for _ in range(390):  # the limit on the items of a row ends it after that
             assert matcher.allowed([]) is not None
             matcher.advance(letter)
-    assert matcher.seconds < 20  # 40 without the limit
