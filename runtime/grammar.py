@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,18 +23,42 @@ from outrider.errors import EngineError
 from outrider.runtime.matching import matching
 from outrider.runtime.structured import StructuredOutputs, first_line, refused
 
-MAX_COMPILED = 64  # grammars kept compiled
+# Grammars are kept compiled, up to so many characters of them: each takes some 60 bytes, so a few large ones are as many as 64
+# small ones.
+MAX_COMPILED, LEAST_COUNTED = 4 << 20, 64 << 10
 # A hostile grammar may take as long as these allow. Those of llguidance are four to ten times higher; grammars of hundreds of
 # properties stay far below either.
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000, step_max_items=10_000, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
 )
+# What the limits allow in each step would still hold up all other requests, were it taken in every one. The masks of usual
+# grammars take far less than a millisecond. Seconds of the processor, so that a busy machine changes nothing.
+SECONDS = 1.0  # for an answer
+SECONDS_PER_MASK = 0.005  # and as much more for each of its masks
 
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 Bools = npt.NDArray[np.bool_]
 
 
 class GrammarError(EngineError):
     """The tokens that a grammar allows cannot be computed, or there are none."""
+
+
+def _counted(
+    method: Callable[Concatenate[Matcher, Arguments], Returned],
+) -> Callable[Concatenate[Matcher, Arguments], Returned]:
+    """Add the time that a method takes to `Matcher.seconds`."""
+
+    @functools.wraps(method)
+    def call(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
+        started = time.thread_time()
+        try:
+            return method(self, *args, **named)
+        finally:
+            self.seconds += time.thread_time() - started
+
+    return call
 
 
 class Grammars:
@@ -42,7 +68,9 @@ class Grammars:
         """Take a tokenizer, the width of the logits, and the tokens that end a text."""
         self._source, self._vocab_rows, self._end_ids = tokenizer, vocab_rows, list(end_ids)
         self._lock = threading.Lock()
-        self._compiled: LRUCache[StructuredOutputs, LLMatcher] = LRUCache(MAX_COMPILED)
+        self._compiled: LRUCache[StructuredOutputs, tuple[LLMatcher, int]] = LRUCache(
+            MAX_COMPILED, getsizeof=lambda kept: kept[1]
+        )
 
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -59,13 +87,16 @@ class Grammars:
         if not self._end_ids:
             raise refused("this bundle has no token that ends a text", "export a checkpoint that names its eos_token_id")
         with self._lock:
-            matcher = self._compiled.get(structured)
-        if matcher is None:
-            matcher = LLMatcher(self.tokenizer, structured.source(), log_level=0, limits=LIMITS)
+            kept = self._compiled.get(structured)
+        if kept is not None:
+            matcher = kept[0]
+        else:
+            source = structured.source()
+            matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise refused(f"the grammar cannot be compiled: {first_line(matcher.get_error())}", "simplify it")
             with self._lock:
-                self._compiled[structured] = matcher
+                self._compiled[structured] = matcher, min(max(len(source), LEAST_COUNTED), MAX_COMPILED)
         return matcher
 
     def begin(self, structured: StructuredOutputs) -> Matcher:
@@ -83,14 +114,19 @@ class Matcher:
         self._end_ids = frozenset(end_ids)
         self._ahead: list[int] = []  # drafted tokens that the matcher has taken
         self._masks: list[Bools] = []  # after the first 0, 1, ... of these
+        self._count = 0  # masks that were computed
+        self.seconds = 0.0  # that the processor has worked on the grammar
 
+    @_counted
     def allowed(self, drafted: Sequence[int]) -> Bools | None:
         """Return which tokens, bool [V], may follow the confirmed tokens and the drafted ones; None where these are not in the
         grammar or end the text.
 
         Raises:
-            GrammarError: a limit is exceeded, or no token may follow.
+            GrammarError: a limit is exceeded, the masks take too long, or no token may follow.
         """
+        if self.seconds > SECONDS + SECONDS_PER_MASK * self._count:
+            raise GrammarError(f"the grammar's masks take too long: {self.seconds:.1f} seconds so far", "simplify it")
         self._retreat(matching(self._ahead, drafted))
         for token in drafted[len(self._ahead) :]:
             if not self._take(token):
@@ -99,23 +135,27 @@ class Matcher:
         if row == len(self._masks):
             packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
+            self._count += 1
             mask = np.unpackbits(packed, bitorder="little", count=self._vocab_rows).view(np.bool_)
             if not mask.any():
                 raise GrammarError("the grammar leaves no token", "change the grammar")
             self._masks.append(mask)
         return self._masks[row]
 
+    @_counted
     def forced(self, limit: int) -> list[int]:
         """Return up to so many tokens that spell what the grammar forces next."""
         self._retreat(0)
         tokens: list[int] = self._matcher.compute_ff_tokens()
         return tokens[:limit]
 
+    @_counted
     def valid(self, tokens: list[int]) -> int:
         """Return how many of the tokens, from the first on, the grammar allows after the confirmed ones."""
         self._retreat(0)
         return 0 if self._matcher.is_error() else int(self._matcher.validate_tokens(tokens))
 
+    @_counted
     def advance(self, tokens: Sequence[int]) -> None:
         """Take the tokens that a round confirmed, up to one that ends the text.
 
@@ -150,16 +190,24 @@ class Matcher:
 
 
 def rehearse(matcher: LLMatcher, steps: int) -> None:
-    """Go some steps into a compiled grammar, to learn whether its masks stay within the limits.
+    """Go some steps into a compiled grammar, by several ways, to learn whether its masks stay within the limits.
 
     Raises:
-        UsageError: they do not.
+        UsageError: they do not, or the grammar cannot be looked ahead in.
     """
-    matcher = matcher.deep_copy()
-    for _ in range(steps):
-        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        if matcher.is_error():
-            raise refused(f"the grammar is too complex: {first_line(matcher.get_error())}", "simplify it")
-        allowed = np.flatnonzero(mask)
-        if matcher.is_stopped() or not len(allowed) or not matcher.try_consume_tokens([int(allowed[len(allowed) // 2])]):
-            return
+    for way in (0.5, 0.0, 1.0):  # which of the allowed tokens is taken
+        ahead = matcher.deep_copy()
+        for step in range(steps):
+            mask = np.unpackbits(np.frombuffer(ahead.compute_bitmask(), np.uint8), bitorder="little")
+            allowed = np.flatnonzero(mask)
+            going_on = not ahead.is_stopped() and len(allowed)
+            if going_on:
+                token = [int(allowed[int(way * (len(allowed) - 1))])]
+                going_on = ahead.try_consume_tokens(token)
+                if going_on and not step:
+                    ahead.rollback(1)
+                    ahead.try_consume_tokens(token)
+            if ahead.is_error():
+                raise refused(f"the grammar is too complex: {first_line(ahead.get_error())}", "simplify it")
+            if not going_on:
+                break

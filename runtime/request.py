@@ -57,7 +57,8 @@ class Request:
         self.acceptance: dict[str, Acceptance] = {}  # estimates by drafter
         self.owner: Hashable = None  # whose share of the slots and of the queue it takes
         self.priority = 0  # among the owner's requests; the lowest is served first
-        self.timeout = math.inf  # seconds from its submission to its last token, for whoever submits it to enforce
+        self.timeout = math.inf  # seconds until its last token, for whoever submits it to enforce
+        self.waited = 0.0  # how many of these had passed when it was submitted
         self.submitted = 0.0  # by the scheduler's clock, in seconds
         self.admitted: float | None = None
         self.slot: Slot | None = None

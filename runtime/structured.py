@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.errors import UsageError
 
+ANSWER, SAID = "outrider_answer", "outrider_said"  # names of grammars within others, apart from those that clients give
 MAX_SOURCE = 256 << 10  # characters of a grammar
 # Between the parts of JSON, a space or the indentation of a line: a model that is unsure would go on with spaces for ever.
 SPACES: Any = {"whitespace_flexible": True, "whitespace_pattern": r" ?|\r?\n[ \t]{0,40}"}
@@ -32,7 +33,7 @@ class StructuredOutputs:
     json_object: bool | None = None  # true: any JSON object
 
     def __post_init__(self) -> None:
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        given = [*self.arguments()]
         if len(given) != 1:
             names = ", ".join(each.name for each in fields(self))
             raise refused(f"{len(given)} kinds of structured output are given", f"give exactly one of {names}")
@@ -49,7 +50,8 @@ class StructuredOutputs:
 
     def arguments(self) -> dict[str, Any]:
         """Return the one argument that makes an equal object, in types of JSON."""
-        return {each.name: value for each in fields(self) if (value := getattr(self, each.name))}
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in given.items() if value is not None and value is not False}
 
     def after_reasoning(self, opening: int, closing: int, opened: bool) -> StructuredOutputs:
         """Return the same for what follows a model's reasoning, which is free text between two tokens. The model may leave it
@@ -58,15 +60,23 @@ class StructuredOutputs:
         Raises:
             UsageError: see `source`.
         """
-        source = self.source()
-        first, *further = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
         thought = f"THOUGHT <[{closing}]> SPACES"
         thought = thought if opened else f"(<[{opening}]> {thought})?"
-        main = rf"""start: {thought} @answer
+        main = rf"""start: {thought} @{ANSWER}
 THOUGHT: /(.|\n)*/
 SPACES: /[ \n]{{0,4}}/
 """
-        grammars = [{"name": "main", "lark_grammar": main}, {**first, "name": "answer"}, *further]
+        return self.within(main, ANSWER)
+
+    def within(self, main: str, name: str) -> StructuredOutputs:
+        """Return a grammar, in llguidance's Lark, that may refer to this one by `@` and a name.
+
+        Raises:
+            UsageError: see `source`.
+        """
+        source = self.source().strip()
+        first, *further = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+        grammars = [{"name": "main", "lark_grammar": main}, {**first, "name": name}, *further]
         return StructuredOutputs(grammar=json.dumps({"grammars": grammars}))
 
     def source(self) -> str:

@@ -21,6 +21,7 @@ from outrider.runtime.special_tokens import Aliases, control_tokens
 # bytes grows with the square of its length.
 PROMPT_CONTEXT = 64
 PLAIN = "\ue004"  # a character for private use, which is part of no token
+TOKEN_MARK = "\ufdd0"  # no character: stands before the text of a token, which other tokens may spell as well
 
 Piece = tuple[str, bool]
 """Text, and whether the token that completed it came from the draft."""
@@ -296,7 +297,8 @@ class TextStream:
     """Turns confirmed tokens into text: whole characters only, and nothing that may still become a stop string."""
 
     def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...], shown: Mapping[int, str] | None = None):
-        """Begin after `prompt`; `stop` are the stop strings, and `shown` the special tokens that are text, with theirs."""
+        """Begin after `prompt`; `stop` are the stop strings, and `shown` the tokens that are text with a `TOKEN_MARK` before
+        it, which no other text has."""
         self._tokenizer, self._shown = tokenizer, shown or {}
         self._decoder: Any = DecodeStream(skip_special_tokens=True)
         self._undecoded: list[int] = []
@@ -352,7 +354,7 @@ class TextStream:
         pieces = [] if self.stopped else self._release(sum(len(piece) for piece, _ in self._held))
         if self._undecoded and not self.stopped:
             rest = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True).removeprefix(self._echo)
-            pieces += [(rest, self._from_draft)] if rest else []
+            pieces += [(self._unmarked(rest), self._from_draft)] if rest else []
         return pieces
 
     def _step(self, token: int) -> str | None:
@@ -361,7 +363,7 @@ class TextStream:
             before = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True) if self._undecoded else ""
             self._undecoded.clear()
             self._decoder = DecodeStream(skip_special_tokens=True)
-            return before + self._shown[token]
+            return self._unmarked(before) + TOKEN_MARK + self._shown[token]
         self._undecoded.append(token)
         try:
             text: str | None = _decode(self._decoder.step, self._tokenizer, token)
@@ -370,9 +372,13 @@ class TextStream:
         except Exception:  # the decoder raises this when later bytes change text that it has already returned
             text = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True)
             self._decoder = DecodeStream(skip_special_tokens=True)
-        if text is not None:
-            self._undecoded.clear()
-        return text
+        if text is None:
+            return None
+        self._undecoded.clear()
+        return self._unmarked(text)
+
+    def _unmarked(self, text: str) -> str:
+        return text.replace(TOKEN_MARK, "\ufffd") if self._shown else text
 
     def _release(self, length: int) -> list[Piece]:
         """Remove the first `length` characters of the held text and return them as pieces."""

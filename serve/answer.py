@@ -8,13 +8,13 @@ from typing import Any
 from outrider.errors import UsageError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import Text, TextStream
+from outrider.runtime.structured import SAID, StructuredOutputs
+from outrider.runtime.text import TOKEN_MARK, Text, TextStream
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import Function, NamedFunction
 from outrider.serve.reasoning import ReasoningSplitter, marks_of, opened
 from outrider.serve.tools import family_of
-from outrider.serve.tools.base import Offer, Part, Reader
+from outrider.serve.tools.base import Offer, Part, Reader, mark
 
 END = 16  # tokens at the end of a prompt that may open the reasoning
 
@@ -62,8 +62,9 @@ class Answers:
         """Whether the model marks what it thinks."""
         return self._marks is not None or self._reads_itself
 
-    def calls(self, required: bool = True) -> StructuredOutputs | None:
-        """Return the grammar of answers that have calls, or may have some, if the model may call tools.
+    def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
+        """Return the grammar of answers that have calls, or may have some, if the model may call tools; `said` is what an
+        answer without calls has to be.
 
         Raises:
             ApiError: the tools' schemas cannot be kept to.
@@ -71,31 +72,27 @@ class Answers:
         if not self._schemas or self._family is None:
             return None
         thought = () if self._marks is None else (self._text.tokenizer.token_to_id(self._marks[0]),)
-        offer = Offer(self._schemas, (*self._end_ids, *thought), required, self._parallel)
+        expression = None if said is None or required else f"@{SAID}"
+        offer = Offer(self._schemas, (*self._end_ids, *thought), required, self._parallel, expression)
         try:
-            return StructuredOutputs(grammar=self._family.grammar(offer))
+            grammar = self._family.grammar(offer)
+            return StructuredOutputs(grammar=grammar) if expression is None or said is None else said.within(grammar, SAID)
         except UsageError as error:
             raise ApiError(400, f"{error}; {error.hint}", "tools") from error
 
-    def trial(self, asked: tuple[StructuredOutputs, str] | None, field: str) -> tuple[StructuredOutputs, str] | None:
-        """Return the grammar to try, if there is one, and the request's field that it comes from.
-
-        Args:
-            asked: the same for the structured output that the request asks for; used if there are no tools.
-            field: where the request does so, such as "text.format".
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return the grammar of the calls, to be tried, and the request's field that it comes from, if there are tools.
 
         Raises:
-            ApiError: there are both, or the tools' schemas cannot be kept to.
+            ApiError: the tools' schemas cannot be kept to.
         """
         calls = self.calls()
-        if asked is not None and calls is not None:
-            raise ApiError(400, f"tools and {field} cannot be used together", field.partition(".")[0])
-        return asked if calls is None else (calls, "tools")
+        return [] if calls is None else [(calls, "tools")]
 
     def constraint(self, prompt: Sequence[int], asked: StructuredOutputs | None) -> StructuredOutputs | None:
-        """Return what the answer after a prompt has to be: what is asked for or, with tools, an answer that may have calls,
-        behind what the model thinks."""
-        structured = self.calls(self._required) or asked
+        """Return what the answer after a prompt has to be: what is asked for or, with tools, calls instead of it, behind
+        what the model thinks."""
+        structured = self.calls(self._required, asked) or asked
         if structured is None or self._marks is None or self._reads_itself:
             return structured
         opening, closing = map(self._text.tokenizer.token_to_id, self._marks)
@@ -111,14 +108,19 @@ class Answers:
 
     def reader(self, prompt: list[int], params: SamplingParams) -> AnswerReader:
         """Return what reads one answer."""
-        splitter = None
+        splitter, reader, tokenizer = None, None, self._text.tokenizer
+        shown: dict[int, str] = {}
         if self._marks is not None and not self._reads_itself:
-            splitter = ReasoningSplitter(self._marks, self._end_of(prompt))
-        if self._family is None or not (self._schemas or self._reads_itself):
-            return AnswerReader(splitter)
-        family, tools = self._family, self._schemas
-        stream = TextStream(self._text.tokenizer, prompt, params.stop_strings, family.shown)
-        return AnswerReader(splitter, Reader(lambda reader: family.read(reader, tools)), stream, params.min_new_tokens)
+            opening, closing = self._marks
+            if params.structured_outputs is not None:  # its grammar ends the reasoning at the token, not at the same text
+                shown |= {tokenizer.token_to_id(text): text for text in self._marks}
+                opening, closing = mark(opening), mark(closing)
+            splitter = ReasoningSplitter((opening, closing), self._end_of(prompt))
+        if (family := self._family) is not None and (self._schemas or self._reads_itself):
+            shown |= family.shown
+            reader = Reader(lambda reader: family.read(reader, self._schemas))
+        stream = TextStream(tokenizer, prompt, params.stop_strings, shown) if shown or reader else None
+        return AnswerReader(splitter, reader, stream, params.min_new_tokens)
 
 
 class AnswerReader:
@@ -131,7 +133,7 @@ class AnswerReader:
         stream: TextStream | None = None,
         minimum: int = 0,
     ):
-        """Begin an answer; a `reader` reads the text of `stream`, which may stop after so many tokens."""
+        """Begin an answer; a `stream` has its text with marks before some tokens, and may stop after so many tokens."""
         self._splitter, self._reader, self._stream, self._minimum = splitter, reader, stream, minimum
         self._count = 0
         self._called = False
@@ -145,10 +147,11 @@ class AnswerReader:
             parts.append(Part("reasoning_content", thought))
         parts += [Part("content", text)] if self._reader is None else self._reader.push(text, last)
         self._called = self._called or any(part.kind == "name" for part in parts)
+        parts = [part._replace(text=part.text.replace(TOKEN_MARK, "")) for part in parts]
         return [part for part in parts if part.text]
 
     def _text(self, event: Event) -> str:
-        """Return the text that an event adds: the reader sees some special tokens."""
+        """Return the text that an event adds, with marks before some tokens."""
         if self._stream is None:
             return event.text
         pieces = []

@@ -73,10 +73,10 @@ class ResponseAssembler(ABC, Generic[Body]):
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the parameters for a prompt; raises `UsageError` if one is out of range."""
 
-    def trial(self) -> tuple[StructuredOutputs, str] | None:
-        """Return the grammar to try before anything is queued, if there is one, and the request's field that it comes from."""
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return the grammars to try before anything is queued, each with the request's field that it comes from."""
         structured = self.body.structured()
-        return None if structured is None else (structured, self.grammar_field)
+        return [] if structured is None else [(structured, self.grammar_field)]
 
     @abstractmethod
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
@@ -104,7 +104,13 @@ class ResponseAssembler(ABC, Generic[Body]):
         self._check_choices(len(texts) or 1)
         settings, owner = self._settings, self._http.state.owner
         job = Job(settings.max_prompt or self.capacity, texts, messages, tools, settings.allow_special_tokens, **options)
-        return await encode(self._engine, settings, job, owner, self.prompt_field)
+        return await encode(self._engine, job, owner, self.prompt_field, self._left)
+
+    @property
+    def _left(self) -> float:
+        """The seconds until the request's time limit, or the server's."""
+        limit = self._settings.timeout
+        return min(limit, self.body.timeout or limit) - (time.perf_counter() - self._started)
 
     async def respond(self, prompts: list[list[int]]) -> Response:
         """Submit the prompts, all or none, and return the response, whole or as a stream.
@@ -115,7 +121,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_limits(prompts)
         self.prompts = prompts
-        await self._try_grammar()
+        await self._try_grammars()
         requests = [
             (prompt, replace(params, seed=seed))
             for prompt in prompts
@@ -127,22 +133,25 @@ class ResponseAssembler(ABC, Generic[Body]):
                 await asyncio.to_thread(self._engine.outrider.grammars.compile, structured)
         owner = self._http.state.owner
         self.requests = await self._engine.submit(
-            requests, lambda *result: self._results.put_nowait(result), owner, self.body.priority, self.body.timeout
+            requests,
+            lambda *result: self._results.put_nowait(result),
+            owner,
+            self.body.priority,
+            self.body.timeout,
+            time.perf_counter() - self._started,
         )
         if self.body.stream:
             return _Stream(self._stream(), self._cancel)
         return JSONResponse(self.whole(await self._collect()))
 
-    async def _try_grammar(self) -> None:
-        """Compile the grammar of the answers, if there is one, where it can take neither the engines' time nor their memory."""
-        if (trial := self.trial()) is None:
-            return
-        structured, field = trial
-        job = Job(structured=structured.arguments())
-        try:
-            await encode(self._engine, self._settings, job, self._http.state.owner, field)
-        except UsageError as error:
-            raise ApiError(400, f"{error}; {error.hint}", field) from error
+    async def _try_grammars(self) -> None:
+        """Compile what the answers' grammar consists of, where it can take neither the engines' time nor their memory."""
+        for structured, field in self.trials():
+            job = Job(structured=structured.arguments())
+            try:
+                await encode(self._engine, job, self._http.state.owner, field, self._left)
+            except UsageError as error:
+                raise ApiError(400, f"{error}; {error.hint}", field) from error
 
     def _check_choices(self, prompts: int) -> None:
         if prompts * self.body.n > (limit := self._settings.max_choices):
@@ -285,8 +294,8 @@ class ChoicesAssembler(ResponseAssembler[Body]):
         return {"origin": [[text, from_draft] for event in events for text, from_draft in event.pieces]}
 
 
-async def encode(engine: EngineThread, settings: Settings, job: Job, owner: Hashable, field: str) -> list[list[int]]:
-    """Return the token ids of a job; `field` is the request's field that they come from.
+async def encode(engine: EngineThread, job: Job, owner: Hashable, field: str, seconds: float) -> list[list[int]]:
+    """Return the token ids of a job; `field` is the request's field that they come from, and it may take so many `seconds`.
 
     Raises:
         ApiError: a prompt is too long.
@@ -295,7 +304,7 @@ async def encode(engine: EngineThread, settings: Settings, job: Job, owner: Hash
     """
     scheduler = engine.scheduler
     try:
-        async with asyncio.timeout(settings.timeout):
+        async with asyncio.timeout(seconds):
             return await engine.prompts.encode(job, scheduler.places, scheduler.waiting(), owner)
     except PromptTooLongError as error:
         raise ApiError(400, str(error), field, "context_length_exceeded") from error

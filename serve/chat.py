@@ -18,7 +18,7 @@ from outrider.serve.assembler import ChoicesAssembler
 from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.errors import CHAT_PATH, ApiError
-from outrider.serve.protocol import ChatRequest, NamedTool, chat_logprobs, template_messages
+from outrider.serve.protocol import ChatRequest, NamedTool, chat_logprobs, template_messages, template_variables
 from outrider.serve.tools.base import Part
 
 router = APIRouter(route_class=JsonRoute)
@@ -48,9 +48,9 @@ class ChatAssembler(ChoicesAssembler[ChatRequest]):
         params = chat.params(max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
         return replace(params, structured_outputs=self.answers.constraint(prompt, params.structured_outputs))
 
-    def trial(self) -> tuple[StructuredOutputs, str] | None:
-        """Return the grammar of the calls, if there are tools."""
-        return self.answers.trial(super().trial(), "response_format")
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return also the grammar of the calls, if there are tools."""
+        return [*super().trials(), *self.answers.trials()]
 
     def opening(self) -> list[dict[str, Any]]:
         """Return a chunk with the role for each choice."""
@@ -122,6 +122,6 @@ async def chat_completions(
         await assembler.encode(
             messages=template_messages(body.messages),
             tools=assembler.answers.definitions,
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=template_variables(body.reasoning_effort, body.chat_template_kwargs),
         )
     )

@@ -132,6 +132,7 @@ class EngineThread:
         owner: Hashable = None,
         priority: int = 0,
         timeout: float | None = None,
+        waited: float = 0.0,
     ) -> list[Request]:
         """Queue all of the requests, or none.
 
@@ -141,6 +142,7 @@ class EngineThread:
                 event with a finish reason or an error.
             owner, priority: see `Scheduler.submit_all`.
             timeout: seconds until the last token, if they are fewer than the server's.
+            waited: how many of them have passed.
 
         Raises:
             UsageError: a request cannot be answered.
@@ -155,7 +157,7 @@ class EngineThread:
         sinks = [partial(_call_soon, loop, deliver, index) for index in range(len(requests))]
         limit = min(self._timeout, timeout or self._timeout)
         settle = partial(_call_soon, loop, _settle, accepted)
-        self._inbox.put(partial(self._submit, requests, owner, priority, limit, sinks, settle))
+        self._inbox.put(partial(self._submit, requests, owner, priority, (limit, waited), sinks, settle))
         try:
             return await asyncio.shield(accepted)
         except asyncio.CancelledError:  # the client has disconnected meanwhile
@@ -257,7 +259,7 @@ class EngineThread:
         requests: Sequence[tuple[list[int], SamplingParams]],
         owner: Hashable,
         priority: int,
-        timeout: float,
+        time_limit: tuple[float, float],
         sinks: Sequence[Callable[[Result], None]],
         settle: Callable[[list[Request] | OutriderError], None],
     ) -> None:
@@ -270,7 +272,7 @@ class EngineThread:
             settle(bug(error))
         else:
             for request, sink in zip(accepted, sinks, strict=True):
-                request.sink, request.timeout = sink, timeout
+                request.sink, (request.timeout, request.waited) = sink, time_limit
                 self._active[request] = None
             settle(accepted)
             while self.scheduler.displaced:
@@ -304,7 +306,7 @@ class EngineThread:
 
     def _time_out(self, scheduler: Scheduler) -> None:
         now = time.perf_counter()
-        for request in [each for each in self._active if now - each.submitted > each.timeout]:
+        for request in [each for each in self._active if now - each.submitted + each.waited > each.timeout]:
             scheduler.cancel(request)
             message = f"the answer took longer than {request.timeout:g} seconds"
             self._deliver(request, TimedOutError(message, "ask for fewer tokens"))

@@ -138,8 +138,11 @@ class PromptEncoder:
                 message = f"the grammar takes longer than {GRAMMAR_SECONDS:g} seconds to compile"
                 raise UsageError(message, "simplify it", param="structured_outputs")
             raise UsageError(f"the prompt takes longer than {JOB_SECONDS:g} seconds to read", "shorten it", param="prompt")
-        what = "grammar" if job.structured else "prompt"
-        raise EngineError("the process that reads prompts has crashed", f"shorten the {what}")
+        if job.structured:
+            raise UsageError(
+                "the process that compiles grammars has crashed on the grammar", "simplify it", param="structured_outputs"
+            )
+        raise EngineError("the process that reads prompts has crashed", "shorten the prompt")
 
     def _end(self) -> int:
         """End the child, if it has not ended, and return its exit code."""

@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -24,6 +26,9 @@ GRAMMAR_SECONDS = 2.0  # for its grammar
 REHEARSED = 32  # tokens into a grammar whose masks are tried
 TIME_LIMIT = getattr(signal, "SIGALRM", signal.SIGTERM)  # what ends the child at a limit; Windows has no such timers
 MEMORY = 4 << 30  # bytes of address space
+# Deep grammars overflow the stack, and the server compiles again, on threads with two megabytes or more: what ends no child
+# must not end the server.
+GRAMMAR_STACK = 1 << 20
 NICE = 5  # the engines come first
 
 
@@ -81,12 +86,14 @@ def main() -> None:
         _limit(0)
     replies.write(b"\n")
     replies.flush()
+    threading.stack_size(GRAMMAR_STACK)
+    compiling = ThreadPoolExecutor(1)
     while line := lines.readline():
         job = msgspec.json.decode(line, type=Job)
         if job.structured and source.end_ids:
             grammars.tokenizer  # noqa: B018  # what it takes to make it the first time is not the request's
         _limit(GRAMMAR_SECONDS if job.structured else JOB_SECONDS)
-        reply = _grammar_reply(grammars, job.structured) if job.structured else _reply(text, job)
+        reply = compiling.submit(_grammar_reply, grammars, job.structured).result() if job.structured else _reply(text, job)
         _limit(0)
         replies.write(msgspec.json.encode(reply) + b"\n")
         replies.flush()

@@ -354,12 +354,21 @@ def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError("no_object", "the parameters of a function are those of an object")
+    return schema
+
+
 class Function(Strict):
     """A function that the model may call. Its calls keep to its parameters whether `strict` is set or not."""
 
     name: ToolName
     description: str = ""
-    parameters: Annotated[dict[str, Any], AfterValidator(_shallow)] = {"type": "object", "properties": {}}
+    parameters: Annotated[dict[str, Any], AfterValidator(_shallow), AfterValidator(_of_an_object)] = {
+        "type": "object",
+        "properties": {},
+    }
     strict: bool = False
 
     def definition(self) -> dict[str, Any]:
@@ -390,6 +399,16 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def template_variables(effort: Effort | None, variables: dict[str, Any]) -> dict[str, Any]:
+    """Return the chat template's variables: how much the model is to think, under the names that templates have for it, and
+    those that the request sets itself."""
+    made: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    return made | ({"enable_thinking": False} if effort == "none" else {}) | variables
+
+
 class ChatRequest(Common):
     """The body of `POST /v1/chat/completions`."""
 
@@ -410,6 +429,7 @@ class ChatRequest(Common):
     tools: Tools = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from outrider.runtime.text import TOKEN_MARK
 from outrider.serve.tools.base import overlap
 
 # Qwen3, DeepSeek-R1, GLM-4.5 and most others; Seed-OSS. Both marks are tokens of the vocabulary, and are not special.
@@ -32,9 +33,10 @@ class ReasoningSplitter:
     """Splits one answer as it comes. White space at the beginning of either part is dropped."""
 
     def __init__(self, marks: tuple[str, str], prompt: str):
-        """Begin after a prompt, whose end may have opened the reasoning already."""
+        """Begin after a prompt, whose end may have opened the reasoning already; each mark may have a `TOKEN_MARK`."""
         self._opening, self._closing = marks
-        self._inside: bool | None = opened(self._opening, prompt) or None  # None until the answer's first mark or word
+        # None until the answer's first mark or word.
+        self._inside: bool | None = opened(self._opening.removeprefix(TOKEN_MARK), prompt) or None
         self._held = ""
         self._begun = False  # whether the current part has text
 

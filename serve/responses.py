@@ -118,9 +118,9 @@ class ResponsesAssembler(ResponseAssembler[ResponsesRequest]):
         params = self.body.params(max(self.capacity - len(prompt) + 1, 1) if maximum is None else maximum, None)
         return replace(params, structured_outputs=self.answers.constraint(prompt, params.structured_outputs))
 
-    def trial(self) -> tuple[StructuredOutputs, str] | None:
-        """Return the grammar of the calls, if there are tools."""
-        return self.answers.trial(super().trial(), "text.format")
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return also the grammar of the calls, if there are tools."""
+        return [*super().trials(), *self.answers.trials()]
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
         """Return the response."""
@@ -181,6 +181,7 @@ class ResponsesAssembler(ResponseAssembler[ResponsesRequest]):
             "output": [*output.items],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
             "text": {"format": body.format()},
@@ -214,6 +215,8 @@ async def responses(
     assembler = ResponsesAssembler(http, body, engine, settings, model)
     return await assembler.respond(
         await assembler.encode(
-            messages=body.messages(), tools=assembler.answers.definitions, template_kwargs=body.chat_template_kwargs
+            messages=body.messages(),
+            tools=assembler.answers.definitions,
+            template_kwargs=protocol.template_variables(body.reasoning.effort, body.chat_template_kwargs),
         )
     )

@@ -13,6 +13,7 @@ from outrider.serve.protocol import (
     MAX_TOOLS,
     CalledFunction,
     Common,
+    Effort,
     Function,
     Message,
     NamedFunction,
@@ -147,6 +148,13 @@ class TextOptions(Strict):
     format: TextFormat | None = None
 
 
+class ReasoningOptions(Strict):
+    """How much the model is to think. A summary is never made, because the output has all of it."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
 def _stateless(_: Any) -> Never:
     raise PydanticCustomError("stateful", "this server keeps no answers; send the whole conversation as input")
 
@@ -176,6 +184,7 @@ class ResponsesRequest(Common):
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
+    reasoning: ReasoningOptions = Field(default=ReasoningOptions())
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[list[str], Field(max_length=0)] = Field(default=[])
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)

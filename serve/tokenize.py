@@ -68,9 +68,9 @@ async def tokenize(
         template_kwargs=body.chat_template_kwargs,
     )
     field = "messages" if body.prompt is None else "prompt"
-    (tokens,) = await encode(engine, settings, job, http.state.owner, field)
+    (tokens,) = await encode(engine, job, http.state.owner, field, settings.timeout)
     text = engine.outrider.text
-    strings = [text.token(token) for token in tokens] if body.return_token_strs else None
+    strings = await asyncio.to_thread(lambda: [*map(text.token, tokens)]) if body.return_token_strs else None
     return JSONResponse({"count": len(tokens), "max_model_len": capacity, "tokens": tokens, "token_strs": strings})
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from outrider.runtime.structured import SPACES
+from outrider.runtime.text import TOKEN_MARK
 
 BEGINNING = '{"name": "'
 
@@ -30,13 +31,15 @@ class Offer:
 
     `tools` are the JSON schemas of the arguments of the tools that it may call, by name, and `never` the tokens that no text
     has: those that end an answer, and the one that opens what the model thinks, which comes before the answer. `required` says
-    whether it must call a tool, and `parallel` whether it may call several.
+    whether it must call a tool, `parallel` whether it may call several, and `said`, an expression, what its answer is if it
+    calls none; None is any text.
     """
 
     tools: Mapping[str, dict[str, Any]]
     never: Sequence[int]
     required: bool = False
     parallel: bool = True
+    said: str | None = None
 
 
 class Family(ABC):
@@ -61,7 +64,7 @@ class Family(ABC):
 
     @property
     def shown(self) -> dict[int, str]:
-        """The tokens that `read` needs to see, with their texts; other special tokens are not part of the text."""
+        """The tokens that `read` needs to see, with their texts; other special tokens are not part of the text. See `mark`."""
         return {self.token(text): text for text in self.tokens}
 
     @abstractmethod
@@ -189,6 +192,12 @@ class Reader:
             yield part and Part("arguments", json.dumps(part.text, ensure_ascii=False)[1:-1])
 
 
+def mark(token: str) -> str:
+    """Return how a token that a family has `shown` comes in the text of an answer. The same characters as other tokens are
+    only text: the grammar has not seen a call there, so what follows need not be one."""
+    return TOKEN_MARK + token
+
+
 def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of a text that is a proper beginning of a mark."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
@@ -205,8 +214,9 @@ def json_value(schema: dict[str, Any]) -> str:
 
 
 def arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call's arguments, which has none besides those that the tool's schema names, if it names any."""
-    return {"additionalProperties": False} | schema if "properties" in schema else schema
+    """Return the schema of a call's arguments: an object, with none besides those that the tool's schema names, if it names
+    any."""
+    return {"type": "object"} | ({"additionalProperties": False} if "properties" in schema else {}) | schema
 
 
 def one_of(expressions: Iterable[str]) -> str:
@@ -240,4 +250,6 @@ def text_without(offer: Offer, *tokens: int) -> str:
 
 def text_then_calls(offer: Offer, opening: int) -> str:
     """Return the first rule of a grammar of `calls`, behind text where they are not required; a token opens the first call."""
-    return "start: calls" if offer.required else f"start: {text_without(offer, opening)} calls?"
+    if offer.required:
+        return "start: calls"
+    return f"start: {text_without(offer, opening)} calls?" if offer.said is None else f"start: calls | {offer.said}"

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, arguments, json_value, one_of, quoted, text_without
+from outrider.serve.tools.base import (
+    Family,
+    Offer,
+    Part,
+    Parts,
+    Reader,
+    arguments,
+    json_value,
+    mark,
+    one_of,
+    quoted,
+    text_without,
+)
 
 START, END, MESSAGE, CHANNEL, CONSTRAIN = "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"
 TO = " to=functions."
@@ -38,7 +50,7 @@ class GptOss(Family):
             [
                 f"start: before* {'call' if offer.required else '(call | final)'}",
                 f'before: {channel} ("analysis" | "commentary") {message} {text} {end} {begin} "assistant"',
-                f'final: {channel} "final" {message} {text}',
+                f'final: {channel} "final" {message} {text if offer.said is None else offer.said}',
                 f"call: {one_of(each)}",
             ]
         )
@@ -46,15 +58,15 @@ class GptOss(Family):
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer."""
         recipient = yield from reader.starts(TO)
-        if not recipient and not (yield from reader.starts(CHANNEL)):  # a model that does not write channels
+        if not recipient and not (yield from reader.starts(mark(CHANNEL))):  # a model that does not write channels
             yield from reader.rest()
         before = TO if recipient else ""
-        while (head := (yield from reader.word(MESSAGE))) is not None:
+        while (head := (yield from reader.word(mark(MESSAGE)))) is not None:
             head, before = before + head, ""
-            name = head.partition(TO)[2].split(CHANNEL)[0].split(CONSTRAIN)[0].split(" ")[0]
+            name = head.partition(TO)[2].split(mark(CHANNEL))[0].split(mark(CONSTRAIN))[0].split(" ")[0]
             if name in tools:
                 yield Part("name", name)
                 reader.calling = not (yield from reader.value())
                 return
-            if not (yield from reader.until(END, "reasoning_content" if "analysis" in head else "content")):
+            if not (yield from reader.until(mark(END), "reasoning_content" if "analysis" in head else "content")):
                 return

@@ -12,6 +12,7 @@ from outrider.serve.tools.base import (
     Offer,
     Parts,
     Reader,
+    mark,
     named_calls,
     quoted,
     read_named_call,
@@ -42,7 +43,7 @@ class Hermes(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer."""
-        while (yield from reader.until(OPENING, "content")):
+        while (yield from reader.until(mark(OPENING), "content")):
             if not (yield from reader.until(BEGINNING, None)) or not (yield from read_named_call(reader, "arguments")):
                 return
-            yield from reader.until(CLOSING, None)
+            yield from reader.until(mark(CLOSING), None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.serve.tools.base import BEGINNING, Family, Offer, Parts, Reader, named_calls, read_named_call
+from outrider.errors import UsageError
+from outrider.serve.tools.base import BEGINNING, Family, Offer, Parts, Reader, mark, named_calls, read_named_call
 
 TAG = "<|python_tag|>"
 
@@ -24,7 +25,15 @@ class Llama(Family):
         return {} if self._tokenizer.token_to_id(TAG) is None else {self.token(TAG): TAG}
 
     def grammar(self, offer: Offer) -> str:
-        """Return any text that does not begin as a call does, or a call."""
+        """Return any text that does not begin as a call does, or a call.
+
+        Raises:
+            UsageError: an answer without calls is restricted, too: if it is JSON, nothing tells it from a call.
+        """
+        if offer.said is not None and not offer.required:
+            raise UsageError(
+                "this model's calls cannot be told from structured output", "leave out the one or the other", param="tools"
+            )
         tag = "".join(f"<[{token}]>? " for token in self.shown)
         lines = [f"start: {'one' if offer.required else 'TEXT | one'}", f"one: {tag}call"]
         lines.append(r'TEXT: /(?s:.*)/ & ~/\{"name": "(?s:.*)/')
@@ -32,7 +41,7 @@ class Llama(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer."""
-        yield from reader.starts(TAG)
+        yield from reader.starts(mark(TAG))
         if (yield from reader.starts(BEGINNING)):
             yield from read_named_call(reader, "parameters")
         else:

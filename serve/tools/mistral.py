@@ -16,6 +16,7 @@ from outrider.serve.tools.base import (
     Reader,
     arguments,
     json_value,
+    mark,
     named_calls,
     one_of,
     quoted,
@@ -66,17 +67,17 @@ class Mistral(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer."""
-        more = yield from reader.until(CALLS, "content")
+        more = yield from reader.until(mark(CALLS), "content")
         if ARGUMENTS not in self._optional:
             while more and (yield from reader.until(BEGINNING, None)):
                 more = yield from read_named_call(reader, "arguments")
             return
-        while more and (head := (yield from reader.word(ARGUMENTS))) is not None:
-            yield Part("name", head.partition(CALL_ID)[0])
+        while more and (head := (yield from reader.word(mark(ARGUMENTS)))) is not None:
+            yield Part("name", head.partition(mark(CALL_ID))[0])
             if not (yield from reader.value()):
                 return
             reader.calling = False
-            more = yield from reader.until(CALLS, None)
+            more = yield from reader.until(mark(CALLS), None)
 
     def call_id(self) -> str:
         """Return a new id: the templates accept only nine letters and digits."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.errors import UsageError
-from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, json_value, one_of, quoted, text_then_calls
+from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, json_value, mark, one_of, quoted, text_then_calls
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END, END, LINE_END = "\n<function=", "</function>\n", "\n</parameter>\n", "\n"
@@ -49,7 +49,7 @@ class QwenXml(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer, the arguments as JSON."""
-        while (yield from reader.until(OPENING, "content")):
+        while (yield from reader.until(mark(OPENING), "content")):
             if not (yield from reader.until(FUNCTION, None)) or (name := (yield from reader.word(">\n"))) is None:
                 return
             yield Part("name", name)
@@ -65,7 +65,7 @@ class QwenXml(Family):
                 return
             yield Part("arguments", "{}" if before == "{" else "}")
             reader.calling = False
-            yield from reader.until(CLOSING, None)
+            yield from reader.until(mark(CLOSING), None)
 
 
 def _properties(name: str, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:

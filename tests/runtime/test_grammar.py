@@ -31,7 +31,7 @@ from outrider.runtime.sampling import SamplingState
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.structured import StructuredOutputs
 from outrider.tests.deferred import deferred
-from outrider.tests.support import PAIR, build, prefill
+from outrider.tests.support import PAIR, build, prefill, tokenizer
 
 K = (1, 2, 4, 8)
 MODES = (*K, "auto", "ngram", "at random")
@@ -373,3 +373,14 @@ def test_a_hostile_grammar_is_refused_or_harmless(bundles: dict[str, Outrider], 
     params = SamplingParams(max_new_tokens=12, structured_outputs=HOSTILE[name])
     with suppress(GrammarError):  # a limit may end it
         assert tokens(list(bundles["trained"].generate(PROMPT, params, k=4)))
+
+
+def test_masks_that_take_longer_and_longer_end_an_answer() -> None:
+    """Each stays within the limits of a step."""
+    grammars = Grammars(tokenizer(), tokenizer().get_vocab_size(), [0])
+    matcher = grammars.begin(StructuredOutputs(grammar='start: s\ns: s s | s s s | "a" |'))
+    letter = tokenizer().encode("a").ids
+    with pytest.raises(GrammarError, match="too long"):
+        for _ in range(390):  # the limit on the items of a row ends it after that
+            assert matcher.allowed([]) is not None
+            matcher.advance(letter)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
 from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider
-from outrider.runtime.text import Text, TextStream
+from outrider.runtime.text import TOKEN_MARK, Text, TextStream
 from outrider.tests.support import END, tokenizer
 
 MIXED = "naïve café — 中文 🙂👩‍👩‍👧 done"
@@ -204,6 +204,6 @@ def test_special_tokens_that_are_shown_are_text_beside_others_that_are_not() -> 
     first, *rest = made.encode("🙂").ids
     stream = TextStream(made, [call], ("fox",), {call: "<|call|>"})
     ids = [other, *made.encode(" the").ids, call, first, call, *made.encode("quick").ids, other, *made.encode(" fox").ids]
-    assert "".join(pushed(stream, ids)) == " the<|call|>\ufffd<|call|>quick "
+    assert "".join(pushed(stream, ids)) == f" the{TOKEN_MARK}<|call|>\ufffd{TOKEN_MARK}<|call|>quick "
     assert stream.stopped
     assert rest

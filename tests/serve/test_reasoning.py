@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.runtime.grammar import Grammars
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event
+from outrider.runtime.stats import Stats
+from outrider.runtime.structured import StructuredOutputs
+from outrider.runtime.text import Text
+from outrider.serve.answer import Answers
 from outrider.serve.reasoning import MARKS, ReasoningSplitter, Split
+from outrider.serve.tools.base import Part
 from outrider.tests.serve.server import Server, serving
 from outrider.tests.support import build, llama, tokenizer, write_checkpoint
 
@@ -56,7 +63,7 @@ def test_the_parts_do_not_depend_on_the_pieces(opened: bool, text: str, cuts: li
     assert split(prompt, pieces) == split(prompt, [text])
 
 
-TEMPLATE = "{{ messages[-1].content }}{% if thinking %}<think>\n{% endif %}"
+TEMPLATE = "{{ messages[-1].content }}{{ reasoning_effort }}{% if thinking %}<think>\n{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +129,37 @@ def test_a_grammar_holds_for_what_follows_the_reasoning(server: Server, thinking
         )
     assert re.fullmatch("[x-z]{2,4}", message.content)
     assert bool(message.reasoning_content) == thinking
+
+
+def test_the_effort_is_a_variable_of_the_template(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        prompts = []
+        for effort in ("none", "high"):
+            done = client.responses.create(
+                model="model", input="the quick", reasoning={"effort": effort, "summary": "auto"}, max_output_tokens=1
+            )
+            assert done.reasoning is not None
+            assert done.reasoning.effort == effort
+            message: Any = {"role": "user", "content": "the quick"}
+            chat = client.chat.completions.create(model="model", messages=[message], reasoning_effort=effort, max_tokens=1)
+            assert chat.usage is not None
+            assert done.usage is not None
+            assert chat.usage.prompt_tokens == done.usage.input_tokens
+            prompts.append(done.usage.input_tokens)
+    made = tokenizer(300)
+    assert prompts == [len(made.encode(f"the quick{effort}").ids) for effort in ("none", "high")]
+
+
+def test_a_mark_spelled_by_other_tokens_ends_no_reasoning_before_structured_output() -> None:
+    """The grammar goes on with the reasoning up to the token, so only that may separate the two."""
+    made: Any = tokenizer(300)
+    made.add_tokens([*MARKS[0]])
+    spelled = [token for each in "a</think>b" for token in made.encode(each, add_special_tokens=False).ids]
+    ids = [made.token_to_id("<think>"), *spelled, made.token_to_id("</think>"), *made.encode("{}").ids]
+    answers = Answers(Text(made, None), [0], [], "auto", True)
+    structured = answers.constraint([1], StructuredOutputs(json_object=True))
+    assert structured is not None
+    assert Grammars(made, made.get_vocab_size(), [0]).begin(structured).valid(ids) == len(ids)
+    reader = answers.reader([1], SamplingParams(structured_outputs=structured))
+    parts = reader.read(Event((*ids, 0), (False,) * (len(ids) + 1), (), Stats(prompt_tokens=1), "stop"))
+    assert parts == [Part("reasoning_content", "a</think>b"), Part("content", "{}")]

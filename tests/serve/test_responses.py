@@ -144,9 +144,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "text",
         "unevaluated",
     ),
-    "both": ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text", "cannot be used together"),
+    "both": ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "tools", "cannot be told"),
     "a long answer": ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-    "unknown": ({"reasoning": {"effort": "high"}}, "reasoning", "no parameter"),
+    "unknown": ({"prompt_cache_key": "x"}, "prompt_cache_key", "no parameter"),
+    "no effort": ({"reasoning": {"effort": "much"}}, "reasoning", "'high'"),
     "arguments": (
         {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},
         "input",

@@ -92,6 +92,7 @@ FORMS: dict[str, tuple[dict[str, Any], StructuredOutputs]] = {
     "json": ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
     "json in text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, StructuredOutputs(json=SCHEMA)),
     "object": ({"structured_outputs": {"json_object": True}}, StructuredOutputs(json_object=True)),
+    "an empty regex": ({"structured_outputs": {"regex": ""}}, StructuredOutputs(regex="")),
     "grammar": ({"structured_outputs": {"grammar": 'start: "a" | "b"'}}, StructuredOutputs(grammar='start: "a" | "b"')),
     "guided_json": ({"guided_json": SCHEMA}, StructuredOutputs(json=SCHEMA)),
     "guided_regex": ({"guided_regex": "[0-9]{3}"}, StructuredOutputs(regex="[0-9]{3}")),
@@ -137,6 +138,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown type": ({"response_format": {"type": "yaml"}}, "type"),
     "a bad regex": ({"structured_outputs": {"regex": "(a"}}, "regex"),
     "a bad grammar": ({"structured_outputs": {"grammar": "start: nothing"}}, "nothing"),
+    "an empty grammar": ({"structured_outputs": {"grammar": ""}}, "root"),
+    "rules that overflow the stack": (
+        {"structured_outputs": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"'}},
+        "crashed on the grammar",
+    ),
+    "masks that take longer and longer": (
+        {"structured_outputs": {"grammar": 'start: s\ns: s s | s s s | "a" |'}, "max_tokens": 400},
+        "masks take too long",
+    ),
     "nothing": ({"structured_outputs": {}}, "0 kinds"),
     "two": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 kinds"),
     "two forms": ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "2 kinds"),
@@ -148,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 "grammar": "start: a0\n" + "".join(f'a{i}: a{i + 1} a{i + 1} | "x"\n' for i in range(2000)) + 'a2000: "y"'
             }
         },
-        "complex|longer",
+        "complex|longer|crashed",
     ),
 }
 
@@ -183,3 +193,8 @@ def test_hostile_grammars_do_not_hold_up_a_stream(client: openai.OpenAI) -> None
         for each in attacks:
             each.result()
     assert max(gaps[1:]) < 2  # a machine with two cores, on which one compiles
+
+
+def test_a_deadline_holds_while_a_grammar_is_compiled(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError, match="in time"):
+        ask(client, extra_body={"guided_json": {"type": "integer", "multipleOf": 99999989}, "timeout": 1})

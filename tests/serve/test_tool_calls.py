@@ -258,10 +258,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a custom tool": ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "type"),
     "many": ({"tools": tool() * 129}, "tools", "128"),
     "a keyword": ({"tools": tool(parameters={"type": "object", "unevaluatedProperties": False})}, "tools", "unevaluated"),
-    "a bad schema": ({"tools": tool(parameters={"type": "thing"})}, "tools", "thing"),
+    "a bad schema": ({"tools": tool(parameters={"type": "object", "properties": {"a": {"type": "thing"}}})}, "tools", "thing"),
+    "no object": ({"tools": tool(parameters={"type": "string"})}, "tools", "those of an object"),
     "a deep schema": ({"tools": tool(parameters=nested(60))}, "tools", "deep"),
     "a large schema": ({"tools": tool(parameters=PARAMETERS | {"description": "x" * 300_000})}, "tools", "characters"),
-    "a format": ({"tools": tool(), "response_format": {"type": "json_object"}}, "response_format", "cannot be used together"),
+    "a format": ({"tools": tool(), "response_format": {"type": "json_object"}}, "tools", "cannot be told"),
+    "a bad format": (
+        {"tools": tool(), "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "b"}}}},
+        "structured_outputs",
+        "cannot be compiled",
+    ),
     "arguments that are no JSON": (
         {"messages": [*HI, {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": "{"}}]}]},
         "messages",
