@@ -124,6 +124,13 @@ def shipped_exports(once: Once) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def self_export(once: Once) -> Path:
+    """Return the export of the shipped target that is its own draft."""
+    target = str(PAIR / "target")
+    return once("shipped-self", lambda output: export_pair(target, target, output, precision="fp32"))
+
+
+@pytest.fixture(scope="session")
 def shipped_bundles(shipped_exports: Callable[[str], Path], once: Once) -> Callable[..., Path]:
     """Return a function from a precision, and what `build` takes, to a bundle of the shipped pair."""
 
