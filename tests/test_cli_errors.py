@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shlex
 import shutil
@@ -37,10 +38,14 @@ def export(tmp_path: Path, target: Path | str = PAIR / "target", draft: Path | s
     return run("export", "--target", target, "--draft", draft, "-o", tmp_path / "out", **options)
 
 
-def export_here(tmp_path: Path, target: Path = PAIR / "target", draft: Path = PAIR / "draft") -> Any:
-    """Run the command in this process, which has imported torch already."""
-    done = CliRunner().invoke(main, ["export", "--target", str(target), "--draft", str(draft), "-o", str(tmp_path / "out")])
+def here(*arguments: str | Path) -> Any:
+    """Run a command in this process, which has imported what it needs already."""
+    done = CliRunner().invoke(main, [*map(str, arguments)])
     return subprocess.CompletedProcess([], done.exit_code, done.stdout, done.stderr)
+
+
+def export_here(tmp_path: Path, target: Path = PAIR / "target", draft: Path = PAIR / "draft") -> Any:
+    return here("export", "--target", target, "--draft", draft, "-o", tmp_path / "out")
 
 
 def nothing_written(folder: Path) -> bool:
@@ -253,10 +258,8 @@ def test_logits_with_nan(broken_bundle: Path, options: list[str]) -> None:
         (["--prompt"], "requires an argument"),
     ],
 )
-def test_wrong_requests(tiny_bundle: Path, arguments: list[Any], message: str) -> None:
-    done = subprocess.run([*COMMAND, "generate", str(tiny_bundle), *arguments], capture_output=True)
-    text = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
-    refused(text, 2, message)
+def test_wrong_requests(tiny_bundle: Path, arguments: list[str | bytes], message: str) -> None:
+    refused(here("generate", tiny_bundle, *map(os.fsdecode, arguments)), 2, message)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +313,5 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_builds(tiny_export: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = run("build-engine", tiny_export, "-o", tmp_path / "out", *arguments)
-    refused(done, 2, message)
+    refused(here("build-engine", tiny_export, "-o", tmp_path / "out", *arguments), 2, message)
     assert nothing_written(tmp_path)
