@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     show."""
     for item in items:
         turn = item.get_closest_marker("in_turn")
-        if turn and isinstance(item, pytest.Function) and not turn.args[0](item.callspec.params):
+        if turn and isinstance(item, pytest.Function) and not turn.kwargs["runs"](item.callspec.params):
             item.add_marker(pytest.mark.slow)
     marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if marked and (reason := _no_gpu()):

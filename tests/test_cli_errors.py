@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from outrider.bundle.folder import read_manifest
-from outrider.cli import main
-from outrider.tests.support import BROKEN_TEXT, COMMAND, PAIR, llama, run, tokenizer, write_checkpoint
+from outrider.tests.support import BROKEN_TEXT, COMMAND, PAIR, llama, run, run_here, tokenizer, write_checkpoint
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, message: str, option: str = "") -> None:
@@ -38,14 +36,8 @@ def export(tmp_path: Path, target: Path | str = PAIR / "target", draft: Path | s
     return run("export", "--target", target, "--draft", draft, "-o", tmp_path / "out", **options)
 
 
-def here(*arguments: str | Path) -> Any:
-    """Run a command in this process, which has imported what it needs already."""
-    done = CliRunner().invoke(main, [*map(str, arguments)])
-    return subprocess.CompletedProcess([], done.exit_code, done.stdout, done.stderr)
-
-
 def export_here(tmp_path: Path, target: Path = PAIR / "target", draft: Path = PAIR / "draft") -> Any:
-    return here("export", "--target", target, "--draft", draft, "-o", tmp_path / "out")
+    return run_here("export", "--target", target, "--draft", draft, "-o", tmp_path / "out")
 
 
 def nothing_written(folder: Path) -> bool:
@@ -259,7 +251,7 @@ def test_logits_with_nan(broken_bundle: Path, options: list[str]) -> None:
     ],
 )
 def test_wrong_requests(tiny_bundle: Path, arguments: list[str | bytes], message: str) -> None:
-    refused(here("generate", tiny_bundle, *map(os.fsdecode, arguments)), 2, message)
+    refused(run_here("generate", tiny_bundle, *map(os.fsdecode, arguments)), 2, message)
 
 
 @pytest.mark.parametrize(
@@ -313,5 +305,5 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_builds(tiny_export: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    refused(here("build-engine", tiny_export, "-o", tmp_path / "out", *arguments), 2, message)
+    refused(run_here("build-engine", tiny_export, "-o", tmp_path / "out", *arguments), 2, message)
     assert nothing_written(tmp_path)

@@ -145,7 +145,7 @@ def in_turn(case: dict[str, Any]) -> bool:
     return kind == 0 or mode in (len(MODES) - 1, *range(kind % 3, len(MODES), 3))
 
 
-@pytest.mark.in_turn(in_turn)
+@pytest.mark.in_turn(runs=in_turn)
 @pytest.mark.parametrize(("k", "drafter"), MODES)
 def test_each_gets_what_it_gets_alone(
     batched: Outrider, texts: list[list[int]], alone: list[list[list[int]]], k: int | str, drafter: str | None
@@ -173,7 +173,7 @@ def faulty(fault: str, copy: Callable[[int, int, int], None]) -> Callable[[int, 
     return copies
 
 
-@pytest.mark.in_turn(lambda case: case["bundle"] in KINDS[:2])  # one of each backend; no copy depends on the drafter
+@pytest.mark.in_turn(runs=lambda case: case["bundle"] in KINDS[:2])  # one of each backend; no copy depends on the drafter
 @pytest.mark.parametrize(
     "fault", ["the last entry is not copied", "from another slot", "nothing is copied", "a token too many"]
 )

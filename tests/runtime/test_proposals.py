@@ -202,7 +202,7 @@ def in_turn(case: dict[str, Any]) -> bool:
     return (KINDS.index(case["kind"]) + K.index(case["k"])) % 2 == 0
 
 
-@pytest.mark.in_turn(in_turn)
+@pytest.mark.in_turn(runs=in_turn)
 @pytest.mark.parametrize("k", K)
 def test_its_proposals_are_those_of_eager_transformers(
     recorded: tuple[Outrider, Recorder], reference: Reference, drafter: str, k: int

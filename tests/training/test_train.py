@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.bundle.folder import read_manifest
-from outrider.cli import main
 from outrider.errors import ParityError, UnsupportedModelError
 from outrider.export.pair import export_pair
 from outrider.runtime.stats import Stats
-from outrider.tests.support import COMMAND, PAIR, llama, run, write_checkpoint
+from outrider.tests.support import COMMAND, PAIR, llama, run, run_here, write_checkpoint
 from outrider.training.eagle3 import new_config, open_head
 from outrider.training.train import check_served
 
@@ -119,8 +117,8 @@ def test_wrong_options_are_refused_before_anything_is_done(
     options: tuple[str | Path, ...], message: str, code: int, tmp_path: Path
 ) -> None:
     arguments = ("train-draft", "--target", PAIR / "target", *TEXTS, "-o", tmp_path / "draft", *options)
-    done = CliRunner().invoke(main, [*map(str, arguments)])  # in this process, which has imported torch already
-    assert done.exit_code == code
+    done = run_here(*arguments)
+    assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
