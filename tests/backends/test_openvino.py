@@ -185,17 +185,18 @@ def test_it_is_verified_against_onnx_runtime(bundle: Path, shipped_exports: Call
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_it_passes_the_audit(shipped_bundles: Callable[..., Path], audit_in_short: Callable[[Outrider], None]) -> None:
-    audit_in_short(Outrider.load(shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4]), slots=None))
+def test_the_audit_passes(shipped_bundles: Callable[..., Path]) -> None:
+    done = run("verify", shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4]), "--draws", "250")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "the bundle passes"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp32"])
-def test_it_passes_the_whole_audit(shipped_bundles: Callable[..., Path], precision: str) -> None:
-    """Also with rounded weights."""
+def test_the_audit_passes_with_rounded_weights(shipped_bundles: Callable[..., Path], precision: str) -> None:
+    """And without, with more draws than in CI."""
     done = run("verify", shipped_bundles(precision, backend="openvino", batch=SLOTS, k=[1, 4]), "--draws", "1000")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "the bundle passes"
 
 
 def test_every_command_takes_it(shipped_bundles: Callable[..., Path], tmp_path: Path) -> None:

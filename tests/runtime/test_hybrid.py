@@ -290,13 +290,8 @@ def test_a_draft_for_it_may_be_trained_on_its_answers(bundles: Made[Path], tmp_p
     Eagle3Objective.check(arguments.target, None)
 
 
-def test_it_passes_the_audit(bundles: Made[Path], audit_in_short: Callable[[Outrider], None]) -> None:
-    audit_in_short(Outrider.load(bundles["fp32"], slots=None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
-def test_it_passes_the_whole_audit(bundles: Made[Path], precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
+def test_the_audit_passes(bundles: Made[Path], precision: str) -> None:
     done = outrider("verify", bundles[precision], "--draws", "500", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
