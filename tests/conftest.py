@@ -12,9 +12,12 @@ import filelock
 import pytest
 import torch
 
+from outrider.audit import audit as audit_module
+from outrider.audit.prompts import PROMPTS
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.runtime.reference import Fault
 from outrider.tests.samplers import Graphs, sampler_graphs
 from outrider.tests.support import (
     PAIR,
@@ -38,8 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exports", type=Path, help="folder of ready-made exports, for the tests marked gpu")
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are left out for being slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none, saying what they would show."""
+    """Mark what only `make test-all` runs, and skip the tests that need a GPU where there is none, saying what they would
+    show."""
+    for item in items:
+        turn = item.get_closest_marker("in_turn")
+        if turn and isinstance(item, pytest.Function) and not turn.kwargs["runs"](item.callspec.params):
+            item.add_marker(pytest.mark.slow)
     marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if marked and (reason := _no_gpu()):
         for item, marker in marked:
@@ -124,6 +133,13 @@ def shipped_exports(once: Once) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def self_export(once: Once) -> Path:
+    """Return the export of the shipped target that is its own draft."""
+    target = str(PAIR / "target")
+    return once("shipped-self", lambda output: export_pair(target, target, output, precision="fp32"))
+
+
+@pytest.fixture(scope="session")
 def shipped_bundles(shipped_exports: Callable[[str], Path], once: Once) -> Callable[..., Path]:
     """Return a function from a precision, and what `build` takes, to a bundle of the shipped pair."""
 
@@ -177,6 +193,23 @@ def shipped_export(shipped_exports: Callable[[str], Path]) -> Path:
 def shipped_bundle(shipped_bundles: Callable[..., Path]) -> Path:
     """Return the bundle of the shipped pair, with the capacity that it was trained for."""
     return shipped_bundles(capacity=512)
+
+
+@pytest.fixture
+def audit_in_short(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outrider], None]:
+    """Return an audit of two settings with few draws, which show all wrong samplers but the subtlest one."""
+    monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED, audit_module.SAMPLED[-1]))
+    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
+
+    def audit(outrider: Outrider) -> None:
+        report = audit_module.audit(outrider, draws=150)
+        assert {name for name, passed in report.verdicts().items() if not passed} <= {"controls"}
+        detected = {control.fault for control in report.controls if control.detected}
+        assert {fault.value for fault in Fault} - detected <= {Fault.RESIDUAL_NOT_SUBTRACTED.value}
+        assert None not in detected
+        assert report.counters.accepted > 100
+
+    return audit
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from click.testing import CliRunner
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,6 +29,7 @@ from outrider.bench.results import Results, read
 from outrider.builder.build import build_engine
 from outrider.bundle.folder import digest_all, read_manifest
 from outrider.bundle.manifest import MANIFEST
+from outrider.cli import main
 from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, CacheTensor
 from outrider.engines.session import Session
 from outrider.export.pair import export_pair
@@ -45,6 +48,13 @@ COMMAND = [sys.executable, "-c", "from outrider.cli import main; main()"]
 
 def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options)
+
+
+def run_here(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, which has imported what it needs already."""
+    with warnings.catch_warnings():  # a command changes how they are shown
+        done = CliRunner().invoke(main, [*map(str, arguments)])
+    return subprocess.CompletedProcess([], done.exit_code, done.stdout, done.stderr)
 
 
 class Fused(Exported):

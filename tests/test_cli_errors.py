@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shlex
 import shutil
@@ -14,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from outrider.bundle.folder import read_manifest
-from outrider.cli import main
-from outrider.tests.support import BROKEN_TEXT, COMMAND, PAIR, llama, run, tokenizer, write_checkpoint
+from outrider.tests.support import BROKEN_TEXT, COMMAND, PAIR, llama, run, run_here, tokenizer, write_checkpoint
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, message: str, option: str = "") -> None:
@@ -38,9 +37,7 @@ def export(tmp_path: Path, target: Path | str = PAIR / "target", draft: Path | s
 
 
 def export_here(tmp_path: Path, target: Path = PAIR / "target", draft: Path = PAIR / "draft") -> Any:
-    """Run the command in this process, which has imported torch already."""
-    done = CliRunner().invoke(main, ["export", "--target", str(target), "--draft", str(draft), "-o", str(tmp_path / "out")])
-    return subprocess.CompletedProcess([], done.exit_code, done.stdout, done.stderr)
+    return run_here("export", "--target", target, "--draft", draft, "-o", tmp_path / "out")
 
 
 def nothing_written(folder: Path) -> bool:
@@ -253,10 +250,8 @@ def test_logits_with_nan(broken_bundle: Path, options: list[str]) -> None:
         (["--prompt"], "requires an argument"),
     ],
 )
-def test_wrong_requests(tiny_bundle: Path, arguments: list[Any], message: str) -> None:
-    done = subprocess.run([*COMMAND, "generate", str(tiny_bundle), *arguments], capture_output=True)
-    text = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
-    refused(text, 2, message)
+def test_wrong_requests(tiny_bundle: Path, arguments: list[str | bytes], message: str) -> None:
+    refused(run_here("generate", tiny_bundle, *map(os.fsdecode, arguments)), 2, message)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +305,5 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_builds(tiny_export: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = run("build-engine", tiny_export, "-o", tmp_path / "out", *arguments)
-    refused(done, 2, message)
+    refused(run_here("build-engine", tiny_export, "-o", tmp_path / "out", *arguments), 2, message)
     assert nothing_written(tmp_path)

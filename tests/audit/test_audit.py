@@ -124,6 +124,11 @@ def one_k(shipped_bundles: Callable[..., Path]) -> Path:
     return shipped_bundles(capacity=512, k=[4])
 
 
+@pytest.fixture(scope="module")
+def one(one_k: Path) -> Outrider:
+    return Outrider.load(one_k)
+
+
 def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: Path) -> None:
     done = run("verify", damaged(one_k, tmp_path, "verifier", accept_more(0)), "--draws", "100")
     assert done.returncode == 1, done.stdout
@@ -179,7 +184,7 @@ def test_a_bundle_too_small_for_the_audits_texts_names_the_capacity_needed(tiny_
 
 
 @pytest.mark.usefixtures("few")
-def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_difference_without_a_near_tie_fails(one: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Rounds.run
 
     def wrong(self: Rounds, lanes: list[Lane], *rest: Any, **named: Any) -> list[RoundResult | EngineError | None]:
@@ -192,7 +197,7 @@ def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeyp
         return results
 
     monkeypatch.setattr(Rounds, "run", wrong)
-    report = audited(shipped, draws=10)
+    report = audited(one, draws=10)
     assert not report.greedy.passed
     assert not report.greedy.near_ties
     assert report.greedy.differences[0].speculative == 77
@@ -202,12 +207,12 @@ def test_a_greedy_difference_without_a_near_tie_fails(shipped: Outrider, monkeyp
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
-    shipped: Outrider, monkeypatch: pytest.MonkeyPatch, width: int
+    one: Outrider, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     """A target whose arithmetic differs in the first rows of passes of 5, as another kernel's would, at one place."""
-    session = shipped.sessions["target"]
+    session = one.sessions["target"]
     bind = session.bind
-    prompt = shipped.text.encode(PROMPTS[0], chat=False)
+    prompt = one.text.encode(PROMPTS[0], chat=False)
     place = len(prompt) + 9
     decode = Decoder.round
     fixed = False  # one tie is enough, so there is none at random choices
@@ -233,7 +238,7 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     monkeypatch.setattr(session, "bind", other_kernel)
     monkeypatch.setattr(session, "_passes", {})
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
-    greedy = audited(shipped, draws=10).greedy
+    greedy = audited(one, draws=10).greedy
     assert greedy.differences == []
     assert {tie.place for tie in greedy.near_ties} <= {10}
     assert greedy.near_ties or width < 5  # a round may have had that token in another row
@@ -242,25 +247,25 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
 
 
 @pytest.mark.usefixtures("few")
-def test_a_counter_that_does_not_balance_fails(shipped: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counter_that_does_not_balance_fails(one: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     count = Stats.count
 
     def forgetful(self: Stats, drafter: str, drafted: int, accepted: int, rejected: int, own: int) -> None:
         count(self, drafter, drafted, accepted, 0, own)
 
     monkeypatch.setattr(Stats, "count", forgetful)
-    report = audited(shipped, draws=10)
+    report = audited(one, draws=10)
     assert not report.counters.passed
     assert report.greedy.passed
 
 
 @pytest.mark.usefixtures("few")
-def test_the_audit_is_the_same_each_time_and_leaves_the_bundle_as_it_was(shipped: Outrider) -> None:
-    rounds, policy = shipped.rounds, shipped.policy
-    first = audited(shipped, draws=20).as_dict()
-    assert (shipped.rounds, shipped.policy) == (rounds, policy)
-    assert shipped.rounds._observer is None
-    assert audited(shipped, draws=20).as_dict() == first
+def test_the_audit_is_the_same_each_time_and_leaves_the_bundle_as_it_was(one: Outrider) -> None:
+    rounds, policy = one.rounds, one.policy
+    first = audited(one, draws=20).as_dict()
+    assert (one.rounds, one.policy) == (rounds, policy)
+    assert one.rounds._observer is None
+    assert audited(one, draws=20).as_dict() == first
 
 
 @pytest.mark.usefixtures("few")

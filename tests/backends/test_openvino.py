@@ -38,8 +38,8 @@ from outrider.tests.export.test_architectures import CONFIGS
 from outrider.tests.serve.server import fetch, serving
 from outrider.tests.support import PAIR, build, reseal, run, write_checkpoint
 
-# The golden tests have bf16 in CI, too.
-PRECISIONS = ("fp32", "fp16", pytest.param("bf16", marks=pytest.mark.slow), "int8", "int4")
+# The golden tests have those of 16 bits in `make test`, too.
+PRECISIONS = ("fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16")), "int8", "int4")
 SLOTS = 3
 TEXT = np.random.default_rng(0).integers(1, 4096, (1, 150))
 

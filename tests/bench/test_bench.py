@@ -29,7 +29,7 @@ from outrider.runtime.choice import AUTO
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.stats import Stats
-from outrider.tests.support import COMMAND, run
+from outrider.tests.support import COMMAND, run, run_here
 
 PROMPTS = [
     Prompt("support", "Customer: Hi, I would like to book a table for two in San Jose."),
@@ -332,7 +332,7 @@ def test_a_report_overwrites_no_other_page_and_leaves_no_folder_behind(shipped_b
     (tmp_path / "site" / "index.html").write_text("mine")
     (tmp_path / "file").write_text("")
     for folder, code, message in (("site", 2, "not a report"), ("file/report", 1, "cannot")):
-        done = run("bench", shipped_bundle, "--report", tmp_path / folder)
+        done = run_here("bench", shipped_bundle, "--report", tmp_path / folder)
         assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (code, True, False), done.stderr
     assert (tmp_path / "site" / "index.html").read_text() == "mine"
     assert run("bench", shipped_bundle, "--k", "3", "--report", tmp_path / "new").returncode == 2
@@ -360,7 +360,7 @@ def test_wrong_arguments_are_refused_in_one_line(tmp_path: Path, shipped: Outrid
         (("--compare", broken, broken, "--rounds", "3"), "leave out --rounds"),
         ((shipped_bundle, "--compare", broken, broken), "leave out the bundle"),
     ):
-        done = run("bench", *arguments)
+        done = run_here("bench", *arguments)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     with pytest.raises(UsageError, match="not built"):
         modes(shipped, [3])

@@ -19,7 +19,7 @@ from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.policy import FixedPolicy
 from outrider.tests.runtime.test_policy import K, costs, flips, text
-from outrider.tests.support import run
+from outrider.tests.support import run, run_here
 
 
 def test_the_textbook_example() -> None:
@@ -65,7 +65,7 @@ def test_the_command_prints_it() -> None:
     ],
 )
 def test_too_few_or_impossible_numbers_are_refused(arguments: tuple[str, ...]) -> None:
-    done = run("plan", *arguments)
+    done = run_here("plan", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(("error: ", "Error"))
     assert "Traceback" not in done.stderr

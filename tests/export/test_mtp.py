@@ -12,6 +12,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers.cache_utils import DynamicCache
 
+from outrider.bundle.manifest import Manifest
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.arguments import Arguments
 from outrider.export.checkpoint import load_model
@@ -147,9 +148,16 @@ def test_heads_are_their_tensors_put_together_by_hand(name: str, tmp_path: Path)
     torch.testing.assert_close(logits, model.get_output_embeddings()(want), atol=1e-5, rtol=1e-4)
 
 
-def test_it_is_the_default_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(write_with_head(tmp_path / "model", OF_QWEN["Qwen3.5"], of_qwen=True))
-    manifest = export_pair(folder, None, tmp_path / "default", precision="fp32")
+@pytest.fixture(scope="module")
+def by_default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
+    """A checkpoint with a head, and its export without a word about drafts."""
+    made = tmp_path_factory.mktemp("qwen")
+    folder = write_with_head(made / "model", OF_QWEN["Qwen3.5"], of_qwen=True)
+    return folder, export_pair(str(folder), None, made / "onnx", precision="fp32")
+
+
+def test_it_is_the_default_and_can_be_left_out(by_default: tuple[Path, Manifest], tmp_path: Path) -> None:
+    folder, manifest = str(by_default[0]), by_default[1]
     named = export_pair(folder, "mtp", tmp_path / "named", precision="fp32")
     assert manifest == named
     assert manifest.roles == ("target", "head")
@@ -178,9 +186,9 @@ def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:
         assert got[row, column] == small[row, column].float() * scales[row // block[0], column // block[1]]
 
 
-def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(tmp_path: Path) -> None:
+def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(by_default: tuple[Path, Manifest], tmp_path: Path) -> None:
     """As Qwen3.5 is published: the text model's tensors lie deeper, and the head's do not."""
-    text = write_with_head(tmp_path / "text", OF_QWEN["Qwen3.5"], of_qwen=True)
+    text, of_text = by_default
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": WIDTH}
     config = hf.Qwen3_5Config(text_config=OF_QWEN["Qwen3.5"].to_dict(), vision_config=vision)
     folder = write_checkpoint(tmp_path / "whole", hf.Qwen3_5ForConditionalGeneration(config))
@@ -190,8 +198,7 @@ def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(tmp_path: Pat
     deeper = {name.replace("model.", "model.language_model.", 1): each for name, each in own.items() if name[:3] != "mtp"}
     heads = {name: each for name, each in own.items() if name[:3] == "mtp"}
     save_file(images | deeper | heads, path, metadata={"format": "pt"})
-    exports = [export_pair(str(each), None, tmp_path / f"of-{each.name}", precision="fp32") for each in (text, folder)]
-    assert exports[0].roles == exports[1].roles == ("target", "head")
+    assert export_pair(str(folder), None, tmp_path / "onnx", precision="fp32").roles == of_text.roles == ("target", "head")
     ids, features, positions = inputs()
     with torch.no_grad():
         (model, head), (expected_model, expected_head) = build(folder), build(text)

@@ -111,6 +111,7 @@ def in_turn(names: Iterable[str]) -> list[Any]:
 def folders(
     shipped_exports: Callable[[str], Path],
     drafter_exports: Callable[[str, str], Path],
+    self_export: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
     """The shipped target with three drafts: the trained one, itself, and a random one; the trained pair in other precisions and
@@ -120,16 +121,16 @@ def folders(
     def exported(name: str) -> Path:
         if name in BESIDE:
             return drafter_exports(name.split()[-1], BESIDE[name][0])
-        if name not in ("self", "random"):
+        if name == "self":
+            return self_export
+        if name != "random":
             return shipped_exports("fp32" if name == "trained" else name.split()[-1])
-        draft = PAIR / "target"
-        if name == "random":
-            torch.manual_seed(0)
-            # Untied: with tied weights even a random model tends to repeat the last token.
-            random = LlamaForCausalLM(LlamaConfig.from_pretrained(PAIR / "draft", tie_word_embeddings=False))
-            draft = write_checkpoint(folder / "random", random, Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json")))
-        export_pair(str(PAIR / "target"), str(draft), folder / f"{name}-onnx", precision="fp32")
-        return folder / f"{name}-onnx"
+        torch.manual_seed(0)
+        # Untied: with tied weights even a random model tends to repeat the last token.
+        random = LlamaForCausalLM(LlamaConfig.from_pretrained(PAIR / "draft", tie_word_embeddings=False))
+        draft = write_checkpoint(folder / "random", random, Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json")))
+        export_pair(str(PAIR / "target"), str(draft), folder / "random-onnx", precision="fp32")
+        return folder / "random-onnx"
 
     def make(name: str) -> Path:
         backend = "openvino" if "openvino" in name else "onnxruntime"

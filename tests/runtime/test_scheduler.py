@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.audit.controls import RandomPolicy, Watch
@@ -138,15 +138,17 @@ def check(came: list[tuple[Arrival, Request, list[Event]]], alone: dict[tuple[in
         assert stats.emitted == stats.accepted + stats.own == len(got)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(arrivals=ARRIVALS, chance=st.one_of(st.none(), st.integers(0, 3)))
-def test_each_gets_what_it_would_get_alone(
-    batched: Outrider, alone: dict[tuple[int, int], list[int]], arrivals: list[Arrival], chance: int | None
-) -> None:
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_each_gets_what_it_would_get_alone(batched: Outrider, alone: dict[tuple[int, int], list[int]], examples: int) -> None:
     """Arrivals, cancellations, prompts, parameters, and with `chance` every drafter and k, at random."""
-    policy = None if chance is None else RandomPolicy(batched.adaptive_policy(), chance)
-    scheduler = Scheduler(batched, policy=policy)
-    check(play(scheduler, arrivals), alone)
+
+    @settings(max_examples=examples, deadline=None)
+    @given(arrivals=ARRIVALS, chance=st.one_of(st.none(), st.integers(0, 3)))
+    def each(arrivals: list[Arrival], chance: int | None) -> None:
+        policy = None if chance is None else RandomPolicy(batched.adaptive_policy(), chance)
+        check(play(Scheduler(batched, policy=policy), arrivals), alone)
+
+    each()
 
 
 def test_a_conversation_is_not_read_again(batched: Outrider) -> None:

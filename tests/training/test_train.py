@@ -17,7 +17,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.errors import ParityError, UnsupportedModelError
 from outrider.export.pair import export_pair
 from outrider.runtime.stats import Stats
-from outrider.tests.support import COMMAND, PAIR, llama, run, write_checkpoint
+from outrider.tests.support import COMMAND, PAIR, llama, run, run_here, write_checkpoint
 from outrider.training.eagle3 import new_config, open_head
 from outrider.training.train import check_served
 
@@ -116,7 +116,8 @@ def test_a_new_head_goes_on_after_an_interrupt(answering: Path, tmp_path: Path) 
 def test_wrong_options_are_refused_before_anything_is_done(
     options: tuple[str | Path, ...], message: str, code: int, tmp_path: Path
 ) -> None:
-    done = run("train-draft", "--target", PAIR / "target", *TEXTS, "-o", tmp_path / "draft", *options)
+    arguments = ("train-draft", "--target", PAIR / "target", *TEXTS, "-o", tmp_path / "draft", *options)
+    done = run_here(*arguments)
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
