@@ -109,7 +109,8 @@ class BlockExperts(nn.Module):
         if self.bits == 4:
             packed = torch.stack((packed & 15, packed >> 4), -1)
         integers = packed.reshape(*scale.shape, -1).float() - 2 ** (self.bits - 1)
-        return (integers * scale[..., None]).flatten(3)
+        weights: torch.Tensor = (integers * scale[..., None]).flatten(3)
+        return weights
 
 
 def packed(quantized: torch.Tensor, bits: int) -> torch.Tensor:
