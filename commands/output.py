@@ -149,18 +149,21 @@ def _layers(model: Model) -> str:
 
 
 def _slot(model: Model, build: Build, reads_features: bool) -> str:
-    """Return what a sequence takes in a model's cache; features belong to the target's."""
+    """Return what a sequence takes in a model's cache, with the snapshots of its recurrent states; features belong to the
+    target's."""
     from outrider.engines.contract import cache_tensors, recent_rows
     from outrider.engines.precisions import DTYPES, PRECISIONS
+    from outrider.engines.session import SNAPSHOTS
 
     sizes = {True: 0, False: 0}
     features = None if reads_features else model.features
     for tensor in cache_tensors(model.layers, features, model.recurrent):
         dtype = DTYPES[tensor.dtype or PRECISIONS[model.precision].dtype]
         shape = tensor.sizes(build.capacity, recent_rows(model.recurrent, build.k[-1]))
-        sizes[tensor.positional] += math.prod(shape) * dtype.numpy.itemsize
+        copies = 1 if tensor.positional else 1 + SNAPSHOTS
+        sizes[tensor.positional] += copies * math.prod(shape) * dtype.numpy.itemsize
     total = f"{sum(sizes.values()):,} bytes"
-    return f"{total}, {sizes[False]:,} of them recurrent" if model.recurrent else total
+    return f"{total}, {sizes[False]:,} of them recurrent states and {SNAPSHOTS} snapshots" if model.recurrent else total
 
 
 def _add_build(table: Any, manifest: Manifest, build: Build) -> None:

@@ -72,6 +72,17 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     assert {(SLOTS, greedy, k) for greedy in (True, False) for k in (0, 1, 4)} <= together
 
 
+def test_a_beginning_that_is_shared_and_not_copied_fails(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with the same prompt and other settings have it copied from one another's slots."""
+    session, copied = batched.sessions["target"], []
+    monkeypatch.setattr(session, "copy", lambda slot, to, length: copied.append(length))
+    report = audit(batched, draws=10)
+    assert copied
+    assert report.greedy.passed
+    assert report.batched is not None
+    assert not report.batched.passed
+
+
 def test_a_bundle_with_one_slot_has_no_such_part(bundle: Path) -> None:
     report = audit(Outrider.load(bundle), draws=10)
     assert report.batched is None

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.audit.controls import RandomPolicy
 from outrider.bundle.folder import read_manifest
+from outrider.commands.output import _slot
+from outrider.engines.session import GraphSession
 from outrider.errors import EngineError, OutriderError
 from outrider.export.pair import export_pair
 from outrider.runtime.buffers import Lane
@@ -209,6 +211,17 @@ def test_the_end_of_a_text_is_gone_on_from(bundles: Made[Path], loaded: Made[Out
         assert request.stats.cached_tokens == kept
         kept = len(text) + len(got) - 1
         text = text + got + single.text.encode(" And", chat=False)
+
+
+def test_inspect_says_what_the_states_and_their_snapshots_take(bundles: Made[Path], loaded: Made[Outrider]) -> None:
+    session = loaded["fp32"].sessions["target"]
+    assert isinstance(session, GraphSession)
+    states = [cache for name, cache in session.cache().items() if name not in session._positional]
+    taken = sum(state.nbytes for state in states) + sum(each.view().nbytes for each in session._snapshots.values())
+    manifest = read_manifest(bundles["fp32"])
+    assert manifest.build is not None
+    said = _slot(manifest.models["target"], manifest.build, reads_features=False)
+    assert said.endswith(f", {taken // session.batch:,} of them recurrent states and 2 snapshots")
 
 
 SYSTEM = PROMPTS["longer than a chunk"]
