@@ -14,18 +14,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.tensorrt.process import build_plan
 from outrider.engines.session import GraphSession
 from outrider.errors import OutriderWarning
 from outrider.export.checkpoint import load_model, load_tokenizer
 from outrider.export.experts import BlockExperts
 from outrider.export.pair import export_pair
-from outrider.export.quantize import quantize_model
+from outrider.export.parity import reference
+from outrider.export.quantize import pack, quantize_model
 from outrider.export.rounding import Rounding
 from outrider.export.source import Source
+from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export.recurrent_models import COMMON, DELTA
-from outrider.tests.support import build, write_checkpoint
+from outrider.tests.support import build, rtx_job, write_checkpoint
 
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 16}
 CONFIGS: dict[str, Any] = {
@@ -141,3 +144,17 @@ def test_a_row_has_the_same_bits_alone_and_among_others(mixture: Path) -> None:
     want = session.run(text[:, 16:], np.array([16]), 1)[0].copy()
     for count in (1, 2, 3, 5):
         np.testing.assert_array_equal(session.run(text[:, 16 : 16 + count], np.array([16]), 1)[0], want[:count])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", BITS)
+def test_tensorrt_rtx_builds_them(precision: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="would show that mixtures build: pip install 'outrider[rtx]'")
+    source = Source.parse(str(checkpoint("Qwen3-MoE", tmp_path)))
+    model = load_model(source, precision)
+    quantize_model(model, Rounding(precision), load_tokenizer(source), None)
+    _, layout, _ = reference(model, torch.randint(1, 320, (1, 20)))
+    program = trace(model, layout)
+    pack(program, model)
+    program.save(tmp_path / "graph.onnx", external_data=True)
+    build_plan(rtx_job(tmp_path / "graph.onnx", layout.tensors()), "target")
