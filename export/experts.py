@@ -132,9 +132,9 @@ UNPACKED = {  # in floats: not every backend shifts bytes as ONNX does
   high_of_pair = Unsqueeze (high, pair)
   numbers = Concat <axis: int = 3> (low_of_pair, high_of_pair)""",
 }
-WEIGHTS = """
+LINEAR = """
 <domain: "{domain}", {opsets}>
-{name}Weights (packed, scale, each) => (weight) {{
+{name}Linear (x, packed, scale, bias, each) => (y) {{
   bytes = Gather <axis: int = 0> (packed, each)
   floats = Cast <to: int = 1> (bytes)
   {unpacked}
@@ -151,6 +151,11 @@ WEIGHTS = """
   by_output = Concat <axis: int = 0> (outputs, rest)
   in_rows = Reshape (scaled, by_output)
   weight = Transpose <perm = [0, 2, 1]> (in_rows)
+  product = MatMul (x, weight)
+  biases = Gather <axis: int = 0> (bias, each)
+  row = Constant <value_ints: ints = [1]> ()
+  of_row = Unsqueeze (biases, row)
+  y = Add (product, of_row)
 }}
 """
 FUNCTION = """
@@ -168,14 +173,10 @@ FUNCTION = """
   repeated = Expand (apart, all)
   as_rows = Concat <axis: int = 0> (rest, one, width)
   x = Reshape (repeated, as_rows)
-  first_weight = {domain}.{name}Weights (gate_up, gate_up_scale, each)
-  first = MatMul (x, first_weight)
-  first_bias = Gather <axis: int = 0> (gate_up_bias, each)
-  first_bias_row = Unsqueeze (first_bias, one)
-  biased = Add (first, first_bias_row)
+  first = {domain}.{name}Linear (x, gate_up, gate_up_scale, gate_up_bias, each)
   same = Shape <start: int = 0, end: int = 2> (first)
   alternating = Concat <axis: int = 0> (same, rest, two)
-  by_two = Reshape (biased, alternating)
+  by_two = Reshape (first, alternating)
   zero = Constant <value_int: int = 0> ()
   one_s = Constant <value_int: int = 1> ()
   gate = Gather <axis: int = 3> (by_two, zero)
@@ -191,12 +192,8 @@ FUNCTION = """
   beta_c = Constant <value_float: float = @beta> ()
   shifted = Add (clipped, beta_c)
   hidden = Mul (gated, shifted)
-  second_weight = {domain}.{name}Weights (down, down_scale, each)
-  second = MatMul (hidden, second_weight)
-  second_bias = Gather <axis: int = 0> (down_bias, each)
-  second_bias_row = Unsqueeze (second_bias, one)
-  outputs = Add (second, second_bias_row)
-  by_row = Reshape (outputs, all)
+  second = {domain}.{name}Linear (hidden, down, down_scale, down_bias, each)
+  by_row = Reshape (second, all)
   weight = Unsqueeze (weights, two)
   weighted = Mul (by_row, weight)
   output = ReduceSum <keepdims: int = 0> (weighted, one)
@@ -209,7 +206,7 @@ def functions(name: str) -> list[ir.Function]:
     (bits,) = (bits for bits, each in EXPERTS.items() if each == name)
     names = {"domain": DOMAIN, "opsets": OPSETS, "name": name}
     texts = [
-        WEIGHTS.format(**names, unpacked=UNPACKED[bits], zero_point=float(2 ** (bits - 1))),
+        LINEAR.format(**names, unpacked=UNPACKED[bits], zero_point=float(2 ** (bits - 1))),
         FUNCTION.format(**names),
     ]
     return [ir.serde.deserialize_function(onnx.parser.parse_function(text)) for text in texts]

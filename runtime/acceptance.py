@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from outrider.runtime.costs import expected_tokens
 
@@ -42,17 +43,17 @@ class Acceptance:
     def rate(self) -> float:
         """The estimate, 0..1. Where little was seen of a request, that of earlier ones counts with its standard error added:
         bad luck at the start must not decide for everything that follows."""
-        return self._with(self._before if isinstance(self._before, float) else self._before.optimistic)
+        return self._after(lambda earlier: earlier.optimistic)
 
     @property
     def cautious(self) -> float:
         """The estimate without anything added, 0..1."""
-        return self._with(self._before if isinstance(self._before, float) else self._before.rate)
+        return self._after(lambda earlier: earlier.rate)
 
     @property
     def hoped(self) -> float:
         """What the rate of this request may well be, 0..1: that of earlier ones counts with their spread added."""
-        return self._with(self._before if isinstance(self._before, float) else self._before._raised(1 / SPREAD))
+        return self._after(lambda earlier: earlier._raised(1 / SPREAD))
 
     @property
     def optimistic(self) -> float:
@@ -64,7 +65,9 @@ class Acceptance:
         rate = self.rate
         return min(rate + OPTIMISM * math.sqrt(rate * (1 - rate) * (1 / (self._seen + self._weight) + spread)), 1.0)
 
-    def _with(self, before: float) -> float:
+    def _after(self, of: Callable[[Acceptance], float]) -> float:
+        """Return the estimate, given which one of earlier requests counts where little was seen."""
+        before = self._before if isinstance(self._before, float) else of(self._before)
         return (self._accepted + self._weight * before) / (self._seen + self._weight)
 
     def tokens(self, k: int) -> float:

@@ -112,10 +112,8 @@ class AdaptivePolicy(Policy):
         if proposed != PLAIN:
             return proposed
         probe = self._probe()
-        if probe != PLAIN:
+        if probe != PLAIN or best == PLAIN:
             return probe
-        if best == PLAIN:
-            return PLAIN
         if self.may_stop and batch.size == 1 and self._long_steps(best, batch):
             self.early_stopping = True  # `keep_drafting` decides where it ends
             if not self._one_pass(best):
@@ -165,17 +163,17 @@ class AdaptivePolicy(Policy):
         best, least = PLAIN, self._time(PLAIN, batch) / batch.size
         times = {PLAIN: least}
         for name in self._on_device:
-            offered = [sequence for sequence in batch.sequences if name in sequence.offers]
-            behind = any(sequence.offers[name].pending for sequence in offered)
+            offered = [(each, self._rate(name, each)) for each in batch.sequences if name in each.offers]
+            behind = any(sequence.offers[name].pending for sequence, _ in offered)
             drafting, late = offered, 0.0
             for k in sizes if offered else ():
                 choice = Choice(name, k)
                 time = self._time(choice, batch)
                 if behind:
-                    drafting = [each for each in offered if self._worth_catching_up(choice, each, time / batch.size)]
-                    horizon = sum([min(HORIZON, sequence.remaining) for sequence in drafting])
-                    late = self._catch_up(name, drafting) / max(horizon, 1)
-                rates = [(self._rate(name, sequence), sequence.remaining - 1, 1) for sequence in drafting]
+                    drafting = [each for each in offered if self._worth_catching_up(choice, each[0], time / batch.size)]
+                    horizon = sum([min(HORIZON, sequence.remaining) for sequence, _ in drafting])
+                    late = self._catch_up(name, [sequence for sequence, _ in drafting]) / max(horizon, 1)
+                rates = [(rate, sequence.remaining - 1, 1) for sequence, rate in drafting]
                 times[choice] = time = time / _emitted(batch.size, rates, k) + late
                 if time < least:
                     best, least = choice, time

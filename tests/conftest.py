@@ -12,12 +12,9 @@ import filelock
 import pytest
 import torch
 
-from outrider.audit import audit as audit_module
-from outrider.audit.prompts import PROMPTS
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.runtime.reference import Fault
 from outrider.tests.samplers import Graphs, sampler_graphs
 from outrider.tests.support import (
     PAIR,
@@ -193,23 +190,6 @@ def shipped_export(shipped_exports: Callable[[str], Path]) -> Path:
 def shipped_bundle(shipped_bundles: Callable[..., Path]) -> Path:
     """Return the bundle of the shipped pair, with the capacity that it was trained for."""
     return shipped_bundles(capacity=512)
-
-
-@pytest.fixture
-def audit_in_short(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outrider], None]:
-    """Return an audit of two settings with few draws, which show all wrong samplers but the subtlest one."""
-    monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED, audit_module.SAMPLED[-1]))
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
-
-    def audit(outrider: Outrider) -> None:
-        report = audit_module.audit(outrider, draws=150)
-        assert {name for name, passed in report.verdicts().items() if not passed} <= {"controls"}
-        detected = {control.fault for control in report.controls if control.detected}
-        assert {fault.value for fault in Fault} - detected <= {Fault.RESIDUAL_NOT_SUBTRACTED.value}
-        assert None not in detected
-        assert report.counters.accepted > 100
-
-    return audit
 
 
 @pytest.fixture(scope="session")

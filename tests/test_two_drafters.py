@@ -14,6 +14,7 @@ from outrider.audit.prompts import PROMPTS
 from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.reference import Fault
 from outrider.tests.serve.server import fetch, serving
 from outrider.tests.support import bench_once, run
 
@@ -88,8 +89,17 @@ def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
     assert metrics['outrider_spec_decode_num_accepted_tokens_total{drafter="head"}'] > 3
 
 
-def test_it_passes_the_audit(both: Outrider, audit_in_short: Callable[[Outrider], None]) -> None:
-    audit_in_short(both)
+def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In short: two settings and few draws, which show all wrong samplers over the head's proposals but the subtlest one."""
+    monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED, audit_module.SAMPLED[-1]))
+    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
+    report = audit_module.audit(both, draws=150)
+    verdicts = report.verdicts()
+    assert {name for name, passed in verdicts.items() if not passed} <= {"controls"}
+    detected = {control.fault for control in report.controls if control.detected}
+    assert {fault.value for fault in Fault} - detected <= {Fault.RESIDUAL_NOT_SUBTRACTED.value}
+    assert None not in detected
+    assert report.counters.accepted > 100
 
 
 @pytest.mark.parametrize("drafter", ["block", "parallel-head"])
