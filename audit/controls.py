@@ -10,6 +10,7 @@ import numpy as np
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.drafters.base import FORCED
 from outrider.runtime.launches import Launches
 from outrider.runtime.policy import SequenceView
 from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
@@ -139,7 +140,9 @@ class RandomPolicy(AdaptivePolicy):
         self.early_stopping = self.may_stop
         names = {name for sequence in sequences for name in sequence.offers}
         sizes = self.sizes(max(sequence.remaining for sequence in sequences))
-        return self._random.choice([PLAIN, *(Choice(name, k) for name in self.names if name in names for k in sizes)])
+        return self._random.choice(
+            [PLAIN, *(Choice(name, k) for name in (*self.names, FORCED) if name in names for k in sizes)]
+        )
 
     def keep_drafting(self, confidences: list[float], choice: Choice, sequence: SequenceView) -> bool:
         return self._random.random() < 0.7

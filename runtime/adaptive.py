@@ -14,12 +14,13 @@ from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
-from outrider.runtime.drafters.base import NONE
+from outrider.runtime.drafters.base import FORCED, NONE
 from outrider.runtime.matching import matching
 from outrider.runtime.pace import Pace
 from outrider.runtime.policy import Policy, SequenceView
 from outrider.runtime.rounds import RoundResult
 
+FORCED_PRIOR = 0.95  # acceptance to assume of tokens that spell what a grammar forces: the target may spell it otherwise
 MEASURED_TOKENS = 20.0  # the weight of the acceptance in the bundle's manifest: one odd request must not overrule it
 REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's own acceptance; the weight is that of earlier requests
 HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
@@ -73,8 +74,9 @@ class AdaptivePolicy(Policy):
         self.may_stop = early_stopping
         kinds = {name: drafters.get(name) for name in names}
         self._on_device = drafters.on_device(names)
-        self._on_host = [name for name in names if name not in self._on_device]
+        self._on_host = [*(name for name in names if name not in self._on_device), FORCED]
         self._history = {name: Acceptance(kind.prior, HISTORY_MEMORY, HISTORY_WEIGHT) for name, kind in kinds.items()}
+        self._history[FORCED] = Acceptance(FORCED_PRIOR, HISTORY_MEMORY, HISTORY_WEIGHT)
         for name, rate in self.costs(1).acceptance.items():
             if name in self._history:
                 self._history[name].recall(rate, MEASURED_TOKENS)
@@ -187,15 +189,15 @@ class AdaptivePolicy(Policy):
         as many tokens by the best steady choice; `PLAIN` if none saves any."""
         best_choice, best_saving = PLAIN, 0.0
         for name in self._on_host:
-            proposals: dict[tuple[Hashable, int], int] = {}  # how many, by evidence and tokens that can be emitted
-            for sequence in batch.sequences:
-                offer = sequence.offers.get(name)
-                if offer is not None and offer.proposal is not None:
-                    key = offer.proposal.evidence, min(len(offer.proposal.tokens), sequence.remaining - 1)
-                    proposals[key] = proposals.get(key, 0) + 1
-            if not proposals:
+            if not any(name in sequence.offers for sequence in batch.sequences):
                 continue
-            rates = [(self.by_evidence(name, evidence).rate, limit, n) for (evidence, limit), n in proposals.items()]
+            proposals: dict[tuple[str, Hashable, int], int] = {}  # how many, by evidence and tokens that can be emitted
+            for sequence in batch.sequences:
+                proposer = sequence.proposer(name)
+                if proposer is not None and (proposal := sequence.offers[proposer].proposal) is not None:
+                    key = proposer, proposal.evidence, min(len(proposal.tokens), sequence.remaining - 1)
+                    proposals[key] = proposals.get(key, 0) + 1
+            rates = [(self.by_evidence(who, evidence).rate, limit, n) for (who, evidence, limit), n in proposals.items()]
             for choice, time in self._proposal_times[name]:
                 saved = _emitted(batch.size, rates, choice.k) * self._per_token - time
                 if saved > best_saving:

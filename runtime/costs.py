@@ -10,6 +10,7 @@ import numpy as np
 
 from outrider.bundle.manifest import Build, Manifest
 from outrider.runtime import drafters
+from outrider.runtime.drafters.base import FORCED
 
 GUESSED_ROW = 0.03  # of a pass of one row: what each further row adds, where nothing was measured
 
@@ -103,7 +104,7 @@ class Costs:
         time = self._rounds.get(key)
         if time is None:
             time = self.verification(k + 1, end, greedy)
-            if drafted:
+            if drafted and drafter != FORCED:
                 time += drafters.get(drafter).cost(self, drafted, end, greedy, begun)
             self._rounds[key] = time
         return time

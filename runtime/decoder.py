@@ -16,15 +16,12 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.buffers import Lane
 from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Proposal
+from outrider.runtime.drafters.base import FORCED, NONE, DeviceDrafter, Drafter, Proposal
 from outrider.runtime.grammar import GrammarError
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult, Stop
 from outrider.runtime.slots import Slot, Slots
-
-FORCED = "grammar"  # stands for a drafter where a grammar says what comes next
-MIN_FORCED = 2  # tokens for which a round drafts nothing else: a drafter would rarely get more of its own accepted
 
 
 class Runner(Protocol):
@@ -79,9 +76,6 @@ class Decoder:
         slots = [slot for request in requests if (slot := request.slot) is not None]
         batched = len(requests) > 1
         views = [self._view(request, slot, names, batched) for request, slot in zip(requests, slots, strict=True)]
-        forced = self._forced(requests, names)
-        if forced:
-            views[0] = views[0]._replace(offers={FORCED: Offer(0, Proposal(forced, None))})
         choice, counts = self._plan(policy, requests, slots, views, chunks)
         lanes, first = self._lanes(choice, requests, slots, views, counts)
         confidences: list[float] = []
@@ -91,8 +85,11 @@ class Decoder:
         decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
         milliseconds = 1000 * (self._clock() - started)
         results = [result for slot in slots if (result := decided[slot.index - first]) is not None]
+        for index, (view, result) in enumerate(zip(views, results, strict=True)):
+            if isinstance(result, RoundResult) and result.drafted:
+                results[index] = result._replace(drafter=self._drafting(choice, view))
         done = [result if isinstance(result, RoundResult) else None for result in results]
-        if any(done) and not forced:
+        if any(done):
             if stop is not None and done[0] is not None:
                 count = len(done[0].drafted)
                 choice = Choice(choice.drafter, self._size(count)) if count else PLAIN
@@ -105,16 +102,20 @@ class Decoder:
                     results[index] = error
         return results
 
-    def _forced(self, requests: Sequence[Request], names: Sequence[str]) -> list[int]:
-        """Return the next tokens of a request that runs alone and may draft, where its grammar leaves no choice."""
-        grammar = requests[0].sampling.grammar
-        if grammar is None or len(requests) > 1 or not names:
-            return []
-        tokens = grammar.forced(self._k[-1])
-        return tokens if len(tokens) >= MIN_FORCED else []
-
     def _view(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> SequenceView:
+        try:
+            offers = self._offers(request, slot, names, batched)
+        except GrammarError:  # its mask fails as well, and that ends this request alone
+            offers = {}
+        length, emitted = len(request.tokens), request.stats.emitted
+        return SequenceView(length, emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
+
+    def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> dict[str, Offer]:
+        """Return what drafters and the grammar can do for a request."""
         offers, index, tokens, grammar = {}, slot.index, request.tokens, request.sampling.grammar
+        forced = [] if grammar is None or not names else grammar.forced(self._k[-1])
+        if forced:
+            offers[FORCED] = Offer(0, Proposal(forced, FORCED))
         for name in names:
             drafter = self.drafters[name]
             if not drafter.can_draft(len(tokens), batched):
@@ -124,10 +125,9 @@ class Decoder:
             elif (proposal := drafter.propose(index, tokens, self._k[-1])) is not None:
                 if grammar is not None:
                     proposal = proposal._replace(tokens=proposal.tokens[: grammar.valid(proposal.tokens)])
-                if proposal.tokens:
+                if len(proposal.tokens) > len(forced):
                     offers[name] = Offer(drafter.pending(index, tokens), proposal)
-        emitted = request.stats.emitted
-        return SequenceView(len(tokens), emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
+        return offers
 
     def _plan(
         self,
@@ -139,11 +139,7 @@ class Decoder:
     ) -> tuple[Choice, list[int]]:
         """Let the drafter catch up, and return what can be drafted: the choice with the smallest built k that is needed, and
         the number of tokens to draft for each request."""
-        forced = views[0].offers.get(FORCED)
-        if forced is not None and forced.proposal is not None:
-            choice = Choice(FORCED, self._size(len(forced.proposal.tokens)))
-        else:
-            choice = policy.choose(views)
+        choice = policy.choose(views)
         if not choice.k:
             return PLAIN, [0] * len(requests)
         first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
@@ -154,7 +150,7 @@ class Decoder:
         limit = next((size for size in built if size >= most), built[-1])
         counts = []
         for request, slot, view in zip(requests, slots, views, strict=True):
-            count, offer = min(limit, view.remaining - 1), view.offers.get(choice.drafter)
+            count, offer = min(limit, view.remaining - 1), view.offers.get(self._drafting(choice, view))
             if offer is None:
                 count = 0
             elif offer.proposal is not None:
@@ -164,6 +160,10 @@ class Decoder:
                 count = count if ready else 0
             counts.append(count)
         return (Choice(choice.drafter, self._size(max(counts))), counts) if any(counts) else (PLAIN, counts)
+
+    def _drafting(self, choice: Choice, view: SequenceView) -> str:
+        """Return the name of what drafts for a sequence in a round."""
+        return choice.drafter if choice.drafter in self._on_device else view.proposer(choice.drafter) or NONE
 
     def _catch_up(self, name: str, request: Request, slot: Slot, chunks: int | None) -> bool:
         """Return whether the drafter has processed all tokens."""
@@ -189,7 +189,7 @@ class Decoder:
         first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
         lanes = [Lane([], None, 0, [], slot.cached) for slot in self.slots.between(first, last)]
         for request, slot, view, count in zip(requests, slots, views, counts, strict=True):
-            proposal = view.offers[choice.drafter].proposal if count else None
+            proposal = view.offers[self._drafting(choice, view)].proposal if count else None
             proposed = [] if proposal is None else proposal.tokens[:count]
             lanes[slot.index - first] = Lane(request.tokens, request.sampling, count, proposed, len(request.tokens) - 1)
         return lanes, first

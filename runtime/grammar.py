@@ -11,6 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -26,15 +27,19 @@ from outrider.runtime.structured import StructuredOutputs, first_line, refused
 # Grammars are kept compiled, up to so many characters of them: each takes some 60 bytes, so a few large ones are as many as 64
 # small ones.
 MAX_COMPILED, LEAST_COUNTED = 4 << 20, 64 << 10
-# A hostile grammar may take as long as these allow. Those of llguidance are four to ten times higher; grammars of hundreds of
-# properties stay far below either.
+# A step of a hostile grammar may take as much as these allow, some three seconds. Those of llguidance are two to ten times
+# higher. A grammar of JSON that spells strings by single characters takes up to 15,000 items, with a vocabulary of 150,000.
 LIMITS = LLParserLimits(
-    step_lexer_fuel=50_000, step_max_items=10_000, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
+    step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
 )
-# What the limits allow in each step would still hold up all other requests, were it taken in every one. The masks of usual
-# grammars take far less than a millisecond. Seconds of the processor, so that a busy machine changes nothing.
+# Other requests wait for a step no longer than this. The masks of usual grammars take far less than a millisecond, and of large
+# ones up to seven.
+STEP_SECONDS = 0.25
+# And were that taken in every step, they would still be held up. Seconds of the processor, so that a busy machine changes
+# nothing.
 SECONDS = 1.0  # for an answer
 SECONDS_PER_MASK = 0.005  # and as much more for each of its masks
+STEPS_AT_ONCE = 64  # those that took too long go on to their limits, without anyone waiting for them
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -45,18 +50,33 @@ class GrammarError(EngineError):
     """The tokens that a grammar allows cannot be computed, or there are none."""
 
 
-def _counted(
+_workers = ThreadPoolExecutor(STEPS_AT_ONCE, "grammar")  # llguidance works without the interpreter's lock
+
+
+def _limited(
     method: Callable[Concatenate[Matcher, Arguments], Returned],
 ) -> Callable[Concatenate[Matcher, Arguments], Returned]:
-    """Add the time that a method takes to `Matcher.seconds`."""
+    """Give a method of `Matcher` so many seconds, and add the time that it takes to `Matcher.seconds`.
 
-    @functools.wraps(method)
-    def call(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
+    Raises:
+        GrammarError: it takes longer, or an earlier one has.
+    """
+
+    def work(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
         started = time.thread_time()
         try:
             return method(self, *args, **named)
         finally:
             self.seconds += time.thread_time() - started
+
+    @functools.wraps(method)
+    def call(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
+        if not self.late:
+            try:
+                return _workers.submit(work, self, *args, **named).result(STEP_SECONDS)
+            except TimeoutError:
+                self.late = True  # a worker still has it
+        raise GrammarError(f"a step of the grammar takes longer than {STEP_SECONDS:g} seconds", "simplify it")
 
     return call
 
@@ -116,46 +136,56 @@ class Matcher:
         self._masks: list[Bools] = []  # after the first 0, 1, ... of these
         self._count = 0  # masks that were computed
         self.seconds = 0.0  # that the processor has worked on the grammar
+        self.late = False  # whether a step took too long
 
-    @_counted
-    def allowed(self, drafted: Sequence[int]) -> Bools | None:
-        """Return which tokens, bool [V], may follow the confirmed tokens and the drafted ones; None where these are not in the
-        grammar or end the text.
+    @_limited
+    def masks(self, drafted: Sequence[int]) -> list[Bools]:
+        """Return which tokens, bool [V], may follow the confirmed tokens and the first 0, 1, ... of the drafted ones, as far as
+        these are in the grammar and do not end the text.
 
         Raises:
             GrammarError: a limit is exceeded, the masks take too long, or no token may follow.
         """
-        if self.seconds > SECONDS + SECONDS_PER_MASK * self._count:
-            raise GrammarError(f"the grammar's masks take too long: {self.seconds:.1f} seconds so far", "simplify it")
         self._retreat(matching(self._ahead, drafted))
+        self._fill()
         for token in drafted[len(self._ahead) :]:
             if not self._take(token):
-                return None
-        row = len(self._ahead)
-        if row == len(self._masks):
-            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            self._check()
-            self._count += 1
-            mask = np.unpackbits(packed, bitorder="little", count=self._vocab_rows).view(np.bool_)
-            if not mask.any():
-                raise GrammarError("the grammar leaves no token", "change the grammar")
-            self._masks.append(mask)
-        return self._masks[row]
+                break
+            self._fill()
+        return self._masks[: len(self._ahead) + 1]
 
-    @_counted
+    def _fill(self) -> None:
+        """Compute the mask for the position that the matcher is at, if that was not done before."""
+        if len(self._masks) > len(self._ahead):
+            return
+        if self.seconds > SECONDS + SECONDS_PER_MASK * self._count:
+            raise GrammarError(f"the grammar's masks take too long: {self.seconds:.1f} seconds so far", "simplify it")
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        self._count += 1
+        mask = np.unpackbits(packed, bitorder="little", count=self._vocab_rows).view(np.bool_)
+        if not mask.any():
+            raise GrammarError("the grammar leaves no token", "change the grammar")
+        self._masks.append(mask)
+
+    @_limited
     def forced(self, limit: int) -> list[int]:
-        """Return up to so many tokens that spell what the grammar forces next."""
+        """Return up to so many tokens that spell what the grammar forces next, or the one that its mask leaves; none where it
+        leaves a choice, or where the text may end."""
         self._retreat(0)
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens[:limit]
+        if tokens := self._matcher.compute_ff_tokens():
+            return tokens[:limit]
+        self._fill()
+        left = np.flatnonzero(self._masks[0])
+        return [] if len(left) > 1 or left[0] in self._end_ids else left.tolist()
 
-    @_counted
+    @_limited
     def valid(self, tokens: list[int]) -> int:
         """Return how many of the tokens, from the first on, the grammar allows after the confirmed ones."""
         self._retreat(0)
         return 0 if self._matcher.is_error() else int(self._matcher.validate_tokens(tokens))
 
-    @_counted
+    @_limited
     def advance(self, tokens: Sequence[int]) -> None:
         """Take the tokens that a round confirmed, up to one that ends the text.
 

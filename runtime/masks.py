@@ -18,11 +18,9 @@ def mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> 
     assert lane.sampling is not None
     grammar, device = lane.sampling.grammar, launches.device
     assert grammar is not None
-    drafted, masks = launches.drafted(shape, index), []
-    for count in range(min(lane.k, shape.drafted) + 1) if row == VERIFIER else [row]:
-        if (allowed := grammar.allowed(drafted[:count])) is None:
-            break
-        masks.append(allowed)
+    drafted = launches.drafted(shape, index)
+    drafted = drafted[: min(lane.k, shape.drafted) if row == VERIFIER else row]
+    masks = grammar.masks(drafted)[0 if row == VERIFIER else row :]
     if not masks:
         return
     if row == VERIFIER:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.drafters.base import Proposal
+from outrider.runtime.drafters.base import FORCED, Proposal
 from outrider.runtime.rounds import RoundResult
 
 
@@ -29,6 +29,12 @@ class SequenceView(NamedTuple):
     greedy: bool
     offers: Mapping[str, Offer]  # by drafter; those that cannot draft now are missing
     acceptance: Mapping[str, Acceptance]  # of the drafters that draft on the device, in this request
+
+    def proposer(self, preferred: str) -> str | None:
+        """Return whose proposal the sequence takes in a round of proposals from the host: the preferred drafter's, or else
+        another's, since the pass has room for it."""
+        names = [name for name, offer in self.offers.items() if offer.proposal is not None]
+        return preferred if preferred in names else next(iter(names), None)
 
 
 class Policy(ABC):
@@ -72,11 +78,15 @@ class Policy(ABC):
 
 
 class FixedPolicy(Policy):
-    """Always uses the same drafter and k, or plain decoding where the drafter has nothing to offer."""
+    """Always uses the same drafter and k; what grammars force where that drafter has nothing better to offer, which costs no
+    drafting; or plain decoding."""
 
     def __init__(self, drafter: str, k: int):
         self._choice = Choice(drafter, k) if k else PLAIN
         self.names = [drafter] if k else []
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
-        return self._choice if any(self._choice.drafter in sequence.offers for sequence in sequences) else PLAIN
+        offers = [sequence.offers for sequence in sequences]
+        if any(self._choice.drafter in each for each in offers) and not all(FORCED in each for each in offers):
+            return self._choice
+        return Choice(FORCED, self._choice.k) if any(FORCED in each for each in offers) else PLAIN

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.runtime.launches import Launches
 
 NONE = "none"  # stands for a drafter where a round drafts nothing
+FORCED = "grammar"  # and where it drafts what grammars force next
 
 
 class Proposal(NamedTuple):

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.audit.controls import RandomPolicy
 from outrider.errors import OutriderError, UsageError
-from outrider.runtime.decoder import FORCED
+from outrider.runtime.drafters.base import FORCED
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.grammar import GrammarError, Grammars, rehearse
 from outrider.runtime.params import SamplingParams
@@ -185,8 +185,7 @@ def test_plain_masked_text_is_that_of_transformers_with_the_mask(bundles: dict[s
         matcher.advance(answer)
         with torch.no_grad():
             logits = model(torch.tensor([text_ids + answer])).logits[0, -1].numpy()
-        allowed = matcher.allowed([])
-        assert allowed is not None
+        (allowed,) = matcher.masks([])
         answer.append(int(np.where(allowed, logits, -np.inf).argmax()))
     assert answer == want
 
@@ -228,6 +227,37 @@ def test_what_the_grammar_forces_is_drafted_without_a_drafter(bundles: dict[str,
         assert stats.rounds_by_drafter[FORCED] >= stats.rounds - 2
         assert stats.accepted_by_drafter[FORCED] >= 0.8 * (stats.emitted - stats.rounds)
     assert run(bundles["trained"], "forces", 0)[-1].stats.drafted == 0
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_where_the_mask_leaves_one_token_it_is_forced(bundles: dict[str, Outrider], name: str) -> None:
+    answer = tokens(run(bundles["trained"], name, 0))
+    matcher, ends = bundles["trained"].grammars.begin(GRAMMARS[name]), bundles["trained"].manifest.generation.eos_token_ids
+    left_one = 0
+    for token in answer:
+        (mask,) = matcher.masks([])
+        if mask.sum() == 1 and token not in ends:
+            assert matcher.forced(K[-1])[0] == token
+            left_one += 1
+        matcher.advance([token])
+    assert left_one or name not in ("forces", "branches", "schema", "gbnf")
+
+
+@pytest.mark.parametrize("k", [4, "auto", "ngram"])
+def test_forced_tokens_are_drafted_for_free_in_batches(shipped_bundles: Callable[..., Path], k: int | str) -> None:
+    """In rounds of their own, and beside proposals for other requests."""
+    bundle = shipped_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
+    batched = Outrider.load(bundle, slots=4)
+    named = {"k": K[-1], "drafter": "ngram"} if k == "ngram" else {"k": k}
+    for others in (["forces"] * 3, ["none"] * 3) if k == "ngram" else (["forces"] * 3,):
+        scheduler = Scheduler(batched, **named)
+        prompt = batched.text.encode(PROMPT + " a coffee, a coffee, a coffee,", chat=False)
+        params = [SamplingParams(max_new_tokens=40, structured_outputs=GRAMMARS.get(name)) for name in ("forces", *others)]
+        first, *_ = scheduler.submit_all([(prompt, each) for each in params])
+        while scheduler.busy:
+            for _, event in scheduler.step():
+                assert not isinstance(event, OutriderError)
+        assert first.stats.rounds_by_drafter[FORCED] >= first.stats.rounds - 1  # of the last one, the end is all that is left
 
 
 def test_requests_with_and_without_grammars_share_rounds(shipped_bundles: Callable[..., Path]) -> None:
@@ -297,8 +327,7 @@ def expected(outrider: Outrider) -> list[float]:
         answer, chance = waiting.pop()
         matcher = outrider.grammars.begin(structured)
         matcher.advance(answer)
-        allowed = matcher.allowed([])
-        assert allowed is not None
+        (allowed,) = matcher.masks([])
         prefill(session, (prompt + answer)[:-1], 16)
         last = np.array([(prompt + answer)[-1:]], dtype=np.int64)
         logits = session.run(last, np.array([len(prompt + answer) - 1]))[0, 0].astype(np.float64)
@@ -403,5 +432,46 @@ def test_masks_that_take_longer_and_longer_end_an_answer() -> None:
     letter = tokenizer().encode("a").ids
     with pytest.raises(GrammarError, match="too long"):
         for _ in range(390):  # the limit on the items of a row ends it after that
-            assert matcher.allowed([]) is not None
+            matcher.masks([])
             matcher.advance(letter)
+
+
+LATE = "start: /[0-9]{300}/ s\ns: " + " | ".join(" ".join(["s"] * count) for count in range(2, 30)) + ' | "a" |'
+
+
+def test_a_step_that_takes_too_long_ends_its_request_alone(
+    shipped_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar that explodes where nothing rehearsed it. Nobody waits for its step to end."""
+    bundle = shipped_bundles("fp32", capacity=512, max_prompt_chunk=16, k=list(K), batch=4)
+    outrider = Outrider.load(bundle, slots=4)
+    rehearse(outrider.grammars.compile(StructuredOutputs(grammar=LATE)).deep_copy(), 32)
+    monkeypatch.setattr("outrider.runtime.grammar.STEP_SECONDS", 0.02)
+    prompt = outrider.text.encode(PROMPT, chat=False)
+    params = [
+        SamplingParams(max_new_tokens=400, structured_outputs=StructuredOutputs(grammar=LATE)),
+        SamplingParams(max_new_tokens=200),
+    ]
+    want = tokens(list(outrider.generate(prompt, params[1], k=0)))
+    scheduler = Scheduler(outrider, k=4)
+    late, other = scheduler.submit_all([(prompt, each) for each in params])
+    failure, answer = None, list[int]()
+    while scheduler.busy:
+        for request, event in scheduler.step():
+            if request is late and isinstance(event, OutriderError):
+                failure = event
+            elif request is other:
+                assert not isinstance(event, OutriderError)
+                answer += event.token_ids
+    assert isinstance(failure, GrammarError)
+    assert "longer than 0.02 seconds" in str(failure)
+    assert answer == want
+
+
+def test_strings_may_be_spelled_by_single_characters() -> None:
+    """As in many grammars of JSON. Where any of them may come, all texts of a vocabulary are walked."""
+    grammars = Grammars(tokenizer(), tokenizer().get_vocab_size(), [0])
+    matcher = grammars.begin(StructuredOutputs(grammar='start: "\\"" char* "\\""\nchar: /[^"\\\\]/ | "\\\\" /["nrt]/'))
+    for token in tokenizer().encode('"a\\"b"').ids:
+        assert matcher.masks([])[0][token]
+        matcher.advance([token])

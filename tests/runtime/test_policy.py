@@ -18,7 +18,7 @@ from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.choice import PLAIN, Choice
 from outrider.runtime.costs import Costs, expected_tokens
-from outrider.runtime.drafters.base import NONE, Proposal
+from outrider.runtime.drafters.base import FORCED, NONE, Proposal
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Offer, Policy, SequenceView
@@ -612,3 +612,32 @@ def test_a_request_does_not_begin_with_the_last_ones_probe() -> None:
     policy.choose([view(policy, remaining=100)])
     observe(policy, Choice(MODEL, 1), view(policy), 1, 1, 36.0)
     assert policy.choose([view(policy, 900, 100, pending=898, emitted=0)]) == PLAIN
+
+
+@pytest.mark.parametrize(("draft", "rate", "chosen"), [(3.0, 0.6, FORCED), (0.1, 0.9, MODEL)])
+def test_one_forced_token_is_drafted_for_free_where_a_draft_brings_no_more(draft: float, rate: float, chosen: str) -> None:
+    policy = adaptive(costs(draft, acceptance=rate))
+    sequence = view(policy)
+    sequence = sequence._replace(offers={FORCED: Offer(0, Proposal([5], FORCED)), **sequence.offers})
+    assert policy.choose([sequence]).drafter == chosen
+
+
+def test_a_fixed_drafter_leaves_forced_tokens_to_the_grammar() -> None:
+    policy = FixedPolicy(MODEL, 4)
+    free = view(policy)
+    forced = free._replace(offers={FORCED: Offer(0, Proposal([5], FORCED)), **free.offers})
+    late = free._replace(offers={FORCED: Offer(0, Proposal([5], FORCED))})
+    assert policy.choose([forced]) == policy.choose([forced, late]) == Choice(FORCED, 4)
+    assert policy.choose([free, late]) == policy.choose([free, forced]) == Choice(MODEL, 4)
+    assert policy.choose([late, free._replace(offers={})]) == Choice(FORCED, 4)
+    assert FixedPolicy(NONE, 0).choose([free._replace(offers={})]) == PLAIN
+
+
+def test_spellings_that_the_target_refuses_are_proposed_no_longer() -> None:
+    policy = adaptive(costs(3.0))
+    sequence = view(policy)
+    sequence = sequence._replace(offers={FORCED: Offer(0, Proposal([5], FORCED))})
+    assert policy.choose([sequence]) == Choice(FORCED, 1)
+    for _ in range(20):
+        observe(policy, Choice(FORCED, 1), sequence, 1, 0, 6.1)
+    assert policy.choose([sequence]) == PLAIN
