@@ -27,6 +27,7 @@ LENGTH = "mean_acceptance_length"
 WARM_UP = 0.03  # of the updates
 NO_ROOM = ("os error 28", "os error 27", "PytorchStreamWriter failed", "file write failed")  # of safetensors, and of torch
 NO_MEMORY = "not enough memory"  # of torch on the CPU
+M_MMAP_THRESHOLD, MAPPED = -3, 4 << 20  # of glibc's malloc.h; bytes from which on a tensor has a mapping of its own
 FINISHED = "trainer_state.json"  # what Trainer writes last into a checkpoint
 
 
@@ -146,11 +147,19 @@ def translated(folder: Path) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Free what nobody refers to, and return it to the system: glibc keeps gigabytes, because batches differ in shape."""
+    """Free what nobody refers to, and return it to the system."""
     gc.collect()
     if sys.platform == "linux":
         with suppress(AttributeError):  # other libraries of C have no such call
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_tensors() -> None:
+    """Let what a tensor takes return to the system as soon as it is freed: among smaller blocks, glibc keeps gigabytes, because
+    batches differ in shape. Memory that is asked for anew costs time, so small tensors are left alone."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED)
 
 
 def _last_checkpoint(folder: Path) -> str | None:

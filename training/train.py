@@ -25,7 +25,7 @@ from outrider.runtime.stats import Stats
 from outrider.training.answers import Answers, Example, given_examples, held_out, prompts_of
 from outrider.training.arguments import Arguments
 from outrider.training.eagle3 import Eagle3Objective
-from outrider.training.loop import Schedule, fit, give_back, translated
+from outrider.training.loop import Schedule, fit, give_back, return_tensors, translated
 from outrider.training.objective import Objective, measure
 from outrider.training.pard import PardObjective
 from outrider.training.report import Report, write_report
@@ -76,6 +76,7 @@ def train_draft(arguments: Arguments, progress: Progress = SILENT) -> Report:
 
 def _train(arguments: Arguments, kind: type[Objective], positions: int | None, work: Path, progress: Progress) -> Report:
     options = arguments.options
+    return_tensors()
     data = _data(arguments, positions, work, progress)
     give_back()  # the engines
     progress.stage("loading the models")
