@@ -436,21 +436,17 @@ def test_masks_that_take_longer_and_longer_end_an_answer() -> None:
             matcher.advance(letter)
 
 
-LATE = "start: /[0-9]{300}/ s\ns: " + " | ".join(" ".join(["s"] * count) for count in range(2, 30)) + ' | "a" |'
-
-
 def test_a_step_that_takes_too_long_ends_its_request_alone(
     shipped_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grammar that explodes where nothing rehearsed it. Nobody waits for its step to end."""
-    bundle = shipped_bundles("fp32", capacity=512, max_prompt_chunk=16, k=list(K), batch=4)
+    """Nobody waits for it to end."""
+    bundle = shipped_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
     outrider = Outrider.load(bundle, slots=4)
-    rehearse(outrider.grammars.compile(StructuredOutputs(grammar=LATE)).deep_copy(), 32)
-    monkeypatch.setattr("outrider.runtime.grammar.STEP_SECONDS", 0.02)
+    monkeypatch.setattr("outrider.runtime.grammar.STEP_SECONDS", 0.0)
     prompt = outrider.text.encode(PROMPT, chat=False)
     params = [
-        SamplingParams(max_new_tokens=400, structured_outputs=StructuredOutputs(grammar=LATE)),
-        SamplingParams(max_new_tokens=200),
+        SamplingParams(max_new_tokens=40, structured_outputs=GRAMMARS["schema"]),
+        SamplingParams(max_new_tokens=60),
     ]
     want = tokens(list(outrider.generate(prompt, params[1], k=0)))
     scheduler = Scheduler(outrider, k=4)
@@ -464,7 +460,7 @@ def test_a_step_that_takes_too_long_ends_its_request_alone(
                 assert not isinstance(event, OutriderError)
                 answer += event.token_ids
     assert isinstance(failure, GrammarError)
-    assert "longer than 0.02 seconds" in str(failure)
+    assert "longer than 0 seconds" in str(failure)
     assert answer == want
 
 
