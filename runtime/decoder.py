@@ -86,7 +86,7 @@ class Decoder:
         milliseconds = 1000 * (self._clock() - started)
         results = [result for slot in slots if (result := decided[slot.index - first]) is not None]
         for index, (view, result) in enumerate(zip(views, results, strict=True)):
-            if isinstance(result, RoundResult) and result.drafted:
+            if isinstance(result, RoundResult) and result.drafted and choice.drafter not in view.offers:
                 results[index] = result._replace(drafter=self._drafting(choice, view))
         done = [result if isinstance(result, RoundResult) else None for result in results]
         if any(done):
