@@ -82,6 +82,7 @@ def command(target: str, kind: str, texts: tuple[Path, ...], output: Path, as_js
     served, trained = report.served.mean_acceptance_length, report.trained.mean_acceptance_length
     click.echo(f"trained {report.parameters:,} parameters on {report.tokens:,} tokens of {report.examples:,} answers")
     click.echo(
-        f"a round emits {served:.2f} tokens on held-out prompts, served with k = {options['k']}; {trained:.2f} in training"
+        f"a round emits {served:.2f} tokens on held-out prompts, served with k = {options['k']};"
+        f" {trained:.2f} of the same texts by the modules that were trained"
     )
     click.echo(f"wrote {output}")

@@ -21,8 +21,8 @@ class Report:
     examples: int
     tokens: int  # of the assistant
     history: list[dict[str, float]]
-    trained: Stats  # over the held-out prompts, in training
-    served: Stats  # the same, served
+    trained: Stats  # over the answers to the held-out prompts, by the modules that were trained
+    served: Stats  # over the same answers, when they were served
 
     def as_dict(self) -> dict[str, object]:
         """Return what a script would read."""
@@ -54,7 +54,8 @@ def write_report(folder: Path, report: Report) -> None:
         f" {report.tokens:,} tokens. {report.parameters:,} parameters were trained.",
         "",
         f"On held-out prompts, a round of the served draft emits {report.served.mean_acceptance_length:.2f} tokens"
-        f" ({report.trained.mean_acceptance_length:.2f} in training). Accepted by position: {rates}.",
+        f" ({report.trained.mean_acceptance_length:.2f} of the same texts by the modules that were trained)."
+        f" Accepted by position: {rates}.",
         "",
         "![Loss and mean acceptance length by update](training.svg)",
     ]
