@@ -11,8 +11,9 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Concatenate, ParamSpec, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +33,17 @@ MAX_COMPILED, LEAST_COUNTED = 4 << 20, 64 << 10
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
 )
-# Other requests wait for a step no longer than this. The masks of usual grammars take far less than a millisecond, and of large
+# Other requests wait for a mask no longer than this. Those of usual grammars take far less than a millisecond, and of large
 # ones up to seven.
 STEP_SECONDS = 0.25
 # And were that taken in every step, they would still be held up. Seconds of the processor, so that a busy machine changes
 # nothing.
 SECONDS = 1.0  # for an answer
 SECONDS_PER_MASK = 0.005  # and as much more for each of its masks
-STEPS_AT_ONCE = 64  # those that took too long go on to their limits, without anyone waiting for them
+# Steps that took too long go on to their limits, without anyone waiting for them. Where so many do, no answer with a grammar
+# begins; those that have begun find a thread.
+MAX_LATE, STEPS_AT_ONCE = 4, 64
+BUSY = "the grammars of other requests take too long"
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -50,32 +54,52 @@ class GrammarError(EngineError):
     """The tokens that a grammar allows cannot be computed, or there are none."""
 
 
-_workers = ThreadPoolExecutor(STEPS_AT_ONCE, "grammar")  # llguidance works without the interpreter's lock
+class GrammarBusyError(GrammarError):
+    """Grammars of other requests leave no time for that of a new one."""
+
+
+# The interpreter's lock is free while llguidance computes a mask, which is what can take long.
+_workers = ThreadPoolExecutor(STEPS_AT_ONCE, "grammar")
+_late: set[Future[Any]] = set()  # steps that nobody waits for any more
 
 
 def _limited(
     method: Callable[Concatenate[Matcher, Arguments], Returned],
 ) -> Callable[Concatenate[Matcher, Arguments], Returned]:
-    """Give a method of `Matcher` so many seconds, and add the time that it takes to `Matcher.seconds`.
+    """Give a method of `Matcher` so many seconds for each mask, and add the time that it takes to `Matcher.seconds`.
 
     Raises:
-        GrammarError: it takes longer, or an earlier one has.
+        GrammarError: it takes longer, or an earlier one has; or others do, and it would be the answer's first.
     """
 
     def work(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
-        started = time.thread_time()
-        try:
-            return method(self, *args, **named)
-        finally:
-            self.seconds += time.thread_time() - started
+        with self._shared:  # waits without the interpreter's lock, as llguidance does not
+            started = time.thread_time()
+            try:
+                return method(self, *args, **named)
+            finally:
+                self.seconds += time.thread_time() - started
 
     @functools.wraps(method)
     def call(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
+        if not self._begun and len(_late) >= MAX_LATE:
+            raise GrammarBusyError(BUSY, "try again in a moment")
+        self._begun = True
         if not self.late:
-            try:
-                return _workers.submit(work, self, *args, **named).result(STEP_SECONDS)
-            except TimeoutError:
-                self.late = True  # a worker still has it
+            future = _workers.submit(work, self, *args, **named)
+            while True:
+                count = self._count
+                try:
+                    return future.result(STEP_SECONDS)
+                except TimeoutError:
+                    if self._count > count:  # the next mask has its own time
+                        continue
+                if future.cancel():  # no thread has begun with it
+                    raise GrammarBusyError(BUSY, "try again in a moment")
+                self.late = self._compiled.spoilt = True
+                _late.add(future)
+                future.add_done_callback(_late.discard)
+                break
         raise GrammarError(f"a step of the grammar takes longer than {STEP_SECONDS:g} seconds", "simplify it")
 
     return call
@@ -88,9 +112,7 @@ class Grammars:
         """Take a tokenizer, the width of the logits, and the tokens that end a text."""
         self._source, self._vocab_rows, self._end_ids = tokenizer, vocab_rows, list(end_ids)
         self._lock = threading.Lock()
-        self._compiled: LRUCache[StructuredOutputs, tuple[LLMatcher, int]] = LRUCache(
-            MAX_COMPILED, getsizeof=lambda kept: kept[1]
-        )
+        self._compiled: LRUCache[StructuredOutputs, Compiled] = LRUCache(MAX_COMPILED, getsizeof=lambda kept: kept.size)
 
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -98,8 +120,8 @@ class Grammars:
         count = max(self._vocab_rows, self._source.get_vocab_size(with_added_tokens=True))
         return LLTokenizer(self._source.to_str(), n_vocab=count, eos_token=self._end_ids)
 
-    def compile(self, structured: StructuredOutputs) -> LLMatcher:
-        """Return a grammar at its start; it is shared, so make a copy of it.
+    def compile(self, structured: StructuredOutputs) -> Compiled:
+        """Return a grammar at its start, which is kept.
 
         Raises:
             UsageError: it cannot be compiled, or no token can end a text.
@@ -108,28 +130,39 @@ class Grammars:
             raise refused("this bundle has no token that ends a text", "export a checkpoint that names its eos_token_id")
         with self._lock:
             kept = self._compiled.get(structured)
-        if kept is not None:
-            matcher = kept[0]
-        else:
+        if kept is None or kept.spoilt:
             source = structured.source()
             matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise refused(f"the grammar cannot be compiled: {first_line(matcher.get_error())}", "simplify it")
+            rehearse(matcher, 1)
+            kept = Compiled(matcher, min(max(len(source), LEAST_COUNTED), MAX_COMPILED))
             with self._lock:
-                self._compiled[structured] = matcher, min(max(len(source), LEAST_COUNTED), MAX_COMPILED)
-        return matcher
+                self._compiled[structured] = kept
+        return kept
 
     def begin(self, structured: StructuredOutputs) -> Matcher:
         """Return a new answer's place in a grammar; see `compile`."""
-        return Matcher(self.compile(structured).deep_copy(), self._vocab_rows, self._end_ids)
+        return Matcher(self.compile(structured), self._vocab_rows, self._end_ids)
+
+
+@dataclass(eq=False, slots=True)
+class Compiled:
+    """A grammar at its start. Copies of its matcher share the states of their lexer, and so they share its limits, too."""
+
+    matcher: LLMatcher
+    size: int  # in characters
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while a copy computes
+    spoilt: bool = False  # whether an answer has failed by it: others may then as well
 
 
 class Matcher:
     """The place of one answer in its grammar: after its confirmed tokens, and looking ahead over drafted ones."""
 
-    def __init__(self, matcher: LLMatcher, vocab_rows: int, end_ids: Sequence[int]):
+    def __init__(self, compiled: Compiled, vocab_rows: int, end_ids: Sequence[int]):
         """Begin at the start of the answer."""
-        self._matcher = matcher
+        self._compiled, self._shared = compiled, compiled.lock
+        self._matcher = compiled.matcher.deep_copy()
         self._vocab_rows = vocab_rows
         self._end_ids = frozenset(end_ids)
         self._ahead: list[int] = []  # drafted tokens that the matcher has taken
@@ -137,6 +170,7 @@ class Matcher:
         self._count = 0  # masks that were computed
         self.seconds = 0.0  # that the processor has worked on the grammar
         self.late = False  # whether a step took too long
+        self._begun = False
 
     @_limited
     def masks(self, drafted: Sequence[int]) -> list[Bools]:
@@ -216,6 +250,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
+            self._compiled.spoilt = True
             raise GrammarError(f"the grammar is too complex: {first_line(self._matcher.get_error())}", "simplify it")
 
 

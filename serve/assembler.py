@@ -122,12 +122,10 @@ class ResponseAssembler(ABC, Generic[Body]):
         self._check_limits(prompts)
         self.prompts = prompts
         await self._try_grammars()
-        requests = [
-            (prompt, replace(params, seed=seed))
-            for prompt in prompts
-            for params in [self.params(prompt)]
-            for seed in self.body.seeds()
-        ]
+        requests = []
+        for prompt in prompts:  # where there is a grammar, Python may have to convert it, while streams go on
+            params = await asyncio.to_thread(self.params, prompt) if self.trials() else self.params(prompt)
+            requests += [(prompt, replace(params, seed=seed)) for seed in self.body.seeds()]
         for structured in {params.structured_outputs for _, params in requests}:
             if structured is not None:  # compiled here, so that the engines' thread finds it compiled
                 await asyncio.to_thread(self._engine.outrider.grammars.compile, structured)

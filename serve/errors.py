@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from outrider.errors import OutriderError, UsageError
-from outrider.runtime.grammar import GrammarError
+from outrider.runtime.grammar import GrammarBusyError, GrammarError
 from outrider.runtime.scheduler import QueueFullError
 from outrider.serve.engine import NotReadyError, TimedOutError
 from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
@@ -60,6 +60,7 @@ def api_error(error: OutriderError, path: str) -> ApiError:
         (QueueFullError, 429, "queue_full"),
         (NotReadyError, 503, "not_ready"),
         (TimedOutError, 504, "timeout"),
+        (GrammarBusyError, 503, "grammars_busy"),
         (GrammarError, 400, "grammar_failed"),
     ):
         if isinstance(error, kind):

@@ -107,7 +107,7 @@ def _limit(seconds: float) -> None:
 
 def _grammar_reply(grammars: Grammars, structured: dict[str, Any]) -> Reply:
     try:
-        rehearse(grammars.compile(StructuredOutputs(**structured)), REHEARSED)
+        rehearse(grammars.compile(StructuredOutputs(**structured)).matcher, REHEARSED)
     except UsageError as error:
         return Reply([], str(error), error.hint, error.param)
     return Reply()

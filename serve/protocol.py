@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -344,8 +345,14 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that JSON in UTF-8 can hold, as far as its depth goes: a response repeats it, and templates write it."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
+        for each in [*level, *(key for value in level if isinstance(value, dict) for key in value)]:
+            if isinstance(each, float) and not math.isfinite(each):
+                raise PydanticCustomError("not_finite", "a schema has a number that is not finite")
+            if isinstance(each, str) and not each.isascii() and any("\ud800" <= character <= "\udfff" for character in each):
+                raise PydanticCustomError("not_text", "a schema has half a surrogate pair")
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         if not (level := [value for values in inner for value in values]):
             return schema

@@ -72,7 +72,7 @@ def _properties(name: str, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the schemas of a tool's arguments."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = isinstance(properties, dict) and all(isinstance(each, dict) for each in properties.values())
-    listed = known and isinstance(required, list) and all(each in properties for each in required)
+    listed = known and isinstance(required, list) and all(isinstance(each, str) and each in properties for each in required)
     if not listed or schema.get("type", "object") != "object":
         raise UsageError(f"the parameters of {name} are not those of an object", "list them as its properties", param="tools")
     if any(character in key for key in properties for character in "<>\n"):

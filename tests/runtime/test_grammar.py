@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ from outrider.audit.controls import RandomPolicy
 from outrider.errors import OutriderError, UsageError
 from outrider.runtime.drafters.base import FORCED
 from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.grammar import GrammarError, Grammars, rehearse
+from outrider.runtime.grammar import MAX_LATE, GrammarBusyError, GrammarError, Grammars, _late, rehearse
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import named_settings, warp
 from outrider.runtime.request import Request
@@ -417,7 +418,7 @@ HOSTILE = {
 def test_a_hostile_grammar_is_refused_or_harmless(bundles: dict[str, Outrider], name: str) -> None:
     grammars: Grammars = bundles["trained"].grammars
     try:
-        rehearse(grammars.compile(HOSTILE[name]), 32)
+        rehearse(grammars.compile(HOSTILE[name]).matcher, 32)
     except UsageError:
         return
     params = SamplingParams(max_new_tokens=12, structured_outputs=HOSTILE[name])
@@ -460,8 +461,33 @@ def test_a_step_that_takes_too_long_ends_its_request_alone(
                 assert not isinstance(event, OutriderError)
                 answer += event.token_ids
     assert isinstance(failure, GrammarError)
-    assert "longer than 0 seconds" in str(failure)
+    assert isinstance(failure, GrammarBusyError) or "longer than 0 seconds" in str(failure)
     assert answer == want
+
+
+def test_steps_that_nobody_waits_for_hold_up_no_answer_that_has_begun() -> None:
+    grammars = Grammars(tokenizer(), tokenizer().get_vocab_size(), [0])
+    slow, other = StructuredOutputs(regex="a+"), StructuredOutputs(regex="b+")
+    compiled, letter = grammars.compile(slow), tokenizer().encode("b").ids
+    begun = grammars.begin(other)
+    begun.masks([])
+    late = [grammars.begin(slow) for _ in range(MAX_LATE)]
+    with compiled.lock:  # as while a mask is computed
+        for matcher in late:
+            with pytest.raises(GrammarError, match=r"longer than 0\\.25 seconds"):
+                matcher.masks([])
+        with pytest.raises(GrammarBusyError, match="the grammars of other requests"):
+            grammars.begin(other).masks([])
+        begun.advance(letter)
+        assert begun.masks([])
+    deadline = time.monotonic() + 30
+    while len(_late) >= MAX_LATE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert grammars.begin(other).masks([])
+    assert grammars.compile(slow) is not compiled  # what has failed once is compiled anew
+    assert grammars.begin(slow).masks([])
+    with pytest.raises(GrammarError, match="takes longer"):
+        late[0].masks([])  # it ends its answer, and nothing else
 
 
 def test_strings_may_be_spelled_by_single_characters() -> None:

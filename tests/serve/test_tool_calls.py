@@ -244,6 +244,7 @@ def nested(depth: int) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {}
 
 
+HUGE = 77e77  # stands for a number that JSON can write and no double can hold
 CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "another tool": (
@@ -261,6 +262,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a bad schema": ({"tools": tool(parameters={"type": "object", "properties": {"a": {"type": "thing"}}})}, "tools", "thing"),
     "no object": ({"tools": tool(parameters={"type": "string"})}, "tools", "those of an object"),
     "a deep schema": ({"tools": tool(parameters=nested(60))}, "tools", "deep"),
+    "half a character": (
+        {"tools": tool(parameters=PARAMETERS | {"description": "\ud800"}), "tool_choice": "none"},
+        "tools",
+        "half",
+    ),
+    "no number": ({"tools": tool(parameters=PARAMETERS | {"a": HUGE}), "tool_choice": "none"}, "tools", "not finite"),
     "a large schema": ({"tools": tool(parameters=PARAMETERS | {"description": "x" * 300_000})}, "tools", "characters"),
     "a format": ({"tools": tool(), "response_format": {"type": "json_object"}}, "tools", "cannot be told"),
     "a bad format": (
@@ -293,9 +300,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_called_is_refused(server: Server, case: str) -> None:
     body, param, message = REFUSED[case]
-    status, _, answer = fetch(
-        f"{server.url}/v1/chat/completions", json.dumps({"messages": HI, "max_tokens": 5} | body).encode()
-    )
+    sent = json.dumps({"messages": HI, "max_tokens": 5} | body).replace(json.dumps(HUGE), "1e999")
+    status, _, answer = fetch(f"{server.url}/v1/chat/completions", sent.encode())
     error = json.loads(answer)["error"]
     assert (status, error["param"]) == (400, param), error
     assert message in error["message"], error

@@ -282,6 +282,7 @@ def test_llama_may_begin_with_its_tag() -> None:
         {"type": "object", "properties": {"a": 5}},
         {"type": "object", "properties": {}, "required": ["b"]},
         {"type": "object", "properties": {}, "required": 3},
+        {"type": "object", "properties": {}, "required": [["a"]]},
         {"type": "array"},
     ],
     ids=str,
