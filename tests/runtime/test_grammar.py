@@ -474,7 +474,7 @@ def test_steps_that_nobody_waits_for_hold_up_no_answer_that_has_begun() -> None:
     late = [grammars.begin(slow) for _ in range(MAX_LATE)]
     with compiled.lock:  # as while a mask is computed
         for matcher in late:
-            with pytest.raises(GrammarError, match=r"longer than 0\\.25 seconds"):
+            with pytest.raises(GrammarError, match=r"longer than 0\.25 seconds"):
                 matcher.masks([])
         with pytest.raises(GrammarBusyError, match="the grammars of other requests"):
             grammars.begin(other).masks([])
