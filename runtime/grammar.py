@@ -73,7 +73,7 @@ def _limited(
     """
 
     def work(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
-        with self._shared:  # waits without the interpreter's lock, as llguidance does not
+        with self._compiled.lock:  # waits without the interpreter's lock, as llguidance does not
             started = time.thread_time()
             try:
                 return method(self, *args, **named)
@@ -161,7 +161,7 @@ class Matcher:
 
     def __init__(self, compiled: Compiled, vocab_rows: int, end_ids: Sequence[int]):
         """Begin at the start of the answer."""
-        self._compiled, self._shared = compiled, compiled.lock
+        self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._vocab_rows = vocab_rows
         self._end_ids = frozenset(end_ids)

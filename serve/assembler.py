@@ -121,10 +121,11 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_limits(prompts)
         self.prompts = prompts
-        await self._try_grammars()
+        trials = self.trials()
+        await self._try_grammars(trials)
         requests = []
         for prompt in prompts:  # where there is a grammar, Python may have to convert it, while streams go on
-            params = await asyncio.to_thread(self.params, prompt) if self.trials() else self.params(prompt)
+            params = await asyncio.to_thread(self.params, prompt) if trials else self.params(prompt)
             requests += [(prompt, replace(params, seed=seed)) for seed in self.body.seeds()]
         for structured in {params.structured_outputs for _, params in requests}:
             if structured is not None:  # compiled here, so that the engines' thread finds it compiled
@@ -142,9 +143,9 @@ class ResponseAssembler(ABC, Generic[Body]):
             return _Stream(self._stream(), self._cancel)
         return JSONResponse(self.whole(await self._collect()))
 
-    async def _try_grammars(self) -> None:
+    async def _try_grammars(self, trials: Sequence[tuple[StructuredOutputs, str]]) -> None:
         """Compile what the answers' grammar consists of, where it can take neither the engines' time nor their memory."""
-        for structured, field in self.trials():
+        for structured, field in trials:
             job = Job(structured=structured.arguments())
             try:
                 await encode(self._engine, job, self._http.state.owner, field, self._left)
