@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,6 @@ SECONDS_PER_MASK = 0.005  # and as much more for each of its masks
 MAX_LATE, STEPS_AT_ONCE = 4, 64
 BUSY = "the grammars of other requests take too long"
 
-Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 Bools = npt.NDArray[np.bool_]
 
@@ -61,48 +60,6 @@ class GrammarBusyError(GrammarError):
 # The interpreter's lock is free while llguidance computes a mask, which is what can take long.
 _workers = ThreadPoolExecutor(STEPS_AT_ONCE, "grammar")
 _late: set[Future[Any]] = set()  # steps that nobody waits for any more
-
-
-def _limited(
-    method: Callable[Concatenate[Matcher, Arguments], Returned],
-) -> Callable[Concatenate[Matcher, Arguments], Returned]:
-    """Give a method of `Matcher` so many seconds for each mask, and add the time that it takes to `Matcher.seconds`.
-
-    Raises:
-        GrammarError: it takes longer, or an earlier one has; or others do, and it would be the answer's first.
-    """
-
-    def work(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
-        with self._compiled.lock:  # waits without the interpreter's lock, as llguidance does not
-            started = time.thread_time()
-            try:
-                return method(self, *args, **named)
-            finally:
-                self.seconds += time.thread_time() - started
-
-    @functools.wraps(method)
-    def call(self: Matcher, /, *args: Arguments.args, **named: Arguments.kwargs) -> Returned:
-        if not self._begun and len(_late) >= MAX_LATE:
-            raise GrammarBusyError(BUSY, "try again in a moment")
-        self._begun = True
-        if not self.late:
-            future = _workers.submit(work, self, *args, **named)
-            while True:
-                count = self._count
-                try:
-                    return future.result(STEP_SECONDS)
-                except TimeoutError:
-                    if self._count > count:  # the next mask has its own time
-                        continue
-                if future.cancel():  # no thread has begun with it
-                    raise GrammarBusyError(BUSY, "try again in a moment")
-                self.late = self._compiled.spoilt = True
-                _late.add(future)
-                future.add_done_callback(_late.discard)
-                break
-        raise GrammarError(f"a step of the grammar takes longer than {STEP_SECONDS:g} seconds", "simplify it")
-
-    return call
 
 
 class Grammars:
@@ -143,7 +100,7 @@ class Grammars:
 
     def begin(self, structured: StructuredOutputs) -> Matcher:
         """Return a new answer's place in a grammar; see `compile`."""
-        return Matcher(self.compile(structured), self._vocab_rows, self._end_ids)
+        return Matcher(lambda: _Place(self.compile(structured), self._vocab_rows, self._end_ids))
 
 
 @dataclass(eq=False, slots=True)
@@ -157,33 +114,123 @@ class Compiled:
 
 
 class Matcher:
-    """The place of one answer in its grammar: after its confirmed tokens, and looking ahead over drafted ones."""
+    """One answer's grammar: what may follow its confirmed tokens, and drafted ones behind them.
+
+    Drafted tokens may lead to where a grammar cannot be followed, though the target would go another way. When that has
+    happened, no drafted token of the answer is followed any more: it goes on as in plain decoding, and ends where that would.
+    """
+
+    def __init__(self, begin: Callable[[], _Place]):
+        """Begin at the start of the answer, which `begin` returns."""
+        self._begin = begin
+        self._place = begin()
+        self._confirmed: list[int] = []
+        self._plain = False  # whether no drafted token is followed any more
+        self._asked = False  # whether any step was
+        self.rows = 1
+
+    def masks(self, drafted: Sequence[int]) -> list[Bools]:
+        """Return which tokens, bool [V], may follow the confirmed tokens and the first 0, 1, ... of the drafted ones, as far as
+        these are in the grammar and do not end the text. `rows` are the rows of their round that count.
+
+        Raises:
+            GrammarError: a limit is exceeded, the mask takes too long, or no token may follow the confirmed ones.
+        """
+        masks = self._ahead(lambda place: place.masks(drafted)) if drafted else None
+        masks = masks or self._step(self._place, lambda place: place.masks([]))
+        self.rows = 1 if self._plain else len(drafted) + 1
+        return masks
+
+    def forced(self, limit: int) -> list[int]:
+        """Return up to so many tokens that spell what the grammar forces next, or the one that its mask leaves; none where it
+        leaves a choice, or where the text may end."""
+        return (self._ahead(lambda place: place.forced()) or [])[:limit]
+
+    def valid(self, tokens: list[int]) -> int:
+        """Return how many of the tokens, from the first on, the grammar allows after the confirmed ones."""
+        return self._ahead(lambda place: place.valid(tokens)) or 0
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take the tokens that a round confirmed, up to one that ends the text.
+
+        Raises:
+            GrammarError: one of them is not allowed, or leads to where the grammar cannot be followed.
+        """
+        self._step(self._place, lambda place: place.advance(tokens))
+        self._confirmed += tokens
+
+    def _ahead(self, work: Callable[[_Place], Returned]) -> Returned | None:
+        """Do what plain decoding would not, unless it has failed before. If it fails now, begin anew, without what it left."""
+        if self._plain:
+            return None
+        try:
+            return self._step(self._place, work)
+        except GrammarBusyError:
+            raise
+        except GrammarError:
+            self._place.compiled.spoilt = True  # its lexer may have come to its limits
+            anew = self._begin()
+            self._step(anew, lambda place: place.advance(self._confirmed))
+            self._place, self._plain = anew, True
+            return None
+
+    def _step(self, place: _Place, work: Callable[[_Place], Returned]) -> Returned:
+        """Compute something, with `STEP_SECONDS` for each mask.
+
+        Raises:
+            GrammarError: it takes longer, or an earlier one has; or others do, and it would be the answer's first.
+        """
+        if not self._asked and len(_late) >= MAX_LATE:
+            raise GrammarBusyError(BUSY, "try again in a moment")
+        self._asked = True
+        if not place.late:
+            future = _workers.submit(place.run, work)
+            while True:
+                count = place.count
+                try:
+                    return future.result(STEP_SECONDS)
+                except TimeoutError:
+                    if place.count > count:  # the next mask has its own time
+                        continue
+                if future.cancel():  # no thread has begun with it
+                    raise GrammarBusyError(BUSY, "try again in a moment")
+                place.late = place.compiled.spoilt = True
+                _late.add(future)
+                future.add_done_callback(_late.discard)
+                break
+        raise GrammarError(f"a step of the grammar takes longer than {STEP_SECONDS:g} seconds", "simplify it")
+
+
+class _Place:
+    """Where an answer is in a compiled grammar: after its confirmed tokens, and looking ahead over drafted ones."""
 
     def __init__(self, compiled: Compiled, vocab_rows: int, end_ids: Sequence[int]):
-        """Begin at the start of the answer."""
-        self._compiled = compiled
+        self.compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._vocab_rows = vocab_rows
         self._end_ids = frozenset(end_ids)
         self._ahead: list[int] = []  # drafted tokens that the matcher has taken
         self._masks: list[Bools] = []  # after the first 0, 1, ... of these
-        self._count = 0  # masks that were computed
-        self.seconds = 0.0  # that the processor has worked on the grammar
+        self.count = 0  # masks that were computed
+        self._seconds = 0.0  # that the processor has worked on the grammar
         self.late = False  # whether a step took too long
-        self._begun = False
 
-    @_limited
+    def run(self, work: Callable[[_Place], Returned]) -> Returned:
+        """Compute something while no other copy of the grammar does."""
+        with self.compiled.lock:  # waits without the interpreter's lock, as llguidance does not
+            started = time.thread_time()
+            try:
+                return work(self)
+            finally:
+                self._seconds += time.thread_time() - started
+
     def masks(self, drafted: Sequence[int]) -> list[Bools]:
-        """Return which tokens, bool [V], may follow the confirmed tokens and the first 0, 1, ... of the drafted ones, as far as
-        these are in the grammar and do not end the text.
-
-        Raises:
-            GrammarError: a limit is exceeded, the masks take too long, or no token may follow.
-        """
+        """See `Matcher.masks`."""
         self._retreat(matching(self._ahead, drafted))
         self._fill()
         for token in drafted[len(self._ahead) :]:
             if not self._take(token):
+                self._check()
                 break
             self._fill()
         return self._masks[: len(self._ahead) + 1]
@@ -192,40 +239,36 @@ class Matcher:
         """Compute the mask for the position that the matcher is at, if that was not done before."""
         if len(self._masks) > len(self._ahead):
             return
-        if self.seconds > SECONDS + SECONDS_PER_MASK * self._count:
-            raise GrammarError(f"the grammar's masks take too long: {self.seconds:.1f} seconds so far", "simplify it")
+        if self._seconds > SECONDS + SECONDS_PER_MASK * self.count:
+            raise GrammarError(f"the grammar's masks take too long: {self._seconds:.1f} seconds so far", "simplify it")
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        self._count += 1
+        self.count += 1
         mask = np.unpackbits(packed, bitorder="little", count=self._vocab_rows).view(np.bool_)
         if not mask.any():
             raise GrammarError("the grammar leaves no token", "change the grammar")
         self._masks.append(mask)
 
-    @_limited
-    def forced(self, limit: int) -> list[int]:
-        """Return up to so many tokens that spell what the grammar forces next, or the one that its mask leaves; none where it
-        leaves a choice, or where the text may end."""
+    def forced(self) -> list[int]:
+        """See `Matcher.forced`."""
         self._retreat(0)
-        if tokens := self._matcher.compute_ff_tokens():
-            return tokens[:limit]
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._check()
+        if tokens:
+            return tokens
         self._fill()
         left = np.flatnonzero(self._masks[0])
         return [] if len(left) > 1 or left[0] in self._end_ids else left.tolist()
 
-    @_limited
     def valid(self, tokens: list[int]) -> int:
-        """Return how many of the tokens, from the first on, the grammar allows after the confirmed ones."""
+        """See `Matcher.valid`."""
         self._retreat(0)
-        return 0 if self._matcher.is_error() else int(self._matcher.validate_tokens(tokens))
+        count: int = self._matcher.validate_tokens(tokens)
+        self._check()
+        return count
 
-    @_limited
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take the tokens that a round confirmed, up to one that ends the text.
-
-        Raises:
-            GrammarError: one of them is not allowed.
-        """
+        """See `Matcher.advance`."""
         self._retreat(matching(self._ahead, tokens))
         for token in tokens[len(self._ahead) :]:
             if token in self._end_ids:
@@ -250,7 +293,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            self._compiled.spoilt = True
+            self.compiled.spoilt = True
             raise GrammarError(f"the grammar is too complex: {first_line(self._matcher.get_error())}", "simplify it")
 
 

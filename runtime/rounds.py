@@ -117,6 +117,8 @@ class Rounds:
             return None
         launches = self.launches
         tokens, count, top = launches.emitted(shape, index), min(lane.k, shape.drafted), lane.sampling.params.logprobs
+        if (grammar := lane.sampling.grammar) is not None:
+            tokens = tokens[: grammar.rows]  # where drafted tokens are not followed, later rows have no mask
         drafted = lane.proposed
         if launches.on_device(shape) is not None:
             begin = index * (launches.max_k + 1)

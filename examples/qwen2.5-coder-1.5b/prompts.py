@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Write prompts to train drafts for Qwen2.5-Coder-1.5B-Instruct on: questions of GSM8K, tasks of MBPP, and requests to support.
 
-    python examples/qwen2.5-coder-1.5b/prompts.py --corpora DIR --held-out FILE -o prompts.jsonl
+    python examples/qwen2.5-coder-1.5b/prompts.py --corpora DIR --held-out FILE... -o prompts.jsonl
 
-DIR is that of `examples/tiny-pair/train.py`. What is asked in FILE, JSON lines with `prompt`, is left out, however it is
+DIR is that of `examples/tiny-pair/train.py`. What is asked in a FILE, JSON lines with `prompt`, is left out, however it is
 worded around it.
 """
 
@@ -47,11 +47,13 @@ def words(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpora", type=Path, required=True)
-    parser.add_argument("--held-out", type=Path, required=True)
+    parser.add_argument("--held-out", type=Path, nargs="+", required=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--each", type=int, default=800, help="prompts of each kind")
     options = parser.parse_args()
-    held = [words(json.loads(line)["prompt"]) for line in options.held_out.read_text(encoding="utf-8").splitlines()]
+    held = [
+        words(json.loads(line)["prompt"]) for file in options.held_out for line in file.read_text(encoding="utf-8").splitlines()
+    ]
     chosen = []
     for kind, read in PROMPTS.items():
         with gzip.open(options.corpora / f"{kind}.jsonl.gz", "rt", encoding="utf-8") as lines:

@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,10 +26,21 @@ from outrider.audit.controls import RandomPolicy
 from outrider.errors import OutriderError, UsageError
 from outrider.runtime.drafters.base import FORCED
 from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.grammar import MAX_LATE, GrammarBusyError, GrammarError, Grammars, _late, rehearse
+from outrider.runtime.grammar import (
+    MAX_LATE,
+    STEP_SECONDS,
+    GrammarBusyError,
+    GrammarError,
+    Grammars,
+    Matcher,
+    _late,
+    _Place,
+    rehearse,
+)
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import named_settings, warp
 from outrider.runtime.request import Request
+from outrider.runtime.rounds import RoundResult
 from outrider.runtime.sampling import SamplingState
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.structured import StructuredOutputs
@@ -307,28 +319,122 @@ def test_a_device_that_runs_ahead_waits_once_for_a_mask(
     assert segments - whole
 
 
+NOTHING = "NOTHING: /x/ & /y/"  # what follows this rule cannot be reached, which llguidance finds when it is there
+
+
+def dead_ends(outrider: Outrider) -> tuple[str, list[str]]:
+    """What the target says, and its beginnings that the draft would have gone on with otherwise."""
+    said: list[int] = []
+    wrong: set[str] = set()
+
+    def watch(launches: Any, shape: Any, index: int, lane: Any, result: RoundResult) -> RoundResult:
+        for drafted, token in zip(result.drafted, result.tokens, strict=False):
+            if drafted != token and drafted not in outrider.manifest.generation.eos_token_ids:
+                wrong.add(outrider.text.decode([*said, drafted]))
+            said.append(token)
+        said.extend(result.tokens[len(result.drafted) :])
+        return result
+
+    params = SamplingParams(max_new_tokens=90, structured_outputs=GRAMMARS["forbids"])
+    for k in K:
+        said.clear()
+        want = text(list(outrider.observed(watch).generate(PROMPT, params, k=k)))
+    dead = [prefix for prefix in sorted(wrong) if not want.startswith(prefix)]
+    assert len(dead) > 5
+    return want, dead
+
+
+@pytest.mark.parametrize("draft", ["trained", "random head", "random block", "plain block"])
+def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
+    bundles: dict[str, Outrider], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    """What the target says anyway is in the grammar, and its draft's ways are, too, each with a dead end behind it."""
+    outrider = bundles[draft]
+    want, dead = dead_ends(outrider)
+
+    def answer(k: int | str, *dead: str) -> str:  # and the error that it ends with
+        lines = [f"start: {json.dumps(want)}", *(f" | {json.dumps(prefix)} NOTHING" for prefix in dead), NOTHING]
+        params = SamplingParams(max_new_tokens=90, structured_outputs=StructuredOutputs(grammar="\n".join(lines)))
+        said = ""
+        try:
+            for event in outrider.generate(PROMPT, params, k=k):
+                said += event.text
+        except GrammarError as error:
+            said += str(error)
+        return said
+
+    begun = Counter[str]()
+    begin = _Place.__init__
+    monkeypatch.setattr(_Place, "__init__", lambda *args: (begun.update(["anew"]), begin(*args))[1])
+    ways = [dead, *([each] for each in dead)]
+    plain = [answer(0, *each) for each in ways]
+    assert plain.count(want) > len(dead) / 2  # and in the others, the target goes there itself
+    assert begun["anew"] == len(ways)
+    for k in (*K, "auto"):
+        begun.clear()
+        assert [answer(k, *each) for each in ways] == plain
+        assert begun["anew"] > len(ways)  # some of them began anew
+    # The control: no row behind such a token is masked.
+    monkeypatch.setattr(Matcher, "rows", property(lambda _: 1 + K[-1], lambda *_: None), raising=False)
+    assert [answer(4, *each) for each in ways] != plain
+
+
+def test_a_draft_that_takes_too_long_a_step_changes_nothing(
+    bundles: dict[str, Outrider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the steps of drafted tokens are slow here."""
+    names = ("branches", "schema")
+    want = [tokens(run(bundles["trained"], name, 0)) for name in names]
+    masks, slow = _Place.masks, list[int]()
+
+    def take_long(self: _Place, drafted: list[int]) -> Any:
+        if drafted:
+            slow.append(len(drafted))
+            time.sleep(1.2 * STEP_SECONDS)
+        return masks(self, drafted)
+
+    monkeypatch.setattr(_Place, "masks", take_long)
+    assert [tokens(run(bundles["trained"], name, 4)) for name in names] == want
+    assert len(slow) == len(names)  # once for each
+
+
 CHOICES = [" I", " We", " The", " Yes", " No"]
+CHOSEN = {
+    "choices": StructuredOutputs(choice=CHOICES),
+    "a dead end": StructuredOutputs(grammar=f'start: " I" | " We" NOTHING | " The" | " Yes" | " No"\n{NOTHING}'),
+}
+FAILED = "(a dead end)"
 
 
-def distribution(outrider: Outrider, k: int, count: int, **control: Any) -> list[str]:
-    params = SamplingParams(temperature=1.0, max_new_tokens=12, structured_outputs=StructuredOutputs(choice=CHOICES), **control)
-    return [text(list(outrider.generate(PROMPT, params, k=k))) for _ in range(count)]
+def distribution(outrider: Outrider, k: int, count: int, structured: StructuredOutputs, heat: float = 1.0) -> list[int]:
+    """How often each choice is drawn, and how often none is."""
+    params, drawn = SamplingParams(temperature=heat, max_new_tokens=12, structured_outputs=structured), []
+    for _ in range(count):
+        try:
+            drawn.append(text(list(outrider.generate(PROMPT, params, k=k))))
+        except GrammarError:
+            drawn.append(FAILED)
+    return [drawn.count(each) for each in [*CHOICES, FAILED]]
 
 
-def expected(outrider: Outrider) -> list[float]:
-    """The probability of each choice under the mask: the product of its tokens' masked probabilities, over all spellings."""
-    structured = StructuredOutputs(choice=CHOICES)
+def expected(outrider: Outrider, structured: StructuredOutputs) -> list[float]:
+    """The probability of each choice under the mask, and of none: the product of its tokens' masked probabilities, over all
+    spellings."""
     state = SamplingState(SamplingParams(temperature=1.0), [], [], outrider.vocab_rows)
     prompt = outrider.text.encode(PROMPT, chat=False)
     session = outrider.engines.sessions(1)["target"]
-    chances = dict.fromkeys(CHOICES, 0.0)
+    chances = dict.fromkeys([*CHOICES, FAILED], 0.0)
     waiting: list[tuple[list[int], float]] = [([], 1.0)]
     ends = outrider.manifest.generation.eos_token_ids
     while waiting:
         answer, chance = waiting.pop()
         matcher = outrider.grammars.begin(structured)
-        matcher.advance(answer)
-        (allowed,) = matcher.masks([])
+        try:
+            matcher.advance(answer)
+            (allowed,) = matcher.masks([])
+        except GrammarError:
+            chances[FAILED] += chance
+            continue
         prefill(session, (prompt + answer)[:-1], 16)
         last = np.array([(prompt + answer)[-1:]], dtype=np.int64)
         logits = session.run(last, np.array([len(prompt + answer) - 1]))[0, 0].astype(np.float64)
@@ -338,29 +444,32 @@ def expected(outrider: Outrider) -> list[float]:
                 chances[outrider.text.decode(answer)] += chance * p[token]
             else:
                 waiting.append(([*answer, token], chance * p[token]))
-    return [chances[each] for each in CHOICES]
+    return [*chances.values()]
 
 
+def likely(seen: list[int], want: list[float]) -> float:
+    """How likely counts are that differ from their expectation as much."""
+    assert sum(want) == pytest.approx(1, abs=1e-5)
+    drawn = [(each, chance) for each, chance in zip(seen, want, strict=True) if chance]
+    assert sum(each for each, _ in drawn) == sum(seen)
+    return float(
+        scipy.stats.chisquare([each for each, _ in drawn], [chance / sum(want) * sum(seen) for _, chance in drawn]).pvalue
+    )
+
+
+@pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_sampled_choices_have_the_targets_distribution_under_the_mask(bundles: dict[str, Outrider], k: int) -> None:
-    count = 600
-    outrider = bundles["trained"]
-    want = np.array(expected(outrider))
-    assert want.sum() == pytest.approx(1, abs=1e-5)
-    drawn = distribution(outrider, k, count)
-    seen = [drawn.count(each) for each in CHOICES]
-    assert sum(seen) == count
-    assert scipy.stats.chisquare(seen, want / want.sum() * count).pvalue > 1e-4
+def test_sampled_choices_have_the_targets_distribution_under_the_mask(bundles: dict[str, Outrider], k: int, name: str) -> None:
+    want = expected(bundles["trained"], CHOSEN[name])
+    assert (want[-1] > 0) == (name == "a dead end")
+    assert likely(distribution(bundles["trained"], k, 600, CHOSEN[name]), want) > 1e-4
 
 
-def test_the_test_of_the_distribution_notices_a_wrong_one(bundles: dict[str, Outrider]) -> None:
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_test_of_the_distribution_notices_a_wrong_one(bundles: dict[str, Outrider], name: str) -> None:
     """The negative control: at another temperature the same test must fail."""
-    outrider = bundles["trained"]
-    want = np.array(expected(outrider))
-    params = SamplingParams(temperature=0.6, max_new_tokens=12, structured_outputs=StructuredOutputs(choice=CHOICES))
-    drawn = [text(list(outrider.generate(PROMPT, params, k=4))) for _ in range(600)]
-    seen = [drawn.count(each) for each in CHOICES]
-    assert scipy.stats.chisquare(seen, want / want.sum() * 600).pvalue < 1e-4
+    want = expected(bundles["trained"], CHOSEN[name])
+    assert likely(distribution(bundles["trained"], 4, 600, CHOSEN[name], heat=0.6), want) < 1e-4
 
 
 def test_logprobs_are_among_the_tokens_that_the_grammar_allows(bundles: dict[str, Outrider]) -> None:
