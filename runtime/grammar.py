@@ -110,14 +110,15 @@ class Compiled:
     matcher: LLMatcher
     size: int  # in characters
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while a copy computes
-    spoilt: bool = False  # whether an answer has failed by it: others may then as well
+    spoilt: bool = False  # whether an answer has failed by it: others may then as well, and it is compiled anew for new ones
 
 
 class Matcher:
     """One answer's grammar: what may follow its confirmed tokens, and drafted ones behind them.
 
     Drafted tokens may lead to where a grammar cannot be followed, though the target would go another way. When that has
-    happened, no drafted token of the answer is followed any more: it goes on as in plain decoding, and ends where that would.
+    happened, no drafted token of the answer is followed any more: it goes on as in plain decoding, and ends where that would. A
+    grammar that other answers have brought to its limits is begun anew as well.
     """
 
     def __init__(self, begin: Callable[[], _Place]):
@@ -136,7 +137,7 @@ class Matcher:
         Raises:
             GrammarError: a limit is exceeded, the mask takes too long, or no token may follow the confirmed ones.
         """
-        masks = self._ahead(lambda place: place.masks(drafted)) if drafted else None
+        masks = self._try(lambda place: place.masks(drafted), bool(drafted))
         masks = masks or self._step(self._place, lambda place: place.masks([]))
         self.rows = 1 if self._plain else len(drafted) + 1
         return masks
@@ -144,11 +145,11 @@ class Matcher:
     def forced(self, limit: int) -> list[int]:
         """Return up to so many tokens that spell what the grammar forces next, or the one that its mask leaves; none where it
         leaves a choice, or where the text may end."""
-        return (self._ahead(lambda place: place.forced()) or [])[:limit]
+        return (self._try(lambda place: place.forced()) or [])[:limit]
 
     def valid(self, tokens: list[int]) -> int:
         """Return how many of the tokens, from the first on, the grammar allows after the confirmed ones."""
-        return self._ahead(lambda place: place.valid(tokens)) or 0
+        return self._try(lambda place: place.valid(tokens)) or 0
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take the tokens that a round confirmed, up to one that ends the text.
@@ -156,11 +157,20 @@ class Matcher:
         Raises:
             GrammarError: one of them is not allowed, or leads to where the grammar cannot be followed.
         """
-        self._step(self._place, lambda place: place.advance(tokens))
+        if self._try(lambda place: place.advance(tokens), ahead=False) is None:
+            self._step(self._place, lambda place: place.advance(tokens))
         self._confirmed += tokens
 
-    def _ahead(self, work: Callable[[_Place], Returned]) -> Returned | None:
-        """Do what plain decoding would not, unless it has failed before. If it fails now, begin anew, without what it left."""
+    def _try(self, work: Callable[[_Place], Returned], ahead: bool = True) -> Returned | None:
+        """Compute something that may fail for reasons that are not the answer's own: it is `ahead` of the confirmed tokens, or
+        other answers by the same grammar have brought it to its limits.
+
+        Returns:
+            None if it failed now, and the place is a new one at the confirmed tokens; or if that was so before.
+
+        Raises:
+            GrammarError: that place cannot be reached, or the answer's own tokens have taken it beyond what is allowed.
+        """
         if self._plain:
             return None
         try:
@@ -168,7 +178,9 @@ class Matcher:
         except GrammarBusyError:
             raise
         except GrammarError:
-            self._place.compiled.spoilt = True  # its lexer may have come to its limits
+            if not ahead and (self._place.late or not self._place.failed):
+                raise
+            self._place.compiled.spoilt = True
             anew = self._begin()
             self._step(anew, lambda place: place.advance(self._confirmed))
             self._place, self._plain = anew, True
@@ -214,6 +226,11 @@ class _Place:
         self.count = 0  # masks that were computed
         self._seconds = 0.0  # that the processor has worked on the grammar
         self.late = False  # whether a step took too long
+
+    @property
+    def failed(self) -> bool:
+        """Whether llguidance has given up, for a limit or because nothing can follow."""
+        return bool(self._matcher.is_error())
 
     def run(self, work: Callable[[_Place], Returned]) -> Returned:
         """Compute something while no other copy of the grammar does."""
@@ -267,8 +284,8 @@ class _Place:
         self._check()
         return count
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """See `Matcher.advance`."""
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take confirmed tokens; see `Matcher.advance`. Return how many there are."""
         self._retreat(matching(self._ahead, tokens))
         for token in tokens[len(self._ahead) :]:
             if token in self._end_ids:
@@ -277,6 +294,7 @@ class _Place:
                 self._check()
                 raise GrammarError("a confirmed token is not in the grammar", "please report this as a bug")
         self._ahead, self._masks = [], self._masks[len(self._ahead) :][:1]
+        return len(tokens)
 
     def _take(self, token: int) -> bool:
         if token in self._end_ids or self._matcher.try_consume_tokens([token]) != 1:
@@ -292,7 +310,7 @@ class _Place:
             del self._masks[count + 1 :]
 
     def _check(self) -> None:
-        if self._matcher.is_error():
+        if self.failed:
             self.compiled.spoilt = True
             raise GrammarError(f"the grammar is too complex: {first_line(self._matcher.get_error())}", "simplify it")
 

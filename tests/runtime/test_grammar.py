@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from llguidance import LLParserLimits
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.audit.controls import RandomPolicy
@@ -369,11 +370,11 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
     ways = [dead, *([each] for each in dead)]
     plain = [answer(0, *each) for each in ways]
     assert plain.count(want) > len(dead) / 2  # and in the others, the target goes there itself
-    assert begun["anew"] == len(ways)
+    usual = begun["anew"]
     for k in (*K, "auto"):
         begun.clear()
         assert [answer(k, *each) for each in ways] == plain
-        assert begun["anew"] > len(ways)  # some of them began anew
+        assert begun["anew"] > usual  # some of them began anew
     # The control: no row behind such a token is masked.
     monkeypatch.setattr(Matcher, "rows", property(lambda _: 1 + K[-1], lambda *_: None), raising=False)
     assert [answer(4, *each) for each in ways] != plain
@@ -597,6 +598,24 @@ def test_steps_that_nobody_waits_for_hold_up_no_answer_that_has_begun() -> None:
     assert grammars.begin(slow).masks([])
     with pytest.raises(GrammarError, match="takes longer"):
         late[0].masks([])  # it ends its answer, and nothing else
+
+
+def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those by one grammar share the states of its lexer, and so their limit."""
+    monkeypatch.setattr("outrider.runtime.grammar.LIMITS", LLParserLimits(max_lexer_states=600))
+    grammars = Grammars(tokenizer(), tokenizer().get_vocab_size(), [0])
+    structured = StructuredOutputs(regex="(a|b)*a(a|b){12}")
+    letters = np.random.default_rng(0).choice(["a", "b"], size=2000)
+    first, second = grammars.begin(structured), grammars.begin(structured)
+    second.advance(tokenizer().encode("ab").ids)
+    with pytest.raises(GrammarError, match="too complex"):
+        for letter in letters:
+            first.masks([])
+            first.advance(tokenizer().encode(str(letter)).ids)
+    for matcher in (second, grammars.begin(structured)):
+        for letter in letters[:10]:
+            assert matcher.masks([])[0].any()
+            matcher.advance(tokenizer().encode(str(letter)).ids)
 
 
 def test_strings_may_be_spelled_by_single_characters() -> None:
