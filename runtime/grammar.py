@@ -178,7 +178,7 @@ class Matcher:
         except GrammarBusyError:
             raise
         except GrammarError:
-            if not ahead and (self._place.late or not self._place.failed):
+            if self._place.spent or (not ahead and (self._place.late or not self._place.failed)):
                 raise
             self._place.compiled.spoilt = self._plain = True
             anew = self._begin()
@@ -232,6 +232,11 @@ class _Place:
         """Whether llguidance has given up, for a limit or because nothing can follow."""
         return bool(self._matcher.is_error())
 
+    @property
+    def spent(self) -> bool:
+        """Whether the answer's masks have taken the time that they may take."""
+        return self._seconds > SECONDS + SECONDS_PER_MASK * self.count
+
     def run(self, work: Callable[[_Place], Returned]) -> Returned:
         """Compute something while no other copy of the grammar does."""
         with self.compiled.lock:  # waits without the interpreter's lock, as llguidance does not
@@ -256,7 +261,7 @@ class _Place:
         """Compute the mask for the position that the matcher is at, if that was not done before."""
         if len(self._masks) > len(self._ahead):
             return
-        if self._seconds > SECONDS + SECONDS_PER_MASK * self.count:
+        if self.spent:
             raise GrammarError(f"the grammar's masks take too long: {self._seconds:.1f} seconds so far", "simplify it")
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
