@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable
+from contextlib import suppress
 from ipaddress import IPv6Address, IPv6Network
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from outrider.serve.settings import Settings
 
 PUBLIC_PATHS = ("/", "/health")  # need no key
 BODY_SECONDS = 30.0  # for a whole body to come
+LINGER_SECONDS = 1.0  # for the rest of a body that was answered before it had come
 
 
 class Guard:
@@ -36,13 +38,16 @@ class Guard:
         """Answer a request that is refused, and pass on any other."""
         if scope["type"] == "websocket":  # this server has none
             await send({"type": "websocket.close"})
-        elif scope["type"] != "http":
+            return
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif (refusal := self._refusal(scope)) is not None:
-            await refusal.response()(scope, receive, self._counting(send))
+            return
+        receive, send = lingering(receive, self._counting(send))
+        if (refusal := self._refusal(scope)) is not None:
+            await refusal.response()(scope, receive, send)
         else:
             with self._bodies.share(scope["state"]["owner"]) as take:
-                await self._app(scope, self._limited(receive, take), self._counting(send))
+                await self._app(scope, self._limited(receive, take), send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -105,6 +110,33 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._settings.max_bytes:,} bytes", code="body_too_large")
+
+
+def lingering(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Return both so that a client that is answered while it still sends its body has a moment to finish.
+
+    A connection that is closed with bytes unread is reset: clients that write their whole request before they read would see a
+    broken pipe in place of the answer. What comes in that moment is dropped.
+    """
+    complete = False
+
+    async def received() -> Message:
+        nonlocal complete
+        message = await receive()
+        complete = not message.get("more_body", False)
+        return message
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False) and not complete:
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    while not complete:
+                        await received()
+            message = {"type": "http.response.body"}
+        await send(message)
+
+    return received, sent
 
 
 def _host_name(header: str) -> str | None:

@@ -427,6 +427,29 @@ def test_a_chunked_body_that_is_too_large(server: Server) -> None:
     assert "larger than 1,048,576 bytes" in error["message"]
 
 
+@pytest.mark.parametrize("length", ["transfer-encoding: chunked", "content-length: 2000000"])
+def test_a_client_that_writes_all_before_it_reads_gets_its_refusal(server: Server, length: str) -> None:
+    parts = [b"x" * 200_000] * 10
+    if "chunked" in length:
+        parts = [b"%x\r\n%s\r\n" % (len(each), each) for each in parts] + [b"0\r\n\r\n"]
+    with connect(server, head(b"", "Content-Type: application/json", "Connection: close", length)) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(0.05)  # the answer is there long before the last one
+        answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"body_too_large" in answer
+
+
+def test_a_refused_client_that_never_ends_its_body_is_left(server: Server) -> None:
+    began = time.monotonic()
+    with connect(
+        server, head(b"", "Content-Type: application/json", "Connection: close", "content-length: 2000000")
+    ) as connection:
+        assert received(connection).startswith(b"HTTP/1.1 413 ")
+    assert time.monotonic() - began < 10
+
+
 def test_a_client_that_leaves_before_its_stream_begins_is_cancelled(server: Server) -> None:
     def ended(reason: str) -> float:
         lines = fetch(f"{server.url}/metrics")[2].decode().splitlines()
