@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,14 @@ from typing import Any
 import filelock
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from outrider.errors import EngineError
+from outrider.export.checkpoint import load_model
 from outrider.export.pair import export_pair
+from outrider.export.parity import reference
+from outrider.export.source import Source
+from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs
 from outrider.tests.support import (
@@ -30,6 +37,7 @@ from outrider.tests.support import (
 )
 
 torch.set_num_threads(2)
+gc.freeze()  # what torch and transformers have loaded is not looked through again
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 
@@ -40,8 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are left out for being slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what only `make test-all` runs, and skip the tests that need a GPU where there is none, saying what they would
-    show."""
+    """Mark what only `make test-all` runs, begin with what takes longest at a stretch, and skip the tests that need a GPU where
+    there is none, saying what they would show."""
+    items.sort(key=lambda item: "training" not in item.path.parts)
     for item in items:
         turn = item.get_closest_marker("in_turn")
         if turn and isinstance(item, pytest.Function) and not turn.kwargs["runs"](item.callspec.params):
@@ -94,16 +103,47 @@ def checkpoints(once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_export(checkpoints: Path, once: Once) -> Path:
+def tiny_exports(checkpoints: Path, once: Once) -> Callable[[str], Path]:
+    """Return a function from a precision to the tiny random pair's export in it."""
+
+    def made(precision: str) -> Path:
+        target, draft = str(checkpoints / "target"), str(checkpoints / "draft")
+        return once(f"tiny-{precision}", lambda output: export_pair(target, draft, output, precision=precision))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def tiny_export(tiny_exports: Callable[[str], Path]) -> Path:
     """Return the export of the tiny random pair."""
-    target, draft = str(checkpoints / "target"), str(checkpoints / "draft")
-    return once("tiny-onnx", lambda output: export_pair(target, draft, output, precision="fp32"))
+    return tiny_exports("fp32")
 
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_export: Path, once: Once) -> Path:
     """Return the bundle of the tiny random pair."""
     return once("tiny-bundle", lambda output: build(tiny_export, output))
+
+
+@pytest.fixture(scope="session")
+def graphs_of(once: Once) -> Callable[[str, Any], Path]:
+    """Return a function from the name of an architecture and its configuration to a folder with a random checkpoint, `model`,
+    and its graph, `fp32.onnx`."""
+
+    def made(name: str, config: Any) -> Path:
+        def make(folder: Path) -> None:
+            torch.manual_seed(0)
+            fresh = AutoModelForCausalLM.from_config(config)
+            for parameter in fresh.parameters():  # fresh norms and biases are ones and zeros, which would hide mistakes
+                if parameter.dim() == 1:
+                    parameter.data += 0.1 * torch.randn_like(parameter)
+            model = load_model(Source.parse(str(write_checkpoint(folder / "model", fresh))), "fp32")
+            layout = reference(model, torch.ones((1, 20), dtype=torch.int64)).layout
+            trace(model, layout).save(folder / "fp32.onnx", external_data=True)
+
+        return once(f"graph-of-{re.sub('[^a-zA-Z0-9]', '', name)}", make)
+
+    return made
 
 
 @pytest.fixture(scope="session")

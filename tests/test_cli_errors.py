@@ -84,12 +84,12 @@ def test_unwritable_output(tmp_path: Path, tiny_export: Path) -> None:
     refused(run("build-engine", tiny_export, "-o", "/proc/out"), 1, "cannot write")
 
 
-def test_full_disk(tmp_path: Path, tiny_export: Path) -> None:
+def test_full_disk(tmp_path: Path, tiny_export: Path, checkpoints: Path) -> None:
     """Simulated by a limit on file size, which makes a write fail halfway, as on a full disk."""
     limit: dict[str, Any] = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))}
     refused(run("build-engine", tiny_export, "-o", tmp_path / "out", "--capacity", "100", **limit), 1, "no room to write")
     assert nothing_written(tmp_path)
-    refused(export(tmp_path, **limit), 1, "no room to write")
+    refused(export(tmp_path, checkpoints / "target", checkpoints / "draft", **limit), 1, "no room to write")
     assert nothing_written(tmp_path)
 
 

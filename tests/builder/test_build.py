@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from outrider.bundle.manifest import ROLES
 from outrider.calibration.passes import measure
 from outrider.engines.contract import DRAFT_SAMPLERS, SAMPLERS
 from outrider.errors import EngineError, FolderError, UsageError
-from outrider.export.pair import export_pair
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -84,16 +84,16 @@ def test_a_damaged_export_is_refused_and_nothing_is_written(tiny_export: Path, t
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_on_the_cpu(checkpoints: Path, tmp_path: Path, precision: str) -> None:
+def test_half_precision_on_the_cpu(tiny_exports: Callable[[str], Path], tmp_path: Path, precision: str) -> None:
     """fp16 runs (ONNX Runtime computes it in fp32); bf16 has no kernels there, and is refused with the hint."""
-    export_pair(str(checkpoints / "target"), str(checkpoints / "draft"), tmp_path / "onnx", precision=precision)
+    export = tiny_exports(precision)
     if precision == "bf16":
         with pytest.raises(EngineError, match="no CPU kernels for bf16") as caught:
-            build(tmp_path / "onnx", tmp_path / "bundle")
+            build(export, tmp_path / "bundle")
         assert "--precision fp32" in caught.value.hint
         assert not (tmp_path / "bundle").exists()
         return
-    outrider = Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle"))
+    outrider = Outrider.load(build(export, tmp_path / "bundle"))
     params = SamplingParams(max_new_tokens=60)
     plain, speculative = (
         [token for event in outrider.generate("the quick", params, k=k) for token in event.token_ids] for k in (0, 4)

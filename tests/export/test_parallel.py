@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from outrider.bundle.folder import read_manifest
 from outrider.errors import SourceError
 from outrider.export.pair import export_pair
 from outrider.tests.support import PAIR, parallel_draft
 
 
-def test_it_is_recognized_by_its_mask_token(tmp_path: Path) -> None:
-    draft = parallel_draft(tmp_path / "draft")
-    models = export_pair(str(PAIR / "target"), [str(draft), str(PAIR / "draft")], tmp_path / "onnx", precision="fp32").models
+def test_it_is_recognized_by_its_mask_token(drafter_exports: Callable[[str, str], Path]) -> None:
+    models = read_manifest(drafter_exports("fp32", "trained parallel")).models
     assert list(models) == ["target", "draft", "parallel-draft"]
-    assert [model.mask_token for model in models.values()] == [None, None, 4095]
+    assert [model.mask_token for model in models.values()] == [None, None, 4096]
 
 
 @pytest.mark.parametrize("token", [-1, 4096, 1.5, "<mask>", None, True])

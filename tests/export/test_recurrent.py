@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +20,8 @@ from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.checkpoint import load_model
 from outrider.export.parity import reference
 from outrider.export.source import Source
-from outrider.export.step_model import CacheLayout, trace
+from outrider.export.step_model import CacheLayout
 from outrider.tests.export.recurrent_models import COMMON, CONFIGS
-from outrider.tests.support import write_checkpoint
 
 CAPACITY, K, SLOTS, CHUNK, ROUNDS = 96, 4, 2, 9, 200
 TOLERANCE = 2e-5
@@ -39,18 +39,12 @@ FEW = ("Qwen3.5", "LFM2", "Granite-4", "Falcon-H1")  # one of each kind
 @pytest.fixture(
     scope="module", params=[each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in CONFIGS]
 )
-def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    folder = tmp_path_factory.mktemp("recurrent")
-    torch.manual_seed(0)
-    made = hf.AutoModelForCausalLM.from_config(CONFIGS[request.param])
-    for parameter in made.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    model = load_model(Source.parse(str(write_checkpoint(folder / "model", made))), "fp32")
+def traced(request: pytest.FixtureRequest, graphs_of: Callable[[str, Any], Path]) -> Traced:
+    folder = graphs_of(request.param, CONFIGS[request.param])
+    model = load_model(Source.parse(str(folder / "model")), "fp32")
     layout = reference(model, torch.randint(1, 320, (1, 20))).layout
-    trace(model, layout).save(folder / "graph.onnx", external_data=True)
     model.set_attn_implementation("eager")  # to compare with
-    return Traced(folder / "graph.onnx", layout, model)
+    return Traced(folder / "fp32.onnx", layout, model)
 
 
 def open_session(graph: Path, layout: CacheLayout, overwrites: bool = True) -> GraphSession:

@@ -51,8 +51,8 @@ SLOW = BESIDE.keys() - {
     "random head openvino int4",
     "trained parallel fp32",
     "random block fp32",
-    "plain block int4",
-    "random parallel-head int4",
+    "plain block fp32",
+    "random parallel-head fp32",
 }
 DRAFTS = ("trained", "self", "random", *PRECISIONS, *OPENVINO, *BESIDE)  # most are trained
 PROMPTS = {

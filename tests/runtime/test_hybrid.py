@@ -26,7 +26,7 @@ from outrider.runtime.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens
-from outrider.tests.support import ROOT, build, reseal
+from outrider.tests.support import ROOT, build, check_audit, reseal
 from outrider.tests.support import run as outrider
 from outrider.training.arguments import Arguments
 from outrider.training.eagle3 import Eagle3Objective
@@ -303,10 +303,11 @@ def test_a_draft_for_it_may_be_trained_on_its_answers(bundles: Made[Path], tmp_p
     Eagle3Objective.check(arguments.target, None)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
-def test_the_audit_passes(bundles: Made[Path], precision: str) -> None:
-    done = outrider("verify", bundles[precision], "--draws", "500", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
-    assert report["passed"]
-    assert all(report["verdicts"].values()), report["verdicts"]
+@pytest.mark.parametrize(
+    ("precision", "draws"), [("fp32", 100), *(pytest.param(each, 500, marks=pytest.mark.slow) for each in ("fp32", "int4"))]
+)
+def test_the_audit_passes(bundles: Made[Path], precision: str, draws: int) -> None:
+    """With few draws in CI: the samplers are those of the shipped pair, whose audit must find every wrong one."""
+    done = outrider("verify", bundles[precision], "--draws", str(draws), "--json")
+    check_audit(done)
+    assert done.returncode == 0 or draws < 500, done.stdout

@@ -29,7 +29,7 @@ from outrider.tests.serve.server import chat_bundle, fetch
 from outrider.tests.support import COMMAND, run
 
 PROMPTS = [f"Customer: I need a {what}." for what in ("flight", "taxi", "table", "room", "film", "doctor", "train", "band")]
-TOKENS = 150
+TOKENS = 80
 
 
 def free_port() -> int:
@@ -244,8 +244,8 @@ def test_a_replica_dies_under_load(deployed: Deployed, texts: dict[str, str]) ->
         name = "ray::ServeReplica:outrider:replica"
         processes = psutil.process_iter(["cmdline"])
         next(each for each in processes if " ".join(each.info["cmdline"] or ()).startswith(name)).kill()
-        wait_for(40, complete)
-    assert sum(complete) >= 40
+        wait_for(24, complete)
+    assert complete.count(False) <= 8
     for _ in range(60):  # the lost replica is forgotten after a while
         if len(before & deployed.wait_for_replicas(2)) == 1:
             return

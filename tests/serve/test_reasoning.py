@@ -71,7 +71,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a random model whose tokenizer has the marks."""
     folder, made = tmp_path_factory.mktemp("thinking"), tokenizer(300)
     made.add_tokens([*MARKS[0]])
-    (write_checkpoint(folder / "model", llama(), made) / "chat_template.jinja").write_text(TEMPLATE)
+    (write_checkpoint(folder / "model", llama(num_hidden_layers=1), made) / "chat_template.jinja").write_text(TEMPLATE)
     export_pair(str(folder / "model"), None, folder / "onnx", precision="fp32")
     return build(folder / "onnx", folder / "bundle", k=[1], batch=2)
 

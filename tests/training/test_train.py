@@ -70,7 +70,7 @@ def test_a_new_head_goes_on_after_an_interrupt(answering: Path, tmp_path: Path) 
     output, work = tmp_path / "head", tmp_path / ".head.training"
     command: list[str | Path] = [
         *("train-draft", "--target", PAIR / "target", "--kind", "eagle3", *TEXTS, "-o", output, "--bundle", answering),
-        *(*SHORT, "--epochs", "6", "--batch", "2"),
+        *(*SHORT, "--epochs", "3", "--batch", "2"),
     ]
     with subprocess.Popen([*COMMAND, *map(str, command)], stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 300
@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(answering: Path, tmp_path: Path)
 
 def test_a_bundle_of_another_target_is_refused(answering: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", llama(num_hidden_layers=3))
-    done = run(
+    done = run_here(
         *("train-draft", "--target", other, "--kind", "eagle3", *TEXTS, "-o", tmp_path / "head", "--bundle", answering, *SHORT)
     )
     assert done.returncode == 2
@@ -164,7 +164,7 @@ def test_a_run_that_is_refused_leaves_nothing(answering: Path, tmp_path: Path) -
     few = tmp_path / "few.jsonl"
     few.write_text('{"prompt": "one"}\n')
     command = ("train-draft", "--target", PAIR / "target", "--kind", "eagle3", "--text", few, "-o", tmp_path / "head")
-    done = run(*command, "--bundle", answering, *SHORT)
+    done = run_here(*command, "--bundle", answering, *SHORT)
     assert done.returncode == 2
     assert "the texts have 1 different usable prompts" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["few.jsonl"]
