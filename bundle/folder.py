@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
 
 BLOCK = 1 << 22
+NUMPY_CUT_SHORT = re.compile(r"requested and \d+ written|problem writing element")  # its errors do not say why
 UNFINISHED = f".{MANIFEST}.partial"  # beside a manifest that is being replaced
 FOLLOW_LINKS = "if you trust where it leads, copy the folder with what its links lead to: cp -rL FOLDER COPY"
 
@@ -84,8 +86,9 @@ def _remove_empty(folders: list[Path]) -> None:
 
 def write_error(destination: Path, error: OSError) -> FolderError:
     """Return the `FolderError` for an operating system's refusal to write."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return FolderError(f"no room to write {destination}: {error.strerror}", "free some disk space and run again")
+    cut_short = error.errno is None and NUMPY_CUT_SHORT.search(str(error))
+    if cut_short or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return FolderError(f"no room to write {destination}: {error.strerror or error}", "free some disk space and run again")
     return FolderError(f"cannot write {destination}: {error.strerror or error}", "choose an output that can be written")
 
 
