@@ -36,7 +36,6 @@ from outrider.export.pair import export_pair
 from outrider.export.parity import Exported
 from outrider.export.short_head import frequent_tokens
 from outrider.export.step_model import CacheLayout
-from outrider.runtime.reference import Fault
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "examples" / "tiny-pair"
@@ -241,20 +240,6 @@ def rtx_job(graph: Path, cache: list[CacheTensor], role: str = "target") -> Job:
     profiles = step_profiles([4], 128, 1, 16, role, not all(each.positional for each in cache))
     sizes: dict[str, Any] = {"cache": cache, "capacity": 128, "recent": 8, "profiles": profiles}
     return Job(package=RTX, options=Options(), graph=str(graph), plan=str(graph.with_suffix(".plan")), **sizes)
-
-
-def check_audit(done: subprocess.CompletedProcess[str]) -> None:
-    """Check the JSON of `outrider verify` with few draws, which do not show the subtlest of the wrong samplers."""
-    report = json.loads(done.stdout)
-    assert {name for name, passed in report["verdicts"].items() if not passed} <= {"controls"}, report["verdicts"]
-    assert done.returncode == (not report["passed"]), done.stderr
-    found = {
-        control["fault"]
-        for control in report["controls"]
-        if control["sampled"]["excluded"] or min(each["p_value"] for each in control["sampled"]["comparisons"]) < 1e-6
-    }
-    assert {fault.value for fault in Fault} - found <= {Fault.RESIDUAL_NOT_SUBTRACTED.value}
-    assert None not in found
 
 
 def bench_once(bundle: Path, prompt: str, folder: Path) -> Results:

@@ -93,7 +93,7 @@ def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) ->
     """In short: two settings and few draws, which show all wrong samplers over the head's proposals but the subtlest one."""
     monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED, audit_module.SAMPLED[-1]))
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
-    report = audit_module.audit(both, draws=100)
+    report = audit_module.audit(both, draws=150)
     verdicts = report.verdicts()
     assert {name for name, passed in verdicts.items() if not passed} <= {"controls"}
     detected = {control.fault for control in report.controls if control.detected}
@@ -111,7 +111,7 @@ def test_heads_that_draft_in_one_pass_pass_the_audit(
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
     outrider = Outrider.load(drafter_bundles("fp32", f"random {drafter}", capacity=512, batch=2, k=[1, 4]))
     assert outrider.drafters[0] == drafter
-    report = audit_module.audit(outrider, draws=30)
+    report = audit_module.audit(outrider, draws=60)
     assert {name for name, passed in report.verdicts().items() if not passed} <= {"controls"}  # few draws, few acceptances
     assert report.counters.drafted > 100
 

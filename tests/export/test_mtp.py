@@ -158,17 +158,12 @@ def by_default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest
 
 def test_it_is_the_default_and_can_be_left_out(by_default: tuple[Path, Manifest], tmp_path: Path) -> None:
     folder, manifest = str(by_default[0]), by_default[1]
-
-    def asked(*drafts: str) -> tuple[list[str], bool | None]:
-        arguments = Arguments.check(folder, drafts, tmp_path / "out", precision="fp32")
-        return [*arguments.sources()], arguments.own_head
-
-    assert asked() == (["target"], None)  # and then the export looks for one
-    assert asked("mtp") == (["target", "head"], True)
-    assert asked("none") == (["target"], False)
+    named = export_pair(folder, "mtp", tmp_path / "named", precision="fp32")
+    assert manifest == named
     assert manifest.roles == ("target", "head")
     assert manifest.models["head"].architecture == "MtpHead"
     assert manifest.models["target"].features == manifest.models["head"].features == WIDTH
+    assert export_pair(folder, "none", tmp_path / "none", precision="fp32").roles == ("target",)
     with pytest.raises(UsageError, match="contradict"):
         Arguments.check(folder, ["none", "mtp"], tmp_path / "both", precision="fp32")
 
@@ -193,7 +188,7 @@ def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:
 
 def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(by_default: tuple[Path, Manifest], tmp_path: Path) -> None:
     """As Qwen3.5 is published: the text model's tensors lie deeper, and the head's do not."""
-    text, _ = by_default
+    text, of_text = by_default
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": WIDTH}
     config = hf.Qwen3_5Config(text_config=OF_QWEN["Qwen3.5"].to_dict(), vision_config=vision)
     folder = write_checkpoint(tmp_path / "whole", hf.Qwen3_5ForConditionalGeneration(config))
@@ -203,7 +198,7 @@ def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(by_default: t
     deeper = {name.replace("model.", "model.language_model.", 1): each for name, each in own.items() if name[:3] != "mtp"}
     heads = {name: each for name, each in own.items() if name[:3] == "mtp"}
     save_file(images | deeper | heads, path, metadata={"format": "pt"})
-    assert has_mtp(Source.parse(str(folder)))
+    assert export_pair(str(folder), None, tmp_path / "onnx", precision="fp32").roles == of_text.roles == ("target", "head")
     ids, features, positions = inputs()
     with torch.no_grad():
         (model, head), (expected_model, expected_head) = build(folder), build(text)

@@ -26,7 +26,7 @@ from outrider.runtime.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens
-from outrider.tests.support import ROOT, build, check_audit, reseal
+from outrider.tests.support import ROOT, build, reseal
 from outrider.tests.support import run as outrider
 from outrider.training.arguments import Arguments
 from outrider.training.eagle3 import Eagle3Objective
@@ -71,10 +71,9 @@ def plain(loaded: Made[Outrider]) -> Made[dict[str, list[Event]]]:
 
 
 def in_turn(case: dict[str, Any]) -> bool:
-    """Each mode with every other prompt in fp32, and with one, in turn, if weights are rounded."""
+    """Every prompt in every mode in fp32; each mode with one prompt, in turn, if weights are rounded."""
     precision, mode = PRECISIONS.index(case["precision"]), MODES.index(case["k"])
-    turn = (precision + mode + FEW.index(case["prompt"])) % len(FEW)
-    return turn % 2 == 0 if precision == 0 else turn == 0
+    return precision == 0 or case["prompt"] == FEW[(precision + mode) % len(FEW)]
 
 
 @pytest.mark.in_turn(runs=in_turn)
@@ -304,11 +303,10 @@ def test_a_draft_for_it_may_be_trained_on_its_answers(bundles: Made[Path], tmp_p
     Eagle3Objective.check(arguments.target, None)
 
 
-@pytest.mark.parametrize(
-    ("precision", "draws"), [("fp32", 100), *(pytest.param(each, 500, marks=pytest.mark.slow) for each in ("fp32", "int4"))]
-)
-def test_the_audit_passes(bundles: Made[Path], precision: str, draws: int) -> None:
-    """With few draws in CI: the samplers are those of the shipped pair, whose audit must find every wrong one."""
-    done = outrider("verify", bundles[precision], "--draws", str(draws), "--json")
-    check_audit(done)
-    assert done.returncode == 0 or draws < 500, done.stdout
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
+def test_the_audit_passes(bundles: Made[Path], precision: str) -> None:
+    done = outrider("verify", bundles[precision], "--draws", "500", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert all(report["verdicts"].values()), report["verdicts"]

@@ -37,17 +37,13 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=6, repetition_penalty=1.2),
 ]
 KINDS: list[Any] = [  # a drafter beside the draft model, the precision and the backend
-    "random head int4 onnxruntime",
+    "trained head int4 onnxruntime",
     "trained parallel int4 openvino",
+    "plain block int4 onnxruntime",
+    "random parallel-head int4 onnxruntime",
     *(
         pytest.param(kind, marks=pytest.mark.slow)
-        for kind in (
-            "trained head int4 openvino",
-            "plain block int4 onnxruntime",
-            "random block int4 onnxruntime",
-            "random parallel-head int4 onnxruntime",
-            "trained parallel int8 onnxruntime",
-        )
+        for kind in ("trained head int4 openvino", "random block int4 onnxruntime", "trained parallel int8 onnxruntime")
     ),
 ]
 Asked = tuple[int, int, int | None]

@@ -42,7 +42,7 @@ def test_its_text_is_that_of_plain_decoding(shipped_bundle: Path, prompt: str, p
 def test_it_passes_the_audit_which_finds_a_wrong_sampler(shipped_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "SAMPLED", SAMPLED[-1:])  # what concerns other drafters has tests of its own
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
-    report = audit(Outrider.load(shipped_bundle), draws=60)
+    report = audit(Outrider.load(shipped_bundle), draws=120)
     assert report.greedy.passed
     assert all(cell.passed for cell in report.sampled if cell.k == "repeat")
     assert [(each.fault, each.passed) for each in report.controls if each.sampled.k == "repeat"] == [
