@@ -1,0 +1,116 @@
+"""Adds up the processor time of a run of the tests by what it is spent on: `scripts/test -p outrider.tests.profile`.
+
+Each second counts once, for the innermost of the activities that it belongs to. Time is that of the thread which is at work;
+what other threads do, such as those of ONNX Runtime, is in "the rest", with what no activity has.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import resource
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+
+ACTIVITIES = {
+    "tracing": ["torch.onnx:export"],
+    "quantizing": ["outrider.export.quantize:quantize_model", "outrider.export.quantize:pack"],
+    "checking exports": ["outrider.export.parity:reference", "outrider.export.parity:Exported.results"],
+    "measuring perplexity": ["outrider.export.parity:perplexity"],
+    "exporting, the rest": ["outrider.export.pair:export"],
+    "building": ["outrider.builder.build:build_engine"],
+    "timing passes": ["outrider.calibration.passes:measure"],
+    "acceptance": ["outrider.calibration.acceptance:measure_acceptance"],
+    "training": ["outrider.training.loop:train"],
+    "audits": ["outrider.audit.audit:audit"],
+    "decoding": ["outrider.runtime.scheduler:Scheduler.step"],
+    "opening engines": ["outrider.runtime.generation:Outrider.__init__"],
+}
+IMPORTING, PROCESSES, REST = "importing", "processes that are started", "the rest"
+
+_seconds: dict[str, float] = defaultdict(float)
+_calls: dict[str, int] = defaultdict(int)
+_others: dict[str, float] = defaultdict(float)  # of the workers: seconds
+_others_calls: dict[str, int] = defaultdict(int)
+_local = threading.local()
+
+
+def _count(activity: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, whose time counts for `activity`, less that of the activities in it."""
+
+    @wraps(function)
+    def counted(*arguments: Any, **options: Any) -> Any:
+        stack = _local.__dict__.setdefault("stack", [])
+        stack.append(0.0)
+        started = time.thread_time()
+        try:
+            return function(*arguments, **options)
+        finally:
+            spent = time.thread_time() - started
+            _seconds[activity] += spent - stack.pop()
+            _calls[activity] += 1
+            if stack:
+                stack[-1] += spent
+
+    return counted
+
+
+def _count_imports() -> None:
+    original = builtins.__import__
+    timed = _count(IMPORTING, original)
+
+    def imported(name: str, *arguments: Any, **options: Any) -> Any:
+        return (original if name in sys.modules else timed)(name, *arguments, **options)
+
+    builtins.__import__ = imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
+        return  # the workers count
+    _count_imports()
+    for activity, places in ACTIVITIES.items():
+        for place in places:
+            module, _, name = place.partition(":")
+            *owners, last = name.split(".")
+            owner: Any = importlib.import_module(module)
+            for each in owners:
+                owner = getattr(owner, each)
+            setattr(owner, last, _count(activity, getattr(owner, last)))
+
+
+def _totals() -> dict[str, float]:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    totals = dict(_seconds) | {PROCESSES: children.ru_utime + children.ru_stime}
+    return totals | {REST: time.process_time() - sum(_seconds.values())}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["profile"] = json.dumps([_totals(), _calls])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    totals, calls = json.loads(node.workeroutput["profile"]) if "profile" in getattr(node, "workeroutput", {}) else ({}, {})
+    for name, seconds in totals.items():
+        _others[name] += seconds
+    for name, count in calls.items():
+        _others_calls[name] += count
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    totals, calls = (_others, _others_calls) if _others else (_totals(), _calls)
+    terminalreporter.section("processor time by activity")
+    for name, seconds in sorted(totals.items(), key=lambda each: -each[1]):
+        terminalreporter.write_line(f"| {name} | {seconds:.0f} | {calls.get(name, '')} |")
+    terminalreporter.write_line(f"| all | {sum(totals.values()):.0f} | |")
