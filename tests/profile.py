@@ -29,7 +29,7 @@ ACTIVITIES = {
     "building": ["outrider.builder.build:build_engine"],
     "timing passes": ["outrider.calibration.passes:measure"],
     "acceptance": ["outrider.calibration.acceptance:measure_acceptance"],
-    "training": ["outrider.training.loop:train"],
+    "training": ["outrider.training.loop:fit"],
     "audits": ["outrider.audit.audit:audit"],
     "decoding": ["outrider.runtime.scheduler:Scheduler.step"],
     "opening engines": ["outrider.runtime.generation:Outrider.__init__"],
