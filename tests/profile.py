@@ -56,7 +56,8 @@ def _count(activity: str, function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             spent = time.thread_time() - started
             _seconds[activity] += spent - stack.pop()
-            _calls[activity] += 1
+            if activity != IMPORTING:
+                _calls[activity] += 1
             if stack:
                 stack[-1] += spent
 
@@ -71,11 +72,13 @@ def _count_imports() -> None:
         return (original if name in sys.modules else timed)(name, *arguments, **options)
 
     builtins.__import__ = imported
+    importlib.import_module = _count(IMPORTING, importlib.import_module)  # pytest's way
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
         return  # the workers count
+    _seconds[IMPORTING] += time.thread_time()
     _count_imports()
     for activity, places in ACTIVITIES.items():
         for place in places:
