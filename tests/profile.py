@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import wraps
 from typing import Any
 
@@ -38,8 +38,8 @@ IMPORTING, PROCESSES, REST = "importing", "processes that are started", "the res
 
 _seconds: dict[str, float] = defaultdict(float)
 _calls: dict[str, int] = defaultdict(int)
-_others: dict[str, float] = defaultdict(float)  # of the workers: seconds
-_others_calls: dict[str, int] = defaultdict(int)
+_files: dict[str, float] = defaultdict(float)  # seconds of each file of tests, with its fixtures and processes
+_workers: list[list[dict[str, float]]] = []  # what each worker reports: seconds, calls and files
 _local = threading.local()
 
 
@@ -90,30 +90,44 @@ def pytest_configure(config: pytest.Config) -> None:
             setattr(owner, last, _count(activity, getattr(owner, last)))
 
 
-def _totals() -> dict[str, float]:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    totals = dict(_seconds) | {PROCESSES: children.ru_utime + children.ru_stime}
-    return totals | {REST: time.process_time() - sum(_seconds.values())}
+def _children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _report() -> list[dict[str, float]]:
+    rest = time.process_time() - sum(_seconds.values())
+    return [_seconds | {PROCESSES: _children(), REST: rest}, dict(_calls), _files]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    started = time.process_time() + _children()
+    try:
+        return (yield)
+    finally:
+        _files[item.nodeid.partition("::")[0]] += time.process_time() + _children() - started
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["profile"] = json.dumps([_totals(), _calls])
+        session.config.workeroutput["profile"] = json.dumps(_report())
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    totals, calls = json.loads(node.workeroutput["profile"]) if "profile" in getattr(node, "workeroutput", {}) else ({}, {})
-    for name, seconds in totals.items():
-        _others[name] += seconds
-    for name, count in calls.items():
-        _others_calls[name] += count
+    if "profile" in getattr(node, "workeroutput", {}):
+        _workers.append(json.loads(node.workeroutput["profile"]))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    totals, calls = (_others, _others_calls) if _others else (_totals(), _calls)
-    terminalreporter.section("processor time by activity")
-    for name, seconds in sorted(totals.items(), key=lambda each: -each[1]):
-        terminalreporter.write_line(f"| {name} | {seconds:.0f} | {calls.get(name, '')} |")
-    terminalreporter.write_line(f"| all | {sum(totals.values()):.0f} | |")
+    reports = _workers or [_report()]
+    seconds, calls, files = (
+        {name: sum(each.get(name, 0) for each in part) for each in part for name in each} for part in zip(*reports, strict=True)
+    )
+    for title, table in (("activity", seconds), ("file", files)):
+        terminalreporter.section(f"processor time by {title}")
+        for name, spent in sorted(table.items(), key=lambda each: -each[1]):
+            terminalreporter.write_line(f"| {name} | {spent:.0f} s | {calls.get(name, '')} |")
+    terminalreporter.write_line(f"| all | {sum(seconds.values()):.0f} s | |")
