@@ -36,6 +36,7 @@ def build_engine(
     max_prompt_chunk: int | None = None,
     device: str | None = None,
     options: Mapping[str, Any] | None = None,
+    measured: Build | None = None,
     progress: Progress = SILENT,
 ) -> Manifest:
     """Build the bundle `output` from the export `source`, and return its manifest.
@@ -49,9 +50,10 @@ def build_engine(
         max_prompt_chunk: longest pass while reading a prompt, in tokens; None is 64, or the capacity if that is less.
         device: where to measure, one of the backend's `devices`; None leaves it to the backend.
         options: values for the backend's `options`, by name.
+        measured: a build whose costs and acceptance are taken; nothing is measured, and no engine runs. None measures here.
 
     Raises:
-        UsageError: the sizes do not fit each other or the models, or an option does not belong to the backend.
+        UsageError: the sizes do not fit each other, the models or `measured`, or an option does not belong to the backend.
         FolderError: the export is damaged, or the output cannot be written.
         EngineError: the backend refuses a model, or does not run it.
     """
@@ -75,7 +77,7 @@ def build_engine(
             build = chosen.build(replace(spec, source=intact), folder, progress)
         manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
         try:
-            build = _measured(folder, manifest, build, progress)
+            build = _measured(folder, manifest, build, progress) if measured is None else _as(measured, manifest, build)
         except DeviceError as error:
             if chosen.requires_costs:
                 raise
@@ -106,6 +108,20 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
         sealed = msgspec.structs.replace(manifest, build=_measured(folder, manifest, build, progress))
     write_whole(folder / MANIFEST, sealed.encode())
     return sealed
+
+
+def _as(measured: Build, manifest: Manifest, build: Build) -> Build:
+    """Return `build` with the costs and the acceptance of another one."""
+    costs = {name: costs for name, costs in measured.costs.items() if name in manifest.engines}
+    build = msgspec.structs.replace(build, costs=costs, acceptance=measured.acceptance)
+    try:
+        registry.get(build.backend).check(manifest, build)
+    except FolderError as error:
+        raise UsageError(
+            "the costs are not those of every pass of these engines",
+            "take them from a bundle with the same models, k, capacity and prompt chunk, or measure here",
+        ) from error
+    return build
 
 
 def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:

@@ -97,6 +97,15 @@ def _backend_options(command: Any) -> Any:
     type=Registered(registry.devices),
     help=f"{' and '.join(DEVICES)} only: the device to measure on, and to run on by default.  [default: cpu]",
 )
+@click.option(
+    "--costs",
+    cls=GroupedOption,
+    group=ENGINES,
+    metavar="BUNDLE",
+    type=click.Path(path_type=Path),
+    help="A bundle with the same models and sizes, measured where this one will run: take its costs and acceptance, and measure"
+    " nothing.",
+)
 @_backend_options
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(
@@ -108,12 +117,18 @@ def command(
     batch: int,
     max_prompt_chunk: int | None,
     device: str | None,
+    costs: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Build the engines of an exported pair, and write them as a bundle."""
     from outrider.builder.build import build_engine
+    from outrider.bundle.folder import read_manifest
+    from outrider.errors import UsageError
 
+    measured = None if costs is None else read_manifest(costs).build
+    if costs is not None and (measured is None or not measured.costs):
+        raise UsageError(f"{costs} has no costs", "pass a bundle that build-engine or outrider calibrate has measured")
     with progress_bar() as progress:
         manifest = build_engine(
             source,
@@ -125,6 +140,7 @@ def command(
             max_prompt_chunk=max_prompt_chunk,
             device=device,
             options={name: value for name, value in options.items() if value is not None},
+            measured=measured,
             progress=progress,
         )
     if as_json:

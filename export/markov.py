@@ -19,7 +19,7 @@ from outrider.engines.contract import BATCH_DIM, BLOCK_STATE, LOGITS
 from outrider.export.block_head import BlockHead
 from outrider.export.parity import compare, open_graph
 from outrider.export.quantize import pack
-from outrider.export.step_model import to_onnx
+from outrider.export.tracing import to_onnx
 
 CASES = 8  # random rows that are compared
 
@@ -60,7 +60,7 @@ def export_markov(head: BlockHead, path: Path, vocab_rows: int, precision: str) 
     logits = torch.randn(CASES, 1, vocab_rows, generator=generator)
     state = torch.randn(CASES, 1, head.block_state, generator=generator)
     before = torch.randint(0, vocab_rows, (CASES, 1), generator=generator)
-    step, dims = MarkovStep(head), {0: torch.export.Dim(BATCH_DIM, min=1)}
+    step, dims = MarkovStep(head), {0: BATCH_DIM}
     inputs = {LOGITS: logits, BLOCK_STATE: state, "before": before}
     program = to_onnx(step, (*inputs.values(),), (dims, dims, dims), [*inputs], ["biased", "confidence"], type(head).__name__)
     pack(program, head)

@@ -22,7 +22,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from outrider.engines.contract import (
     BATCH_DIM,
     BLOCK_STATE,
-    CAPACITY_DIM,
     COMMITTED,
     DOMAIN,
     EXPERTS,
@@ -32,7 +31,6 @@ from outrider.engines.contract import (
     LOGITS,
     PENDING,
     POSITIONS,
-    RECENT_DIM,
     ROWS_DIM,
     WINDOW_DIM,
     CacheTensor,
@@ -44,8 +42,8 @@ from outrider.export import experts, recurrence
 from outrider.export.checkpoint import learned_positions
 from outrider.export.recurrent import AttentionAndRecurrentStep, RecurrentStep
 from outrider.export.replaced import replaced
+from outrider.export.tracing import OPSET, to_onnx
 
-OPSET = 24
 ATTENTION = "outrider_step"
 FEATURE_MIXER = "feature_mixer"  # a submodule that a target gets for a draft head
 
@@ -124,7 +122,7 @@ def _written_out(
     """
     batch, heads, rows, width = query.shape
     groups = heads // key.shape[1]
-    grouped = query.reshape(batch, key.shape[1], groups * rows, width)
+    grouped = query.contiguous().reshape(batch, key.shape[1], groups * rows, width)
     scores = (grouped @ key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -402,16 +400,14 @@ def trace(
     )
     one = torch.zeros(batch, dtype=torch.int64)
     inputs = (torch.zeros(batch, rows, dtype=torch.int64), one, torch.arange(window), *(one.clone() for _ in further), *past)
-    names = (BATCH_DIM, ROWS_DIM, WINDOW_DIM, CAPACITY_DIM, *([RECENT_DIM] if layout.recurrent else []))
-    dims = {name: torch.export.Dim(name, min=1) for name in names}
-    of_batch = {0: dims[BATCH_DIM]}
-    of_caches = [of_batch | {at: dims[size] for at, size in enumerate(c.shape, 1) if isinstance(size, str)} for c in caches]
+    of_batch = {0: BATCH_DIM}
+    of_caches = [of_batch | {at: size for at, size in enumerate(c.shape, 1) if isinstance(size, str)} for c in caches]
     # What `forward` takes as one variable number of tensors has shapes of its own.
     named = [of_batch] * len(further) if is_head else []
     shapes = (
-        {0: dims[BATCH_DIM], 1: dims[ROWS_DIM]},
+        {0: BATCH_DIM, 1: ROWS_DIM},
         of_batch,
-        {0: dims[WINDOW_DIM]},
+        {0: WINDOW_DIM},
         *named,
         (*([] if is_head else [of_batch] * len(further)), *of_caches),
     )
@@ -430,42 +426,4 @@ def trace(
         program.model.opset_imports[DOMAIN] = 1
         defined = experts.functions(name) if name in EXPERTS.values() else recurrence.functions(name)
         program.model.functions.update({function.identifier(): function for function in defined})
-    return program
-
-
-def to_onnx(
-    module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], names: list[str], outputs: list[str], called: str
-) -> torch.onnx.ONNXProgram:
-    """Trace a module with these example inputs, of these dynamic shapes.
-
-    Args:
-        names: of the inputs.
-        outputs: names of the outputs.
-        called: what messages call the module.
-
-    Raises:
-        UnsupportedModelError: the module does something that a graph cannot express.
-    """
-    try:
-        program = torch.onnx.export(
-            module.eval(),
-            inputs,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=names,
-            output_names=outputs,
-            dynamic_shapes=shapes,
-            verbose=False,
-        )
-    except MemoryError:
-        raise
-    except Exception as error:  # torch.export and the ONNX translation raise errors of any type
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        reason = " ".join(str(cause).split()) or type(cause).__name__
-        raise UnsupportedModelError(f"{called} cannot be expressed as one ONNX graph: {reason[:300]}") from error
-    assert program is not None  # always so with dynamo=True
-    for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces, which contain paths of this machine
     return program

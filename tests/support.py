@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.backends.base import required_rows
 from outrider.backends.tensorrt.job import Job
 from outrider.backends.tensorrt.options import Options
 from outrider.backends.tensorrt.package import RTX
@@ -28,14 +30,15 @@ from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.bench.results import Results, read
 from outrider.builder.build import build_engine
 from outrider.bundle.folder import digest_all, read_manifest
-from outrider.bundle.manifest import MANIFEST
+from outrider.bundle.manifest import MANIFEST, ROLES, Build, Cost, Manifest
 from outrider.cli import main
-from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, CacheTensor
+from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, CacheTensor, window_buckets
 from outrider.engines.session import Session
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported
 from outrider.export.short_head import frequent_tokens
 from outrider.export.step_model import CacheLayout
+from outrider.runtime import drafters
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIR = ROOT / "examples" / "tiny-pair"
@@ -229,10 +232,37 @@ def random_block_head(folder: Path) -> Path:
 
 
 def build(source: Path, output: Path, **overrides: Any) -> Path:
-    """A bundle of the export `source`."""
+    """A bundle of the export `source`, with ready-made costs; `measured=None` measures them."""
     options: dict[str, Any] = {"backend": "onnxruntime", "k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
-    build_engine(source, output, **(options | overrides))
+    options |= overrides
+    if "measured" not in options and min([*options["k"], options["batch"]], default=0) > 0:
+        options["measured"] = ready_made(read_manifest(source), options)
+    build_engine(source, output, **options)
     return output
+
+
+def ready_made(manifest: Manifest, options: Mapping[str, Any]) -> Build:
+    """A build with costs and acceptance as a CPU has them: a further row or sequence takes little beside the weights."""
+    k, capacity, chunk = sorted({*options["k"]}), options["capacity"], options["max_prompt_chunk"]
+    sizes: dict[str, Any] = {"k": k, "capacity": capacity, "batch": options["batch"], "max_prompt_chunk": chunk}
+    empty = Build(backend="", backend_version="", device="", windows=window_buckets(capacity), **sizes)
+
+    def cost(name: str, rows: int, window: int, batch: int) -> Cost:
+        model = manifest.models.get(name)
+        share = 0.02 if model is None else model.parameters / manifest.models["target"].parameters
+        took = round(share * (1 + 0.03 * (rows - 1)) * (1 + 0.1 * (batch - 1)) * (1 + window / 4096), 4)
+        return Cost(rows=rows, window=window, batch=batch, median=took, fastest=took, slowest=took, runs=1)
+
+    on_device = drafters.on_device(drafters.available(manifest))
+    batches = sorted({*(2**power for power in range(empty.batch.bit_length())), empty.batch})
+    costs = {}
+    for name in manifest.engines:
+        rows = required_rows(name, empty) | ({chunk} if name in ROLES else set())
+        places = [
+            (n, window) for window in (empty.windows if name in ROLES else [0]) for n in sorted(rows) if n <= (window or n)
+        ]
+        costs[name] = [cost(name, *place, batch) for batch in batches for place in places]
+    return msgspec.structs.replace(empty, costs=costs, acceptance=dict.fromkeys(on_device, 0.6))
 
 
 def rtx_job(graph: Path, cache: list[CacheTensor], role: str = "target") -> Job:

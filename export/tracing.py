@@ -1,0 +1,134 @@
+"""Turns a torch module into an ONNX program.
+
+`torch.onnx.export` captures a module, and traces the captured program a second time to decompose the operators that ONNX lacks.
+The second trace takes more than half of the time, and few of our modules have such operators. So the usual ones are replaced
+here, and the second trace runs only where that is not enough.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.errors import UnsupportedModelError
+
+OPSET = 24
+_aten = torch.ops.aten
+_IDENTITIES = {_aten.alias, _aten.clone, _aten.contiguous, _aten.detach, _aten.detach_, _aten.lift_fresh_copy}
+_CASTS = {_aten.to, _aten.type_as}
+_SYNONYMS = {_aten.__and__: _aten.bitwise_and, _aten.__or__: _aten.bitwise_or}
+
+
+class _Decomposed(torch.export.ExportedProgram):
+    """A program that needs no decompositions."""
+
+    def run_decompositions(self, *_: Any, **__: Any) -> torch.export.ExportedProgram:
+        return self
+
+
+def to_onnx(
+    module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], names: list[str], outputs: list[str], called: str
+) -> torch.onnx.ONNXProgram:
+    """Trace a module with these example inputs, of these dynamic shapes.
+
+    Args:
+        shapes: for each input a dictionary from its dynamic dimensions to their names, nested as `inputs` are.
+        names: of the inputs.
+        outputs: names of the outputs.
+        called: what messages call the module.
+
+    Raises:
+        UnsupportedModelError: the module does something that a graph cannot express.
+    """
+    module.eval()
+    options: dict[str, Any] = {"input_names": names, "output_names": outputs, "opset_version": OPSET, "verbose": False}
+    try:
+        program = _without_a_second_trace(module, inputs, shapes, options)
+        if program is None:
+            program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=_dims(shapes), **options)
+    except MemoryError:
+        raise
+    except Exception as error:  # torch.export and the ONNX translation raise errors of any type
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        raise UnsupportedModelError(f"{called} cannot be expressed as one ONNX graph: {reason[:300]}") from error
+    assert program is not None  # always so with dynamo=True
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()  # stack traces, which contain paths of this machine
+    return program
+
+
+def _dims(shapes: Any) -> Any:
+    """Return the same structure with torch's dimensions in place of names; one name is one dimension."""
+    known: dict[str, Any] = {}
+
+    def convert(part: Any) -> Any:
+        if isinstance(part, str):
+            return known.setdefault(part, torch.export.Dim(part, min=1))
+        if isinstance(part, dict):
+            return {at: convert(each) for at, each in part.items()}
+        return type(part)(convert(each) for each in part)
+
+    return convert(shapes)
+
+
+def _without_a_second_trace(
+    module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], options: dict[str, Any]
+) -> torch.onnx.ONNXProgram | None:
+    """Return the program, or None if it has operators that must be decomposed."""
+    try:
+        with torch.no_grad():  # so that the program has no switches of gradients
+            captured = torch.export.export(module, inputs, dynamic_shapes=_dims(shapes), strict=False)
+    except (MemoryError, UnsupportedModelError):
+        raise
+    except Exception:  # torch.onnx.export tries more than one way, and says why none leads anywhere
+        return None
+    if not _simplified(captured):
+        return None
+    captured.__class__ = _Decomposed
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the inputs have several dimensions of one name
+            return torch.onnx.export(captured, dynamo=True, dynamic_shapes=shapes, **options)
+    except torch.onnx.errors.OnnxExporterError:
+        return None
+
+
+def _simplified(program: torch.export.ExportedProgram) -> bool:
+    """Replace what ONNX lacks by operators of the same meaning, and return whether none is left that writes to a tensor."""
+    graph = program.graph_module.graph
+    for node in [*filter(_is_operator, graph.nodes)]:
+        kind, overload = node.target.overloadpacket, node.target._overloadname
+        if kind in _CASTS and node.meta["val"].dtype != node.args[0].meta["val"].dtype:
+            node.target, node.args = _aten._to_copy.default, node.args[:1]
+            node.kwargs = {"dtype": node.meta["val"].dtype}
+        elif kind in _CASTS | _IDENTITIES:
+            program.graph_signature.replace_all_uses(node.name, node.args[0].name)
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif kind in _SYNONYMS:
+            node.target = getattr(_SYNONYMS[kind], overload)
+        elif node.target._schema.is_mutable:
+            name, written = kind.__name__, node.args[0]
+            if not name.endswith("_") or not hasattr(_aten, name[:-1]) or _shares_memory(written):
+                return False
+            node.target = getattr(getattr(_aten, name[:-1]), overload)
+            written.replace_all_uses_with(node, lambda user, since=node: user > since)
+    return True
+
+
+def _shares_memory(tensor: torch.fx.Node) -> bool:
+    """Return whether a tensor of a graph may be a view of another one, have one, or belong to the module."""
+    maker = tensor.args[0] if tensor.target is operator.getitem else tensor
+    near = [maker, *(user for user in tensor.users if not (_is_operator(user) and user.target._schema.is_mutable))]
+    return not all(_is_operator(each) and not any(value.alias_info for value in each.target._schema.returns) for each in near)
+
+
+def _is_operator(node: Any) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload)

@@ -1,0 +1,62 @@
+"""Shares traces of equal modules between the tests of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from filelock import FileLock
+from torch import nn
+
+from outrider.export import markov, step_model, tracing
+
+_trace = tracing.to_onnx
+
+
+class _Content(pickle.Pickler):
+    """Pickles tensors as what they hold, wherever that is."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            raw = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return bytes, (repr((value.dtype, value.shape)).encode() + hashlib.sha256(raw).digest(),)
+        return NotImplemented
+
+
+class _Digest:
+    """A file that keeps the digest of what is written to it."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.hexdigest = self._hash.hexdigest
+
+    def write(self, data: bytes) -> None:
+        self._hash.update(data)
+
+
+def share_traces(folder: Path) -> None:
+    """Trace each module once for all processes that share through `folder`.
+
+    Modules are equal if all that they hold is: weights, settings, classes. So a graph is never lent to another checkpoint, and what
+    `trace` adds to it, and everything after it, is done each time.
+    """
+    folder.mkdir(exist_ok=True)
+
+    def traced(module: nn.Module, *arguments: Any) -> torch.onnx.ONNXProgram:
+        digest = _Digest()
+        _Content(digest).dump((module, arguments))
+        path = folder / digest.hexdigest() / "model.onnx"
+        with FileLock(f"{path.parent}.lock"):
+            if path.exists():
+                return torch.onnx.ONNXProgram(ir.load(path), None)
+            program = _trace(module, *arguments)
+            path.parent.mkdir()
+            program.save(path, external_data=True)
+        return program
+
+    for user in (step_model, markov):
+        user.to_onnx = traced
