@@ -35,6 +35,7 @@ from outrider.tests.support import (
     random_parallel_head,
     write_checkpoint,
 )
+from outrider.tests.traces import share_traces
 
 torch.set_num_threads(2)
 gc.freeze()  # what torch and transformers have loaded is not looked through again
@@ -72,11 +73,23 @@ def _no_gpu() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """Make a folder once for all processes of the run: `once(name, make)` calls `make(path)` in the first that asks."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that all processes of the run share."""
     root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _traces(shared: Path, pytestconfig: pytest.Config) -> None:
+    """Share traces in `make test`; `make test-all` makes each anew."""
+    if pytestconfig.option.markexpr == "not slow":
+        share_traces(shared / "traces")
+
+
+@pytest.fixture(scope="session")
+def once(shared: Path) -> Once:
+    """Make a folder once for all processes of the run: `once(name, make)` calls `make(path)` in the first that asks."""
+    root = shared
 
     def made(name: str, make: Callable[[Path], object]) -> Path:
         output = root / name

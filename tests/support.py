@@ -257,9 +257,15 @@ def ready_made(manifest: Manifest, options: Mapping[str, Any]) -> Build:
     batches = sorted({*(2**power for power in range(empty.batch.bit_length())), empty.batch})
     costs = {}
     for name in manifest.engines:
-        rows = required_rows(name, empty) | ({chunk} if name in ROLES else set())
+        k_rows = required_rows(name, empty)
+        rows = k_rows | ({chunk} if name in ROLES else set())
+        windows = empty.windows if name in ROLES else [0]
+        of_chunks = [window for window in windows if window >= chunk]  # a chunk is measured in the smallest and the largest
         places = [
-            (n, window) for window in (empty.windows if name in ROLES else [0]) for n in sorted(rows) if n <= (window or n)
+            (n, at)
+            for n in sorted(rows)
+            for at in windows
+            if n <= (at or n) and (n in k_rows or at in (of_chunks[0], of_chunks[-1]))
         ]
         costs[name] = [cost(name, *place, batch) for batch in batches for place in places]
     return msgspec.structs.replace(empty, costs=costs, acceptance=dict.fromkeys(on_device, 0.6))

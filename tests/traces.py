@@ -41,10 +41,10 @@ class _Digest:
 def share_traces(folder: Path) -> None:
     """Trace each module once for all processes that share through `folder`.
 
-    Modules are equal if all that they hold is: weights, settings, classes. So a graph is never lent to another checkpoint, and what
-    `trace` adds to it, and everything after it, is done each time.
+    Modules are equal if all that they hold is: weights, settings, classes. So a checkpoint never gets the graph of another one.
+    What `trace` adds to a graph, and everything after it, is done each time.
     """
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
     def traced(module: nn.Module, *arguments: Any) -> torch.onnx.ONNXProgram:
         digest = _Digest()

@@ -1,0 +1,94 @@
+"""Graphs of modules: what replaces a second trace means the same, and traces that tests share are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from outrider.export.parity import reference
+from outrider.export.step_model import trace
+from outrider.export.tracing import to_onnx
+from outrider.tests.support import llama
+from outrider.tests.traces import share_traces
+
+
+class Apply(nn.Module):
+    """A function of one tensor [N, 4]."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def divided_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    before = y.sum(1, keepdim=True) + y.to(torch.float64).to(torch.float32)
+    y.div_(y.sum(1, keepdim=True))
+    return y + before
+
+
+def written_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[:, 1].add_(1)
+    return y
+
+
+def written_while_a_view_is_kept(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    column = y[:, 1]
+    y.add_(1)
+    return column * y[:, 0]
+
+
+def masked(x: torch.Tensor) -> torch.Tensor:
+    return torch.where((x > -0.5) & (x < 0.5) | (x > 1), x.detach().contiguous().type_as(x), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "traces"), [(divided_in_place, 1), (masked, 1), (written_through_a_view, 2), (written_while_a_view_is_kept, 2)]
+)
+def test_a_graph_computes_what_its_module_does(
+    function: Callable[[torch.Tensor], torch.Tensor], traces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, decompose = list[object](), torch.export.ExportedProgram.run_decompositions
+
+    def noted(self: torch.export.ExportedProgram, *arguments: object) -> torch.export.ExportedProgram:
+        again.append(self)
+        return decompose(self, *arguments)
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", noted)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    program = to_onnx(Apply(function), (x,), ({0: "rows"},), ["x"], ["y"], "it")
+    assert len(again) == traces - 1
+    program.save(tmp_path / "graph.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "graph.onnx")
+    for rows in (3, 1):
+        got = session.run(None, {"x": x.numpy()[:rows]})[0]
+        np.testing.assert_allclose(got, function(x[:rows].clone()).numpy(), rtol=1e-6)
+    assert session.get_inputs()[0].shape == ["rows", 4]
+
+
+def test_a_shared_trace_is_the_module_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [llama(seed=0), llama(seed=1)]
+    layout = reference(models[0], torch.ones((1, 20), dtype=torch.int64)).layout
+    for user in ("markov", "step_model"):  # without sharing, also where this run of the tests shares
+        monkeypatch.setattr(f"outrider.export.{user}.to_onnx", to_onnx)
+
+    def files(name: str, seed: int) -> list[bytes]:
+        trace(models[seed], layout).save(tmp_path / name, external_data=True)
+        return [(tmp_path / each).read_bytes() for each in (name, f"{name}.data")]
+
+    own = [files("model.onnx", seed) for seed in (0, 1)]
+    share_traces(tmp_path / "shared")
+    assert [files("model.onnx", seed) for seed in (0, 1)] == own  # made
+    assert [files("model.onnx", seed) for seed in (0, 1)] == own  # found
+    assert len([*(tmp_path / "shared").glob("*/model.onnx")]) == 2
