@@ -1,0 +1,291 @@
+"""How rounds become responses: the server's own application over an engine that plays back rounds, without a bundle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.errors import EngineError, OutriderError, UsageError
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Request
+from outrider.runtime.rounds import RoundResult
+from outrider.runtime.sampling import Logprobs, SamplingState
+from outrider.runtime.scheduler import QueueFullError
+from outrider.runtime.text import TextStream
+from outrider.serve.app import create_app
+from outrider.serve.engine import NotReadyError, Result, TimedOutError
+from outrider.serve.metrics import Metrics
+from outrider.serve.prompts_child import Job
+from outrider.serve.settings import Settings
+from outrider.tests.serve.families import text_of
+
+TEXT = text_of("hermes")
+CAPACITY = 200
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+
+
+def ids(text: str) -> list[int]:
+    return [*TEXT.tokenizer.encode(text, add_special_tokens=False).ids]
+
+
+def rounds(tokens: Sequence[int], each: int = 3) -> list[RoundResult]:
+    """Rounds of so many tokens, all but the last of each drafted; logprobs come from the ids."""
+    cut = [[*tokens[at : at + each]] for at in range(0, len(tokens), each)]
+    logprobs = [[Logprobs(-token, ((token, -token), (token + 1, -token - 1))) for token in part] for part in cut]
+    return [RoundResult("model", part[:-1], part, of) for part, of in zip(cut, logprobs, strict=True)]
+
+
+class Player:
+    """Stands in for `EngineThread`: it answers each choice by rounds, then by an error if there is one, or by nothing."""
+
+    def __init__(self, *answers: list[RoundResult], error: OutriderError | None = None, refusal: Exception | None = None):
+        self.answers, self.error, self.refusal = answers, error, refusal
+        self.metrics = Metrics()
+        self.requests: list[Request] = []
+        self.cancelled: list[Request] = []
+        models = {"target": SimpleNamespace(source="some/model")}
+        manifest = SimpleNamespace(generation=SimpleNamespace(eos_token_ids=[0]), models=models, roles=("target",))
+        grammars = SimpleNamespace(compile=lambda _: None)
+        self.outrider = SimpleNamespace(
+            text=TEXT, build=SimpleNamespace(capacity=CAPACITY), manifest=manifest, grammars=grammars
+        )
+        self.scheduler = SimpleNamespace(places=8, waiting=Counter)
+        self.prompts = SimpleNamespace(encode=self._encode)
+
+    async def _encode(self, job: Job, *_: object) -> list[list[int]]:
+        if self.refusal is not None:
+            raise self.refusal
+        return [ids("Hi")] * max(len(job.texts), 1)
+
+    async def submit(
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        deliver: Callable[[int, Result], None],
+        *_: Hashable,
+    ) -> list[Request]:
+        loop = asyncio.get_running_loop()
+        for index, (prompt, params) in enumerate(requests):
+            stream = TextStream(TEXT.tokenizer, prompt, params.stop_strings)
+            request = Request(prompt, params, SamplingState(params, prompt, [0], 512), stream, CAPACITY)
+            request.stats.cached_tokens = 1
+            self.requests.append(request)
+            for result in self.answers[index % len(self.answers)]:
+                if request.finish_reason is None:
+                    loop.call_soon(deliver, index, request.take(result))
+            if self.error is not None:
+                loop.call_soon(deliver, index, self.error)
+        return self.requests
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self.cancelled += requests
+
+
+async def send(player: Any, path: str, fields: dict[str, Any], **settings: Any) -> httpx.Response:
+    app = create_app(Settings(bundle=Path("none"), **settings), player)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        return await http.post(path, json=fields)
+
+
+def ask(player: Any, path: str = COMPLETIONS, settings: dict[str, Any] | None = None, **fields: Any) -> tuple[int, Any]:
+    """Return the status and body of a whole response."""
+    response = asyncio.run(send(player, path, {"prompt": "Hi"} | fields if path == COMPLETIONS else fields, **(settings or {})))
+    return response.status_code, response.json()
+
+
+def stream(player: Any, path: str = COMPLETIONS, **fields: Any) -> list[Any]:
+    """Return the chunks of a stream that ends as it has to."""
+    fields = {"stream": True} | fields
+    response = asyncio.run(send(player, path, {"prompt": "Hi"} | fields if path == COMPLETIONS else fields))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def messages(text: str = "Hi") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_says_what_a_whole_response_says(path: str) -> None:
+    fields: dict[str, Any] = {"max_tokens": 50, "n": 2} | (messages() if path == CHAT else {})
+    answers = rounds([*ids("It is a fine day."), 0]), rounds([*ids("Good morning, and good luck."), 0], each=4)
+    status, whole = ask(Player(*answers), path, **fields)
+    chunks = stream(Player(*answers), path, **fields, stream_options={"include_usage": True})
+    *chunks, last = chunks
+    assert (status, last["choices"], last["usage"]) == (200, [], whole["usage"])
+    assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
+    for at, text in enumerate(("It is a fine day.", "Good morning, and good luck.")):
+        choice, of = whole["choices"][at], [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == at]
+        assert (choice["message"]["content"] if path == CHAT else choice["text"]) == text
+        assert "".join(each["delta"].get("content", "") if path == CHAT else each["text"] for each in of) == text
+        assert [each["finish_reason"] for each in of] == [None] * (len(of) - 1) + ["stop"]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_why_an_answer_ends() -> None:
+    text = ids("One, two, three, four, five.")
+    for tokens, fields, reason, shown in (
+        ([*text, 0], {}, "stop", "One, two, three, four, five."),
+        (text, {"stop": ["thr"]}, "stop", "One, two, "),
+        (text, {"max_tokens": len(ids("One, two"))}, "length", "One, two"),
+        (ids("a") * CAPACITY, {}, "length", "a" * (CAPACITY - len(ids("Hi")) + 1)),  # the cache is full
+    ):
+        answer = {"max_tokens": 1000} | fields
+        status, whole = ask(Player(rounds(tokens, 1)), **answer)
+        assert (status, whole["choices"][0]["finish_reason"], whole["choices"][0]["text"]) == (200, reason, shown)
+        status, whole = ask(Player(rounds(tokens, 1)), CHAT, **answer, **messages())
+        choice = whole["choices"][0]
+        assert (status, choice["finish_reason"], choice["message"]["content"]) == (200, reason, shown)
+
+
+def test_usage_counts_a_prompt_once_and_every_choice() -> None:
+    first, second = [*ids("A short one."), 0], [*ids("Another, which is longer."), 0]
+    _, whole = ask(Player(rounds(first), rounds(second)), prompt=["Hi", "Hi"], n=2, max_tokens=90)
+    prompt = len(ids("Hi"))
+    completion = 2 * (len(first) + len(second))
+    assert whole["usage"] == {
+        "prompt_tokens": 2 * prompt,
+        "completion_tokens": completion,
+        "total_tokens": 2 * prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert whole["metrics"] is None
+    _, whole = ask(Player(rounds(first)), max_tokens=90)
+    counted = whole["metrics"]["speculative_decoding"]
+    drafted = [len(each.drafted) for each in rounds(first) if each.drafted]
+    assert (counted["num_spec_steps"], counted["num_draft_tokens"]) == (len(drafted), sum(drafted))
+    assert (counted["num_accepted_draft_tokens"], counted["draft_acceptance_rate"]) == (sum(drafted), 1)
+
+
+def test_logprobs_are_in_the_order_of_the_tokens_and_of_likelihood() -> None:
+    tokens = [*ids("One, two, three."), 0]
+    names = [TEXT.token(token) for token in tokens]
+    _, whole = ask(Player(rounds(tokens)), logprobs=2, max_tokens=90)
+    found = whole["choices"][0]["logprobs"]
+    assert (found["tokens"], found["token_logprobs"]) == (names, [-token for token in tokens])
+    assert [[*each.items()] for each in found["top_logprobs"]] == [
+        [(TEXT.token(token), -token), (TEXT.token(token + 1), -token - 1)] for token in tokens
+    ]
+    assert found["text_offset"] == [len("".join(names[:at])) for at in range(len(names))]
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in stream(Player(rounds(tokens)), logprobs=2, max_tokens=90)]
+    assert {key: [each for part in streamed for each in part[key]] for key in found} == found
+    _, whole = ask(Player(rounds(tokens)), CHAT, **messages(), logprobs=True, top_logprobs=2)
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert [(each["token"], each["logprob"]) for each in content] == [*zip(names, found["token_logprobs"], strict=True)]
+    assert [[top["logprob"] for top in each["top_logprobs"]] for each in content] == [[-t, -t - 1] for t in tokens]
+
+
+def test_calls_are_apart_from_text_whole_and_in_a_stream() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {"zone": "a\\"}b"}}\n</tool_call>'
+    tokens = [*ids(f"Let me see.\n{call}\n{call}"), 0]
+    asked = messages() | {"tools": [TOOL]}
+    _, whole = ask(Player(rounds(tokens, 2)), CHAT, **asked)
+    (choice,) = whole["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Let me see.")
+    calls = choice["message"]["tool_calls"]
+    assert [each["function"] for each in calls] == [{"name": "now", "arguments": '{"zone": "a\\"}b"}'}] * 2
+    assert calls[0]["id"] != calls[1]["id"]
+    said, arguments = "", ["", ""]
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream(Player(rounds(tokens, 2)), CHAT, **asked)]
+    for delta in deltas:
+        said += delta.get("content", "")
+        for each in delta.get("tool_calls", ()):
+            arguments[each["index"]] += each["function"]["arguments"]
+    assert (said, arguments) == ("Let me see.", ['{"zone": "a\\"}b"}'] * 2)
+    names = [each["function"]["name"] for delta in deltas for each in delta.get("tool_calls", ()) if "id" in each]
+    assert names == ["now", "now"]
+    _, cut = ask(Player(rounds(tokens, 2)), CHAT, **asked, max_tokens=len(tokens) - 12)
+    assert cut["choices"][0]["finish_reason"] == "length"
+
+
+ERRORS = [
+    (UsageError("top_k is -2; it must be -1 or more", "change it", param="top_k"), 400, "top_k"),
+    (QueueFullError("the queue is full", "try again later"), 429, "queue_full"),
+    (NotReadyError("the bundle is still loading", "try again later"), 503, "not_ready"),
+    (TimedOutError("the answer took longer than 9 seconds", "ask for fewer tokens"), 504, "timeout"),
+    (EngineError("the logits contain NaN", "use fp32"), 500, "engine_error"),
+    (ValueError("secret"), 500, "internal_error"),
+]
+
+
+def test_each_error_has_its_status_and_no_traceback() -> None:
+    for error, status, name in ERRORS:
+        code, body = ask(Player([], refusal=error))
+        assert (code, name in (body["error"]["code"], body["error"]["param"])) == (status, True), error
+        assert (str(error) in body["error"]["message"]) == isinstance(error, OutriderError)
+        if isinstance(error, OutriderError):
+            code, body = ask(Player(rounds(ids("One"), 1), error=error))
+            assert (code, str(error) in body["error"]["message"]) == (status, True)
+
+
+def test_an_error_ends_a_stream_and_the_other_choices() -> None:
+    player = Player(rounds(ids("One, two"), 1), error=EngineError("the device is gone", "restart the server"))
+    response = asyncio.run(send(player, COMPLETIONS, {"prompt": "Hi", "stream": True, "n": 3, "max_tokens": 90}))
+    *_, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert json.loads(last)["error"]["message"] == "the device is gone"
+    assert player.cancelled == player.requests[1:]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_cancels_its_requests(streamed: bool) -> None:
+    player = Player(rounds(ids("One, two"), 1))  # the answers never end
+    body = json.dumps({"prompt": "Hi", "stream": streamed, "n": 2, "max_tokens": 90}).encode()
+    seen = asyncio.Event()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if incoming:
+            return incoming.pop()
+        if streamed:
+            await seen.wait()
+        while not player.requests:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def answered(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            seen.set()
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": b"", "query_string": b"", "root_path": ""}
+    scope |= {"scheme": "http", "http_version": "1.1", "server": ("localhost", 80), "client": ("127.0.0.1", 1)}
+    scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"}}
+
+    async def leave() -> None:
+        app = create_app(Settings(bundle=Path("none")), player)
+        await asyncio.wait_for(app(scope, receive, answered), 20)
+
+    asyncio.run(leave())
+    assert len(player.requests) == 2
+    assert Counter(map(id, player.cancelled)) == Counter(map(id, player.requests))  # each once
+
+
+def test_prompts_are_logged_only_where_the_settings_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    private = "a most private matter"
+    caplog.set_level(logging.INFO, "outrider.serve")
+    for path, fields in ((COMPLETIONS, {"prompt": private}), (CHAT, messages(private) | {"tools": [TOOL]})):
+        for allowed in (False, True):
+            caplog.clear()
+            assert ask(Player(rounds([*ids("Yes."), 0])), path, settings={"log_prompts": allowed}, **fields)[0] == 200
+            (record,) = [each for each in caplog.records if each.msg == "answered"]
+            assert (private in str(vars(record))) == allowed
+            assert vars(record)["completion_tokens"] == len(ids("Yes.")) + 1
+
+
+def test_more_choices_or_longer_prompts_than_the_server_allows_are_refused() -> None:
+    player = Player(rounds(ids("One")))
+    for fields, param in (({"n": 4}, "n"), ({"prompt": ["Hi"] * 4}, "n"), ({"prompt": [[1] * 10]}, "prompt")):
+        status, body = ask(player, settings={"max_choices": 3, "max_prompt": 9}, **fields)
+        assert (status, body["error"]["param"]) == (400, param), body
+    assert not player.requests
