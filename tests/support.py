@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.backends import registry
 from outrider.backends.base import required_rows
 from outrider.backends.tensorrt.job import Job
 from outrider.backends.tensorrt.options import Options
@@ -30,9 +31,20 @@ from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.bench.results import Results, read
 from outrider.builder.build import build_engine
 from outrider.bundle.folder import digest_all, read_manifest
-from outrider.bundle.manifest import MANIFEST, ROLES, Build, Cost, Manifest
+from outrider.bundle.manifest import (
+    MANIFEST,
+    ROLES,
+    SCHEMA_VERSION,
+    TOKENIZER,
+    Build,
+    Cost,
+    Generation,
+    Manifest,
+    Model,
+    Parity,
+)
 from outrider.cli import main
-from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, CacheTensor, window_buckets
+from outrider.engines.contract import CONTRACT_VERSION, INPUT_IDS, LOGITS_ROWS, CacheTensor, window_buckets
 from outrider.engines.session import Session
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported
@@ -310,6 +322,51 @@ def reseal(folder: Path, **changes: Any) -> None:
     """Make the manifest true again after a test has edited the folder, with `changes` to its fields."""
     manifest = msgspec.structs.replace(read_manifest(folder), files=digest_all(folder), **changes)
     (folder / MANIFEST).write_bytes(manifest.encode())
+
+
+def sealed_bundle(folder: Path) -> Path:
+    """A bundle of a target and a draft whose files hold their names: for what opens no engine."""
+    parity = Parity(rows=1, max_abs_diff=0.0, tolerance=1.0, argmax_agreement=1.0)
+    sizes: dict[str, Any] = {"parameters": 1, "precision": "fp32", "vocab_rows": 320, "max_positions": 256}
+    models = {
+        role: Model(source=f"a/{role}", architecture="Llama", layers=[(2, 8, 8)], parity=parity, **sizes)
+        for role in ("target", "draft")
+    }
+    made = Manifest(
+        schema_version=SCHEMA_VERSION,
+        contract_version=CONTRACT_VERSION,
+        outrider_version="0",
+        vocab_tokens=320,
+        models=models,
+        generation=Generation(eos_token_ids=[0], special_tokens={}),
+        files={},
+    )
+    build = Build(
+        backend=registry.REFERENCE.name,
+        backend_version="0",
+        device="cpu",
+        k=[1, 2],
+        capacity=128,
+        batch=1,
+        max_prompt_chunk=16,
+        windows=window_buckets(128),
+    )
+    costs = {
+        name: [
+            Cost(rows=rows, window=window, batch=1, median=2.0, fastest=1.0, slowest=3.0, runs=7)
+            for window in (build.windows if name in ROLES else [0])
+            for rows in required_rows(name, build)
+        ]
+        for name in made.engines
+    }
+    for name in (TOKENIZER, *(each for engine in made.engines for each in registry.REFERENCE.engine_files(engine))):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    sealed = msgspec.structs.replace(
+        made, build=msgspec.structs.replace(build, costs=costs, acceptance={"model": 0.5}), files=digest_all(folder)
+    )
+    (folder / MANIFEST).write_bytes(sealed.encode())
+    return folder
 
 
 def prefill(session: Session, tokens: list[int], chunk: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -16,16 +17,16 @@ import msgspec
 import pytest
 
 from outrider.backends.open import open_bundle
-from outrider.bundle.folder import FolderWatch, read_manifest, staged
+from outrider.bundle.folder import FolderWatch, read_manifest, staged, unchanged, write_whole
 from outrider.bundle.manifest import MANIFEST, FileEntry
 from outrider.errors import FolderError
 from outrider.runtime.generation import Outrider
-from outrider.tests.support import build
+from outrider.tests.support import build, sealed_bundle
 
 
 @pytest.fixture
-def copy(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+def copy(tmp_path: Path) -> Path:
+    return sealed_bundle(tmp_path / "bundle")
 
 
 def rewrite(folder: Path, **changes: object) -> None:
@@ -47,21 +48,29 @@ def test_every_file_of_a_bundle_is_in_the_manifest(copy: Path) -> None:
     assert set(read_manifest(copy).files) == names
 
 
-def test_one_changed_byte_in_any_file_is_refused(copy: Path) -> None:
+def refused_when_changed(copy: Path, read: Callable[[Path], object]) -> None:
     for name in read_manifest(copy).files:
         path = copy / name
         sealed = path.read_bytes()
         path.write_bytes(sealed[:-1] + bytes([sealed[-1] ^ 1]))
         with pytest.raises(FolderError, match=f"{path.name} is not the file that was sealed"):
-            Outrider.load(copy)
+            read(copy)
         path.write_bytes(sealed[:-1])
         with pytest.raises(FolderError, match=r"bytes; the manifest says"):
-            Outrider.load(copy)
+            read(copy)
         path.unlink()
         with pytest.raises(FolderError, match="cannot be read"):
-            Outrider.load(copy)
+            read(copy)
         path.write_bytes(sealed)
-    Outrider.load(copy)
+    read(copy)
+
+
+def test_one_changed_byte_in_any_file_is_refused(copy: Path) -> None:
+    refused_when_changed(copy, open_bundle)
+
+
+def test_one_changed_byte_is_refused_where_engines_are_opened_meanwhile(tiny_bundle: Path, tmp_path: Path) -> None:
+    refused_when_changed(Path(shutil.copytree(tiny_bundle, tmp_path / "bundle")), Outrider.load)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "target/../../secret", "C:/secret", "..\\secret", ""])
@@ -241,3 +250,56 @@ def test_two_writers_do_not_mix_and_a_killed_one_is_cleared_away(tmp_path: Path)
         (folder / "whole").touch()
     assert [path.name for path in output.iterdir()] == ["whole"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "manifest.json"
+    write_whole(path, b"old")
+    write, seen = Path.write_bytes, []
+
+    def half(self: Path, content: bytes) -> int:
+        write(self, content[:2])
+        seen.append(path.read_bytes())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(FolderError, match="no room to write"):
+        write_whole(path, b"newer")
+    monkeypatch.undo()
+    assert seen == [b"old"]
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_folder_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
+    with staged(tmp_path / "out") as folder:
+        (folder / "half").touch()
+        assert not (tmp_path / "out").exists()
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["half"]
+
+
+def test_a_change_in_place_is_noticed_while_a_bundle_is_served(copy: Path) -> None:
+    watch = FolderWatch(copy)
+    assert (watch.changed(), watch.replaced()) == (None, False)
+    weights = copy / "target" / "model.onnx.data"
+    with open(weights, "r+b") as file:  # as many bytes as before
+        file.write(b"X")
+    os.utime(weights, ns=(1, 1))
+    assert watch.changed() == "target/model.onnx.data"
+    watch.close()
+    watch = FolderWatch(copy)
+    (copy / "next").write_bytes((copy / MANIFEST).read_bytes())
+    (copy / "next").rename(copy / MANIFEST)
+    assert (watch.changed(), watch.replaced()) == (None, True)
+    watch.close()
+
+
+def test_what_changes_while_it_is_read_is_refused(copy: Path) -> None:
+    weights = copy / "draft" / "model.onnx.data"
+    with pytest.raises(FolderError, match="was changed or replaced while it was being read"), unchanged(copy):
+        content = weights.read_bytes()
+        weights.rename(copy / "away")
+        weights.write_bytes(content)
+        (copy / "away").unlink()
+    with unchanged(copy):
+        pass
