@@ -1,0 +1,56 @@
+"""What a benchmark counts, from answers that a test has made."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.bench.results import Mode
+from outrider.bench.simulator import replay
+from outrider.bench.summary import PLAIN, Answer, summarize
+from outrider.runtime.policy import FixedPolicy
+from outrider.runtime.stats import Stats
+from outrider.tests.runtime.test_policy import costs, flips, text
+
+DRAFTED = Mode(drafter="model", k=4)
+
+
+def answer(tokens: list[int], seconds: float, accepted: int = 0) -> Answer:
+    stats = Stats(seconds=seconds, engine_seconds=seconds)
+    stats.count("model", 4, accepted, 1, 1)
+    return Answer(tokens, seconds, [(0.5, 1), (0.5 + seconds, len(tokens) - 1)], stats)
+
+
+def test_a_speed_up_is_the_time_of_plain_decoding_over_the_modes() -> None:
+    table, traces = costs(), [text(flips(0.7, 10)), text(flips(0.9, 10, seed=1))]
+    first, second = ([*trace.tokens] for trace in traces)
+    answers = {
+        PLAIN: [[answer(first, 2.0), answer(second, 4.0)], [answer(first, 2.0), answer(second, 4.0)]],
+        DRAFTED: [[answer(first, 1.0, 3), answer(second, 1.0, 3)], [answer(first, 4.0, 1), answer([*second[:-1], 7], 4.0, 1)]],
+    }
+    texts, (plain, drafted) = summarize(traces, answers, table)
+    assert [(each.prompt, each.mode, each.speedup) for each in texts] == [
+        (0, PLAIN, [1, 1]),
+        (0, DRAFTED, [2, 0.5]),
+        (1, PLAIN, [1, 1]),
+        (1, DRAFTED, [4, 1]),
+    ]
+    assert texts[1].tokens_per_second == [10, 2.5]
+    assert (plain.speedup, plain.same_text, plain.predicted_speedup) == ([1, 1], 4, 1)
+    assert drafted.speedup == pytest.approx([8**0.5, 0.5**0.5])
+    assert (drafted.same_text, drafted.prompts, drafted.tokens) == (3, 2, 20)
+    predicted = [
+        replay(trace, table, FixedPolicy("none", 0)) / replay(trace, table, FixedPolicy("model", 4)) for trace in traces
+    ]
+    assert drafted.predicted_speedup == pytest.approx((predicted[0] * predicted[1]) ** 0.5)
+    assert all(ratio > 1 for ratio in predicted)
+    assert drafted.mean_acceptance_length == 3
+    assert drafted.first_token.p50 == pytest.approx(500)
+
+
+def test_an_answer_of_another_length_is_compared_by_the_token() -> None:
+    trace = text(flips(0.7, 10))
+    tokens = [*trace.tokens]
+    answers = {PLAIN: [[answer(tokens, 2.0)]], DRAFTED: [[answer(tokens[:5], 1.0)]]}
+    texts, (_, drafted) = summarize([trace], answers, costs())
+    assert texts[1].speedup == drafted.speedup == [1]
+    assert drafted.same_text == 0
