@@ -1,0 +1,176 @@
+"""What is learned is apart from what is measured on; an interrupted run ends as one that was not: with a toy for a draft."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from outrider.bundle.folder import read_manifest
+from outrider.progress import SILENT, Progress
+from outrider.runtime.chat_template import ChatTemplate
+from outrider.runtime.text import Text
+from outrider.tests.support import END, PAIR, llama, sealed_bundle, tokenizer, write_checkpoint
+from outrider.training import train as train_module
+from outrider.training.answers import Answers, Example, given_examples, held_out
+from outrider.training.arguments import Arguments
+from outrider.training.loop import FINISHED, Schedule, _last_checkpoint, fit
+from outrider.training.objective import Batch, Objective, measure
+from outrider.training.pard import PardObjective
+from outrider.training.texts import Message, Sample
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + END + "{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+class Toy(Objective):
+    """Learns one number; its loss depends on which examples come together, and in which order."""
+
+    steps = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8))
+        self.seen: list[list[int]] = []
+
+    check = open = classmethod(lambda cls, *_: None)  # type: ignore[assignment]
+
+    def forward(self, ids: torch.Tensor, drafted: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen.append(ids[:, 0].tolist())
+        return {"loss": ((self.weight - ids.float().mean(0)[:8]) ** 2).sum() / 100}
+
+    def agreement(self, batch: Batch) -> torch.Tensor:
+        return torch.ones(*batch.ids.shape, 1, dtype=torch.bool)
+
+    def write(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class Interrupting(Progress):
+    """Interrupts after some updates."""
+
+    def __init__(self, updates: int):
+        self._left = updates
+
+    def advance(self, size: int) -> None:
+        self._left -= size
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+def examples(count: int = 24) -> list[Example]:
+    chance = random.Random(0)
+    return [Example([at, *(chance.randrange(9) for _ in range(7))], [False] * 3 + [True] * 5) for at in range(count)]
+
+
+def trained(folder: Path, progress: Progress = SILENT) -> tuple[Toy, list[dict[str, float]]]:
+    toy = Toy()
+    schedule = Schedule(epochs=2, batch=2, accumulate=1, learning_rate=0.1, seed=3)
+    return toy, fit(toy, examples(), examples(2), schedule, folder, progress)
+
+
+def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    whole, history = trained(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "parts", Interrupting(13))
+    resumed, continued = trained(tmp_path / "parts")
+    assert len(whole.seen) == 24
+    assert resumed.seen == whole.seen[12:]  # the same batches in the same order as in the second epoch
+    assert torch.equal(whole.weight, resumed.weight)  # so does what the optimizer remembers
+    assert continued == history
+    assert {"loss", "mean_acceptance_length"} <= {key for entry in history for key in entry}
+
+
+def test_the_last_whole_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    assert _last_checkpoint(tmp_path) is None
+    for step in (8, 16, 100, 96):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert _last_checkpoint(tmp_path) is None
+    for step in (8, 16, 96):
+        (tmp_path / f"checkpoint-{step}" / FINISHED).touch()
+    assert _last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-96")
+    (tmp_path / "checkpoint-100" / FINISHED).touch()
+    assert _last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+
+
+def test_a_draft_of_one_token_learns_what_a_language_model_learns() -> None:
+    """The loss is that of transformers, whose labels are the ids themselves: -100 leaves a token out."""
+    model = llama(vocab_size=400)
+    objective = PardObjective(model, AutoTokenizer.from_pretrained(PAIR / "target"), steps=1)
+    first, second = [5, 6, 7, 8, 9, 10], [11, 12, 13, 14]
+    batch = Batch.of([Example(first, [False] * 2 + [True] * 4), Example(second, [False] * 3 + [True])])
+    labels = torch.where(batch.drafted, batch.ids, -100)
+    with torch.no_grad():
+        want = model(input_ids=batch.ids, labels=labels).loss
+        got = objective(**batch._asdict())["loss"]
+    torch.testing.assert_close(got, want)
+
+
+def test_a_measurement_counts_what_rounds_would_emit() -> None:
+    class Half(Toy):
+        def agreement(self, batch: Batch) -> torch.Tensor:
+            agrees = torch.zeros(*batch.ids.shape, 4, dtype=torch.bool)
+            agrees[:, 2::2, :2] = True  # after every other token, two of four proposals are right
+            return agrees
+
+    stats = measure(Half(), [Example([*range(12)], [False] * 3 + [True] * 9)], 4)
+    # Rounds at 3, 6, 7, 10 and 11: 2 accepted of 4 drafted, 0 of 4, 2 of 4, 0 of 1, and one that has nothing to draft.
+    assert (stats.rounds, stats.drafted, stats.accepted, stats.emitted) == (5, 13, 4, 9)
+
+
+def texts(count: int = 60) -> list[Sample]:
+    return [
+        Sample(messages=[Message("user", f"What are {at} foxes?"), Message("assistant", f"They are {at} foxes, lazy ones.")])
+        for at in range(count)
+    ]
+
+
+def test_an_answer_is_learned_with_the_token_that_ends_it_unless_it_is_cut() -> None:
+    text = Text(tokenizer(), ChatTemplate(TEMPLATE, {}))
+    for longest, ends in ((200, True), (50, False)):
+        for example, prompt in given_examples(texts(), text, longest, [0]):
+            assert (example.ids[: len(prompt)], len(example.ids) <= longest) == (prompt, True)
+            assert (example.ids[-1] == 0) == ends
+            assert example.drafted == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_is_measured_on_is_not_learned(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle, target = sealed_bundle(tmp_path / "bundle"), write_checkpoint(tmp_path / "target", llama())
+    options: dict[str, Any] = {"bundle": bundle, "given": given, "max_length": 100, "max_new_tokens": 16}
+    file = tmp_path / "texts.txt"
+    file.write_text("any")
+    arguments = Arguments.check(str(target), "eagle3", [file], tmp_path / "draft", **options)
+    object.__setattr__(arguments, "samples", texts())
+    manifest = read_manifest(bundle)
+    loaded = SimpleNamespace(manifest=manifest, build=manifest.build, text=Text(tokenizer(), ChatTemplate(TEMPLATE, {})))
+    asked: list[list[int]] = []
+
+    def generate(self: Answers, _: object, prompts: Sequence[Any], progress: Progress) -> None:
+        for prompt in prompts:
+            asked.append(prompt.ids)
+            self._known[prompt.key] = [7, 8, 9, 0]
+
+    monkeypatch.setattr(train_module.Outrider, "load", lambda *_, **__: nullcontext(loaded))
+    monkeypatch.setattr(train_module, "_check_target", lambda *_: None)
+    monkeypatch.setattr(Answers, "generate", generate)
+    data = train_module._data(arguments, None, tmp_path, SILENT)
+
+    def prompts(examples: Sequence[Example]) -> set[tuple[int, ...]]:
+        return {tuple(each.ids[: each.drafted.index(True)]) for each in examples}
+
+    away = sum(held_out(60))
+    assert (len(data.trained), len(data.held_out), away) == (60 - away, away, 3)
+    assert not prompts(data.trained) & prompts(data.held_out)
+    assert len(prompts(data.trained) | prompts(data.held_out)) == 60
+    assert all(each.ids[-4:] == [7, 8, 9, 0] for each in data.held_out)  # the target's own answers, which are what is served
+    assert len(asked) == (away if given else 60)
