@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from outrider import errors
 from outrider.audit import audit as audit_module
 from outrider.audit import engines as engines_module
 from outrider.audit.engines import Compared
@@ -21,7 +22,7 @@ from outrider.audit.statistics import compare
 from outrider.backends import open as open_module
 from outrider.bundle.folder import read_manifest
 from outrider.cli import main
-from outrider.errors import EngineError, UsageError
+from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.reference import Fault
 from outrider.tests.support import run_here, sealed_bundle
@@ -146,6 +147,17 @@ def test_each_failure_has_its_exit_code_and_two_lines(monkeypatch: pytest.Monkey
         done = run_here("fails")
         assert done.returncode == code, error
         assert done.stderr.splitlines() == [f"error: {message}", f"hint:  {hint}"]
+
+
+def test_every_error_of_ours_is_one() -> None:
+    ours = {name: each for name, each in vars(errors).items() if isinstance(each, type) and each.__module__ == errors.__name__}
+    assert issubclass(ours.pop("OutriderWarning"), UserWarning)
+    assert len(ours) == 9
+    for name, error in ours.items():
+        made = error("what happened", "what to do", param="k")
+        assert (isinstance(made, OutriderError), str(made), made.hint, made.param) == (True, "what happened", "what to do", "k")
+        assert made.exit_code == (2 if name == "UsageError" else 1)
+        assert isinstance(made, EngineError) == (name in ("EngineError", "DeviceError"))
 
 
 def test_a_bug_is_no_expected_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.results import Mode
+from outrider.bench.results import Mode, _verdict
 from outrider.bench.simulator import replay
 from outrider.bench.summary import PLAIN, Answer, summarize
 from outrider.runtime.policy import FixedPolicy
@@ -54,3 +54,16 @@ def test_an_answer_of_another_length_is_compared_by_the_token() -> None:
     texts, (_, drafted) = summarize([trace], answers, costs())
     assert texts[1].speedup == drafted.speedup == [1]
     assert drafted.same_text == 0
+
+
+def test_which_of_two_reports_is_better() -> None:
+    low, high = [1.0, 2, 3, 4, 5], [6.0, 7, 8, 9, 10]
+    for before, after, lower_is_better, verdict in (
+        (low, high, False, "better"),
+        (high, low, False, "worse"),
+        (low, high, True, "worse"),
+        (high, low, True, "better"),
+        (low, [5.0, *high], False, "within the noise"),
+        (low[:4], high, False, "fewer than 5 rounds"),
+    ):
+        assert _verdict(before, after, lower_is_better=lower_is_better) == verdict

@@ -167,7 +167,28 @@ def test_calibrating_replaces_what_was_measured_and_nothing_else(measured: Any, 
     measured.costs = OutriderError("the engine does not run", "none")
     with pytest.raises(OutriderError):
         calibrate(bundle)
-    (bundle / "target" / "model.onnx").write_text("other")
-    with pytest.raises(FolderError):
+    assert (bundle / MANIFEST).read_bytes() == written
+
+
+def test_a_damaged_bundle_is_not_calibrated(measured: Any, tmp_path: Path) -> None:
+    bundle = sealed_bundle(tmp_path / "bundle")
+    path, written = bundle / "target" / "model.onnx", (bundle / MANIFEST).read_bytes()
+    path.write_text(path.read_text()[::-1])
+    with pytest.raises(FolderError, match="is not the file that was sealed"):
         calibrate(bundle)
     assert (bundle / MANIFEST).read_bytes() == written
+
+
+def test_an_export_that_changes_while_it_is_built_gives_no_bundle(
+    backend: Writing, measured: Any, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = BuildSpec.copy
+
+    def swapped(self: BuildSpec, *rest: Any) -> None:
+        copy(self, *rest)
+        (export / TOKENIZER).write_text("other")
+
+    monkeypatch.setattr(BuildSpec, "copy", swapped)
+    with pytest.raises(FolderError, match="was changed or replaced while it was being read"):
+        built(export, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()

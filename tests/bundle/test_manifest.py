@@ -10,12 +10,14 @@ import pytest
 
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import MANIFEST, SCHEMA_VERSION, Manifest, decode_manifest
+from outrider.engines.contract import CONTRACT_VERSION
 from outrider.errors import FolderError
+from outrider.tests.support import sealed_bundle
 
 
 @pytest.fixture
-def data(tiny_bundle: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((tiny_bundle / MANIFEST).read_text())
+def data(tmp_path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((sealed_bundle(tmp_path / "bundle") / MANIFEST).read_text())
     return loaded
 
 
@@ -38,9 +40,9 @@ def test_a_newer_version_is_refused_even_where_its_fields_are_unknown(data: dict
 
 
 def test_an_older_version_is_refused(data: dict[str, Any]) -> None:
-    data["schema_version"] = SCHEMA_VERSION - 1
-    with pytest.raises(FolderError, match="older outrider"):
-        decode(data)
+    for older in ({"schema_version": SCHEMA_VERSION - 1}, {"contract_version": CONTRACT_VERSION - 1}):
+        with pytest.raises(FolderError, match="older outrider"):
+            decode(data | older)
 
 
 def test_damage_is_named(data: dict[str, Any]) -> None:

@@ -236,6 +236,14 @@ def test_the_parts_do_not_depend_on_the_pieces(name: str, cuts: list[int]) -> No
         assert read(name, written, cuts) == read(name, written)
 
 
+def test_a_string_may_be_cut_behind_a_backslash() -> None:
+    """Each piece is a character; what follows the arguments is none of them."""
+    for value in (r'{"a": "\\\"}"}', r'{"a": "\\", "b": {"c": "\""}}'):
+        reader = Reader(Reader.value)
+        parts = [part for character in value + " more" for part in reader.push(character, False)]
+        assert ("".join(part.text for part in parts), {part.kind for part in parts}) == (value, {"arguments"})
+
+
 @every
 def test_a_call_that_is_cut_is_the_beginning_of_the_whole(name: str) -> None:
     """After any token: no more than the whole has is shown, and the reader says that the call is not complete."""

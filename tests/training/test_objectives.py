@@ -10,7 +10,7 @@ from outrider.export.source import Source
 from outrider.tests.runtime.test_proposals import HeadReference, ParallelReference, Reference
 from outrider.tests.support import PAIR, parallel_draft
 from outrider.training.answers import Example
-from outrider.training.eagle3 import open_head
+from outrider.training.eagle3 import Eagle3Objective, open_head
 from outrider.training.objective import Batch, Objective, measure
 from outrider.training.pard import PardObjective
 
@@ -68,3 +68,19 @@ def test_the_loss_falls_and_only_the_draft_learns(learned: tuple[Objective, Refe
     with torch.no_grad():
         for each, old in zip(trained, before, strict=True):
             each.copy_(old)
+
+
+def test_a_head_learns_the_targets_distribution_of_the_token_that_it_proposes() -> None:
+    """In its first step, the chain at a row has read the next token, and proposes the one behind that."""
+    target = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).requires_grad_(False).eval()
+    objective = open_head(target, Source.parse(str(PAIR / "head")), torch.arange(0), 1)
+    assert isinstance(objective, Eagle3Objective)
+    ids = AutoTokenizer.from_pretrained(PAIR / "target")(TEXT).input_ids
+    batch = Batch.of([Example(ids, [False] * 10 + [True] * (len(ids) - 10)), Example(ids[:30], [False] * 5 + [True] * 25)])
+    with torch.no_grad():
+        goal = target(input_ids=batch.ids).logits[:, 1:-1, objective.kept].softmax(-1)
+        features, _ = objective._read(batch.ids)
+        (normed,) = objective._steps(features, batch.ids)
+        losses = torch.nn.functional.cross_entropy(objective.output(normed)[:, :-1].mT, goal.mT, reduction="none")
+        want = losses[batch.drafted[:, 2:]].mean()
+        torch.testing.assert_close(objective(**batch._asdict())["loss"], want)
