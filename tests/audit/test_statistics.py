@@ -49,6 +49,14 @@ def test_the_bound_holds_and_detects_what_it_claims_to() -> None:
     assert missed <= 300 * (1 - POWER)
 
 
+def test_the_bound_of_one_token_is_what_chance_allows_both_samples() -> None:
+    """A sample of one token is expected to have no distance from another, and one draw moves it by 1/m or 1/n."""
+    same = compare("first", np.zeros(200, np.int64), np.zeros(50, np.int64), 1e-4)
+    assert same.bound == same.distance_at_most == pytest.approx(np.sqrt(np.log(1e4) * (1 / 200 + 1 / 50) / 2))
+    assert same.detects == pytest.approx(same.bound + np.sqrt(-np.log(1 - POWER) * (1 / 200 + 1 / 50) / 2))
+    assert (same.p_value, same.distance, same.draws) == (1, 0, (200, 50))
+
+
 def test_samples_in_which_every_token_is_rare_still_show_a_difference() -> None:
     """No token is seen twice, so no bound on the distance says anything: the report says so, and the test does not rest on
     it."""

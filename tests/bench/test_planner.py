@@ -113,6 +113,14 @@ def test_recorded_texts_give_what_a_replay_of_them_takes() -> None:
         assert each.cheaper_draft == pytest.approx(np.exp(np.log(gains).mean()))
 
 
+def test_a_replay_pays_for_rejected_tokens() -> None:
+    table = costs()
+    rejected, accepted = (replay(text([agrees] * 40), table, FixedPolicy("model", 4)) for agrees in (False, True))
+    reading, round_of_four = table.catch_up("model", 38, 64), table.round("model", 4, 4, 64, True)
+    assert 36 * round_of_four + reading < rejected < 40 * round_of_four + reading  # the last rounds draft less
+    assert accepted == pytest.approx(8 * round_of_four + reading, rel=0.02)
+
+
 def like(trace: Trace, prediction: Prediction, table: Costs) -> float:
     """What a text takes if its rounds accept as they do where it breaks even."""
     assert prediction.break_even is not None

@@ -146,10 +146,16 @@ def test_what_this_machine_cannot_run_is_sealed_without_costs_where_the_backend_
     backend.requires_costs = True
     with pytest.raises(DeviceError):
         built(export, tmp_path / "other")
-    measured.costs, measured.acceptance = {}, OutriderError("no prompt fits", "none")
-    made = built(export, tmp_path / "third").build
-    assert made is not None
-    assert made.acceptance == {}
+
+
+def test_costs_are_sealed_where_the_acceptance_cannot_be_measured(
+    backend: Writing, measured: Any, export: Path, tmp_path: Path
+) -> None:
+    for number, error in enumerate((OutriderError("no prompt fits", "none"), MemoryError())):
+        measured.acceptance = error
+        made = built(export, tmp_path / f"bundle{number}").build
+        assert made is not None
+        assert (made.costs, made.acceptance) == (measured.costs, {})
 
 
 def test_calibrating_replaces_what_was_measured_and_nothing_else(measured: Any, tmp_path: Path) -> None:

@@ -55,11 +55,13 @@ def test_the_median_counts_and_no_first_run_does(monkeypatch: pytest.MonkeyPatch
     assert [(each.rows, each.median, each.runs) for each in costs["draft"]] == [(1, 1, 5)]
 
 
-def drafter(agrees: list[bool]) -> Any:
-    """A drafter that would have proposed these of an answer's tokens."""
+def drafter(*answers: list[bool]) -> Any:
+    """A drafter that would have proposed these of the tokens of each answer."""
+    left = [*answers]
 
     class Agreeing(DeviceDrafter):
         def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:
+            agrees = left.pop(0)
             assert len(tokens) == len(agrees)
             return agrees, [1.0] * len(agrees)
 
@@ -68,8 +70,8 @@ def drafter(agrees: list[bool]) -> Any:
 
 
 def test_acceptance_is_the_share_of_the_targets_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = [True, False] * (ANSWER_TOKENS // 2)
-    drafters = {"model": drafter(half), "head": drafter([False] * ANSWER_TOKENS), "ngram": object()}
+    half, none = [True, False] * (ANSWER_TOKENS // 2), [False] * ANSWER_TOKENS
+    drafters = {"model": drafter(half, none), "head": drafter(none, none), "ngram": object()}
     asked: list[tuple[list[int], int, int]] = []
 
     class Loaded:
@@ -94,7 +96,7 @@ def test_acceptance_is_the_share_of_the_targets_own_tokens(monkeypatch: pytest.M
     monkeypatch.setattr(acceptance_module, "load", lambda *_, **__: prompts)
     build: Any = SimpleNamespace(capacity=60)
     manifest: Any = SimpleNamespace(files={})
-    assert measure_acceptance(Path("none"), manifest, build) == {"model": 0.5, "head": 0.0}
+    assert measure_acceptance(Path("none"), manifest, build) == {"model": 0.25, "head": 0.0}
     assert asked == [([1] * 5, ANSWER_TOKENS, 0)] * 2  # plain decoding, where an answer fits
     build.capacity = 20
     assert measure_acceptance(Path("none"), manifest, build) == {}
