@@ -81,7 +81,8 @@ class Player:
             self.requests.append(request)
             for result in self.answers[index % len(self.answers)]:
                 if request.finish_reason is None:
-                    loop.call_soon(deliver, index, request.take(result))
+                    logprobs = None if params.logprobs is None else result.logprobs
+                    loop.call_soon(deliver, index, request.take(result._replace(logprobs=logprobs)))
             if self.error is not None:
                 loop.call_soon(deliver, index, self.error)
         return self.requests
@@ -230,8 +231,11 @@ def test_each_error_has_its_status_and_no_traceback() -> None:
             assert (code, str(error) in body["error"]["message"]) == (status, True)
 
 
-def test_an_error_ends_a_stream_and_the_other_choices() -> None:
+def test_an_error_ends_a_response_and_the_other_choices() -> None:
     player = Player(rounds(ids("One, two"), 1), error=EngineError("the device is gone", "restart the server"))
+    assert ask(player, n=3, max_tokens=90)[0] == 500
+    assert player.cancelled == player.requests[1:]
+    player = Player(rounds(ids("One, two"), 1), error=player.error)
     response = asyncio.run(send(player, COMPLETIONS, {"prompt": "Hi", "stream": True, "n": 3, "max_tokens": 90}))
     *_, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert json.loads(last)["error"]["message"] == "the device is gone"
@@ -264,7 +268,7 @@ def test_a_client_that_leaves_cancels_its_requests(streamed: bool) -> None:
 
     async def leave() -> None:
         app = create_app(Settings(bundle=Path("none")), player)
-        await asyncio.wait_for(app(scope, receive, answered), 20)
+        await asyncio.wait_for(app(scope, receive, answered), 5)
 
     asyncio.run(leave())
     assert len(player.requests) == 2

@@ -1,4 +1,4 @@
-"""The process that reads prompts, with limits of a fraction of a second and without a server."""
+"""The process that reads prompts, with a limit of a second and without a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.tests.support import tokenizer
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = "{% if messages[0].content == 'loop' %}" + LOOPS + "{% endif %}{{ messages[0].content }}"
-HASTY = "import outrider.serve.prompts_child as it; it.JOB_SECONDS = it.GRAMMAR_SECONDS = 0.5; it.main()"
+HASTY = "import outrider.serve.prompts_child as it; it.JOB_SECONDS = 1.0; it.main()"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_prompt_that_takes_too_long_ends_and_the_next_is_read(encoder: PromptE
     want = [tokenizer().encode("fox").ids]
     assert encode(encoder, messages=says("fox")) == encode(encoder, texts=["fox"]) == want
     with pytest.raises(UsageError, match="takes longer than"):
-        asyncio.run(asyncio.wait_for(encoder.encode(Job(limit=50, messages=says("loop")), places=4), 20))
+        asyncio.run(asyncio.wait_for(encoder.encode(Job(limit=50, messages=says("loop")), places=4), 8))
     assert encode(encoder, messages=says("fox")) == want
 
 
@@ -61,7 +61,7 @@ def test_a_limit_holds_for_one_job_and_not_for_the_idle_process(encoder: PromptE
     encode(encoder, texts=["fox"])
     assert encoder._child is not None
     before = encoder._child.pid
-    time.sleep(0.7)
+    time.sleep(1.2)
     encode(encoder, texts=["fox"])
     assert encoder._child.pid == before
 
@@ -80,7 +80,7 @@ def test_a_prompt_of_more_tokens_than_allowed_is_not_sent(encoder: PromptEncoder
             encode(encoder, **job)
 
 
-def test_a_grammar_is_tried_and_a_hostile_one_ends(encoder: PromptEncoder) -> None:
+def test_a_grammar_is_tried(encoder: PromptEncoder) -> None:
     assert encode(encoder, structured={"regex": "[a-z]+"}) == []
     with pytest.raises(UsageError, match="grammar"):
         encode(encoder, structured={"grammar": "start: ("})
