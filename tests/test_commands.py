@@ -53,7 +53,7 @@ def wrong(part: str) -> Audit:
     changes: dict[str, Callable[[], object]] = {
         "arithmetic": lambda: setattr(report.arithmetic, "disagreed", 2),
         "greedy": lambda: report.greedy.differences.append(where),
-        "batched": lambda: report.batched and report.batched.differences.append(where),
+        "batched": lambda: (report.batched or report.greedy).differences.append(where),
         "sampled": lambda: report.sampled[0].comparisons.append(differ),
         "support": lambda: setattr(report.sampled[0], "excluded", 1),
         "controls": lambda: setattr(report.controls[0], "sampled", report.controls[-1].sampled),

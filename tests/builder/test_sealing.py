@@ -85,7 +85,8 @@ def export(tmp_path: Path) -> Path:
 
 
 def built(export: Path, output: Path, **options: Any) -> Manifest:
-    return build_engine(export, output, **({"backend": "writing", "k": [2, 1, 2], "batch": 1, "capacity": 128} | options))
+    usual: dict[str, Any] = {"backend": "writing", "k": [2, 1, 2], "batch": 1, "capacity": 128}
+    return build_engine(export, output, **(usual | options))
 
 
 def test_a_bundle_has_what_was_built_and_measured(backend: Writing, measured: Any, export: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from outrider.calibration.acceptance import ANSWER_TOKENS, measure_acceptance
 from outrider.calibration.passes import Pass, Stopwatch, Timed
 from outrider.calibration.workloads import Prompt
 from outrider.runtime.drafters.base import DeviceDrafter
+from outrider.runtime.text import Text
 
 
 class Machine:
@@ -65,8 +66,9 @@ def drafter(*answers: list[bool]) -> Any:
             assert len(tokens) == len(agrees)
             return agrees, [1.0] * len(agrees)
 
-    Agreeing.__abstractmethods__ = frozenset()
-    return object.__new__(Agreeing)
+    concrete: Any = Agreeing
+    concrete.__abstractmethods__ = frozenset()
+    return object.__new__(concrete)
 
 
 def test_acceptance_is_the_share_of_the_targets_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,7 @@ def test_acceptance_is_the_share_of_the_targets_own_tokens(monkeypatch: pytest.M
 
     monkeypatch.setattr(acceptance_module, "Outrider", Loaded)
     monkeypatch.setattr(acceptance_module, "open_engines", lambda *_: None)
-    monkeypatch.setattr(acceptance_module.Text, "load", lambda *_: None)
+    monkeypatch.setattr(Text, "load", lambda *_: None)
     prompts = [Prompt("chat", "short"), Prompt("code", "x" * 100), Prompt("math", "other")]
     monkeypatch.setattr(acceptance_module, "load", lambda *_, **__: prompts)
     build: Any = SimpleNamespace(capacity=60)

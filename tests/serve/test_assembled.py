@@ -244,7 +244,7 @@ def test_an_error_ends_a_response_and_the_other_choices() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_leaves_cancels_its_requests(streamed: bool) -> None:
-    player = Player(rounds(ids("One, two"), 1))  # the answers never end
+    player: Any = Player(rounds(ids("One, two"), 1))  # the answers never end
     body = json.dumps({"prompt": "Hi", "stream": streamed, "n": 2, "max_tokens": 90}).encode()
     seen = asyncio.Event()
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
@@ -262,7 +262,14 @@ def test_a_client_that_leaves_cancels_its_requests(streamed: bool) -> None:
         if message["type"] == "http.response.body":
             seen.set()
 
-    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": b"", "query_string": b"", "root_path": ""}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "raw_path": b"",
+        "query_string": b"",
+        "root_path": "",
+    }
     scope |= {"scheme": "http", "http_version": "1.1", "server": ("localhost", 80), "client": ("127.0.0.1", 1)}
     scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"}}
 

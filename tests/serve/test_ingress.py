@@ -73,7 +73,7 @@ async def lost_later(scope: dict[str, Any], body: bytes) -> AsyncGenerator[Any]:
 
 def ask(replicas: Replicas, headers: dict[str, str] | None = None, requests: int = 1, places: int = 4) -> list[httpx.Response]:
     """Send requests at once through an ingress."""
-    ingress = Ingress(Settings(Path("none")), replicas, SimpleNamespace(), places)  # type: ignore[arg-type]
+    ingress = Ingress(Settings(Path("none")), replicas, SimpleNamespace(), places)
     transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
 
     async def sent() -> list[httpx.Response]:

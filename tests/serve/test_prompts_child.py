@@ -15,7 +15,6 @@ import pytest
 from outrider.errors import EngineError, UsageError
 from outrider.runtime.chat_template import ChatTemplate
 from outrider.runtime.text import PromptTooLongError, Text
-from outrider.serve import prompts
 from outrider.serve.prompts import PromptEncoder
 from outrider.serve.prompts_child import MEMORY, NICE, Job
 from outrider.tests.support import tokenizer
@@ -35,7 +34,7 @@ def encoder() -> Iterator[PromptEncoder]:
 
     made = PromptEncoder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompts.subprocess, "Popen", hasty)
+        patch.setattr(subprocess, "Popen", hasty)
         made.start(Text(tokenizer(), ChatTemplate(TEMPLATE, {})), 320, [0])
         yield made
         made.close()

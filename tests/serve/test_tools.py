@@ -21,7 +21,7 @@ from outrider.serve.answer import Answers
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import Function
 from outrider.serve.tools import family_of
-from outrider.serve.tools.base import Family, Offer, Part, Reader
+from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader
 from outrider.tests.serve.families import EXAMPLES, text_of
 from outrider.tests.support import END
 
@@ -238,8 +238,12 @@ def test_the_parts_do_not_depend_on_the_pieces(name: str, cuts: list[int]) -> No
 
 def test_a_string_may_be_cut_behind_a_backslash() -> None:
     """Each piece is a character; what follows the arguments is none of them."""
+
+    def whole(reader: Reader) -> Parts:
+        yield from reader.value()
+
     for value in (r'{"a": "\\\"}"}', r'{"a": "\\", "b": {"c": "\""}}'):
-        reader = Reader(Reader.value)
+        reader = Reader(whole)
         parts = [part for character in value + " more" for part in reader.push(character, False)]
         assert ("".join(part.text for part in parts), {part.kind for part in parts}) == (value, {"arguments"})
 

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from outrider.bundle.folder import read_manifest
 from outrider.progress import SILENT, Progress
 from outrider.runtime.chat_template import ChatTemplate
+from outrider.runtime.generation import Outrider
 from outrider.runtime.text import Text
 from outrider.tests.support import END, PAIR, llama, sealed_bundle, tokenizer, write_checkpoint
 from outrider.training import train as train_module
@@ -160,7 +161,7 @@ def test_what_is_measured_on_is_not_learned(given: bool, tmp_path: Path, monkeyp
             asked.append(prompt.ids)
             self._known[prompt.key] = [7, 8, 9, 0]
 
-    monkeypatch.setattr(train_module.Outrider, "load", lambda *_, **__: nullcontext(loaded))
+    monkeypatch.setattr(Outrider, "load", lambda *_, **__: nullcontext(loaded))
     monkeypatch.setattr(train_module, "_check_target", lambda *_: None)
     monkeypatch.setattr(Answers, "generate", generate)
     data = train_module._data(arguments, None, tmp_path, SILENT)
