@@ -45,6 +45,7 @@ Once = Callable[[str, Callable[[Path], object]], Path]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exports", type=Path, help="folder of ready-made exports, for the tests marked gpu")
+    parser.addoption("--models-page", action="store_true", help="write docs/models.md; see scripts/models-page")
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are left out for being slow

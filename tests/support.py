@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ import msgspec
 import numpy as np
 import torch
 from click.testing import CliRunner
-from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -297,25 +295,6 @@ def bench_once(bundle: Path, prompt: str, folder: Path) -> Results:
     done = run("bench", bundle, *map(str, few))
     assert done.returncode == 0, done.stderr
     return read(folder / "report" / "bench.json")
-
-
-MODELS_PAGE = ROOT / "docs" / "models.md"
-HEADS, SWEEP = "## Draft heads", "## Every causal language model of transformers"
-
-
-def models_page() -> list[str]:
-    """The parts of docs/models.md: what is before the draft heads, these, and the sweep, each without its heading."""
-    before, _, rest = MODELS_PAGE.read_text().partition(HEADS)
-    heads, _, sweep = rest.partition(SWEEP)
-    return [before, heads, sweep]
-
-
-def write_models_page(before: str | None = None, heads: str | None = None, sweep: str | None = None) -> None:
-    """Replace parts of docs/models.md: each is written by a file of tests."""
-    with FileLock(f"{tempfile.gettempdir()}/models.md.lock"):
-        given = (before, heads, sweep)
-        parts = [(was if new is None else new).strip() for new, was in zip(given, models_page(), strict=True)]
-        MODELS_PAGE.write_text(f"{parts[0]}\n\n{HEADS}\n\n{parts[1]}\n\n{SWEEP}\n\n{parts[2]}\n")
 
 
 def reseal(folder: Path, **changes: Any) -> None:

@@ -1,12 +1,9 @@
 """One mechanism for every architecture: the exported graph, run in uneven chunks, equals eager transformers, also as it is
-rewritten for OpenVINO, and TensorRT-RTX builds it.
-
-`make test-all` writes docs/models.md.
+rewritten for OpenVINO, and TensorRT-RTX builds it. docs/models.md says so.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -35,8 +32,8 @@ from outrider.export.checkpoint import load_model, read_config
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source
 from outrider.export.step_model import CacheLayout, trace
-from outrider.tests.export import recurrent_models
-from outrider.tests.support import Fused, rtx_job, write_models_page
+from outrider.tests.export import models_page, recurrent_models
+from outrider.tests.support import Fused, rtx_job
 
 COMMON = {
     "vocab_size": 320,
@@ -104,18 +101,25 @@ NOT_BUILT: dict[tuple[str, str], str] = {
 NOT_ON_OPENVINO = dict.fromkeys(WRITTEN_OUT, "attention that is written out, as with soft-capped scores")
 NOT_ON_OPENVINO |= dict.fromkeys(recurrent_models.CONFIGS, "recurrent layers")
 PRECISIONS = ("fp16", "bf16", "fp32")
-_refused: set[str] = set()
-_built: dict[str, list[str]] = {}
-_figures: dict[str, tuple[float, str, str]] = {}
-_fused: dict[str, dict[str, int]] = {}
-_on_openvino: dict[str, str] = {}
+COLUMNS = (
+    *("class", "logit difference", "same argmax", "notable operators"),
+    *("fused for ONNX Runtime", "on OpenVINO", "builds with TensorRT-RTX"),
+)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _write_the_table() -> Iterator[None]:
-    yield
-    if set(_figures) == set(_built) == set(_fused) == set(_on_openvino) == set(CONFIGS) and _refused == set(REFUSED):
-        write_models_page(before=table())
+@pytest.fixture(scope="module")
+def page(request: pytest.FixtureRequest) -> Iterator[models_page.Table]:
+    """The first table of docs/models.md."""
+    made = models_page.Table(0, 1, COLUMNS, request.config.getoption("--models-page"))
+    yield made
+    if made.writing:
+        models_page.write(before=text(made))
+
+
+def test_the_page_is_about_these_architectures(page: models_page.Table) -> None:
+    if page.writing:
+        pytest.skip("it is written at the end")
+    assert models_page.parts()[0] == text(page)
 
 
 class Traced(NamedTuple):
@@ -144,7 +148,7 @@ def traced(
     return Traced(request.param, source, model, layout, tokens, want, folder / "fp32.onnx")
 
 
-def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
+def test_uneven_chunks_equal_eager_transformers(traced: Traced, page: models_page.Table) -> None:
     got = Exported(traced.graph, traced.layout, "fp32").logits(traced.tokens)
     difference = float(np.abs(traced.want - got).max())
     assert difference <= 1e-4
@@ -156,20 +160,21 @@ def test_uneven_chunks_equal_eager_transformers(traced: Traced) -> None:
     assert functions <= ({DOMAIN} if traced.layout.recurrent else set())
     assert "TensorScatter" in operators
     assert ("Attention" in operators) == (traced.name not in WRITTEN_OUT)
-    _figures[traced.name] = (
-        difference,
-        type(traced.model).__name__,
-        ", ".join(sorted(operators & {"Attention", "TensorScatter", "Tanh", "TopK", GATED, GATED_DELTA})),
-    )
+    page.says(traced.name, "class", f"`{type(traced.model).__name__}`")
+    page.says(traced.name, "logit difference", models_page.power_of_ten(difference), figure=True)
+    page.says(traced.name, "same argmax", "yes")
+    notable = operators & {"Attention", "TensorScatter", "Tanh", "TopK", GATED, GATED_DELTA}
+    page.says(traced.name, "notable operators", ", ".join(sorted(notable)))
 
 
-def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced) -> None:
+def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced, page: models_page.Table) -> None:
     fused = traced.graph.with_name("fused.onnx")
-    _fused[traced.name], left = fuse(traced.graph, fused, CAPACITY - 1, steady=True, batch=1)
+    counts, left = fuse(traced.graph, fused, CAPACITY - 1, steady=True, batch=1)
     assert left == ([] if traced.name not in WRITTEN_OUT else ["attention of 2 of 2 layers", "it is written out"])
     got = Fused(fused, traced.layout, "fp32").logits(traced.tokens)
     assert float(np.abs(traced.want - got).max()) <= 1e-4
-    assert _fused[traced.name]["logits of some rows"] == 1
+    assert counts["logits of some rows"] == 1
+    page.says(traced.name, "fused for ONNX Runtime", ", ".join(counts))
     for most in (0, 2):
         last = np.concatenate([got[max(end - most, start) : end] for start, end in pairwise([0, *accumulate(CHUNKS)])])
         some = Fused(fused, traced.layout, "fp32", most).logits(traced.tokens)
@@ -187,12 +192,12 @@ def test_without_masks_for_cuda_it_computes_the_same(traced: Traced) -> None:
     assert float(np.abs(traced.want - got).max()) <= 1e-4
 
 
-def test_rewritten_for_openvino_it_computes_the_same(traced: Traced) -> None:
+def test_rewritten_for_openvino_it_computes_the_same(traced: Traced, page: models_page.Table) -> None:
     rewritten = traced.graph.with_name("openvino.onnx")
     if (reason := NOT_ON_OPENVINO.get(traced.name)) is not None:
         with pytest.raises(NotExpressible, match=reason):
             rewrite(traced.graph, rewritten)
-        _on_openvino[traced.name] = f"no: {reason}"
+        page.says(traced.name, "on OpenVINO", f"no: {reason}")
         return
     counts = rewrite(traced.graph, rewritten)
     assert (counts["attention"], counts["logits of some rows"]) == (len(traced.layout.layers), 1)
@@ -209,7 +214,7 @@ def test_rewritten_for_openvino_it_computes_the_same(traced: Traced) -> None:
     assert difference <= 1e-4
     for slot in range(2):  # up to the last position, in either slot
         session.write(np.ones((1, 8), np.int64), np.array([CAPACITY - 8]), slot)
-    _on_openvino[traced.name] = f"{10 ** math.ceil(math.log10(max(difference, 1e-9))):.0e}"
+    page.says(traced.name, "on OpenVINO", models_page.power_of_ten(difference), figure=True)
 
 
 @pytest.mark.parametrize("traced", ["Qwen2", "Gemma-2", "Gemma-3", "GPT-2", "Qwen3-MoE"], indirect=True)
@@ -219,8 +224,8 @@ def test_tensorrt_rtx_builds_it(traced: Traced) -> None:
 
 
 @pytest.mark.slow
-def test_tensorrt_rtx_builds_it_in_every_precision(traced: Traced) -> None:
-    _built[traced.name] = build_plans(traced, *PRECISIONS)
+def test_tensorrt_rtx_builds_it_in_every_precision(traced: Traced, page: models_page.Table) -> None:
+    page.says(traced.name, "builds with TensorRT-RTX", ", ".join(build_plans(traced, *PRECISIONS)))
 
 
 def build_plans(traced: Traced, *precisions: str) -> list[str]:
@@ -257,10 +262,10 @@ def test_models_that_cannot_be_expressed_are_refused_with_the_reason(name: str, 
         model = hf.AutoModelForCausalLM.from_config(config).eval()
         _, layout, _ = reference(model, torch.tensor([[1, 2, 3]]))
         trace(model, layout)
-    _refused.add(name)
 
 
-def table() -> str:
+def text(page: models_page.Table) -> str:
+    """The beginning of docs/models.md, with this table."""
     lines = [
         "# Supported models",
         "",
@@ -268,9 +273,9 @@ def table() -> str:
         "tries every architecture of transformers. If a graph does not compute what the checkpoint does, the export fails. The",
         "third table has the draft heads.",
         "",
-        "`make test-all` writes this page (`tests/export/test_architectures.py`). It exports a tiny random model of each",
-        f"architecture in fp32, runs it on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))} tokens, and compares it",
-        "with eager transformers.",
+        "`scripts/models-page` writes this page from what the tests find (`tests/export/test_architectures.py`), and the tests",
+        "compare it, except for figures. They export a tiny random model of each architecture in fp32, run it on ONNX Runtime",
+        f"in chunks of {', '.join(map(str, CHUNKS))} tokens, and compare it with eager transformers.",
         "",
         "- *Logit difference*: the largest difference, rounded up to a power of ten. If it exceeds 1e-4, or if any row has",
         "  another argmax, the test fails.",
@@ -281,15 +286,10 @@ def table() -> str:
         "",
         "## Supported",
         "",
-        "| architecture | class | logit difference | same argmax | notable operators | fused for ONNX Runtime |"
-        " on OpenVINO | builds with TensorRT-RTX |",
+        f"| architecture | {' | '.join(COLUMNS)} |",
         "|---|---|---|---|---|---|---|---|",
+        *(f"| {' | '.join([name, *(page.rows[name][column] for column in COLUMNS)])} |" for name in CONFIGS),
     ]
-    for name, (difference, class_name, operators) in _figures.items():
-        bound = 10 ** math.ceil(math.log10(max(difference, 1e-9)))
-        fused, built = ", ".join(_fused[name]), ", ".join(_built[name])
-        cells = (name, f"`{class_name}`", f"{bound:.0e}", "yes", operators, fused, _on_openvino[name], built)
-        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## Refused", "", "| architecture | reason |", "|---|---|"]
     reasons = {
         "encoder-decoder": "an encoder-decoder",
@@ -299,4 +299,4 @@ def table() -> str:
         "its own attention code": "its own attention code, outside transformers' attention interface",
     }
     lines += [f"| {name} | {reasons[reason]} |" for name, (_, reason) in REFUSED.items()]
-    return "\n".join([*lines, "", ""])
+    return "\n".join(lines)
