@@ -112,6 +112,10 @@ class Session(ABC):
         """The entry of the features that no pass reads: a text that ends there is full, and nothing is drafted after it."""
         return self.capacity - 1
 
+    def unbind(self) -> None:
+        """Forget the passes from host arrays that were bound, and what they hold; each is bound anew when it is needed."""
+        self._passes.clear()
+
     @abstractmethod
     def bind(
         self,
@@ -217,7 +221,7 @@ class Session(ABC):
         """Return memory for the logits of `rows` rows. It is large, so it only grows as passes from host arrays need it."""
         size = rows * self.vocab_rows
         if self._logits is None or self._logits.shape[0] < size:
-            self._passes.clear()  # they are bound to the previous memory
+            self.unbind()  # from the previous memory
             self._logits = None
             self._logits = self.device.zeros((size,), "float32", "the logits of a pass")
         return self._logits
@@ -357,8 +361,8 @@ class GraphSession(Session):
                 else "build the bundle again with --batch 1: what a recurrent layer keeps does not depend on the capacity",
             )
 
-    def pair_lone_rows(self) -> None:
-        """Run no row alone from now on if that gives it other bits than it has beside another one.
+    def lone_rows_differ(self) -> bool:
+        """Return whether a row alone has other bits than beside another one. The first slot is cleared.
 
         ONNX Runtime's 4-bit products do so on a processor with AVX2 alone. Tokens would then depend on whether they are decoded
         alone or verified with others.
@@ -367,10 +371,14 @@ class GraphSession(Session):
             EngineError: the backend failed.
         """
         row = self.run(np.array([[1, 2]]), np.array([0]))[0, 0].copy()
-        if (self.run(np.array([[1]]), np.array([0]))[0, 0] != row).any():
-            self._fewest_rows = 2
-            self._passes.clear()
+        differ = bool((self.run(np.array([[1]]), np.array([0]))[0, 0] != row).any())
         self.clear(0)
+        return differ
+
+    def pair_lone_rows(self) -> None:
+        """Run no row alone from now on, but with another one behind it."""
+        self._fewest_rows = 2
+        self.unbind()
 
     def bind(
         self,
@@ -450,7 +458,7 @@ class GraphSession(Session):
     def share_features(self, target: Session) -> None:
         assert isinstance(target, GraphSession)
         self._features = target._cache[PAST_FEATURES]
-        self._passes.clear()
+        self.unbind()
 
     def set_features(self, features: Floats) -> None:
         assert self._features is not None

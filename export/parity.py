@@ -168,7 +168,7 @@ class Exported:
         Raises:
             ParityError: ONNX Runtime cannot load the graph.
         """
-        self._session = open_graph(path, precision, as_served)
+        self.session = open_graph(path, precision, as_served)
         self._caches, self._layout = layout.tensors(features), layout
         self._dtype = np.float16 if precision == "fp16" else np.float32
 
@@ -204,7 +204,7 @@ class Exported:
             if self._layout.recurrent:
                 further = {PENDING: np.array([0]), COMMITTED: np.array([rows])}
             try:
-                output, *present = self._session.run(None, inputs | further | past)
+                output, *present = self.session.run(None, inputs | further | past)
             except Exception as error:
                 raise _does_not_run(error) from error
             written = present[: len(self._caches)]  # a block head may have one more output

@@ -174,7 +174,7 @@ class AdaptivePolicy(Policy):
                 if behind:
                     drafting = [each for each in offered if self._worth_catching_up(choice, each[0], time / batch.size)]
                     horizon = sum([min(HORIZON, sequence.remaining) for sequence, _ in drafting])
-                    late = self._catch_up(name, [sequence for sequence, _ in drafting]) / max(horizon, 1)
+                    late = self.catch_up(name, [sequence for sequence, _ in drafting]) / max(horizon, 1)
                 rates = [(rate, sequence.remaining - 1, 1) for sequence, rate in drafting]
                 times[choice] = time = time / _emitted(batch.size, rates, k) + late
                 if time < least:
@@ -220,7 +220,7 @@ class AdaptivePolicy(Policy):
         share = PROBING_OTHERS if best.k else PROBING
         for name in self._on_device if sizes else ():
             if name != best.drafter and any(name in sequence.offers for sequence in batch.sequences):
-                choice, late = Choice(name, sizes[0]), self._catch_up(name, batch.sequences)
+                choice, late = Choice(name, sizes[0]), self.catch_up(name, batch.sequences)
                 price = max(self._time(choice, batch) - batch.size * self._per_token, 0.0) + late
                 self._probes.append((choice, price / (share * min(self._history[name].optimistic / USEFUL, 1.0))))
 
@@ -231,8 +231,8 @@ class AdaptivePolicy(Policy):
     def _time(self, choice: Choice, batch: Batch) -> float:
         return self._predicted(choice, choice.k, batch) * self.pace.ratio(choice, batch.size)
 
-    def _catch_up(self, name: str, sequences: Sequence[SequenceView]) -> float:
-        """The time that a drafter takes to catch up. It is not timed by itself, so the pace of plain decoding goes for it."""
+    def catch_up(self, name: str, sequences: Sequence[SequenceView]) -> float:
+        """Return the milliseconds that a drafter takes to catch up. They are not timed: plain decoding's pace goes for it."""
         time = 0.0
         for sequence in sequences:
             if name in sequence.offers and (pending := sequence.offers[name].pending):
@@ -250,7 +250,7 @@ class AdaptivePolicy(Policy):
             return True
         rate, limit = self._rate(choice.drafter, sequence), min(choice.k, sequence.remaining - 1)
         saved = min(HORIZON, sequence.remaining) * (1 - 1 / expected_tokens(rate, limit))
-        return self._catch_up(choice.drafter, [sequence]) < saved * share
+        return self.catch_up(choice.drafter, [sequence]) < saved * share
 
     def _rate(self, name: str, sequence: SequenceView) -> float:
         """Return the acceptance to compare a drafter by. Of several, the best one for a request is often not the best one for
@@ -258,7 +258,7 @@ class AdaptivePolicy(Policy):
         acceptance = sequence.acceptance[name]
         if len(self._on_device) == 1:
             return acceptance.rate
-        dear = self._catch_up(name, [sequence]) > self._time(PLAIN, self._batch) / self._batch.size
+        dear = self.catch_up(name, [sequence]) > self._time(PLAIN, self._batch) / self._batch.size
         return acceptance.cautious if dear else acceptance.hoped
 
     def _predicted(self, choice: Choice, drafted: int, batch: Batch, begun: int = 0) -> float:

@@ -54,7 +54,7 @@ class Decoder:
         self.slots = Slots(target, drafters, max_prompt_chunk)
         self._on_device = {name for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
         self._k = sorted({0, *k})
-        self._clock = clock
+        self.clock = clock
         self._engine_seconds = engine_seconds
 
     def round(
@@ -81,9 +81,9 @@ class Decoder:
         confidences: list[float] = []
         stop = self._stop(policy, choice, views, confidences)
         self.slots.synchronize()  # what was launched before must not count towards the time of this round
-        started = self._clock()
+        started = self.clock()
         decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
-        milliseconds = 1000 * (self._clock() - started)
+        milliseconds = 1000 * (self.clock() - started)
         results = [result for slot in slots if (result := decided[slot.index - first]) is not None]
         for index, (view, result) in enumerate(zip(views, results, strict=True)):
             if isinstance(result, RoundResult) and result.drafted and choice.drafter not in view.offers:
@@ -167,11 +167,11 @@ class Decoder:
 
     def _catch_up(self, name: str, request: Request, slot: Slot, chunks: int | None) -> bool:
         """Return whether the drafter has processed all tokens."""
-        drafter, stats, started, engines = self.drafters[name], request.stats, self._clock(), self._engine_seconds()
+        drafter, stats, started, engines = self.drafters[name], request.stats, self.clock(), self._engine_seconds()
         self.slots.catch_up(slot, drafter, chunks)
         if not stats.rounds:  # then it reads the prompt, which is not part of the rounds' time
             self.slots.synchronize()
-            seconds = self._clock() - started
+            seconds = self.clock() - started
             stats.draft_prompt_seconds += seconds
             stats.prompt_seconds += seconds
             stats.engine_seconds -= self._engine_seconds() - engines  # the scheduler adds it with that of the round

@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
@@ -86,9 +87,14 @@ class Rounds:
         self.launches = launches
         self.record = record
         self.seconds = 0.0
-        self._observer = observer
+        self.observer = observer
         self._recorded: dict[Segment, Launch] = {}  # in the order of their last use
         self._seen: Counter[Segment] = Counter()  # how often those that are not recorded have run
+
+    @property
+    def recorded(self) -> Mapping[Segment, Launch]:
+        """Return what runs in place of the launches of each recorded segment, in the order of their last use."""
+        return MappingProxyType(self._recorded)
 
     def run(
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
@@ -125,7 +131,7 @@ class Rounds:
             drafted = launches.outputs.host["drafted"][begin : begin + count].tolist()
         logprobs = None if top is None else launches.logprobs(shape, index, len(tokens), top)
         result = RoundResult(shape.drafter if count else NONE, drafted if count else [], tokens, logprobs)
-        return result if self._observer is None else self._observer(launches, shape, index, lane, result)
+        return result if self.observer is None else self.observer(launches, shape, index, lane, result)
 
     def _decide(self, lanes: Sequence[Lane], shape: Shape, stop: Stop | None) -> tuple[Shape, dict[int, EngineError]]:
         """Launch a round's steps until all is decided. Where top_k or top_p reach beyond the candidates, go on from there with

@@ -107,7 +107,7 @@ class Slots:
         """Return what it does to each slot's content if a prompt is read there. What the prompt goes on from is not lost, and
         neither is what another slot holds."""
         held = sorted(self._slots, key=lambda slot: slot.tokens[: slot.cached])  # what has most in common is adjacent
-        kept = {slot: self._reusable(slot, prompt) for slot in held}
+        kept = {slot: self.reusable(slot, prompt) for slot in held}
         reusable = dict(kept)
         for one, other in pairwise(held):
             common = one.shared(other.tokens[: other.cached])
@@ -120,7 +120,7 @@ class Slots:
             for slot in held
         }
 
-    def _reusable(self, slot: Slot, prompt: list[int]) -> int:
+    def reusable(self, slot: Slot, prompt: list[int]) -> int:
         """Return how many tokens at the beginning of a prompt the target need not read again, as a slot holds them."""
         length = max(min(slot.shared(prompt), len(prompt) - 1), 0)
         if not slot.finite:  # a token that leads to NaN spoils all of its chunk, so only whole chunks may be shared
@@ -134,7 +134,7 @@ class Slots:
 
     def begin(self, slot: Slot, request: Request) -> None:
         """Give a slot to a request, which goes on from what its caches hold of the prompt."""
-        shared, slot.cached = slot.shared(request.tokens), self._reusable(slot, request.tokens)
+        shared, slot.cached = slot.shared(request.tokens), self.reusable(slot, request.tokens)
         for drafter in self._drafters.values():
             drafter.truncate(slot.index, shared)
         slot.branch = 0
@@ -153,8 +153,8 @@ class Slots:
         slot = request.slot
         assert slot is not None
         others = [other for other in self._slots if other is not slot]
-        source = max(others, key=lambda other: self._reusable(other, slot.tokens), default=slot)
-        length = self._reusable(source, slot.tokens)
+        source = max(others, key=lambda other: self.reusable(other, slot.tokens), default=slot)
+        length = self.reusable(source, slot.tokens)
         copied = length - slot.cached
         if copied < MIN_SHARED:
             return

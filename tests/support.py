@@ -75,7 +75,7 @@ class Fused(Exported):
 
     def __init__(self, path: Path, layout: CacheLayout, precision: str, most: int = 2**31):
         super().__init__(path, layout, precision)
-        self._session, session = self, self._session
+        self.session, session = self, self.session
         self.run = lambda names, inputs: session.run(
             names, inputs | {LOGITS_ROWS: np.array([min(most, inputs[INPUT_IDS].shape[1])])}
         )

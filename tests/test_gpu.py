@@ -81,6 +81,7 @@ def tokens(outrider: Outrider, k: int, **params: Any) -> list[int]:
 def test_engines_compute_what_onnx_runtime_does(bundles: dict[str, Path], exports: dict[str, Path], precision: str) -> None:
     bundle = bundles[precision]
     found = list(compare_engines(open_engines(bundle, *open_bundle(bundle)), exports[precision]))
+    assert {each.engine for each in found} == set(read_manifest(bundle).engines)
     assert [each for each in found if not each.passed] == []
 
 
@@ -97,8 +98,8 @@ def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings:
         warnings.simplefilter("error")  # a round that cannot be recorded
         for _ in range(RECORD_AT + 2):  # the last two times all is replayed, after every other shape was recorded
             assert {k: tokens(loaded, k, **settings) for k in (0, *K)} == plain
-            recorded = dict(rounds._recorded)
-    assert recorded == rounds._recorded
+            recorded = dict(rounds.recorded)
+    assert recorded == rounds.recorded
     assert {segment.shape.rows for segment in recorded} == {k + 1 for k in (0, *K)}
 
 

@@ -44,6 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }
 FOLDERS = tuple(MAY_IMPORT)
+NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # which everybody may use
+ACCESSORS = {"getattr", "setattr", "delattr", "hasattr"}
 HEAVY = {"torch", "transformers", "tensorrt", "tensorrt_rtx", "onnxruntime", "onnx"}
 
 
@@ -90,6 +92,43 @@ def test_every_folder_of_the_package_is_shipped() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     inits = [path.relative_to(ROOT).parent for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")]
     assert set(listed) == {"outrider", *(".".join(["outrider", *path.parts]) for path in inits)}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in NAMED_TUPLES
+
+
+def is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Return the private names that a file gives to functions, classes, variables and attributes."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return set(filter(private, names))
+
+
+def used(tree: ast.AST) -> set[str]:
+    """Return the private names that a file reads as attributes, imports, or names in calls such as `setattr`."""
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        if (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) in ACCESSORS:
+            names |= {word.split(".")[-1] for word in map(ast.literal_eval, filter(is_text, node.args))}
+    return set(filter(private, names))
+
+
+def test_tests_use_no_private_name_of_the_package() -> None:
+    """What a test needs of a class, others may need as well. A name that the test's own classes have is theirs."""
+    trees = {path: ast.parse(path.read_text()) for folder in (*FOLDERS, "tests") for path in (ROOT / folder).rglob("*.py")}
+    of_tests = {path: tree for path, tree in trees.items() if path.is_relative_to(ROOT / "tests")}
+    ours = set[str]().union(*(defined(tree) for path, tree in trees.items() if path not in of_tests))
+    assert {"_recorded", "_passes"} <= ours
+    found = {str(path.relative_to(ROOT)): used(tree) & ours - defined(tree) for path, tree in of_tests.items()}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.fixture(scope="module")

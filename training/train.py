@@ -111,7 +111,7 @@ def _data(arguments: Arguments, positions: int | None, work: Path, progress: Pro
     bundle = options["bundle"] or _bundle(arguments, None, work / f"answering-{arguments.digest()}", progress)
     progress.stage("loading the target's engines")
     with Outrider.load(bundle, slots=None) as outrider:
-        _check_target(arguments, bundle, outrider.manifest)
+        check_target(arguments, bundle, outrider.manifest)
         longest = min(options["max_length"], outrider.build.capacity, positions or options["max_length"])
         content = hashlib.sha256(msgspec.json.encode(outrider.manifest.files)).hexdigest()
         answers = Answers(work / "answers.jsonl", content, arguments.sampling, longest)
@@ -140,7 +140,7 @@ def _data(arguments: Arguments, positions: int | None, work: Path, progress: Pro
     return data
 
 
-def _check_target(arguments: Arguments, bundle: Path, manifest: Manifest) -> None:
+def check_target(arguments: Arguments, bundle: Path, manifest: Manifest) -> None:
     """Refuse a bundle of another model than the target, as far as its numbers tell."""
     config, model = read_config(arguments.target), manifest.models["target"]
     text = config.get_text_config()

@@ -51,13 +51,13 @@ class CachedAttention(RewriteRuleClassBase):
         self, context: Any, query: Any, key: Any, value: Any, mask: Any, attended: Any, **_: Any
     ) -> MatchResult:
         if any(each.shape is None or len(each.shape) != 4 for each in (query, key, value)):
-            return self._refused("unknown shapes")
+            return self.refuse("unknown shapes")
         if attended.producer().attributes.keys() != {"scale"}:
-            return self._refused("attributes besides a scale")
+            return self.refuse("attributes besides a scale")
         self._window = sliding_window(mask)
-        return self._refused("a mask that is not causal") if self._window is None else MatchResult()
+        return self.refuse("a mask that is not causal") if self._window is None else MatchResult()
 
-    def _refused(self, reason: str) -> MatchResult:
-        """Record what attention has that the replacement has not, to be read after "attention with" or "it has"."""
+    def refuse(self, reason: str) -> MatchResult:
+        """Refuse a match, and record what attention has that the replacement has not, to be read after "it has"."""
         self._refusals.append(reason)
         return refused(reason)

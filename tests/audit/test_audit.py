@@ -71,8 +71,7 @@ def test_every_wrong_sampler_is_detected_and_the_right_one_passes(report: dict[s
 
 def test_counters_are_counted_and_balance(report: dict[str, Any]) -> None:
     counters = report["counters"]
-    assert counters["drafted"] == counters["accepted"] + counters["rejected"] + counters["unexamined"]
-    assert counters["emitted"] == counters["accepted"] + counters["own"]
+    assert counters["unbalanced"] == 0
     assert min(counters[name] for name in ("drafted", "accepted", "rejected", "unexamined", "own")) > 100
 
 
@@ -207,9 +206,10 @@ def test_a_greedy_difference_without_a_near_tie_fails(one: Outrider, monkeypatch
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
-    one: Outrider, monkeypatch: pytest.MonkeyPatch, width: int
+    one_k: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     """A target whose arithmetic differs in the first rows of passes of 5, as another kernel's would, at one place."""
+    one = Outrider.load(one_k)
     session = one.sessions["target"]
     bind = session.bind
     prompt = one.text.encode(PROMPTS[0], chat=False)
@@ -236,12 +236,11 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
 
     monkeypatch.setattr(Decoder, "round", noted)
     monkeypatch.setattr(session, "bind", other_kernel)
-    monkeypatch.setattr(session, "_passes", {})
+    session.unbind()
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
     greedy = audited(one, draws=10).greedy
     assert greedy.differences == []
-    assert {tie.place for tie in greedy.near_ties} <= {10}
-    assert greedy.near_ties or width < 5  # a round may have had that token in another row
+    assert {tie.place for tie in greedy.near_ties} == {10}
     assert greedy.allowed == 1
     assert greedy.passed
 
@@ -264,7 +263,7 @@ def test_the_audit_is_the_same_each_time_and_leaves_the_bundle_as_it_was(one: Ou
     rounds, policy = one.rounds, one.policy
     first = audited(one, draws=20).as_dict()
     assert (one.rounds, one.policy) == (rounds, policy)
-    assert one.rounds._observer is None
+    assert one.rounds.observer is None
     assert audited(one, draws=20).as_dict() == first
 
 

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from outrider.audit import audit as audit_module
 from outrider.audit.audit import CONTROLLED, SAMPLED, audit
 from outrider.audit.prompts import PROMPTS
+from outrider.audit.report import Audit
 from outrider.commands.verify import command
 from outrider.engines.device import Buffer, Launch
 from outrider.errors import EngineError
@@ -60,15 +61,28 @@ def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Lane, SamplingState, R
 def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together: set[tuple[int, bool, int]] = set()
     watch(monkeypatch, lambda lane, sampling, _, count: together.add((count, sampling.greedy, lane.k)))
+    reports = list[Audit]()
+    monkeypatch.setattr(audit_module, "audit", lambda *given, **named: reports.append(audit(*given, **named)) or reports[0])
     done = CliRunner().invoke(command, [str(bundle), "--draws", "100"])
-    assert done.exit_code in (0, 1)  # so few draws may not find what is wrong
-    lines = done.output.splitlines()
-    for part in ("arithmetic", "greedy", "batched", "sampled", "support", "controls", "counters"):
-        assert any(line.startswith(f"{part} ") for line in lines)
-    for control in Fault:
-        assert any(f" {control.value} " in line and " detected" in line for line in lines)  # or not detected
-    assert lines[-1] == ("the bundle passes" if done.exit_code == 0 else "the bundle FAILS")
-    assert "batched    pass  40 texts of batched requests" in done.output  # 8 requests, plain and in 4 modes
+    (report,) = reports
+    detected = {control.fault: control.detected for control in report.controls[: 1 + len(Fault)]}  # then those of n-grams
+    # So few draws may not tell this fault, and whether they do decides how it ends; the others emit what truncation excludes.
+    found = detected.pop(Fault.RESIDUAL_NOT_SUBTRACTED.value)
+    others = {fault.value for fault in Fault} - {Fault.RESIDUAL_NOT_SUBTRACTED.value}
+    assert detected == {None: False} | dict.fromkeys(others, True)
+    assert [control.detected for control in report.controls[1 + len(Fault) :]] == [False, True]
+    parts = ("arithmetic", "greedy", "batched", "sampled", "support", "controls", "counters")
+    assert report.verdicts() == dict.fromkeys(parts, True) | {"controls": found}
+    assert done.exit_code == (0 if found else 1)
+    lines = done.stdout.splitlines()
+    for part, passed in report.verdicts().items():
+        assert [line[11:15] for line in lines if line.startswith(f"{part} ")] == ["pass" if passed else "FAIL"]
+    for fault, is_found in [*detected.items(), (Fault.RESIDUAL_NOT_SUBTRACTED.value, found)]:
+        cells = [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
+        (verdict,) = (row[-2] for row in cells if row[1] == (fault or "none: the reference itself"))
+        assert verdict.startswith("detected" if is_found else "not detected")
+    assert lines[-1] == ("the bundle passes" if found else "the bundle FAILS")
+    assert "batched    pass  40 texts of batched requests" in done.stdout  # 8 requests, plain and in 4 modes
     assert {(SLOTS, greedy, k) for greedy in (True, False) for k in (0, 1, 4)} <= together
 
 
@@ -127,7 +141,7 @@ def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_b
         return run
 
     monkeypatch.setattr(session, "bind", other_kernel)
-    monkeypatch.setattr(session, "_passes", {})
+    session.unbind()
     monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
     monkeypatch.setattr(audit_module, "SAMPLED", ())  # their texts may have a tie of their own at that place
     texts = audit(batched, draws=10).batched

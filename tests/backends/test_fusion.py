@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, Cohere2Config
 
 from outrider.backends.comparison import check_same
-from outrider.backends.onnxruntime import fuse_bundle as fusing
 from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 from outrider.backends.onnxruntime.fusion.attention import GroupQueryAttention
 from outrider.backends.onnxruntime.fusion.fuse import fuse
@@ -29,7 +28,7 @@ from outrider.backends.rewriting.matching import refused
 from outrider.backends.rewriting.products import Products
 from outrider.backends.rewriting.spare_row import SpareRow
 from outrider.bundle.folder import read_manifest
-from outrider.bundle.manifest import Build
+from outrider.bundle.manifest import Build, model_file
 from outrider.errors import OutriderWarning
 from outrider.export.checkpoint import load_tokenizer
 from outrider.export.parity import CHUNKS, Exported, reference
@@ -344,7 +343,7 @@ def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
 
 
 def test_attention_that_is_not_fused_is_reported(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupQueryAttention, "check", lambda self, context, **_: self._refused("a shape that nobody has seen"))
+    monkeypatch.setattr(GroupQueryAttention, "check", lambda self, context, **_: self.refuse("a shape that nobody has seen"))
     message = "attention of 2 of 2 layers of the target stays as exported, which is slower: it has a shape that nobody has seen"
     with pytest.warns(OutriderWarning) as caught:
         build(tiny_export, tmp_path / "bundle")
@@ -370,14 +369,14 @@ def test_a_head_that_stays_as_exported_keeps_its_weights(
     drafter_exports: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that it has in common with the target are in the target's file, which is replaced."""
-    fuse_one = fusing._fuse
 
-    def without_the_head(*arguments: Any) -> dict[str, int]:
-        return {} if arguments[4] == "head" else fuse_one(*arguments)
+    def without_the_head(path: Path, *others: Any) -> tuple[dict[str, int], list[str]]:
+        if path.name == Path(model_file("head")).name:
+            raise KeyError("a node of a kind that nobody has seen")
+        return fuse(path, *others)
 
-    monkeypatch.setattr(fusing, "_fuse", without_the_head)
-    bundle = build(drafter_exports("fp32", "trained head"), tmp_path / "bundle")
-    manifest = read_manifest(bundle)
-    assert manifest.build is not None
-    assert manifest.build.rewrites["head"] == {}
+    monkeypatch.setattr("outrider.backends.onnxruntime.fusion.fuse.fuse", without_the_head)
+    with pytest.warns(OutriderWarning, match="the head stays as exported"):
+        bundle = build(drafter_exports("fp32", "trained head"), tmp_path / "bundle")
+    assert made_of(bundle).rewrites.keys() == {"target", "draft"}
     check_same(drafter_exports("fp32", "trained head"), open_engines(bundle, *open_bundle(bundle)), "head")

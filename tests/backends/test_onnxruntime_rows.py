@@ -29,15 +29,10 @@ def session(request: pytest.FixtureRequest, shipped_bundles: Callable[..., Path]
     return made
 
 
-def pair(session: GraphSession) -> None:
-    session._fewest_rows = 2
-    session._passes.clear()
-
-
 @pytest.mark.parametrize("paired", [False, True], ids=["as this processor needs", "paired"])
 def test_rows_have_the_same_bits(session: GraphSession, paired: bool) -> None:
     if paired:  # on every processor, so that this path is tested on all
-        pair(session)
+        session.pair_lone_rows()
     for at in range(0, BEGIN, CHUNK):
         session.write(TEXT[:, at : at + CHUNK], np.array([at]), 1)
     want = session.run(TEXT[:, BEGIN:], np.array([BEGIN]), 1)[0].copy()
@@ -51,7 +46,7 @@ def test_rows_have_the_same_bits(session: GraphSession, paired: bool) -> None:
 
 def test_the_last_position_of_a_slot_is_its_own(session: GraphSession) -> None:
     """A row that keeps another company must not be written into the next slot."""
-    pair(session)
+    session.pair_lone_rows()
     session.write(TEXT[:, :8], np.array([0]), 1)
     before = {name: cache.copy() for name, cache in session.cache().items()}
     session.write(TEXT[:, :1], np.array([session.capacity - 1]), 0)
@@ -64,7 +59,7 @@ def test_texts_are_those_of_plain_decoding_up_to_the_last_position(
     shipped_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where lone rows are paired, as on a processor that needs it."""
-    monkeypatch.setattr(GraphSession, "pair_lone_rows", pair)
+    monkeypatch.setattr(GraphSession, "lone_rows_differ", lambda _: True)
     outrider = Outrider.load(shipped_bundles("int4", batch=SLOTS, k=[1, 4]))
     params, texts = SamplingParams(max_new_tokens=1000), []
     for options in ({"k": 0}, {"k": 1}, {"k": 4}, {"k": 4, "drafter": "ngram"}, {"k": "auto"}):
@@ -81,5 +76,5 @@ def test_a_table_of_positions_has_one_for_a_row_that_is_run_along(tmp_path: Path
     bundle = build(tmp_path / "onnx", tmp_path / "bundle", k=[1], capacity=64)
     session = open_engines(bundle, *open_bundle(bundle)).session("target", 1)
     assert isinstance(session, GraphSession)
-    pair(session)
+    session.pair_lone_rows()
     assert np.isfinite(session.run(np.array([[5]]), np.array([63]))).all()

@@ -22,7 +22,7 @@ from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.deferred import DeferredEngines
-from outrider.tests.support import build, run
+from outrider.tests.support import build, reseal, run
 
 
 def test_the_manifest_says_how_it_was_built(tiny_bundle: Path, tiny_export: Path) -> None:
@@ -156,15 +156,22 @@ def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tm
     assert read_manifest(bundle) == after
 
 
-def test_an_acceptance_that_cannot_be_measured_again_is_kept(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_acceptance_that_cannot_be_measured_again_is_kept(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> dict[str, float]:
         raise UsageError("the chat template refuses it", "take another")
 
     monkeypatch.setattr(build_module, "measure_acceptance", fails)
-    manifest = read_manifest(tiny_bundle)
-    assert manifest.build is not None
-    known = msgspec.structs.replace(manifest.build, acceptance={"model": 0.7})
-    assert build_module._measured(tiny_bundle, manifest, known, SILENT).acceptance == {"model": 0.7}
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    made = read_manifest(bundle).build
+    assert made is not None
+    monkeypatch.setattr(build_module, "measure", lambda *_: made.costs)
+    reseal(bundle, build=msgspec.structs.replace(made, acceptance={"model": 0.7}))
+    sealed = build_module.calibrate(bundle)
+    assert sealed.build is not None
+    assert sealed.build.acceptance == {"model": 0.7}
+    assert read_manifest(bundle) == sealed
 
 
 @pytest.mark.parametrize("refusal", [None, "not here"])

@@ -15,6 +15,7 @@ import pytest
 
 from outrider.backends.open import open_bundle, open_engines
 from outrider.engines.contract import window_buckets
+from outrider.engines.device import Buffer, Launch
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
@@ -53,6 +54,7 @@ def test_a_smaller_position_takes_back_what_was_written(session: Session) -> Non
 
 def test_the_cache_is_written_in_place(session: Session) -> None:
     session.run(IDS, at(3))
+    assert len(session.cache()) == 4  # keys and values of two layers
     for array in session.cache().values():
         assert (array[:, :, 3:12] != 0).any(axis=-1).all()
         assert (array[:, :, :3] == 0).all()
@@ -95,14 +97,21 @@ def test_a_run_that_does_not_fit_is_refused_before_it_writes(session: Session, r
         np.testing.assert_array_equal(array, before[name])
 
 
-def test_what_only_writes_the_cache_leaves_logits_out(bundle: Path) -> None:
+def test_what_only_writes_the_cache_leaves_logits_out(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = open_engines(bundle, *open_bundle(bundle))
     writes, runs = (engines.session("target", batch=1) for _ in range(2))
+    bound, bind = list[tuple[int, ...]](), writes.bind
+
+    def noted(ids: Buffer, positions: Buffer, logits: Buffer, *others: Any, **named: Any) -> Launch:
+        bound.append(logits.shape)
+        return bind(ids, positions, logits, *others, **named)
+
+    monkeypatch.setattr(writes, "bind", noted)
     writes.write(IDS, at(0))
+    assert [shape[1] for shape in bound] == [0]
     want = runs.run(IDS, at(0)).copy()
     for name, array in writes.cache().items():
         np.testing.assert_array_equal(array, runs.cache()[name])
-    assert writes._logits is None
     device = writes.device
     ids, position = device.zeros(IDS.shape, "int64", "ids"), device.zeros((1,), "int64", "position")
     last = device.zeros((1, 2, writes.vocab_rows), "float32", "the last two rows' logits")

@@ -27,6 +27,7 @@ from outrider.runtime import drafters
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.stats import Stats
 from outrider.tests.runtime.toy import Repeat
 from outrider.tests.support import PAIR, build, prefill, reseal, write_checkpoint
 
@@ -217,10 +218,22 @@ def test_a_random_draft_is_almost_never_accepted(bundles: dict[str, Outrider], k
 
 
 @pytest.mark.parametrize(("draft", "k"), in_turn(DRAFTS))
-def test_counters_balance(bundles: dict[str, Outrider], draft: str, k: int | str) -> None:
-    events = run(bundles[draft], PROMPTS["story"], k)
+def test_counters_balance(bundles: dict[str, Outrider], draft: str, k: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outrider, counted = bundles[draft], list[tuple[int, ...]]()
+    count = Stats.count
+
+    def noted(self: Stats, drafter: str, *counters: int) -> None:
+        counted.append(counters)
+        count(self, drafter, *counters)
+
+    monkeypatch.setattr(Stats, "count", noted)
+    events = run(outrider, PROMPTS["story"], k)
     stats = events[-1].stats
-    assert stats.drafted == stats.accepted + stats.rejected + stats.unexamined
+    for (drafted, accepted, rejected, own), event in zip(counted, events, strict=True):
+        assert (accepted, own) == (sum(event.from_draft), event.from_draft.count(False))
+        assert rejected == (own > 0 and accepted < drafted)  # where the target's own token stands in its place
+    assert stats.unexamined >= 0
+    assert [stats.drafted, stats.accepted, stats.rejected, stats.own] == [*map(sum, zip(*counted, strict=True))]
     assert stats.emitted == stats.accepted + stats.own == len(tokens(events))
     assert stats.accepted == sum(flag for event in events for flag in event.from_draft)
     assert stats.rounds == len(events)
@@ -262,10 +275,10 @@ def test_the_cache_is_that_of_a_fresh_prefill(
 
 @pytest.mark.parametrize("draft", ["self", "random"])
 def test_the_draft_runs_two_rows_and_then_single_ones(
-    bundles: dict[str, Outrider], draft: str, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every round, whether all or none of the last one's tokens were accepted: nothing is read twice or left out."""
-    outrider, k, prompt = bundles[draft], 4, PROMPTS["longer than a chunk"]
+    outrider, k, prompt = Outrider.load(folders[draft]), 4, PROMPTS["longer than a chunk"]
     session = outrider.sessions["draft"]
     runs: list[tuple[int, int]] = []
     bind = session.bind
@@ -282,7 +295,7 @@ def test_the_draft_runs_two_rows_and_then_single_ones(
         return run
 
     monkeypatch.setattr(session, "bind", watched)
-    monkeypatch.setattr(session, "_passes", {})
+    session.unbind()
     fresh = outrider.observed(Watch())  # its launches are bound anew
     length = len(outrider.text.encode(prompt, chat=False))
     want = [(at, min(CHUNK, length - 2 - at)) for at in range(0, length - 2, CHUNK)]

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.audit.controls import RandomPolicy
 from outrider.errors import OutriderError, UsageError
+from outrider.runtime.buffers import VERIFIER
 from outrider.runtime.drafters.base import FORCED
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.grammar import (
@@ -34,10 +35,9 @@ from outrider.runtime.grammar import (
     GrammarError,
     Grammars,
     Matcher,
-    _late,
-    _Place,
     rehearse,
 )
+from outrider.runtime.masks import mask
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import named_settings, warp
 from outrider.runtime.request import Request
@@ -220,19 +220,8 @@ def test_drafts_are_masked_as_the_target_is(bundles: dict[str, Outrider], monkey
         for name in GRAMMARS:
             stats = run(bundles["self"], name, k)[-1].stats
             assert stats.rejected == 0, (name, k)
-    monkeypatch.setattr("outrider.runtime.rounds.Rounds._advance_one_by_one", _unmasked_drafts)
+    monkeypatch.setattr("outrider.runtime.rounds.mask", lambda _, row, *rest: mask(_, row, *rest) if row == VERIFIER else None)
     assert run(bundles["self"], "forbids", 4)[-1].stats.rejected > 0
-
-
-def _unmasked_drafts(self: Any, shape: Any, steps: Any, begin: int, active: Any, stop: Any, masks: Any) -> Any:
-    def target_alone(row: int) -> None:
-        if row < 0:
-            masks(row)
-
-    for at in range(begin, len(steps)):
-        if steps[at].status is not None:
-            target_alone(steps[at].row)
-        steps[at].launch()
 
 
 def test_what_the_grammar_forces_is_drafted_without_a_drafter(bundles: dict[str, Outrider]) -> None:
@@ -310,7 +299,7 @@ def test_a_device_that_runs_ahead_waits_once_for_a_mask(
             for k in (0, 4, "ngram"):
                 assert tokens(run(queued, name, k, **sampling)) == want[name]
         assert tokens(list(queued.generate(PROMPT, free, k=4))) == want_free
-    segments = set(queued.rounds._recorded)
+    segments = set(queued.rounds.recorded)
     whole = {
         segment
         for segment in segments
@@ -365,8 +354,12 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
         return said
 
     begun = Counter[str]()
-    begin = _Place.__init__
-    monkeypatch.setattr(_Place, "__init__", lambda *args: (begun.update(["anew"]), begin(*args))[1])
+    make = Matcher.__init__
+
+    def counting(self: Matcher, begin: Callable[[], Any]) -> None:
+        make(self, lambda: (begun.update(["anew"]), begin())[1])
+
+    monkeypatch.setattr(Matcher, "__init__", counting)
     ways = [dead, *([each] for each in dead)]
     plain = [answer(0, *each) for each in ways]
     assert plain.count(want) > len(dead) / 2  # and in the others, the target goes there itself
@@ -386,15 +379,25 @@ def test_a_draft_that_takes_too_long_a_step_changes_nothing(
     """Only the steps of drafted tokens are slow here."""
     names = ("branches", "schema")
     want = [tokens(run(bundles["trained"], name, 0)) for name in names]
-    masks, slow = _Place.masks, list[int]()
+    slow, make = list[int](), Matcher.__init__
 
-    def take_long(self: _Place, drafted: list[int]) -> Any:
-        if drafted:
-            slow.append(len(drafted))
-            time.sleep(1.2 * STEP_SECONDS)
-        return masks(self, drafted)
+    def make_slow(self: Matcher, begin: Callable[[], Any]) -> None:
+        def slowed() -> Any:
+            place = begin()
+            masks = place.masks
 
-    monkeypatch.setattr(_Place, "masks", take_long)
+            def take_long(drafted: list[int]) -> Any:
+                if drafted:
+                    slow.append(len(drafted))
+                    time.sleep(1.2 * STEP_SECONDS)
+                return masks(drafted)
+
+            place.masks = take_long
+            return place
+
+        make(self, slowed)
+
+    monkeypatch.setattr(Matcher, "__init__", make_slow)
     assert [tokens(run(bundles["trained"], name, 4)) for name in names] == want
     assert len(slow) == len(names)  # once for each
 
@@ -590,10 +593,11 @@ def test_steps_that_nobody_waits_for_hold_up_no_answer_that_has_begun() -> None:
             grammars.begin(other).masks([])
         begun.advance(letter)
         assert begun.masks([])
-    deadline = time.monotonic() + 30
-    while len(_late) >= MAX_LATE and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert grammars.begin(other).masks([])
+    deadline, free = time.monotonic() + 30, list[Any]()
+    while not free:
+        assert time.monotonic() < deadline
+        with suppress(GrammarBusyError):
+            free = grammars.begin(other).masks([])
     assert grammars.compile(slow) is not compiled  # what has failed once is compiled anew
     assert grammars.begin(slow).masks([])
     with pytest.raises(GrammarError, match="takes longer"):

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.audit.controls import RandomPolicy
 from outrider.bundle.folder import read_manifest
-from outrider.commands.output import _slot
-from outrider.engines.session import GraphSession
+from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, OutriderError
 from outrider.export.pair import export_pair
 from outrider.runtime.buffers import Lane
@@ -26,11 +25,11 @@ from outrider.runtime.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens
-from outrider.tests.support import ROOT, build, reseal
+from outrider.tests.support import ROOT, build, reseal, run_here
 from outrider.tests.support import run as outrider
 from outrider.training.arguments import Arguments
 from outrider.training.eagle3 import Eagle3Objective
-from outrider.training.train import _check_target
+from outrider.training.train import check_target
 
 HYBRID = ROOT / "examples" / "tiny-hybrid" / "target"
 K, CHUNK = (1, 2, 4, 8), 16
@@ -168,16 +167,17 @@ def test_a_failed_round_is_run_again_for_each_request_alone(
 ) -> None:
     """The state before the round is gone, so the texts are read again."""
     many, single = batched
-    decide = Rounds._decide
+    run = Rounds.run
     failures: list[int] = []
 
-    def failing(self: Rounds, lanes: Sequence[Lane], *rest: Any) -> object:
+    def failing(self: Rounds, lanes: Sequence[Lane], *rest: Any, **named: Any) -> object:
+        results = run(self, lanes, *rest, **named)
         if len(lanes) > 1 and len(lanes[0].tokens) > 50 and not failures:
             failures.append(len(lanes))
             raise EngineError("it broke", "hint it")
-        return decide(self, lanes, *rest)
+        return results
 
-    monkeypatch.setattr(Rounds, "_decide", failing)
+    monkeypatch.setattr(Rounds, "run", failing)
     requests = [(many.text.encode(PROMPTS[name], chat=False), SamplingParams(max_new_tokens=60)) for name in FEW]
     texts = answer(Scheduler(many, k=2), requests, cancelled=set())
     assert failures
@@ -214,14 +214,13 @@ def test_the_end_of_a_text_is_gone_on_from(bundles: Made[Path], loaded: Made[Out
 
 
 def test_inspect_says_what_the_states_and_their_snapshots_take(bundles: Made[Path], loaded: Made[Outrider]) -> None:
-    session = loaded["fp32"].sessions["target"]
-    assert isinstance(session, GraphSession)
-    states = [cache for name, cache in session.cache().items() if name not in session._positional]
-    taken = sum(state.nbytes for state in states) + sum(each.view().nbytes for each in session._snapshots.values())
-    manifest = read_manifest(bundles["fp32"])
-    assert manifest.build is not None
-    said = _slot(manifest.models["target"], manifest.build, reads_features=False)
-    assert said.endswith(f", {taken // session.batch:,} of them recurrent states and 2 snapshots")
+    session, model = loaded["fp32"].sessions["target"], read_manifest(bundles["fp32"]).models["target"]
+    states = [each.past for each in cache_tensors(model.layers, model.features, model.recurrent) if not each.positional]
+    taken = sum(session.cache()[name].nbytes for name in states) * (session.batch + session.places) // session.batch**2
+    assert taken > 0
+    rows = [line.split("│") for line in run_here("inspect", bundles["fp32"]).stdout.splitlines()]
+    said = " ".join(row[2].strip() for row in rows if len(row) > 3)  # the column of the target
+    assert f" bytes, {taken:,} of them recurrent states and 2 snapshots" in said
 
 
 SYSTEM = PROMPTS["longer than a chunk"]
@@ -299,7 +298,7 @@ def test_a_draft_for_it_may_be_trained_on_its_answers(bundles: Made[Path], tmp_p
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"prompt": f"Question {number}"}) + "\n" for number in range(40)))
     arguments = Arguments.check(str(HYBRID), "eagle3", [texts], tmp_path / "head")
-    _check_target(arguments, bundles["fp32"], read_manifest(bundles["fp32"]))
+    check_target(arguments, bundles["fp32"], read_manifest(bundles["fp32"]))
     Eagle3Objective.check(arguments.target, None)
 
 

@@ -149,7 +149,7 @@ def test_catching_up_takes_what_rounds_take_of_what_the_costs_say() -> None:
     for _ in range(8):
         observe(policy, PLAIN, view(policy), 0, 0, 2 * table.round(NONE, 0, 0, 40, True))
     late = [view(policy, pending=100)]
-    assert policy._catch_up(MODEL, late) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
+    assert policy.catch_up(MODEL, late) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
 
 
 def test_a_draft_that_was_measured_to_be_of_no_use_is_hardly_asked() -> None:
@@ -519,7 +519,7 @@ def test_the_times_of_rounds_change_k_and_nothing_else(shipped: Outrider, jitter
             now[0] += chance.choice([0.001, 0.01, 0.1])
             return now[0]
 
-        monkeypatch.setattr(shipped.decoder, "_clock", clock)
+        monkeypatch.setattr(shipped.decoder, "clock", clock)
         monkeypatch.setattr(shipped, "policy", shipped.adaptive_policy())
         text, drafted = list[int](), [0]
         for event in shipped.generate(PROMPT, params):
@@ -558,7 +558,7 @@ def test_a_round_stops_drafting_where_the_draft_is_unsure(shipped: Outrider, mon
         now[0] += 0.006
         return now[0]
 
-    monkeypatch.setattr(shipped.decoder, "_clock", clock)
+    monkeypatch.setattr(shipped.decoder, "clock", clock)
     asked: list[tuple[float, bool]] = []
     keep_drafting = AdaptivePolicy.keep_drafting
 

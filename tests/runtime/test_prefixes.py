@@ -183,8 +183,8 @@ def test_a_wrong_copy_changes_tokens(
     """So the test above would notice."""
     target = batched.sessions["target"]
     if fault == "a token too many":
-        share = Slots._reusable
-        monkeypatch.setattr(Slots, "_reusable", lambda self, slot, prompt: min(share(self, slot, prompt) + 1, len(prompt) - 1))
+        share = Slots.reusable
+        monkeypatch.setattr(Slots, "reusable", lambda self, slot, prompt: min(share(self, slot, prompt) + 1, len(prompt) - 1))
     else:
         monkeypatch.setattr(target, "copy", faulty(fault, target.copy))
     assert wrong(serve(Scheduler(batched, k=0), texts, ARRIVALS), alone) > 0

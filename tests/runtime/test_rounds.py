@@ -82,6 +82,7 @@ def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monke
     monkeypatch.setattr("outrider.runtime.rounds.decide_on_host", noted)
     for prompt in ("the quick", [5]):
         answer(queued, prompt, 4, **SETTINGS["flat"])
+    assert watch.checked > 100
     assert watch.disagreed == 0
     assert {-1, 0, 1, 2, 3} <= set(decided)  # the verifier, and the drafter in every row
 
@@ -110,7 +111,7 @@ def test_each_k_and_window_is_recorded_once(bundle: Path) -> None:
     device = device_of(queued)
     for k in (1, 4) * 2:
         answer(queued, "the quick", k, tokens=100)
-    shapes = {segment.shape for segment in queued.rounds._recorded}
+    shapes = {segment.shape for segment in queued.rounds.recorded}
     assert device.recorded == len(shapes)
     assert {shape.drafted for shape in shapes if shape.rows == 5} >= {4}
     assert {shape.window for shape in shapes} == {64, 128}
@@ -124,7 +125,7 @@ def test_rounds_that_cannot_be_recorded_run_as_launches_with_one_warning_each(bu
         assert answer(queued, "the quick", 4, tokens=30) == answer(synchronous, "the quick", 4, tokens=30)
     messages = [str(each.message) for each in caught if issubclass(each.category, OutriderWarning)]
     assert messages
-    assert len(messages) == len(queued.rounds._recorded)
+    assert len(messages) == len(queued.rounds.recorded)
     assert "runs as plain launches: operation not permitted when stream is capturing" in messages[0]
 
 

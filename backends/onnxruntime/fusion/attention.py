@@ -31,7 +31,7 @@ class GroupQueryAttention(CachedAttention):
 
     def check(self, context: Any, query: Any, value: Any, **others: Any) -> MatchResult:  # type: ignore[override]
         matched = super().check(context, query=query, value=value, **others)
-        return self._refused("keys and values of different widths") if matched and query.shape[3] != value.shape[3] else matched
+        return self.refuse("keys and values of different widths") if matched and query.shape[3] != value.shape[3] else matched
 
     def rewrite(
         self, op: Op, query: Any, key: Any, value: Any, past_key: Any, past_value: Any, positions: Any, attended: Any, **_: Any

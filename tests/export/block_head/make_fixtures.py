@@ -79,7 +79,7 @@ def _translated(name: str, config: dict[str, Any]) -> dict[str, Any]:
     }
     outer |= {"num_anchors", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
     decoder = {key: value for key, value in config.items() if key not in outer}
-    return weights._config(ours) | {"transformer_layer_config": decoder}
+    return weights.config(ours) | {"transformer_layer_config": decoder}
 
 
 def computed(name: str, model: Any) -> Arrays:

@@ -77,7 +77,7 @@ CASES = {
 
 def checkpoint(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return config.json and the tensors of a case, float32."""
-    return _config(CASES[name]), _tensors(name)
+    return config(CASES[name]), _tensors(name)
 
 
 def target(name: str) -> dict[str, np.ndarray]:
@@ -152,7 +152,7 @@ def _tensors(name: str) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _config(case: Case) -> dict[str, Any]:
+def config(case: Case) -> dict[str, Any]:
     decoder: dict[str, Any] = {
         "attention_bias": False,
         "attention_dropout": 0.0,
