@@ -178,5 +178,8 @@ def test_an_output_that_cannot_be_written(tiny_bundle: Path, arguments: list[str
 
 def test_an_output_encoding_that_lacks_characters(shipped_bundle: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = run("generate", shipped_bundle, "--prompt", "naïve café", "--max-new-tokens", "9", "--show", env=environment)
+    ids = tokenizers.Tokenizer.from_file(str(shipped_bundle / TOKENIZER)).encode("é", add_special_tokens=False).ids
+    arguments = ["generate", shipped_bundle, "--prompt", "naïve café", "--max-new-tokens", "9", "--show"]
+    done = run(*arguments, "--logit-bias", f"{ids[0]}:100", env=environment)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("?????????\n")  # the first of its two bytes is no character

@@ -107,6 +107,6 @@ def test_every_call_is_one_that_the_bindings_take(bindings: Bindings, monkeypatc
     with pytest.raises(DeviceError, match="no NVIDIA GPU found"):
         Cuda()
     named = set.union(*map(called_in, SOURCES)) - {"cudaGetDeviceCount", "cudaRuntimeGetVersion"}
-    assert named - bindings.answers.keys() == set()
+    assert {"cudaMalloc", "cudaMemcpy2DAsync"} <= named <= bindings.answers.keys()
     for name, errors in bindings.answers.items():
         assert errors <= (NO_DEVICE if name not in WITHOUT_DEVICE else NO_DEVICE | {"cudaSuccess"}), (name, errors)

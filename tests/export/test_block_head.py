@@ -94,6 +94,7 @@ def test_a_head_computes_what_speculators_does(name: str, fixtures: Fixtures, tm
             logits, _, *state = head(ids, padded, torch.arange(ids.shape[1])[None], DynamicCache())
         rows = logits[0, -drafted:].numpy()
         np.testing.assert_allclose(rows[:, known], fixtures[f"{name}/logits"][index], atol=TOLERANCE)
+        assert bool(state) == weights.CASES[name].is_dspark
         if not state:
             continue
         before = tokens[anchor : anchor + drafted, None]

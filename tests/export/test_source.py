@@ -296,6 +296,7 @@ def test_weights_in_mxfp4_are_dequantized(tmp_path: Path) -> None:
     described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     (folder / "config.json").write_text(json.dumps(described))
     loaded = load_model(Source.parse(str(folder)), "fp32").state_dict()
+    assert len(want) == 2 * config.num_hidden_layers
     for name, tensor in want.items():
         torch.testing.assert_close(loaded[name], tensor, atol=0, rtol=0)
     manifest = export_pair(str(folder), None, tmp_path / "onnx", precision="int4")

@@ -139,7 +139,7 @@ def test_prompts_are_logged_only_on_request(shipped_export: Path, tmp_path: Path
         fetch(
             f"{server.url}/v1/chat/completions", b'{"messages": [{"role": "user", "content": "another one"}], "max_tokens": 3}'
         )
-        complete(server, prompt="refused and private", max_tokens=-1)
+        assert complete(server, prompt="refused and private", max_tokens=-1)[0] == 400
         server.stop()
         log = "".join(server.log)
     assert ("a most private matter" in log) == ("another one" in log) == bool(options)

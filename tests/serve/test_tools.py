@@ -255,12 +255,15 @@ def test_a_call_that_is_cut_is_the_beginning_of_the_whole(name: str) -> None:
     tokenizer = text_of(name).tokenizer
     ids = tokenizer.encode(written, add_special_tokens=False).ids
     whole = {part.kind: part.text for part in read(name, written)[0]}
+    states = set()
     for end in range(len(ids)):
         parts, cut = read(name, tokenizer.decode(ids[:end], skip_special_tokens=False).rstrip("\ufffd"))
         shown = {part.kind: part.text for part in parts}
         if "name" in shown:
             assert whole["arguments"].startswith(shown.get("arguments", ""))
             assert cut is (shown.get("arguments") != whole["arguments"])
+            states.add((cut, bool(shown.get("arguments"))))
+    assert (True, True) in states
 
 
 def test_gpt_oss_thinks_in_a_channel() -> None:
@@ -311,7 +314,8 @@ def test_a_schema_that_calls_in_xml_cannot_keep_is_refused(parameters: dict[str,
 )
 def test_a_schema_that_means_nothing_is_the_grammars_to_refuse(schema: dict[str, Any]) -> None:
     grammar = family("qwen_xml").grammar(Offer({"f": {"type": "object", "properties": {"a": schema}}}, [0]))
-    llguidance.LLMatcher(llguidance.LLTokenizer(text_of("qwen_xml").tokenizer.to_str(), eos_token=0), grammar)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(text_of("qwen_xml").tokenizer.to_str(), eos_token=0), grammar)
+    assert matcher.is_error()
 
 
 def test_a_template_of_another_family_is_not_taken_for_one_of_these() -> None:

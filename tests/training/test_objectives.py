@@ -48,7 +48,9 @@ def test_a_measurement_walks_through_the_answer(learned: tuple[Objective, Refere
     ids = AutoTokenizer.from_pretrained(PAIR / "target")(TEXT).input_ids
     stats = measure(objective, [Example(ids, [False] * 10 + [True] * (len(ids) - 10))], K)
     assert stats.emitted == len(ids) - 10
-    assert stats.drafted == stats.accepted + stats.rejected + stats.unexamined
+    assert stats.accepted > 0
+    assert stats.unexamined >= 0
+    assert 0 < stats.rejected <= stats.drafting_rounds
 
 
 def test_the_loss_falls_and_only_the_draft_learns(learned: tuple[Objective, Reference]) -> None:
