@@ -98,10 +98,6 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_" and name not in NAMED_TUPLES
 
 
-def is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
 def defined(tree: ast.AST) -> set[str]:
     """Return the private names that a file gives to functions, classes, variables and attributes."""
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
@@ -114,10 +110,9 @@ def used(tree: ast.AST) -> set[str]:
     """Return the private names that a file reads as attributes, imports, or names in calls such as `setattr`."""
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    for node in ast.walk(tree):
-        called = node.func if isinstance(node, ast.Call) else None
-        if (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) in ACCESSORS:
-            names |= {word.split(".")[-1] for word in map(ast.literal_eval, filter(is_text, node.args))}
+    for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+        if getattr(call.func, "attr", getattr(call.func, "id", "")) in ACCESSORS:
+            names |= {str(each.value).split(".")[-1] for each in call.args if isinstance(each, ast.Constant)}
     return set(filter(private, names))
 
 

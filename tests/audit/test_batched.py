@@ -62,7 +62,12 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     together: set[tuple[int, bool, int]] = set()
     watch(monkeypatch, lambda lane, sampling, _, count: together.add((count, sampling.greedy, lane.k)))
     reports = list[Audit]()
-    monkeypatch.setattr(audit_module, "audit", lambda *given, **named: reports.append(audit(*given, **named)) or reports[0])
+
+    def noted(*given: Any, **named: Any) -> Audit:
+        reports.append(audit(*given, **named))
+        return reports[0]
+
+    monkeypatch.setattr(audit_module, "audit", noted)
     done = CliRunner().invoke(command, [str(bundle), "--draws", "100"])
     (report,) = reports
     detected = {control.fault: control.detected for control in report.controls[: 1 + len(Fault)]}  # then those of n-grams
