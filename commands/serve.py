@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from outrider.commands.options import device, drafter, number_or_auto
 from outrider.errors import FolderError, UsageError
-
-if TYPE_CHECKING:
-    from outrider.serve.settings import Settings
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 KEYS = "OUTRIDER_API_KEYS"
@@ -135,43 +130,9 @@ def command(
         cpus = cpus or (1 if on_gpu else None)
         cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
     else:
-        _run(settings, host, port, drain)
+        from outrider.serve.server import HttpServer
 
-
-def _run(settings: Settings, host: str, port: int, drain: int) -> None:
-    """Serve until SIGTERM."""
-    import uvicorn
-
-    from outrider.serve.app import create_app
-    from outrider.serve.connections import HEAD_SECONDS, Connection, listen
-    from outrider.serve.engine import LOGGER, EngineThread
-
-    class Draining(uvicorn.Server):
-        """Ends answers that do not finish in time with an error that asks for a retry; uvicorn would cut them off."""
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            LOGGER.info(f"running on http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}")
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            asyncio.get_running_loop().call_later(drain, engine.end)
-            await super().shutdown(sockets)
-
-    listeners = listen(host, port)
-    engine = EngineThread.from_settings(settings)
-    config = uvicorn.Config(
-        create_app(settings, engine),
-        loop="asyncio",  # others do not accept through a `Listener`
-        http=Connection,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=HEAD_SECONDS,
-        # uvicorn would trust this machine, and so let its users choose whose requests they send.
-        proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
-        timeout_graceful_shutdown=drain + 5,
-    )
-    Draining(config).run(sockets=[*listeners])
+        HttpServer(settings, host, port, drain).run()
 
 
 def _hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:

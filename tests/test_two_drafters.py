@@ -15,8 +15,8 @@ from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import Fault
-from outrider.tests.serve.server import fetch, serving
-from outrider.tests.support import bench_once, run
+from outrider.tests.serve.server import fetch, serving_here
+from outrider.tests.support import bench_once, run_here
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ def test_the_head_is_accepted_as_its_card_says(both: Outrider) -> None:
 
 
 def test_it_is_inspected_and_measured(bundle: Path) -> None:
-    shown = run("inspect", bundle)
+    shown = run_here("inspect", bundle)
     assert shown.returncode == 0, shown.stderr
     assert "target/head.onnx" in shown.stdout
     build = read_manifest(bundle).build
@@ -73,13 +73,13 @@ def test_bench_and_plan_show_them_side_by_side(bundle: Path, tmp_path: Path) -> 
     assert labels[1:5] == [f"draft {kind}, k = {k}" for kind in ("head", "model") for k in (1, 4)]
     assert len(results.drafts) == 2
     assert all(each.same_text == each.prompts for each in results.summaries)
-    planned = json.loads(run("plan", bundle, "--bench", tmp_path / "report" / "bench.json", "--json").stdout)
+    planned = json.loads(run_here("plan", bundle, "--bench", tmp_path / "report" / "bench.json", "--json").stdout)
     assert planned["measured"]["support"].keys() == {"none", "head", "model"}
     assert {each["drafter"] for each in planned["predictions"] if each["k"]} == {"head", "model"}
 
 
 def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
-    with serving(bundle, "--k", "4", "--drafter", "head") as server:
+    with serving_here(bundle, k=4, drafter="head") as server:
         body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
         status, _, _ = fetch(f"{server.url}/v1/completions", json.dumps(body).encode())
         assert status == 200
@@ -120,5 +120,5 @@ def test_heads_that_draft_in_one_pass_pass_the_audit(
 @pytest.mark.parametrize("drafter", ["random head", "trained head", "random block", "random parallel-head"])
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_it_passes_the_whole_audit(drafter_bundles: Callable[..., Path], precision: str, drafter: str) -> None:
-    done = run("verify", drafter_bundles(precision, drafter, capacity=512, batch=2, k=[1, 4]))
+    done = run_here("verify", drafter_bundles(precision, drafter, capacity=512, batch=2, k=[1, 4]))
     assert done.returncode == 0, done.stdout

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from outrider.tests.serve.server import Server
+from outrider.tests.serve.server import Reached
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server: Reached) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client

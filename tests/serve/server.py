@@ -1,4 +1,4 @@
-"""A real server process over a real bundle."""
+"""Real servers over real bundles: in processes of their own, or in threads of this one for what is only about HTTP."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from typing import Any
 import filelock
 
 from outrider.bundle.manifest import CHAT_TEMPLATE
+from outrider.commands.serve import LOOPBACK
+from outrider.serve.server import HttpServer
+from outrider.serve.settings import Settings
 from outrider.tests.support import COMMAND, build, reseal
 
 TEMPLATE = (
@@ -52,7 +55,28 @@ def fetch(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Mes
             return error.code, error.headers, error.read()
 
 
-class Server:
+class Reached:
+    """A server that listens at `url`."""
+
+    url: str
+
+    def ready(self) -> None:
+        """Wait until the bundle is loaded."""
+        for _ in range(600):
+            status, health = self.health()
+            if status == 200:
+                return
+            assert status == 503, health
+            time.sleep(0.1)
+        raise AssertionError("the server did not become ready")
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Return the status and body of /health."""
+        status, _, body = fetch(f"{self.url}/health")
+        return status, json.loads(body)
+
+
+class Server(Reached):
     """`outrider serve` in a process of its own, on a free port."""
 
     def __init__(self, bundle: Path, *options: str, env: dict[str, str] | None = None, max_files: int | None = None):
@@ -76,21 +100,6 @@ class Server:
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True)
         self._reader.start()
 
-    def ready(self) -> None:
-        """Wait until the bundle is loaded."""
-        for _ in range(600):
-            status, health = self.health()
-            if status == 200:
-                return
-            assert status == 503, health
-            time.sleep(0.1)
-        raise AssertionError("the server did not become ready")
-
-    def health(self) -> tuple[int, dict[str, Any]]:
-        """Return the status and body of /health."""
-        status, _, body = fetch(f"{self.url}/health")
-        return status, json.loads(body)
-
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End the server, and read the rest of its log."""
         self.process.send_signal(how)
@@ -99,6 +108,33 @@ class Server:
         assert self.process.stderr is not None
         self.process.stderr.close()
         return code
+
+
+class ServerHere(Reached):
+    """The same server in a thread of this process, which has imported what it needs; nothing of it is logged."""
+
+    def __init__(self, bundle: Path, **settings: Any):
+        self._server = HttpServer(Settings(bundle, hosts=LOOPBACK, **settings), LOOPBACK[1], 0, drain=30)
+        self.url = self._server.url
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the server."""
+        self._server.should_exit = True
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def serving_here(bundle: Path, **settings: Any) -> Iterator[ServerHere]:
+    """Run a server in a thread, and wait until it is ready."""
+    server = ServerHere(bundle, **settings)
+    try:
+        server.ready()
+        yield server
+    finally:
+        server.stop()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The HTTP API as the official client sees it: a real server process over a real bundle."""
+"""The HTTP API as the official client sees it: a real server over a real bundle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
+from outrider.tests.serve.server import Reached, Server, chat_bundle, fetch, serving, serving_here
 from outrider.tests.support import COMMAND, ROOT, run
 
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
@@ -34,8 +34,8 @@ def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Server]:
-    with serving(bundle) as server:
+def server(bundle: Path) -> Iterator[Reached]:
+    with serving_here(bundle) as server:
         yield server
 
 
@@ -54,12 +54,12 @@ def ended(outrider: Outrider, prompt: str, **params: Any) -> tuple[str | None, i
     return last.finish_reason, last.stats.emitted
 
 
-def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+def post(server: Reached, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
     status, _, answer = fetch(server.url + path, body, **headers)
     return status, json.loads(answer)
 
 
-def counters(server: Server) -> dict[str, float]:
+def counters(server: Reached) -> dict[str, float]:
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
@@ -151,7 +151,7 @@ def test_several_prompts_and_token_ids(client: openai.OpenAI, alone: Outrider) -
     assert done.choices[1].text == text_of(alone, "Once", max_new_tokens=10)
 
 
-def test_tokens_and_text_are_those_of_the_tokenizer(server: Server, alone: Outrider) -> None:
+def test_tokens_and_text_are_those_of_the_tokenizer(server: Reached, alone: Outrider) -> None:
     tokenizer = alone.text.tokenizer
     for add in (True, False):
         body = {"prompt": PROMPT, "add_special_tokens": add, "return_token_strs": True}
@@ -241,7 +241,7 @@ def test_a_request_may_have_a_shorter_timeout(client: openai.OpenAI) -> None:
     ],
     ids=lambda each: json.dumps(each)[:40],
 )
-def test_an_unsupported_or_invalid_field_is_refused_by_name(server: Server, body: dict[str, Any], param: str | None) -> None:
+def test_an_unsupported_or_invalid_field_is_refused_by_name(server: Reached, body: dict[str, Any], param: str | None) -> None:
     status, answer = post(server, "/v1/completions", json.dumps(body).encode())
     assert status == 400, answer
     assert answer["error"]["type"] == "invalid_request_error"
@@ -265,7 +265,7 @@ def test_an_unsupported_or_invalid_field_is_refused_by_name(server: Server, body
     ],
     ids=lambda each: json.dumps(each)[:40],
 )
-def test_a_chat_error_names_the_field(server: Server, fields: dict[str, Any], param: str) -> None:
+def test_a_chat_error_names_the_field(server: Reached, fields: dict[str, Any], param: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
     status, answer = post(server, "/v1/chat/completions", json.dumps(body).encode())
     assert (status, answer["error"]["param"]) == (400, param), answer
@@ -291,7 +291,7 @@ def test_a_chat_error_names_the_field(server: Server, fields: dict[str, Any], pa
     ],
     ids=range(12),
 )
-def test_an_invalid_body_is_refused(server: Server, body: bytes) -> None:
+def test_an_invalid_body_is_refused(server: Reached, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         status, answer = post(server, path, body)
         assert 400 <= status < 500
@@ -309,7 +309,7 @@ def test_messages_that_the_template_rejects(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="target", messages=[{"role": "user", "content": "refuse"}])
 
 
-def test_concurrent_clients_get_what_each_would_get_alone(client: openai.OpenAI, alone: Outrider, server: Server) -> None:
+def test_concurrent_clients_get_what_each_would_get_alone(client: openai.OpenAI, alone: Outrider, server: Reached) -> None:
     prompts = [f"Customer: I would like {number} tickets for the " for number in range(12)]
     want = [text_of(alone, prompt, max_new_tokens=40) for prompt in prompts]
 
@@ -325,7 +325,7 @@ def test_concurrent_clients_get_what_each_would_get_alone(client: openai.OpenAI,
     assert result["outrider_time_to_first_token_seconds_count"] >= 12
 
 
-def test_the_dashboard_and_the_documents_name_existing_metrics(server: Server) -> None:
+def test_the_dashboard_and_the_documents_name_existing_metrics(server: Reached) -> None:
     existing = {re.sub(r"{.*", "", name) for name in counters(server)}
     shown = set(re.findall(r"outrider_\w+", (ROOT / "deploy" / "grafana.json").read_text()))
     assert shown
@@ -336,7 +336,7 @@ def test_the_dashboard_and_the_documents_name_existing_metrics(server: Server) -
     assert documented <= existing | {name.removesuffix("_bucket") for name in existing}
 
 
-def test_a_disconnect_cancels_the_answer(server: Server) -> None:
+def test_a_disconnect_cancels_the_answer(server: Reached) -> None:
     """In the middle of a stream, and while a client waits for a whole answer."""
     for stream in ("true", "false"):
         before = counters(server).get('outrider_requests_total{finish_reason="cancelled"}', 0)
@@ -379,7 +379,7 @@ def test_keys(bundle: Path, tmp_path: Path) -> None:
     assert not any(key in line for line in server.log for key in ('first"', 'second"', "third", "fourth"))
 
 
-def test_another_host_name_is_refused(server: Server, bundle: Path) -> None:
+def test_another_host_name_is_refused(server: Reached, bundle: Path) -> None:
     before = counters(server).get('outrider_http_errors_total{status="403"}', 0)
     for name in ("evil.example", "evil.example:80", "[", ""):
         status, answer = post(server, "/v1/completions", b"{}", Host=name)

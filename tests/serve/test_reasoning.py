@@ -24,7 +24,7 @@ from outrider.runtime.text import Text
 from outrider.serve.answer import Answers
 from outrider.serve.reasoning import MARKS, ReasoningSplitter, Split
 from outrider.serve.tools.base import Part
-from outrider.tests.serve.server import Server, serving
+from outrider.tests.serve.server import Reached, serving_here
 from outrider.tests.support import build, llama, tokenizer, write_checkpoint
 
 PARTS = st.text(alphabet="<think>/ \nab", max_size=20)
@@ -77,14 +77,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Server]:
-    with serving(bundle) as server:
+def server(bundle: Path) -> Iterator[Reached]:
+    with serving_here(bundle) as server:
         yield server
 
 
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("thinking", [False, True])
-def test_chat_answers_have_both_parts(server: Server, bundle: Path, thinking: bool, closed: bool) -> None:
+def test_chat_answers_have_both_parts(server: Reached, bundle: Path, thinking: bool, closed: bool) -> None:
     """Whole and streamed, with an answer that never closes the reasoning, and one that does nothing else."""
     closing = tokenizer(300).get_vocab_size() + 1
     bias = {closing: 100.0 if closed else -100.0, closing - 1: -100.0}
@@ -111,7 +111,7 @@ def test_chat_answers_have_both_parts(server: Server, bundle: Path, thinking: bo
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_grammar_holds_for_what_follows_the_reasoning(server: Server, thinking: bool) -> None:
+def test_a_grammar_holds_for_what_follows_the_reasoning(server: Reached, thinking: bool) -> None:
     closing = tokenizer(300).get_vocab_size() + 1
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         message: Any = (
@@ -131,7 +131,7 @@ def test_a_grammar_holds_for_what_follows_the_reasoning(server: Server, thinking
     assert bool(message.reasoning_content) == thinking
 
 
-def test_the_effort_is_a_variable_of_the_template(server: Server) -> None:
+def test_the_effort_is_a_variable_of_the_template(server: Reached) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         prompts = []
         for effort in ("none", "high"):

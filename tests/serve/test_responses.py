@@ -14,7 +14,7 @@ import pytest
 from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
+from outrider.tests.serve.server import Reached, chat_bundle, fetch, serving_here
 from outrider.tests.serve.test_tool_calls import SCHEMAS, TEMPLATE
 from outrider.tests.support import reseal
 
@@ -32,8 +32,8 @@ def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Server]:
-    with serving(bundle) as server:
+def server(bundle: Path) -> Iterator[Reached]:
+    with serving_here(bundle) as server:
         yield server
 
 
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(server: Server, case: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(server: Reached, case: str) -> None:
     fields, param, message = REFUSED[case]
     status, _, answer = fetch(f"{server.url}/v1/responses", json.dumps({"input": HI} | fields).encode())
     error = json.loads(answer)["error"]

@@ -15,18 +15,18 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
 
-from outrider.tests.serve.server import Server, chat_bundle, serving
+from outrider.tests.serve.server import Reached, chat_bundle, serving_here
 
 
 @pytest.fixture(scope="module")
-def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
     # A small capacity keeps the answers short.
-    with serving(chat_bundle(shipped_export, tmp_path_factory.mktemp("schema") / "bundle", capacity=63)) as server:
+    with serving_here(chat_bundle(shipped_export, tmp_path_factory.mktemp("schema") / "bundle", capacity=63)) as server:
         yield server
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_no_request_makes_the_server_fail(server: Server, mode: GenerationMode) -> None:
+def test_no_request_makes_the_server_fail(server: Reached, mode: GenerationMode) -> None:
     """Valid and invalid requests, generated from the server's OpenAPI document."""
     tried = 0
     for each in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations():

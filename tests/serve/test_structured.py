@@ -1,4 +1,4 @@
-"""Structured output through the HTTP API: a real server process, and the official client."""
+"""Structured output through the HTTP API: a real server, and the official client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.structured import StructuredOutputs
-from outrider.tests.serve.server import Server, chat_bundle, serving
+from outrider.tests.serve.server import Reached, chat_bundle, serving_here
 
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
 SCHEMA: dict[str, Any] = {
@@ -38,8 +38,8 @@ def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Server]:
-    with serving(bundle) as server:
+def server(bundle: Path) -> Iterator[Reached]:
+    with serving_here(bundle) as server:
         yield server
 
 

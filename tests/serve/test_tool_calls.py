@@ -16,7 +16,7 @@ import pytest
 from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.export.pair import export_pair
 from outrider.tests.serve.families import EXAMPLES, tokenizer_of
-from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
+from outrider.tests.serve.server import Reached, ServerHere, chat_bundle, fetch, serving_here
 from outrider.tests.support import build, llama, reseal, write_checkpoint
 
 # The calls of Llama 3, whose form needs no tokens of its own.
@@ -45,29 +45,29 @@ HI: list[Any] = [{"role": "user", "content": "Hi, I would like to order a coffee
 
 
 @pytest.fixture(scope="module")
-def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
     bundle = chat_bundle(shipped_export, tmp_path_factory.mktemp("tools") / "bundle")
     (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
     reseal(bundle)
-    with serving(bundle) as server:
+    with serving_here(bundle) as server:
         yield server
 
 
-def random_server(folder: Path, family: str) -> Server:
+def random_server(folder: Path, family: str) -> ServerHere:
     """A server of a random model with the tokens and the template of a family."""
     made = tokenizer_of(family)
     rows = made.get_vocab_size()
     model = llama(vocab_size=rows, max_position_embeddings=1024, num_hidden_layers=1)
     (write_checkpoint(folder / "model", model, made) / "chat_template.jinja").write_text(EXAMPLES[family].template)
     export_pair(str(folder / "model"), None, folder / "onnx", precision="fp32")
-    return Server(build(folder / "onnx", folder / "bundle", k=[1, 2], batch=4, capacity=1023))
+    return ServerHere(build(folder / "onnx", folder / "bundle", k=[1, 2], batch=4, capacity=1023))
 
 
 FAMILIES = ("hermes", "qwen_xml", "mistral", "mistral 2025", "gpt_oss")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def of_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+def of_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Reached]]:
     server = random_server(tmp_path_factory.mktemp("family"), request.param)
     server.ready()
     yield request.param, server
@@ -147,7 +147,7 @@ def test_text_is_free_where_a_call_is_not_required(client: openai.OpenAI) -> Non
     assert none.content == without.content
 
 
-def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI, server: Server) -> None:
+def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI, server: Reached) -> None:
     message = ask(client, tool_choice="required").choices[0].message
     call = message.tool_calls[0]
     messages = [*HI, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "It is done."}]
@@ -164,8 +164,9 @@ def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI, server: Serv
 
 def test_a_call_that_is_cut_says_so(client: openai.OpenAI) -> None:
     choice = {"type": "function", "function": {"name": "order"}}
-    whole, shown = ask(client, tool_choice=choice).choices[0], list[str]()
-    for tokens in range(1, 12):
+    done, shown = ask(client, tool_choice=choice), list[str]()
+    whole = done.choices[0]
+    for tokens in range(1, done.usage.completion_tokens, 3):
         cut = ask(client, tool_choice=choice, max_tokens=tokens).choices[0]
         assert cut.finish_reason == "length"
         shown += [call.function.arguments for call in cut.message.tool_calls or ()]
@@ -176,7 +177,7 @@ def test_a_call_that_is_cut_says_so(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_family(of_family: tuple[str, Server], stream: bool) -> None:
+def test_each_family(of_family: tuple[str, Reached], stream: bool) -> None:
     """Random models: of all that their families' grammars allow, only calls are left."""
     name, server = of_family
     # GPT-OSS may say as much as it likes before it calls; without this token it can only begin a call.
@@ -204,7 +205,7 @@ def test_each_family(of_family: tuple[str, Server], stream: bool) -> None:
 
 
 @pytest.mark.parametrize("of_family", [name for name in FAMILIES if EXAMPLES[name].others], indirect=True)
-def test_a_model_decides_by_a_token_of_its_own_and_may_think_before(of_family: tuple[str, Server]) -> None:
+def test_a_model_decides_by_a_token_of_its_own_and_may_think_before(of_family: tuple[str, Reached]) -> None:
     """A bias stands for the decision: for the token that opens a call, and for the one that ends an opened thought."""
     name, server = of_family
     vocabulary = tokenizer_of(name)
@@ -221,7 +222,7 @@ def test_a_model_decides_by_a_token_of_its_own_and_may_think_before(of_family: t
 
 
 @pytest.mark.parametrize("of_family", ["gpt_oss"], indirect=True)
-def test_channels_are_read_without_tools(of_family: tuple[str, Server]) -> None:
+def test_channels_are_read_without_tools(of_family: tuple[str, Reached]) -> None:
     _, server = of_family
     grammar = 'start: <|channel|> "analysis" <|message|> "Well." <|end|> <|start|> "assistant" <|channel|> "final" <|message|>'
     structured = {"structured_outputs": {"grammar": f'{grammar} "Hi."'}}
@@ -299,7 +300,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_called_is_refused(server: Server, case: str) -> None:
+def test_what_cannot_be_called_is_refused(server: Reached, case: str) -> None:
     body, param, message = REFUSED[case]
     sent = json.dumps({"messages": HI, "max_tokens": 5} | body).replace(json.dumps(HUGE), "1e999")
     status, _, answer = fetch(f"{server.url}/v1/chat/completions", sent.encode())
@@ -310,7 +311,7 @@ def test_what_cannot_be_called_is_refused(server: Server, case: str) -> None:
 
 
 def test_a_template_without_tools_refuses_them(shipped_export: Path, tmp_path: Path) -> None:
-    with serving(chat_bundle(shipped_export, tmp_path / "bundle")) as server:
+    with serving_here(chat_bundle(shipped_export, tmp_path / "bundle")) as server:
         body = {"messages": HI, "tools": tool()}
         status, _, answer = fetch(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
         assert (status, json.loads(answer)["error"]["param"]) == (400, "tools")
@@ -368,20 +369,20 @@ print(json.dumps([choice.finish_reason, call.function.name, *(json.loads(each.fu
 """
 
 
-def process(server: Server, script: str) -> Any:
+def process(server: Reached, script: str) -> Any:
     done = subprocess.run([sys.executable, "-c", script, server.url], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_langchain(server: Server) -> None:
+def test_langchain(server: Reached) -> None:
     name, arguments, in_stream, after, *structured = process(server, LANGCHAIN)
     assert (name, in_stream) == ("Order", arguments)
     assert after
     assert [{*each} for each in structured] == [{"drink", "cups"}] * 2
 
 
-def test_litellm(server: Server) -> None:
+def test_litellm(server: Reached) -> None:
     reason, name, whole, in_stream = process(server, LITELLM)
     assert (reason, name, in_stream) == ("tool_calls", "order", whole)
     assert whole["drink"] in ("coffee", "tea")
