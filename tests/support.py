@@ -67,6 +67,8 @@ def run_here(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command in this process, which has imported what it needs already."""
     with warnings.catch_warnings():  # a command changes how they are shown
         done = CliRunner().invoke(main, [*map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception  # a process would end with a traceback
     return subprocess.CompletedProcess([], done.exit_code, done.stdout, done.stderr)
 
 
@@ -292,7 +294,7 @@ def bench_once(bundle: Path, prompt: str, folder: Path) -> Results:
     """The report in `folder` of a short run of `outrider bench` over one prompt."""
     (folder / "one.jsonl").write_text(json.dumps({"workload": "support", "prompt": prompt}))
     few = ["--workload", folder / "one.jsonl", "--rounds", "1", "--max-new-tokens", "16", "--report", folder / "report"]
-    done = run("bench", bundle, *map(str, few))
+    done = run_here("bench", bundle, *map(str, few))
     assert done.returncode == 0, done.stderr
     return read(folder / "report" / "bench.json")
 

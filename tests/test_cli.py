@@ -17,7 +17,7 @@ from outrider.bundle.manifest import TOKENIZER
 from outrider.commands.generate import GROUPS
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import RANGES, SamplingParams
-from outrider.tests.support import COMMAND, reseal, run
+from outrider.tests.support import COMMAND, reseal, run, run_here
 
 
 def test_export_build_and_generate(checkpoints: Path, tmp_path: Path) -> None:
@@ -59,14 +59,14 @@ def test_the_prompt_may_come_on_standard_input(shipped_bundle: Path) -> None:
 
 def test_chat_and_stop(shipped_bundle: Path) -> None:
     arguments = ("generate", shipped_bundle, "--prompt", "Hi, I would like a coffee.", "--chat", "--max-new-tokens", "60")
-    whole = json.loads(run(*arguments, "--json").stdout)["text"]
+    whole = json.loads(run_here(*arguments, "--json").stdout)["text"]
     stop = whole.split()[3]
-    done = run(*arguments, "--stop", stop, "--json")
+    done = run_here(*arguments, "--stop", stop, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["text"] == whole[: whole.index(stop)]
     assert result["finish_reason"] == "stop"
-    bare = json.loads(run(*(word for word in arguments if word != "--chat"), "--json").stdout)["text"]
+    bare = json.loads(run_here(*(word for word in arguments if word != "--chat"), "--json").stdout)["text"]
     assert bare != whole  # with the template, an agent answers
 
 
@@ -74,7 +74,7 @@ def test_a_full_cache_says_so(shipped_bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(shipped_bundle, tmp_path / "bundle"))
     generation = read_manifest(copy).generation
     reseal(copy, generation=type(generation)(eos_token_ids=[], special_tokens={}))
-    done = run("generate", copy, "--prompt", "Once upon a time", "--max-new-tokens", "5000")
+    done = run_here("generate", copy, "--prompt", "Once upon a time", "--max-new-tokens", "5000")
     assert done.returncode == 0
     assert "the cache is full" in done.stderr
 
@@ -125,7 +125,7 @@ def test_help_lists_the_stages() -> None:
 
 
 def test_help_of_generate_groups_its_options_and_names_their_ranges() -> None:
-    text = " ".join(run("generate", "--help").stdout.split())
+    text = " ".join(run_here("generate", "--help").stdout.split())
     places = [text.index(f" {group}: ") for group in GROUPS]
     assert places == sorted(places)
     for name, (_, _, wanted) in RANGES.items():
@@ -139,7 +139,7 @@ def test_sampling_options_reach_the_sampler(shipped_bundle: Path) -> None:
     sampling = ("--temperature", "0.9", "--top-p", "0.95", "--top-k", "50", "--min-p", "0.01", "--seed", "5")
     penalties = ("--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.1")
     other = ("--logit-bias", "300:-100", "--logit-bias", "301:2", "--stop-token-id", "9", "--min-new-tokens", "24")
-    result = json.loads(run(*arguments, *sampling, *penalties, *other, "--rule", "exact-match", "--logprobs", "2").stdout)
+    result = json.loads(run_here(*arguments, *sampling, *penalties, *other, "--rule", "exact-match", "--logprobs", "2").stdout)
     params = SamplingParams(
         temperature=0.9,
         top_p=0.95,
@@ -179,7 +179,7 @@ def test_an_output_that_cannot_be_written(tiny_bundle: Path, arguments: list[str
 def test_an_output_encoding_that_lacks_characters(shipped_bundle: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ids = tokenizers.Tokenizer.from_file(str(shipped_bundle / TOKENIZER)).encode("é", add_special_tokens=False).ids
-    arguments = ["generate", shipped_bundle, "--prompt", "naïve café", "--max-new-tokens", "9", "--show"]
+    arguments = ("generate", shipped_bundle, "--prompt", "naïve café", "--max-new-tokens", "9", "--show")
     done = run(*arguments, "--logit-bias", f"{ids[0]}:100", env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("?????????\n")  # the first of its two bytes is no character

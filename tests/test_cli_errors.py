@@ -74,14 +74,14 @@ def test_vocabulary_mismatch(tmp_path: Path) -> None:
 def test_existing_output(tmp_path: Path, tiny_export: Path) -> None:
     (tmp_path / "out").mkdir()
     refused(export(tmp_path), 1, "already exists")
-    refused(run("build-engine", tiny_export, "-o", tmp_path / "out"), 1, "already exists")
+    refused(run_here("build-engine", tiny_export, "-o", tmp_path / "out"), 1, "already exists")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_unwritable_output(tmp_path: Path, tiny_export: Path) -> None:
     (tmp_path / "file").touch()
-    refused(run("build-engine", tiny_export, "-o", tmp_path / "file" / "out"), 1, "cannot write")
-    refused(run("build-engine", tiny_export, "-o", "/proc/out"), 1, "cannot write")
+    refused(run_here("build-engine", tiny_export, "-o", tmp_path / "file" / "out"), 1, "cannot write")
+    refused(run_here("build-engine", tiny_export, "-o", "/proc/out"), 1, "cannot write")
 
 
 def test_full_disk(tmp_path: Path, tiny_export: Path, checkpoints: Path) -> None:
@@ -177,19 +177,19 @@ def test_corrupted_bundle(bundle: Path, command: str) -> None:
     data = bytearray(weights.read_bytes())
     data[5000] ^= 1
     weights.write_bytes(data)
-    refused(run(command, bundle, *(["--prompt", "x"] if command == "generate" else [])), 1, "not the file that was sealed")
+    refused(run_here(command, bundle, *(["--prompt", "x"] if command == "generate" else [])), 1, "not the file that was sealed")
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])
 def test_newer_schema(bundle: Path, command: str) -> None:
     manifest(bundle, {"schema_version": 99, "later": {}})
-    refused(run(command, bundle, *(["--prompt", "x"] if command == "generate" else [])), 1, "schema 99")
+    refused(run_here(command, bundle, *(["--prompt", "x"] if command == "generate" else [])), 1, "schema 99")
 
 
 def test_path_that_leaves_the_folder(bundle: Path) -> None:
     files = json.loads((bundle / "manifest.json").read_text())["files"]
     manifest(bundle, {"files": files | {"../../etc/passwd": {"sha256": "0" * 64, "size": 1}}})
-    refused(run("inspect", bundle), 1, "leaves the folder")
+    refused(run_here("inspect", bundle), 1, "leaves the folder")
 
 
 def test_no_bundle(tmp_path: Path) -> None:
@@ -201,18 +201,18 @@ def test_no_bundle(tmp_path: Path) -> None:
     [(["fly"], "No such command"), (["export"], "Missing option"), (["inspect", "--deep"], "No such option")],
 )
 def test_unknown_commands_and_options(arguments: list[str], message: str) -> None:
-    refused(run(*arguments), 2, message)
+    refused(run_here(*arguments), 2, message)
 
 
 def test_verify_without_a_bundle_or_with_too_few_draws(tiny_export: Path, tiny_bundle: Path, tmp_path: Path) -> None:
-    refused(run("verify", tmp_path / "absent"), 1, "neither an export nor a bundle")
-    refused(run("verify", tiny_export), 1, "is an export, not a bundle")
-    refused(run("verify", tiny_bundle, "--draws", "99"), 2, "99 is not in the range x>=100")
+    refused(run_here("verify", tmp_path / "absent"), 1, "neither an export nor a bundle")
+    refused(run_here("verify", tiny_export), 1, "is an export, not a bundle")
+    refused(run_here("verify", tiny_bundle, "--draws", "99"), 2, "99 is not in the range x>=100")
 
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["--show"]])
 def test_logits_with_nan(broken_bundle: Path, options: list[str]) -> None:
-    done = run("generate", broken_bundle, "--prompt", BROKEN_TEXT, *options)
+    done = run_here("generate", broken_bundle, "--prompt", BROKEN_TEXT, *options)
     refused(done, 1, "contain NaN or infinity")
 
 
@@ -258,7 +258,7 @@ def test_wrong_requests(tiny_bundle: Path, arguments: list[str | bytes], message
     ("arguments", "option"), [(["--prompt", ""], "--prompt"), (["--prompt", "x", "--stop-token-id", "320"], "--stop-token-id")]
 )
 def test_a_hint_begins_with_the_option(tiny_bundle: Path, arguments: list[str], option: str) -> None:
-    refused(run("generate", tiny_bundle, *arguments), 2, "", f"{option}: ")
+    refused(run_here("generate", tiny_bundle, *arguments), 2, "", f"{option}: ")
 
 
 @pytest.mark.parametrize(("text", "message"), [(b"", "prompt is empty"), (b"caf\xe9", "not UTF-8")])

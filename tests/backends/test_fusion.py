@@ -40,7 +40,7 @@ from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export.test_architectures import COMMON, CONFIGS, WINDOW
-from outrider.tests.support import PAIR, Fused, build, run
+from outrider.tests.support import PAIR, Fused, build, run_here
 
 CAPACITY = 160
 
@@ -73,12 +73,12 @@ def test_every_layer_of_the_shipped_pair_is_fused(shipped_bundle: Path) -> None:
             "heads joined": count,
             "logits of some rows": 1,
         }
-    shown = run("inspect", shipped_bundle)
+    shown = run_here("inspect", shipped_bundle)
     assert "13 norms, 12 norms of sums" in shown.stdout
 
 
 def test_the_fused_graphs_compute_what_the_exported_ones_do(shipped_bundle: Path, shipped_export: Path) -> None:
-    done = run("verify", shipped_bundle, "--engines", shipped_export)
+    done = run_here("verify", shipped_bundle, "--engines", shipped_export)
     assert done.returncode == 0, done.stdout
     assert "the engines agree with ONNX Runtime" in done.stdout
 

@@ -35,8 +35,8 @@ from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export.test_architectures import CONFIGS
-from outrider.tests.serve.server import fetch, serving
-from outrider.tests.support import PAIR, build, reseal, run, write_checkpoint
+from outrider.tests.serve.server import fetch, serving_here
+from outrider.tests.support import PAIR, build, reseal, run_here, write_checkpoint
 
 # The golden tests have those of 16 bits in `make test`, too.
 PRECISIONS = ("fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16")), "int8", "int4")
@@ -183,12 +183,12 @@ def test_pages_of_weights_that_were_copied_are_given_back(shipped_bundles: Calla
 def test_it_is_verified_against_onnx_runtime(bundle: Path, shipped_exports: Callable[[str], Path]) -> None:
     precision = read_manifest(bundle).models["target"].precision
     # ONNX Runtime has no kernels for bf16 on the CPU.
-    done = run("verify", bundle, "--engines", shipped_exports("fp32" if precision == "bf16" else precision))
+    done = run_here("verify", bundle, "--engines", shipped_exports("fp32" if precision == "bf16" else precision))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_audit_passes(shipped_bundles: Callable[..., Path]) -> None:
-    done = run("verify", shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4]), "--draws", "250")
+    done = run_here("verify", shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4]), "--draws", "250")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "the bundle passes"
 
@@ -197,21 +197,23 @@ def test_the_audit_passes(shipped_bundles: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp32"])
 def test_the_audit_passes_with_rounded_weights(shipped_bundles: Callable[..., Path], precision: str) -> None:
     """And without, with more draws than in CI."""
-    done = run("verify", shipped_bundles(precision, backend="openvino", batch=SLOTS, k=[1, 4]), "--draws", "1000")
+    done = run_here("verify", shipped_bundles(precision, backend="openvino", batch=SLOTS, k=[1, 4]), "--draws", "1000")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_command_takes_it(shipped_bundles: Callable[..., Path], tmp_path: Path) -> None:
     bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
-    shown = run("inspect", bundle)
+    shown = run_here("inspect", bundle)
     assert "openvino" in shown.stdout
     assert "attention" in shown.stdout
-    texts = [run("generate", bundle, "--prompt", "Once upon a time", "--k", k, "--max-new-tokens", "40").stdout for k in "014"]
+    texts = [
+        run_here("generate", bundle, "--prompt", "Once upon a time", "--k", k, "--max-new-tokens", "40").stdout for k in "014"
+    ]
     assert texts[0]
     assert len(set(texts)) == 1
     workload = tmp_path / "workload.jsonl"
     workload.write_text('{"workload": "story", "prompt": "Once upon a time"}\n')
-    done = run("bench", bundle, "--workload", workload, "--max-new-tokens", "8", "--rounds", "2", "--json")
+    done = run_here("bench", bundle, "--workload", workload, "--max-new-tokens", "8", "--rounds", "2", "--json")
     assert done.returncode == 0, done.stderr
 
 
@@ -226,7 +228,7 @@ def test_a_server_answers_requests_together_as_each_alone(shipped_bundles: Calla
         assert status == 200, answer
         return str(json.loads(answer)["choices"][0]["text"])
 
-    with serving(bundle) as server, ThreadPoolExecutor(len(prompts)) as pool:
+    with serving_here(bundle) as server, ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(asked, prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         events = alone.generate(prompt, SamplingParams(max_new_tokens=40), k=0)
@@ -280,7 +282,7 @@ def test_what_its_attention_does_not_cover_is_refused_by_name(tmp_path: Path) ->
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["Gemma-2"])
     write_checkpoint(tmp_path / "gemma", model)
     export_pair(str(tmp_path / "gemma"), None, tmp_path / "onnx", precision="fp32")
-    done = run("build-engine", tmp_path / "onnx", "-o", tmp_path / "bundle", "--backend", "openvino", "--capacity", "64")
+    done = run_here("build-engine", tmp_path / "onnx", "-o", tmp_path / "bundle", "--backend", "openvino", "--capacity", "64")
     assert done.returncode == 1
     assert "soft-capped scores, which openvino does not cover" in done.stderr
     assert "--backend onnxruntime" in done.stderr

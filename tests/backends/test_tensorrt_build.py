@@ -26,7 +26,7 @@ from outrider.bundle.folder import check_files, read_manifest
 from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, UsageError
 from outrider.progress import Progress
-from outrider.tests.support import COMMAND, build, reseal, run
+from outrider.tests.support import COMMAND, build, reseal, run, run_here
 
 trt: Any = pytest.importorskip("tensorrt_rtx", reason="would show that the engines build: pip install 'outrider[rtx]'")
 KNOWN = "7.5, 8.0, 8.6, 8.9, 12.0"
@@ -57,7 +57,7 @@ def test_the_shipped_pair_builds_with_every_profile(
         assert {tuple(profile) for profile in made.profiles[role]} == {("input_ids", "positions", "key_positions")}
     assert made.rows("drafter") == [(1, 1)]
     assert made.rows("verifier") == made.rows("logprobs") == [(1, 1), (2, 2), (3, 3), (5, 5), (9, 9)]
-    shown = run("inspect", bundle)
+    shown = run_here("inspect", bundle)
     assert shown.returncode == 0, shown.stderr
     assert "1-16, 1, 2, 3, 5, 9" in shown.stdout
     assert "the package's default" in shown.stdout
@@ -140,7 +140,7 @@ def test_sizes_that_tensorrt_cannot_count_are_wrong_use(tiny_export: Path, tmp_p
 
 @pytest.mark.skipif(find_spec("tensorrt") is not None, reason="would show what is said without the package")
 def test_a_missing_package_is_reported_with_its_extra(tiny_export: Path, tmp_path: Path) -> None:
-    done = run("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt")
+    done = run_here("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt")
     assert done.returncode == 1
     assert "error: TensorRT's builder cannot be imported: No module named 'tensorrt'" in done.stderr
     assert "pip install 'outrider[tensorrt]'" in done.stderr

@@ -26,7 +26,7 @@ from outrider.errors import DeviceError, EngineError, UsageError
 from outrider.export.pair import export_pair
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
-from outrider.tests.support import build, run
+from outrider.tests.support import build, run_here
 
 pytest.importorskip("tensorrt_rtx", reason="would show what a TensorRT-RTX bundle is refused for: pip install 'outrider[rtx]'")
 K, CHUNK = [1, 2, 4, 8], 64
@@ -49,7 +49,7 @@ def made(bundle: Path) -> Build:
 @pytest.mark.parametrize("command", [["generate", "--prompt", "the"], ["verify"]])
 def test_a_bundle_is_refused_without_a_gpu(bundle: Path, command: list[str]) -> None:
     name, *rest = command
-    done = run(name, bundle, *rest)
+    done = run_here(name, bundle, *rest)
     assert done.returncode == 1
     assert "error: no NVIDIA GPU found: there is no driver\n" in done.stderr
     assert "hint:  run it on a machine with an NVIDIA GPU and driver; for a CPU, build with" in done.stderr
@@ -58,7 +58,7 @@ def test_a_bundle_is_refused_without_a_gpu(bundle: Path, command: list[str]) -> 
 
 def test_it_was_not_measured_and_says_so(bundle: Path, made: Build) -> None:
     assert made.costs == {}
-    done = run("inspect", bundle)
+    done = run_here("inspect", bundle)
     assert done.returncode == 0
     assert "tensorrt-rtx" in done.stdout
 
@@ -71,7 +71,7 @@ def test_a_bundle_without_a_draft_has_every_plan_that_is_loaded(checkpoints: Pat
     plans = plan_paths(alone, manifest)
     assert set(plans) == {"target", "verifier", "greedy_verifier", "logprobs"}
     assert set(plans.values()) == set(alone.rglob("*.plan"))
-    done = run("generate", alone, "--prompt", "the")
+    done = run_here("generate", alone, "--prompt", "the")
     assert "error: no NVIDIA GPU found" in done.stderr
 
 
@@ -114,7 +114,7 @@ def test_a_defective_plan_is_distinguished_from_a_machine_that_cannot_run_it(
 
 
 def test_it_does_not_run_on_a_cpu(bundle: Path) -> None:
-    done = run("generate", bundle, "--prompt", "the", "--device", "cpu")
+    done = run_here("generate", bundle, "--prompt", "the", "--device", "cpu")
     assert done.returncode == 2
     assert "tensorrt-rtx does not run on a CPU" in done.stderr
 
@@ -180,14 +180,14 @@ def test_onnx_runtime_on_cuda_is_refused_without_a_gpu(tiny_bundle: Path, tiny_e
     exported = msgspec.structs.replace(manifest.build, rewrites={})
     with pytest.raises(EngineError, match="no NVIDIA GPU found"):
         open_engines(tiny_bundle, manifest, exported, "cuda")
-    done = run("build-engine", tiny_export, "-o", tmp_path / "bundle", "--device", "cuda")
+    done = run_here("build-engine", tiny_export, "-o", tmp_path / "bundle", "--device", "cuda")
     assert (done.returncode, "error: no NVIDIA GPU found" in done.stderr) == (1, True)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("calibrate",)])
 def test_graphs_that_are_fused_for_the_cpu_run_there_only(tiny_bundle: Path, command: tuple[str, ...]) -> None:
-    done = run(command[0], tiny_bundle, *command[1:], "--device", "cuda")
+    done = run_here(command[0], tiny_bundle, *command[1:], "--device", "cuda")
     assert (done.returncode, "fused for the CPU" in done.stderr) == (2, True)
 
 

@@ -29,7 +29,7 @@ from outrider.runtime.choice import AUTO
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.stats import Stats
-from outrider.tests.support import COMMAND, run, run_here
+from outrider.tests.support import COMMAND, run_here
 
 PROMPTS = [
     Prompt("support", "Customer: Hi, I would like to book a table for two in San Jose."),
@@ -170,7 +170,7 @@ def test_times_between_tokens_are_zero_within_a_round() -> None:
 
 def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> None:
     few = ["--each", "1", "--rounds", "1", "--max-new-tokens", "24"]
-    done = run("bench", shipped_bundle, *few, "--report", tmp_path / "report")
+    done = run_here("bench", shipped_bundle, *few, "--report", tmp_path / "report")
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout
     written = read(tmp_path / "report" / "bench.json")
@@ -178,20 +178,20 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> 
     page = (tmp_path / "report" / "index.html").read_text()
     assert not re.search(r"(src|href)=[\"']?http", page)  # it needs no other file
     assert "# Benchmark by workload" in (tmp_path / "report" / "bench.md").read_text()
-    planned = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json")
+    planned = run_here("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json")
     assert planned.returncode == 0, planned.stderr
     assert "summarization" in planned.stdout
     drawn = tmp_path / "plan.svg"
-    beside = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
+    beside = run_here("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
     measured = json.loads(beside.stdout)["measured"]
     assert measured["chat"]["model"]["8"] == written.summary("chat", Mode(drafter="model", k=8)).median_speedup
     assert measured["chat"]["none"]["0"] == 1
     assert drawn.read_text().startswith("<svg")
     path = tmp_path / "other.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(written, target="another")))
-    other = run("plan", shipped_bundle, "--bench", path)
+    other = run_here("plan", shipped_bundle, "--bench", path)
     assert (other.returncode, "the bundle has" in other.stderr) == (2, True)
-    refused = run("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--position", "9")
+    refused = run_here("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--position", "9")
     assert (refused.returncode, "--position goes with --rate" in refused.stderr) == (2, True)
     assert "k = auto, replayed on the same texts with these costs" in planned.stdout
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -258,14 +258,14 @@ def test_a_comparison_calls_a_mode_better_if_no_earlier_round_was_as_fast(result
     assert {each.verdict for each in changes(scaled(1), scaled(0.01))} == {"worse"}
     for name, each in (("a", scaled(1)), ("b", scaled(100))):
         (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(each))
-    done = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
+    done = run_here("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
     output = json.loads(done.stdout)
     result = output["changes"]
     assert (output["only_before"], output["only_after"]) == ([], [])
     assert {each["verdict"] for each in result} == {"better"}
     units = {(each["mode"]["k"] == 0, each["unit"]) for each in result}
     assert units == {(True, "tokens/s"), (True, "ms to the first token"), (False, "speed-up")}
-    page = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
+    page = run_here("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
     assert "better" in page
     assert f"before: {tmp_path / 'a.json'}" in page
     assert "by chance alone, 0.1 of these 16" in " ".join(page.split())
@@ -321,7 +321,7 @@ def test_a_report_with_invalid_values_is_refused(results: Results, tmp_path: Pat
 def test_a_name_may_look_like_markup(shipped_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('{"workload": "[/b] | :smile:", "prompt": "Customer: I need a flight."}\n')
     few = ["--rounds", "1", "--k", "1", "--max-new-tokens", "8"]
-    done = run("bench", shipped_bundle, "--workload", tmp_path / "odd.jsonl", *few, "--report", tmp_path / "report")
+    done = run_here("bench", shipped_bundle, "--workload", tmp_path / "odd.jsonl", *few, "--report", tmp_path / "report")
     assert done.returncode == 0, done.stderr
     assert "[/b] | :smile:" in done.stdout
     tables = [line for line in (tmp_path / "report" / "bench.md").read_text().splitlines() if line.startswith("| [/b]")]

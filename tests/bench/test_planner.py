@@ -19,7 +19,7 @@ from outrider.runtime.costs import Costs, expected_tokens
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.policy import FixedPolicy
 from outrider.tests.runtime.test_policy import K, costs, flips, text
-from outrider.tests.support import run, run_here
+from outrider.tests.support import run_here
 
 
 def test_the_textbook_example() -> None:
@@ -32,13 +32,13 @@ def test_the_textbook_example() -> None:
 
 
 def test_the_command_prints_it() -> None:
-    done = run("plan", "--k", "4", "--mean-accepted", "3", "--cost-ratio", "6", "--tokens", "12")
+    done = run_here("plan", "--k", "4", "--mean-accepted", "3", "--cost-ratio", "6", "--tokens", "12")
     assert done.stdout.splitlines() == [
         "4 target passes, 16 draft steps",
         "6.7 target-step equivalents for 12 tokens, 3.00 per pass",
         "1.8 times plain decoding",
     ]
-    done = run("plan", "--k", "4", "--rate", "0.8", "--cost-ratio", "4", "--pass-cost", "1.5", "--json")
+    done = run_here("plan", "--k", "4", "--rate", "0.8", "--cost-ratio", "4", "--pass-cost", "1.5", "--json")
     result = json.loads(done.stdout)
     assert result["target_passes"] == 30  # 100 / 3.36
     assert result["target_steps"] == pytest.approx(30 * 1.5 + 120 / 4)
@@ -177,18 +177,18 @@ def test_a_bundle_or_a_report_that_says_too_little_is_refused(tiny_bundle: Path,
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     without = msgspec.structs.replace(manifest, build=msgspec.structs.replace(manifest.build, acceptance={}))
     (bundle / MANIFEST).write_bytes(without.encode())
-    refused = run("plan", bundle)
+    refused = run_here("plan", bundle)
     assert (refused.returncode, "acceptance was not measured" in refused.stderr) == (2, True), refused.stderr
     with pytest.raises(UsageError, match="recorded without a draft model"):
         of_traces(costs(), "model", [Trace("", [1, 2], [3, 4], {}, {})])
 
 
 def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
-    done = run("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "plan.svg")
+    done = run_here("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "plan.svg")
     assert done.returncode == 0, done.stderr
     assert "break-even" in done.stdout
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
-    plan = json.loads(run("plan", shipped_bundle, "--rate", "0.7", "--json").stdout)
+    plan = json.loads(run_here("plan", shipped_bundle, "--rate", "0.7", "--json").stdout)
     predictions = plan["predictions"]
     manifest = read_manifest(shipped_bundle)
     assert manifest.build is not None
@@ -197,19 +197,19 @@ def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
     assert (predictions[0]["speedup"], predictions[0]["break_even"]) == (1, None)
     table = Costs(manifest, manifest.build)
     assert predictions[1]["speedup"] == pytest.approx(at_rate(table, "model", 0.7, manifest.build.capacity // 4)[1].speedup)
-    own = json.loads(run("plan", shipped_bundle, "--json").stdout)["predictions"]
+    own = json.loads(run_here("plan", shipped_bundle, "--json").stdout)["predictions"]
     rate = manifest.build.acceptance["model"]
     assert 0.2 < rate < 1
     assert own[1]["speedup"] == pytest.approx(at_rate(table, "model", rate, manifest.build.capacity // 4)[1].speedup)
     assert "excludes the time in which the draft reads the prompt" in done.stdout
-    refused = run("plan", shipped_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
+    refused = run_here("plan", shipped_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
     assert (refused.returncode, "cannot be combined" in refused.stderr) == (2, True)
     (tmp_path / "file").write_text("")
-    nowhere = run("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "file" / "plan.svg")
+    nowhere = run_here("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "file" / "plan.svg")
     assert (nowhere.returncode, "plan.svg" in nowhere.stderr) == (1, True), nowhere.stderr
-    picture = run("plan", shipped_bundle, "--plot", tmp_path / "plan.png")
+    picture = run_here("plan", shipped_bundle, "--plot", tmp_path / "plan.png")
     assert (picture.returncode, "plots are SVG" in picture.stderr) == (2, True)
-    ignored = run("plan", shipped_bundle, "--tokens", "12")
+    ignored = run_here("plan", shipped_bundle, "--tokens", "12")
     assert (ignored.returncode, "--tokens cannot be used with a bundle" in ignored.stderr) == (2, True)
-    missing = run("plan", shipped_bundle, "--bench", tmp_path / "none.json")
+    missing = run_here("plan", shipped_bundle, "--bench", tmp_path / "none.json")
     assert (missing.returncode, "cannot read" in missing.stderr) == (2, True)

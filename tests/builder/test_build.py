@@ -22,7 +22,7 @@ from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.deferred import DeferredEngines
-from outrider.tests.support import build, reseal, run
+from outrider.tests.support import build, reseal, run_here
 
 
 def test_the_manifest_says_how_it_was_built(tiny_bundle: Path, tiny_export: Path) -> None:
@@ -136,7 +136,7 @@ def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tm
     shutil.copytree(tiny_bundle, bundle)
     before = read_manifest(bundle)
     assert before.build is not None
-    done = run("calibrate", bundle)
+    done = run_here("calibrate", bundle)
     assert done.returncode == 0, done.stderr
     after = read_manifest(bundle)
     assert after.build is not None
@@ -148,10 +148,10 @@ def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tm
     assert builds[0] == builds[1]
     assert msgspec.structs.replace(after, build=before.build) == before
     assert [each.name for each in tmp_path.iterdir()] == ["bundle"]
-    refused = run("calibrate", tmp_path / "none")
+    refused = run_here("calibrate", tmp_path / "none")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 2)
     (bundle / ".manifest.json.partial").mkdir()  # where root may write anywhere, this is in the way
-    refused = run("calibrate", bundle)
+    refused = run_here("calibrate", bundle)
     assert (refused.returncode, "cannot write" in refused.stderr, "measuring" in refused.stderr) == (1, True, False)
     assert read_manifest(bundle) == after
 

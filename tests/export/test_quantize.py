@@ -31,7 +31,7 @@ from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.tests.export.test_architectures import COMMON, CONFIGS
-from outrider.tests.support import PAIR, build, llama, run, write_checkpoint
+from outrider.tests.support import PAIR, build, llama, run_here, write_checkpoint
 
 BITS = {"int4": 4, "int8": 8}
 TYPES = {"int4": TensorProto.INT4, "int8": TensorProto.INT8}
@@ -250,7 +250,7 @@ def test_weights_with_nan_fail_the_export(checkpoints: Path, tmp_path: Path) -> 
 def test_what_export_says(tmp_path: Path) -> None:
     """For a pair with a layer of 48 inputs."""
     model = write_checkpoint(tmp_path / "model", llama(hidden_size=64, num_hidden_layers=1))
-    done = run("export", "--target", model, "--draft", model, "-o", tmp_path / "int4", "--precision", "int4")
+    done = run_here("export", "--target", model, "--draft", model, "-o", tmp_path / "int4", "--precision", "int4")
     assert done.returncode == 0, done.stderr
     assert "int4 (head int8); logits within" in done.stdout
     assert "draft: perplexity 3" in done.stdout  # 320 tokens, all about equally likely

@@ -15,7 +15,7 @@ from outrider.export.pair import export_pair
 from outrider.export.short_head import frequent_tokens
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.support import PAIR, TEXT, build, run, tokenizer
+from outrider.tests.support import PAIR, TEXT, build, run_here, tokenizer
 
 COUNT = 1500
 
@@ -95,7 +95,7 @@ def test_wrong_use_is_one_line(checkpoints: Path, tmp_path: Path) -> None:
         (("--draft-vocab", "100"), "--draft-vocab and --draft-vocab-text go together"),
         (("--draft-vocab", "100", "--draft-vocab-text", tmp_path / "none"), "as text: "),
     ):
-        done = run(*pair, *options)
+        done = run_here(*pair, *options)
         assert done.returncode == 2, done.stderr
         assert message in done.stderr
         assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from outrider.errors import UsageError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.support import PAIR, bench_once, build, run
+from outrider.tests.support import PAIR, bench_once, build, run_here
 
 PROMPT = "Agent: What time? Customer: At six. " * 5
 
@@ -21,7 +21,7 @@ PROMPT = "Agent: What time? Customer: At six. " * 5
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    done = run("export", "--target", PAIR / "target", "-o", folder / "onnx")
+    done = run_here("export", "--target", PAIR / "target", "-o", folder / "onnx")
     assert done.returncode == 0, done.stderr
     return build(folder / "onnx", folder / "bundle", capacity=159, batch=2, k=[1, 4, 8])
 
@@ -41,7 +41,7 @@ def test_the_bundle_has_no_part_of_a_draft(bundle: Path) -> None:
     manifest = read_manifest(bundle)
     assert manifest.roles == ("target",)
     assert not any("draft" in name for name in manifest.files)
-    shown = run("inspect", bundle)
+    shown = run_here("inspect", bundle)
     assert shown.returncode == 0, shown.stderr
     assert "draft" not in shown.stdout.replace(str(bundle), "")
 
@@ -72,7 +72,7 @@ def test_a_missing_draft_model_is_refused(alone: Outrider, bundle: Path, tmp_pat
         (("generate", bundle, "--prompt", "x", "--drafter", "model"), "has no draft model"),
         (("plan", bundle, "--rate", "0.5"), "has no model or head that drafts"),
     ):
-        done = run(*command)
+        done = run_here(*command)
         assert (done.returncode, missing in done.stderr) == (2, True)
     with pytest.raises(UsageError, match="--draft-vocab needs a draft"):
         text = tmp_path / "text"
@@ -88,7 +88,7 @@ def test_every_k_of_the_ngram_drafter_is_measured(bundle: Path, tmp_path: Path) 
 
 
 def test_it_passes_the_audit(bundle: Path) -> None:
-    done = run("verify", bundle, "--draws", "100", "--json")
+    done = run_here("verify", bundle, "--draws", "100", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]
