@@ -7,7 +7,7 @@ PAIR := examples/tiny-pair
 DEMO := build/demo
 PROMPT := Customer: Hi, I would like to book a table for two in San Jose.
 
-.PHONY: demo test test-all check docs newest clean
+.PHONY: demo test test-all mutants check docs newest clean
 
 demo: $(VENV)/.installed
 	rm -rf $(DEMO)
@@ -20,6 +20,9 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	scripts/test -m ""
+
+mutants: $(VENV)/.installed-dev
+	scripts/mutants
 
 check: $(VENV)/.installed-dev
 	scripts/check
