@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
+import re
+import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -45,37 +49,50 @@ def test_the_tests_of_every_fault_exist() -> None:
             assert all(f"def {test.split('[')[0]}(" in text for test in tests), fault.name
 
 
+RUNNER = """
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+script, root = sys.argv[1:]
+mutants = module_from_spec(spec_from_loader("mutants", SourceFileLoader("mutants", script)))
+mutants.__spec__.loader.exec_module(mutants)
+mutants.load(["pytest"])
+print("caught:", mutants.plant(mutants.read_faults(Path(root)), 1, Path(root)))
+"""
+
+
 def test_a_fault_that_no_test_notices_survives(tmp_path: Path) -> None:
-    tree = tmp_path / "outrider"
-    (tree / "tests").mkdir(parents=True)
-    (tree / "__init__.py").touch()
-    (tree / "double.py").write_text('"""Doubles numbers."""\n\n\ndef double(x):\n    return 2 * x\n')
+    """And what is no fault, or has no tests that could notice it, is not taken for one that was caught."""
+    root = tmp_path / "tree"
+    (root / "tests" / "mutants").mkdir(parents=True)
+    (root / "__init__.py").touch()
+    (root / "double.py").write_text('"""Doubles numbers."""\n\n\ndef double(x):\n    return 2 * x\n')
     test = "from outrider.double import double\n\n\ndef test_double():\n    assert double({}) == 4\n"
-    (tree / "tests" / "test_double.py").write_text(test.format(2))
-    (tree / "tests" / "test_red.py").write_text(test.format(3))
-    (tree / "tests" / "test_broken.py").write_text("import outrider.treble\n")
-    right, red, broken = ([f"tests/test_{name}.py"] for name in ("double", "red", "broken"))
-    faults = [
-        mutants.Fault("noticed", "", "double.py", "2 * x", "3 * x", right),
-        mutants.Fault("a-word", "", "double.py", "Doubles", "Halves", right),
-        mutants.Fault("stale", "", "double.py", "4 * x", "3 * x", right),
-        mutants.Fault("none-selected", "", "double.py", "2 * x", "3 * x", [*right, "-k", "treble"]),
-        mutants.Fault("not-collected", "", "double.py", "2 * x", "3 * x", broken),
-        mutants.Fault("always-red", "", "double.py", "2 * x", "3 * x", red),
-    ]
-    planter = mutants.Planter(tmp_path, [tree], Path(sys.executable))
-    try:
-        verdicts = {outcome.fault.name: outcome.verdict for outcome in planter.plant(faults[:5])}
-        verdicts |= {outcome.fault.name: outcome.verdict for outcome in mutants.red(planter, faults[5:], 1)}
-    finally:
-        planter.stop()
-    assert verdicts == {
-        "noticed": mutants.CAUGHT,
-        "a-word": "SURVIVED",
-        "stale": "NO LONGER APPLIES",
-        "none-selected": "NO TESTS",
-        "not-collected": "NOT COLLECTED",
-        "always-red": "FAILS WITHOUT THE FAULT",
+    (root / "tests" / "test_double.py").write_text(test.format(2))
+    (root / "tests" / "test_red.py").write_text(test.format(3))
+    (root / "tests" / "test_broken.py").write_text(
+        "import outrider.double\n\noutrider.double.double(1) == 2 or undefined\n\n\ndef test_it():\n    pass\n"
+    )
+    given = {
+        "noticed": ("2 * x", "3 * x", ["tests/test_double.py"], "caught"),
+        "a-word": ("Doubles", "Halves", ["tests/test_double.py"], "SURVIVED"),
+        "stale": ("4 * x", "3 * x", ["tests/test_double.py"], "NO LONGER APPLIES"),
+        "not-collected": ("2 * x", "3 * x", ["tests/test_broken.py"], "NOT COLLECTED"),
+        "always-red": ("2 * x", "3 * x", ["tests/test_red.py"], "FAILS WITHOUT THE FAULT"),
+        "none-selected": ("2 * x", "3 * x", ["tests/test_double.py", "-k", "treble"], "FAILS WITHOUT THE FAULT"),
     }
-    assert (tree / "double.py").read_text().count("2 * x") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["outrider"]
+    tables = [
+        f'[[fault]]\nname = "{name}"\nsays = ""\nfile = "double.py"\nold = "{old}"\nnew = "{new}"\ntests = {json.dumps(tests)}'
+        for name, (old, new, tests, _) in given.items()
+    ]
+    (root / "tests" / "mutants" / "double.toml").write_text("\n".join(tables))
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", RUNNER, str(ROOT / "scripts" / "mutants"), str(root)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = re.findall(r"^(.*?) +[\d.]+ s  (\S+): ", done.stdout, flags=re.MULTILINE)
+    assert {name: verdict for verdict, name in found} == {name: verdict for name, (*_, verdict) in given.items()}, done
+    assert done.stdout.splitlines()[-1] == "caught: 1"
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]  # nothing is left

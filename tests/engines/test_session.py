@@ -120,6 +120,20 @@ def test_what_only_writes_the_cache_leaves_logits_out(bundle: Path, monkeypatch:
     np.testing.assert_allclose(device.read(last), want[:, -2:], atol=1e-5)
 
 
+def test_a_copied_beginning_is_gone_on_from_as_in_its_own_slot(bundle: Path) -> None:
+    session = open_engines(bundle, *open_bundle(bundle)).session("target", batch=2)
+    session.write(IDS, at(0), 0)
+    session.copy(0, 1, IDS.size)
+    own, copied = (session.run(np.array([[1, 2, 3]]), at(IDS.size), slot).copy() for slot in (0, 1))
+    np.testing.assert_allclose(copied, own, atol=1e-5)
+
+
+def test_the_window_holds_the_last_row_of_a_pass(session: Session) -> None:
+    """Most kernels take no note of it, but graphs that are not rewritten read no more."""
+    assert [session.window(1, place, place) for place in (0, 63, 64, 127, 128, 159)] == [64, 64, 128, 128, 160, 160]
+    assert [session.window(5, 3, place) for place in (59, 60)] == [64, 128]
+
+
 def test_windows_double_up_to_the_capacity() -> None:
     assert window_buckets(512) == [64, 128, 256, 512]
     assert window_buckets(160) == [64, 128, 160]

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from outrider.engines.arrays import Floats
 from outrider.engines.contract import DOMAIN, GATED, GATED_DELTA, window_buckets
 from outrider.engines.session import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
-from outrider.export.checkpoint import load_model, read_config
+from outrider.export.checkpoint import load_model, max_positions, read_config
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.export.source import Source
 from outrider.export.step_model import CacheLayout, trace
@@ -262,6 +263,14 @@ def test_models_that_cannot_be_expressed_are_refused_with_the_reason(name: str, 
         model = hf.AutoModelForCausalLM.from_config(config).eval()
         _, layout, _ = reference(model, torch.tensor([[1, 2, 3]]))
         trace(model, layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("Llama", 128), ("GPT-2", 128), ("Qwen3, YaRN", 128), ("Llama, dynamic RoPE", 64), ("Phi-3, long RoPE", 64)],
+)
+def test_a_text_is_no_longer_than_the_length_up_to_which_rotary_embeddings_stay_the_same(name: str, limit: int) -> None:
+    assert max_positions(hf.AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]))) == limit
 
 
 def text(page: models_page.Table) -> str:

@@ -71,6 +71,14 @@ def test_exact_match_gives_plain_decodings_tokens_whatever_k(shipped: Outrider, 
     assert ids(shipped, rule="rejection", **chosen) == [t for e in plain for t in e.token_ids]  # plain knows no rule
 
 
+def test_proposals_from_the_text_are_accepted_by_exact_match_whatever_the_rule(shipped: Outrider) -> None:
+    """They were drawn from no distribution, so no ratio can accept them; the answer to a seed is plain decoding's."""
+    params = SamplingParams(max_new_tokens=60, temperature=0.6, seed=7, rule="rejection")
+    plain, proposed = (list(shipped.generate(3 * PROMPT, params, k=k, drafter=name)) for k, name in ((0, None), (8, "ngram")))
+    assert [t for e in proposed for t in e.token_ids] == [t for e in plain for t in e.token_ids]
+    assert 0 < proposed[-1].stats.accepted < proposed[-1].stats.drafted
+
+
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
 def test_repetition_penalty_is_that_of_transformers(shipped: Outrider, model: LlamaForCausalLM, penalty: float) -> None:
     inputs = AutoTokenizer.from_pretrained(PAIR / "target")(PROMPT, return_tensors="pt")
@@ -220,6 +228,8 @@ def test_the_random_numbers_of_a_seed_never_change() -> None:
     assert not np.array_equal(SamplingState(SamplingParams(seed=-1), [1], [], 10).uniforms(0, 2), sampling.uniforms(0, 2))
     same = SamplingState(SamplingParams(seed=np.int64(1)), [1], [], 10)  # type: ignore[arg-type]
     assert np.array_equal(same.uniforms(0, 2), sampling.uniforms(0, 2))
+    zeros = [SamplingState(SamplingParams(seed=0), [1], [], 10).uniforms(0, 2) for _ in range(2)]
+    assert np.array_equal(*zeros)  # 0 is a seed as well
 
 
 RECORDED = [[5093026, 14238970, 2619506, 521879, 15103998], [873533, 12500498, 4131658, 6849496, 2834617]]
