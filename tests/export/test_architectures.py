@@ -57,7 +57,7 @@ CONFIGS: dict[str, Any] = {
     "Qwen3": hf.Qwen3Config(**COMMON, head_dim=24),
     "Mistral, sliding window": hf.MistralConfig(**COMMON, sliding_window=WINDOW),
     "Phi-3": hf.Phi3Config(**COMMON),
-    "Gemma-2": hf.Gemma2Config(**GEMMA),
+    "Gemma-2": hf.Gemma2Config(**GEMMA, attn_logit_softcapping=0.02),  # which scores of random weights reach
     "Gemma-3": hf.Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 3, "layer_types": MIXED_LAYERS}),
     "GPT-2": hf.GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=128),
     "GPT-NeoX": hf.GPTNeoXConfig(**{name: value for name, value in COMMON.items() if name != "num_key_value_heads"}),

@@ -102,6 +102,23 @@ def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None
         next(abandoned)
 
 
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_what_is_drafted_does_not_depend_on_the_request_before(shipped: Outrider, drafter: str) -> None:
+    """A drafter that kept another text would cost acceptance, which no answer shows."""
+    texts = (
+        "Once upon a time there was a little dog. " * 3,
+        "Question: Tom has 5 apples and buys 7 more. How many apples has Tom?",
+    )
+
+    def accepted(*prompts: str) -> int:
+        anew = shipped.observed(lambda launches, shape, index, lane, result: result)
+        for prompt in prompts:
+            stats = list(anew.generate(prompt, SamplingParams(max_new_tokens=40), k=4, drafter=drafter))[-1].stats
+        return stats.accepted
+
+    assert accepted(*texts) == accepted(texts[1]) > 0
+
+
 def test_logits_with_nan_stop_the_request(broken_bundle: Path) -> None:
     outrider = Outrider.load(broken_bundle)
     assert ids_of(outrider, [1, 2], max_new_tokens=1)

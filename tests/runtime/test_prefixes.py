@@ -21,7 +21,7 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Request
 from outrider.runtime.scheduler import Scheduler
-from outrider.runtime.slots import MIN_SHARED, Slots
+from outrider.runtime.slots import MIN_SHARED, Slot, Slots
 from outrider.tests.deferred import deferred
 from outrider.tests.support import BROKEN, build, reseal
 
@@ -188,6 +188,15 @@ def test_a_wrong_copy_changes_tokens(
     else:
         monkeypatch.setattr(target, "copy", faulty(fault, target.copy))
     assert wrong(serve(Scheduler(batched, k=0), texts, ARRIVALS), alone) > 0
+
+
+def test_a_slot_shares_what_its_caches_hold_and_no_more() -> None:
+    """The last confirmed token of a text has no entry yet."""
+    slot, text = Slot(0), [*range(200)]
+    slot.tokens, slot.cached = text, 150
+    for same in (0, 1, 63, 64, 65, 128, 149, 150, 151, 200):
+        assert slot.shared([*text[:same], 999, *text]) == min(same, 150)
+        assert slot.shared(text[:same]) == min(same, 150)
 
 
 def run(scheduler: Scheduler, *requests: Request) -> None:

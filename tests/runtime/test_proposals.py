@@ -114,8 +114,12 @@ class BlockReference(HeadReference):
 
     checkpoint = BlockCheckpoint
 
-    @torch.no_grad()
     def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        return self.drafts(tokens, k)[0]
+
+    @torch.no_grad()
+    def drafts(self, tokens: tuple[int, ...], k: int) -> tuple[tuple[int, ...], list[float]]:
+        """Return the proposed tokens, and how sure the head's own confidence head is of each, if it has one."""
         with entering(self.target, self.mixer.ids) as hidden:
             self.target(torch.tensor([tokens]))
         context, mask = len(tokens) - 1, self.target.config.vocab_size - 1
@@ -123,13 +127,14 @@ class BlockReference(HeadReference):
         features = torch.nn.functional.pad(self.mixer(hidden)[:, :-1], (0, 0, 0, ids.shape[1] - context))
         logits, _, *states = self.head(ids, features, torch.arange(ids.shape[1])[None], DynamicCache())
         if not states:
-            return tuple(logits[0, -k:].argmax(-1).tolist())
+            return tuple(logits[0, -k:].argmax(-1).tolist()), []
         (state,) = states
-        drafted, step = [tokens[-1]], MarkovStep(self.head)
+        drafted, step, confidences = [tokens[-1]], MarkovStep(self.head), list[float]()
         for row in range(-k, 0):
-            biased, _ = step(logits[:, [row]], state[:, [row]], torch.tensor([drafted[-1:]]))
+            biased, confidence = step(logits[:, [row]], state[:, [row]], torch.tensor([drafted[-1:]]))
             drafted.append(int(biased.argmax()))
-        return tuple(drafted[1:])
+            confidences.append(float(confidence))
+        return tuple(drafted[1:]), confidences
 
 
 class ParallelReference:
@@ -258,6 +263,25 @@ def test_after_a_prefix_copied_from_another_slot(
         scheduler.step()
     assert all(request.stats.copied_tokens > 40 for request in later)
     check(reference, recorder.proposed, 15)
+
+
+def test_a_block_head_is_as_sure_of_its_proposals_as_in_eager_transformers(
+    drafter_bundles: Callable[..., Path], tmp_path: Path
+) -> None:
+    bundle = drafter_bundles("fp32", "random block", backend="onnxruntime", capacity=512, batch=4)
+    sure: list[tuple[tuple[int, ...], list[float]]] = []
+
+    def note(launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
+        drafter = launches.on_device(shape)
+        if drafter is not None and len(result.drafted) == 4:
+            sure.append((tuple(lane.tokens), [drafter.confidence(row, shape) for row in range(4)]))
+        return result
+
+    list(Outrider.load(bundle).observed(note).generate(PROMPT, SamplingParams(max_new_tokens=10), k=4, drafter="block"))
+    reference = BlockReference(random_block_head(tmp_path / "draft"))
+    assert len(sure) >= 2
+    for tokens, confidences in sure:
+        np.testing.assert_allclose(confidences, reference.drafts(tokens, 4)[1], atol=1e-4)
 
 
 @pytest.mark.parametrize("named", ["trained head", "trained parallel", "random block"])

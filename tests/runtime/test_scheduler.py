@@ -174,6 +174,22 @@ def test_a_conversation_is_not_read_again(batched: Outrider) -> None:
         scheduler = fresh
 
 
+def test_no_slot_is_given_to_two(batched: Outrider) -> None:
+    """Also if a request gets another one than the first that is free, for what it holds."""
+    scheduler, params = Scheduler(batched), SamplingParams(max_new_tokens=8, min_new_tokens=8)
+    prompts = [batched.text.encode(prompt, chat=False) for prompt in PROMPTS[:SLOTS]]
+    for prompt in prompts[:2]:
+        scheduler.submit(prompt, params)
+    while scheduler.busy:
+        scheduler.step()
+    requests = [scheduler.submit(prompt, params) for prompt in (prompts[1], *prompts[2:], prompts[0])]
+    scheduler.step()
+    assert requests[0].stats.cached_tokens > 0
+    assert sorted(each.slot.index for each in requests if each.slot is not None) == [*range(SLOTS)]
+    while scheduler.busy:
+        scheduler.step()
+
+
 FULL: list[Arrival] = [(at % 3, at % 5, at // 2 % 5, 20 + at, None) for at in range(9)]
 
 
