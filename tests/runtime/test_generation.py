@@ -14,6 +14,7 @@ from outrider.export.pair import export_pair
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.stats import Stats
 from outrider.tests.support import BROKEN, build, llama, reseal, write_checkpoint
 
@@ -112,9 +113,12 @@ def test_what_is_drafted_does_not_depend_on_the_request_before(shipped: Outrider
 
     def accepted(*prompts: str) -> int:
         anew = shipped.observed(lambda launches, shape, index, lane, result: result)
+        scheduler = Scheduler(anew, k=4, drafter=drafter)
         for prompt in prompts:
-            stats = list(anew.generate(prompt, SamplingParams(max_new_tokens=40), k=4, drafter=drafter))[-1].stats
-        return stats.accepted
+            request = scheduler.submit(shipped.text.encode(prompt, chat=False), SamplingParams(max_new_tokens=40))
+            while scheduler.busy:
+                scheduler.step()
+        return request.stats.accepted
 
     assert accepted(*texts) == accepted(texts[1]) > 0
 
