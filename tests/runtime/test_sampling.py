@@ -228,8 +228,8 @@ def test_the_random_numbers_of_a_seed_never_change() -> None:
     assert not np.array_equal(SamplingState(SamplingParams(seed=-1), [1], [], 10).uniforms(0, 2), sampling.uniforms(0, 2))
     same = SamplingState(SamplingParams(seed=np.int64(1)), [1], [], 10)  # type: ignore[arg-type]
     assert np.array_equal(same.uniforms(0, 2), sampling.uniforms(0, 2))
-    zeros = [SamplingState(SamplingParams(seed=0), [1], [], 10).uniforms(0, 2) for _ in range(2)]
-    assert np.array_equal(*zeros)  # 0 is a seed as well
+    one, other = (SamplingState(SamplingParams(seed=0), [1], [], 10).uniforms(0, 2) for _ in range(2))
+    assert np.array_equal(one, other)  # 0 is a seed as well
 
 
 RECORDED = [[5093026, 14238970, 2619506, 521879, 15103998], [873533, 12500498, 4131658, 6849496, 2834617]]
