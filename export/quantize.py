@@ -21,7 +21,8 @@ from outrider.export.checkpoint import TokenizerFiles
 from outrider.export.experts import BlockExperts, Stack, gate_of, packed
 from outrider.export.rounding import BITS, Rounding
 from outrider.export.short_head import output_head
-from outrider.export.step_model import FEATURE_MIXER, OPSET
+from outrider.export.step_model import FEATURE_MIXER
+from outrider.export.tracing import OPSET
 
 MIN_IMPORTANCE = 0.05  # of a weight, where a block's greatest weight has 1
 # Scales to try, by bits: what a block's greatest weight is rounded to, as a multiple of the greatest integer. Beyond 1 it is

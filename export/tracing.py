@@ -103,8 +103,17 @@ def _without_a_second_trace(
 def _simplified(program: torch.export.ExportedProgram) -> bool:
     """Replace what ONNX lacks by operators of the same meaning, and return whether none is left that writes to a tensor."""
     graph = program.graph_module.graph
-    for node in [*filter(_is_operator, graph.nodes)]:
-        kind, overload = node.target.overloadpacket, node.target._overloadname
+    operators: list[Any] = [*filter(_is_operator, graph.nodes)]
+    for node in operators:
+        if not node.target._schema.is_mutable or node.target.overloadpacket in _IDENTITIES:
+            continue
+        name, written = node.target.overloadpacket.__name__, node.args[0]
+        if not name.endswith("_") or not hasattr(_aten, name[:-1]) or _shares_memory(written, node):
+            return False
+        node.target = getattr(getattr(_aten, name[:-1]), node.target._overloadname)
+        written.replace_all_uses_with(node, lambda user, since=node: user > since)
+    for node in operators:  # now that a copy needs no memory of its own
+        kind = node.target.overloadpacket
         if kind in _CASTS and node.meta["val"].dtype != node.args[0].meta["val"].dtype:
             node.target, node.args = _aten._to_copy.default, node.args[:1]
             node.kwargs = {"dtype": node.meta["val"].dtype}
@@ -113,20 +122,14 @@ def _simplified(program: torch.export.ExportedProgram) -> bool:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif kind in _SYNONYMS:
-            node.target = getattr(_SYNONYMS[kind], overload)
-        elif node.target._schema.is_mutable:
-            name, written = kind.__name__, node.args[0]
-            if not name.endswith("_") or not hasattr(_aten, name[:-1]) or _shares_memory(written):
-                return False
-            node.target = getattr(getattr(_aten, name[:-1]), overload)
-            written.replace_all_uses_with(node, lambda user, since=node: user > since)
+            node.target = getattr(_SYNONYMS[kind], node.target._overloadname)
     return True
 
 
-def _shares_memory(tensor: torch.fx.Node) -> bool:
-    """Return whether a tensor of a graph may be a view of another one, have one, or belong to the module."""
+def _shares_memory(tensor: Any, at: Any) -> bool:
+    """Return whether a tensor of a graph may be a view, have one before the node `at`, or belong to the module."""
     maker = tensor.args[0] if tensor.target is operator.getitem else tensor
-    near = [maker, *(user for user in tensor.users if not (_is_operator(user) and user.target._schema.is_mutable))]
+    near = [maker, *(user for user in tensor.users if user < at and user.target is not operator.getitem)]
     return not all(_is_operator(each) and not any(value.alias_info for value in each.target._schema.returns) for each in near)
 
 

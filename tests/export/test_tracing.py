@@ -31,9 +31,9 @@ class Apply(nn.Module):
 
 def divided_in_place(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
-    before = y.sum(1, keepdim=True) + y.to(torch.float64).to(torch.float32)
-    y.div_(y.sum(1, keepdim=True))
-    return y + before
+    before = y.sum(1, keepdim=True)
+    y.div_(before).mul_(2)
+    return y.to(torch.float64).to(torch.float32) + before
 
 
 def written_through_a_view(x: torch.Tensor) -> torch.Tensor:
@@ -49,17 +49,32 @@ def written_while_a_view_is_kept(x: torch.Tensor) -> torch.Tensor:
     return column * y[:, 0]
 
 
+def copied_and_written(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    z = y.clone()
+    z.add_(1)
+    return y * z
+
+
 def masked(x: torch.Tensor) -> torch.Tensor:
     return torch.where((x > -0.5) & (x < 0.5) | (x > 1), x.detach().contiguous().type_as(x), 0.0)
 
 
 @pytest.mark.parametrize(
-    ("function", "traces"), [(divided_in_place, 1), (masked, 1), (written_through_a_view, 2), (written_while_a_view_is_kept, 2)]
+    ("function", "traces"),
+    [
+        (divided_in_place, 1),
+        (copied_and_written, 1),
+        (masked, 1),
+        (written_through_a_view, 2),
+        (written_while_a_view_is_kept, 2),
+    ],
 )
 def test_a_graph_computes_what_its_module_does(
     function: Callable[[torch.Tensor], torch.Tensor], traces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    again, decompose = list[object](), torch.export.ExportedProgram.run_decompositions
+    again = list[object]()
+    decompose: Callable[..., torch.export.ExportedProgram] = torch.export.ExportedProgram.run_decompositions
 
     def noted(self: torch.export.ExportedProgram, *arguments: object) -> torch.export.ExportedProgram:
         again.append(self)
@@ -73,7 +88,7 @@ def test_a_graph_computes_what_its_module_does(
     session = onnxruntime.InferenceSession(tmp_path / "graph.onnx")
     for rows in (3, 1):
         got = session.run(None, {"x": x.numpy()[:rows]})[0]
-        np.testing.assert_allclose(got, function(x[:rows].clone()).numpy(), rtol=1e-6)
+        np.testing.assert_allclose(got, function(x[:rows].clone()).numpy(), rtol=1e-5)
     assert session.get_inputs()[0].shape == ["rows", 4]
 
 
