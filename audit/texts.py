@@ -56,7 +56,7 @@ def compare_greedy(
         progress.advance(1)
         for mode in modes(outrider):
             answer = _generate(outrider, watch, prompt, params, mode, counters)
-            _compare(outrider, texts, text, params, mode, plain, answer, sequences=1)
+            compare_text(outrider, texts, text, params, mode, plain, answer, sequences=1)
             progress.advance(1)
     return texts
 
@@ -102,7 +102,7 @@ def compare_batched(
             requests, answers, cases * repeats, alone * repeats, strict=True
         ):
             if plain is not None:
-                _compare(outrider, texts, text, params, mode, plain, tokens, sequences=slots)
+                compare_text(outrider, texts, text, params, mode, plain, tokens, sequences=slots)
             stats = request.stats
             _count(counters, stats, (stats.emitted, stats.accepted) == (len(tokens), accepted) and stats.unexamined >= 0)
             total.add(stats)
@@ -125,7 +125,7 @@ def _run(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[list[i
     return list(zip(tokens.values(), accepted.values(), strict=True))
 
 
-def _compare(
+def compare_text(
     outrider: Outrider,
     texts: Texts,
     text: str,
@@ -145,11 +145,11 @@ def _compare(
     divergence = Divergence(text, params.temperature, f"{drafter}, k = {k}" if k else "plain", place, ours, theirs)
     prompt = outrider.text.encode(text, chat=False)
     sizes = [size for size in outrider.build.k if not isinstance(k, int) or size <= k]
-    choices = _choices(outrider, prompt, params, plain[:place], sizes, sequences)
+    choices = near_choices(outrider, prompt, params, plain[:place], sizes, sequences)
     (texts.near_ties if {ours, theirs} <= choices else texts.differences).append(divergence)
 
 
-def _choices(
+def near_choices(
     outrider: Outrider, prompt: list[int], params: SamplingParams, before: list[int], sizes: list[int], sequences: int
 ) -> set[int]:
     """Return the tokens that the reference chooses after a context, given the logits of any row of any pass that plain decoding

@@ -221,7 +221,7 @@ def changes(before: Results, after: Results) -> list[Change]:
                 unit=unit,
                 before=old_values,
                 after=new_values,
-                verdict=_verdict(old_values, new_values, lower_is_better=unit == FIRST_TOKEN),
+                verdict=judge(old_values, new_values, lower_is_better=unit == FIRST_TOKEN),
                 length_before=old.mean_acceptance_length,
                 length_after=new.mean_acceptance_length,
             )
@@ -251,7 +251,7 @@ def _first_tokens(results: Results, workload: str) -> list[float]:
     return [statistics.geometric_mean(values) for values in zip(*times, strict=False)]
 
 
-def _verdict(before: list[float], after: list[float], *, lower_is_better: bool) -> str:
+def judge(before: list[float], after: list[float], *, lower_is_better: bool) -> str:
     if min(len(before), len(after)) < MIN_ROUNDS:
         return f"fewer than {MIN_ROUNDS} rounds"
     higher = min(after) > max(before)

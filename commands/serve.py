@@ -105,7 +105,7 @@ def command(
         raise UsageError("--replicas and --cpus need --ray", "add --ray, or leave them out")
     if ray and port == 0:
         raise UsageError("all machines of a cluster listen on the same port", "choose one with --port")
-    keys = _keys(api_key_file)
+    keys = read_keys(api_key_file)
     settings = Settings(
         bundle=bundle.resolve(),
         device=device,
@@ -115,7 +115,7 @@ def command(
         timeout=timeout,
         model=model_name,
         keys=keys,
-        hosts=_hosts(host, bool(keys), no_auth),
+        hosts=allowed_hosts(host, bool(keys), no_auth),
         max_bytes=max_body,
         max_choices=max_choices,
         max_prompt=max_prompt,
@@ -135,7 +135,7 @@ def command(
         HttpServer(settings, host, port, drain).run()
 
 
-def _hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:
+def allowed_hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:
     """Return the host names that the server answers to; none if it answers to any.
 
     Raises:
@@ -159,7 +159,7 @@ def _hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:
     return ()
 
 
-def _keys(path: Path | None) -> tuple[str, ...]:
+def read_keys(path: Path | None) -> tuple[str, ...]:
     """Return the API keys of the file and of the environment."""
     keys = os.environ.get(KEYS, "").split(",")
     if KEYS in os.environ and not any(key.strip() for key in keys):

@@ -43,7 +43,7 @@ class BodyBudget:
     def __init__(self, max_bytes: int):
         """Take the most bytes that one body may have."""
         self._limit = max(HELD_BYTES, 4 * max_bytes)
-        self._held: Counter[str] = Counter()  # bytes by owner
+        self.held: Counter[str] = Counter()  # bytes by owner
 
     @contextmanager
     def share(self, owner: str) -> Iterator[Callable[[int], None]]:
@@ -53,17 +53,17 @@ class BodyBudget:
         def take(size: int) -> None:
             nonlocal taken
             # An owner may have as many as are left, as with the places of `Ingress`.
-            if size and self._held[owner] + size > self._limit - self._held.total():
+            if size and self.held[owner] + size > self._limit - self.held.total():
                 raise ApiError(
                     429, "the bodies of your unanswered requests are too large; try again later", code="too_many_bytes"
                 )
-            self._held[owner] += size
+            self.held[owner] += size
             taken += size
 
         try:
             yield take
         finally:
-            self._held -= Counter({owner: taken})  # also forgets an owner that has none left
+            self.held -= Counter({owner: taken})  # also forgets an owner that has none left
 
 
 class _JsonRequest(Request):

@@ -58,7 +58,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the thread to make
         self._scheduler: Scheduler | None = None
         self._watchdog: Watchdog  # made with the scheduler
-        self._active: dict[Request, float | None] = {}  # requests that have a sink, and when their first token came
+        self.active: dict[Request, float | None] = {}  # requests that have a sink, and when their first token came
         self._ending = False
         self._step_started: float | None = None
         self._replaced = False  # whether another bundle is in this one's place
@@ -170,7 +170,7 @@ class EngineThread:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Drop requests; their slots are free before the next round."""
-        self._inbox.put(partial(self._cancel, requests))
+        self._inbox.put(partial(self.cancel_now, requests))
 
     # --- in the thread ---------------------------------------------------------------------------------------------------
 
@@ -206,19 +206,19 @@ class EngineThread:
                 self._recover(scheduler, bug(error))
         self._fail_all(_shutting_down())
         self._scheduler, self.failure = None, _shutting_down()
-        self._take_calls(wait=False)  # refuses what was submitted meanwhile
+        self.take_calls(wait=False)  # refuses what was submitted meanwhile
         watch.close()
 
     def _turn(self, scheduler: Scheduler, watch: FolderWatch) -> None:
         """Make the calls in the inbox, then run one step."""
         self._step_started = None
-        self._take_calls(wait=not scheduler.busy and not self._ending)
+        self.take_calls(wait=not scheduler.busy and not self._ending)
         if scheduler.busy and not self._ending:
             self._step_started = time.perf_counter()
             self._step(scheduler, watch)
         self.metrics.stepped(scheduler.load)
 
-    def _take_calls(self, wait: bool) -> None:
+    def take_calls(self, wait: bool) -> None:
         with suppress(queue.Empty):
             self._inbox.get(block=wait)()
             while True:
@@ -233,17 +233,17 @@ class EngineThread:
             self._replaced = True
             LOGGER.warning("the bundle was replaced; this server goes on with the one that it loaded until it is restarted")
         for request, result in results:
-            self._deliver(request, result)
+            self.deliver(request, result)
         self._time_out(scheduler)
         if (error := self._watchdog.stepped(results)) is not None:
             self._break(error)
 
     def _recover(self, scheduler: Scheduler, error: OutriderError) -> None:
         """Fail the requests that have a slot, after a step that raised an exception."""
-        running = [request for request in self._active if request.running]
+        running = [request for request in self.active if request.running]
         fatal = self._watchdog.crashed(error, bool(running))
         for request in running:
-            self._deliver(request, fatal or error)
+            self.deliver(request, fatal or error)
         self.metrics.stepped(scheduler.load)
         if fatal is not None:
             self._break(fatal)
@@ -273,49 +273,49 @@ class EngineThread:
         else:
             for request, sink in zip(accepted, sinks, strict=True):
                 request.sink, (request.timeout, request.waited) = sink, time_limit
-                self._active[request] = None
+                self.active[request] = None
             settle(accepted)
             while self.scheduler.displaced:
                 request = self.scheduler.displaced.pop()
-                self._deliver(
+                self.deliver(
                     request, QueueFullError("the queue is full, and others have fewer requests in it", "try again later")
                 )
 
-    def _cancel(self, requests: Sequence[Request]) -> None:
+    def cancel_now(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request in self._active and self._scheduler is not None:
-                del self._active[request]
+            if request in self.active and self._scheduler is not None:
+                del self.active[request]
                 self._scheduler.cancel(request)
                 self.metrics.ended(request, "cancelled", time.perf_counter())
 
-    def _deliver(self, request: Request, result: Result) -> None:
+    def deliver(self, request: Request, result: Result) -> None:
         """Pass a result to the request's sink."""
-        if request not in self._active or request.sink is None:  # the probe has none
+        if request not in self.active or request.sink is None:  # the probe has none
             return
         now = time.perf_counter()
         if isinstance(result, OutriderError):
-            del self._active[request]
+            del self.active[request]
             self.metrics.ended(request, "error", now)
         else:
-            if self._active[request] is None:
-                self._active[request] = now
+            if self.active[request] is None:
+                self.active[request] = now
                 self.metrics.began(request, now)
             if result.finish_reason is not None:
-                self.metrics.ended(request, result.finish_reason, now, self._active.pop(request))
+                self.metrics.ended(request, result.finish_reason, now, self.active.pop(request))
         request.sink(result)
 
     def _time_out(self, scheduler: Scheduler) -> None:
         now = time.perf_counter()
-        for request in [each for each in self._active if now - each.submitted + each.waited > each.timeout]:
+        for request in [each for each in self.active if now - each.submitted + each.waited > each.timeout]:
             scheduler.cancel(request)
             message = f"the answer took longer than {request.timeout:g} seconds"
-            self._deliver(request, TimedOutError(message, "ask for fewer tokens"))
+            self.deliver(request, TimedOutError(message, "ask for fewer tokens"))
 
     def _fail_all(self, error: OutriderError) -> None:
-        for request in list(self._active):
+        for request in list(self.active):
             if self._scheduler is not None:
                 self._scheduler.cancel(request)
-            self._deliver(request, error)
+            self.deliver(request, error)
 
 
 def _settle(accepted: asyncio.Future[list[Request]], result: list[Request] | OutriderError) -> None:

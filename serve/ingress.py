@@ -44,7 +44,7 @@ class Ingress:
         """Pass requests on to replicas; `places` is how many may run and wait. Their owners share them fairly."""
         log_as_json()
         self._settings, self._replicas, self._registry, self._places = settings, replicas, registry, places
-        self._in_flight: Counter[str] = Counter()  # requests by owner
+        self.in_flight: Counter[str] = Counter()  # requests by owner
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return Starlette(
@@ -83,16 +83,16 @@ class Ingress:
         owner: str = scope["state"]["owner"]
         # An owner may have as many as are left (dynamic thresholds, Choudhury and Hahne 1998): some always are for one that
         # comes later, and n busy owners come to have one part in n + 1 each. Ray serves what waits in the order of arrival.
-        if self._in_flight[owner] >= self._places - self._in_flight.total():
+        if self.in_flight[owner] >= self._places - self.in_flight.total():
             await QUEUE_FULL.response()(scope, receive, send)
             return
-        self._in_flight[owner] += 1
+        self.in_flight[owner] += 1
         try:
             await self._retry(scope, await Request(scope, receive).body(), receive, send)
         except ClientDisconnect:
             pass
         finally:
-            self._in_flight -= Counter({owner: 1})  # also forgets an owner that has none left
+            self.in_flight -= Counter({owner: 1})  # also forgets an owner that has none left
 
     async def _retry(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Answer a request through a replica; a lost one is replaced by another until something has been sent."""

@@ -30,7 +30,7 @@ class PromptEncoder:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prompts")  # the only thread that talks to the child
-        self._child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | None = None
         self._source: Source
         self._waiting: Counter[Hashable] = Counter()  # requests of each owner, with the one that is being encoded
         self._turns: weakref.WeakValueDictionary[Hashable, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -59,10 +59,10 @@ class PromptEncoder:
     def close(self) -> None:
         """End the child. What waits for it is cancelled."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if (child := self._child) is not None:
+        if (child := self.child) is not None:
             child.kill()  # so that the pool's thread does not wait for its reply
         self._pool.shutdown()
-        if self._child is not None:
+        if self.child is not None:
             self._end()
 
     async def encode(
@@ -102,7 +102,7 @@ class PromptEncoder:
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
-            self._child = subprocess.Popen(
+            self.child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "outrider.serve.prompts_child"],  # -P: nothing from the working directory
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -111,14 +111,14 @@ class PromptEncoder:
             )
         except OSError as error:
             raise EngineError(f"the process that reads prompts does not start: {error}", "restart the server") from error
-        if _exchange(self._child, msgspec.json.encode(self._source)) is None:
+        if _exchange(self.child, msgspec.json.encode(self._source)) is None:
             if self._end() == -TIME_LIMIT:
                 raise FolderError(
                     f"the chat template takes longer than {TEMPLATE_SECONDS:g} seconds for a short conversation",
                     "fix the checkpoint's template, then export and build again",
                 )
             raise EngineError("the process that reads prompts does not start", "free some memory, then restart the server")
-        return self._child
+        return self.child
 
     def _ask(self, job: Job) -> Reply:
         try:
@@ -129,9 +129,9 @@ class PromptEncoder:
             raise UsageError(
                 "the prompt has too many lists and objects within each other", "make it flat", param="chat"
             ) from error
-        if self._child is not None and self._child.poll() is not None:  # something ended it while it had nothing to do
+        if self.child is not None and self.child.poll() is not None:  # something ended it while it had nothing to do
             self._end()
-        if (answer := _exchange(self._child or self._start(), line)) is not None:
+        if (answer := _exchange(self.child or self._start(), line)) is not None:
             return msgspec.json.decode(answer, type=Reply)
         if self._end() == -TIME_LIMIT:
             if job.structured:
@@ -146,8 +146,8 @@ class PromptEncoder:
 
     def _end(self) -> int:
         """End the child, if it has not ended, and return its exit code."""
-        assert self._child is not None
-        child, self._child = self._child, None
+        assert self.child is not None
+        child, self.child = self.child, None
         with suppress(OSError), child:  # what it has not read cannot be flushed
             child.kill()
         return child.returncode

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,14 @@ Once = Callable[[str, Callable[[Path], object]], Path]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exports", type=Path, help="folder of ready-made exports, for the tests marked gpu")
+    parser.addoption("--part", help="K/N: the part K of N, from 0 on, of the tests that would run")
     parser.addoption("--models-page", action="store_true", help="write docs/models.md; see scripts/models-page")
 
 
-@pytest.hookimpl(tryfirst=True)  # before cases are left out for being slow
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what only `make test-all` runs, begin with what takes longest at a stretch, and skip the tests that need a GPU where
-    there is none, saying what they would show."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around where cases are left out for being slow
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Mark what only `make test-all` runs, begin with what takes longest at a stretch, skip the tests that need a GPU where
+    there is none, saying what they would show, and keep one part, if that is asked for."""
     items.sort(key=lambda item: "training" not in item.path.parts)
     for item in items:
         turn = item.get_closest_marker("in_turn")
@@ -61,6 +63,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := _no_gpu()):
         for item, marker in marked:
             item.add_marker(pytest.mark.skip(reason=f"{reason}; would show that {marker.args[0]}"))
+    yield
+    if config.option.part:
+        kept = _part(items, *map(int, config.option.part.split("/")))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _part(items: list[pytest.Item], number: int, count: int) -> set[pytest.Item]:
+    """Return one of `count` parts, with about as many tests each: whole files, which share fixtures, or pieces of some."""
+    most = -(-len(items) // count)
+    files = [[*of_file] for _, of_file in itertools.groupby(items, key=lambda item: item.path)]
+    pieces = [file[at : at + most] for file in files for at in range(0, len(file), most)]
+    parts: list[list[pytest.Item]] = [[] for _ in range(count)]
+    for piece in sorted(pieces, key=len, reverse=True):
+        min(parts, key=len).extend(piece)
+    return {*parts[number]}
 
 
 def _no_gpu() -> str | None:

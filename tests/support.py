@@ -244,10 +244,11 @@ def random_block_head(folder: Path) -> Path:
 
 
 def build(source: Path, output: Path, **overrides: Any) -> Path:
-    """A bundle of the export `source`, with ready-made costs; `measured=None` measures them."""
+    """A bundle of the export `source`, with ready-made costs where it must have some; `measured=None` measures them."""
     options: dict[str, Any] = {"backend": "onnxruntime", "k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
     options |= overrides
-    if "measured" not in options and min([*options["k"], options["batch"]], default=0) > 0:
+    possible = min([*options["k"], options["batch"]], default=0) > 0
+    if "measured" not in options and possible and registry.get(options["backend"]).requires_costs:
         options["measured"] = ready_made(read_manifest(source), options)
     build_engine(source, output, **options)
     return output

@@ -173,24 +173,24 @@ def test_serve_asks_for_keys_where_strangers_can_reach_it(tmp_path: Path, monkey
 
     monkeypatch.delenv(serve.KEYS, raising=False)
     for host in ("localhost", "127.0.0.1", "127.0.0.9", "::1"):
-        assert host in serve._hosts(host, keys=False, no_auth=False)
+        assert host in serve.allowed_hosts(host, keys=False, no_auth=False)
     for host in ("0.0.0.0", "::"):
         with pytest.raises(UsageError, match="there are no API keys"):
-            serve._hosts(host, keys=False, no_auth=False)
-        assert serve._hosts(host, keys=True, no_auth=False) == serve._hosts(host, keys=False, no_auth=True) == ()
+            serve.allowed_hosts(host, keys=False, no_auth=False)
+        assert serve.allowed_hosts(host, keys=True, no_auth=False) == serve.allowed_hosts(host, keys=False, no_auth=True) == ()
     path = tmp_path / "keys"
     path.write_bytes(b"\xef\xbb\xbfone\n# two\n\n three \n")
-    assert serve._keys(path) == ("one", "three")
+    assert serve.read_keys(path) == ("one", "three")
     for content in (b"", b"# one\n", b"\xff"):
         path.write_bytes(content)
         with pytest.raises(UsageError):
-            serve._keys(path)
+            serve.read_keys(path)
     for value in ("", " , "):
         monkeypatch.setenv(serve.KEYS, value)
         with pytest.raises(UsageError, match="contains no key"):
-            serve._keys(None)
+            serve.read_keys(None)
     monkeypatch.setenv(serve.KEYS, "a, b,")
-    assert serve._keys(None) == ("a", "b")
+    assert serve.read_keys(None) == ("a", "b")
 
 
 def test_generated_json_has_every_field_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

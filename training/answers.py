@@ -177,7 +177,7 @@ class Answers:
         incomplete is written again."""
         self._path, self._params, self._longest = path, params, longest
         self._settings = f"{target} {params.max_new_tokens} {longest}"
-        self._known: dict[str, list[int]] = {}
+        self.known: dict[str, list[int]] = {}
         if path.exists():
             content = path.read_bytes()
             whole = content.rfind(b"\n") + 1
@@ -185,7 +185,7 @@ class Answers:
                 os.truncate(path, whole)
             for line in content[:whole].splitlines():
                 answer = msgspec.json.decode(line, type=Answer)
-                self._known[answer.key] = answer.ids
+                self.known[answer.key] = answer.ids
 
     def prompt(self, ids: list[int], seed: int | None) -> Prompt:
         """Return a prompt with its key; its answer is greedy without a seed."""
@@ -199,7 +199,7 @@ class Answers:
             EngineError: the target failed.
             OSError: the file cannot be written.
         """
-        missing = [prompt for prompt in prompts if prompt.key not in self._known]
+        missing = [prompt for prompt in prompts if prompt.key not in self.known]
         if not missing:
             return
         waiting = sorted(missing, key=lambda prompt: len(prompt.ids), reverse=True)
@@ -222,7 +222,7 @@ class Answers:
                         del running[id(request)]
                         file.write(msgspec.json.encode(Answer(prompt.key, ids)) + b"\n")
                         file.flush()
-                        self._known[prompt.key] = ids
+                        self.known[prompt.key] = ids
                         progress.advance(1)
 
     def _sampling(self, prompt: Prompt) -> SamplingParams:
@@ -233,4 +233,4 @@ class Answers:
 
     def example(self, prompt: Prompt) -> Example:
         """Return a prompt with its answer."""
-        return Example.of(prompt.ids, self._known[prompt.key])
+        return Example.of(prompt.ids, self.known[prompt.key])

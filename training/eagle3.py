@@ -242,9 +242,9 @@ class Eagle3Objective(Objective):
         self._goal = Goal(target, self.kept)
 
     def forward(self, ids: torch.Tensor, drafted: torch.Tensor) -> dict[str, torch.Tensor]:
-        features, hidden = self._read(ids)
+        features, hidden = self.read(ids)
         total = torch.zeros((), device=ids.device)
-        for step, normed in enumerate(self._steps(features, ids)):
+        for step, normed in enumerate(self.unrolled(features, ids)):
             wanted = drafted[:, step + 2 :]
             if not wanted.any():
                 break
@@ -260,23 +260,23 @@ class Eagle3Objective(Objective):
 
     def agreement(self, batch: Batch) -> torch.Tensor:
         ids = batch.ids.to(self.kept.device)
-        features, _ = self._read(ids)
+        features, _ = self.read(ids)
         agrees = torch.zeros(*ids.shape, self.steps, dtype=torch.bool, device=ids.device)
-        for step, normed in enumerate(self._steps(features, ids)):
+        for step, normed in enumerate(self.unrolled(features, ids)):
             following = ids[:, step + 2 :]
             rows = following.shape[1]
             proposed = self.kept[self.output(normed[:, :rows]).argmax(-1)]
             agrees[:, 1 : rows + 1, step] = proposed == following  # the chain at row c drafts after token c + 1
         return agrees
 
-    def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the head's features of a text and the target's last hidden states, both [B, S, H]."""
         (target,) = self._target
         with torch.no_grad(), entering(target, self.mixer.ids) as entered:
             hidden = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return self.mixer([each.to(self.mixer.fc.weight.dtype) for each in entered]), hidden
 
-    def _steps(self, features: torch.Tensor, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    def unrolled(self, features: torch.Tensor, ids: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the normed hidden states [B, S - 1 - s, H] of each draft step s of the chains that begin at every row."""
         with chains(self.head.config.num_hidden_layers) as cache:
             for step in range(min(self.steps, ids.shape[1] - 2)):

@@ -122,7 +122,7 @@ def fit(
         callbacks=[_Watch(objective, lambda: measure(objective, held_out, objective.steps).mean_acceptance_length, progress)],
     )
     trainer.pop_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
     return [
         {"step": entry["step"], **{key: entry[key] for key in ("loss", LENGTH) if key in entry}}
         for entry in trainer.state.log_history
@@ -162,7 +162,7 @@ def return_tensors() -> None:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED)
 
 
-def _last_checkpoint(folder: Path) -> str | None:
+def last_checkpoint(folder: Path) -> str | None:
     """Return the last checkpoint that was written to its end."""
     whole = [path for path in folder.glob("checkpoint-*") if (path / FINISHED).is_file()]
     return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None

@@ -92,7 +92,7 @@ class PardObjective(Objective):
         count = ids.shape[1]
         begins = drafted.any(0)[1:].nonzero()[:, 0]  # the tokens that some example's answer goes on after
         rows = self._rows(count, begins, self._depths(len(begins)).to(ids.device))
-        hidden = self._read(ids, rows)
+        hidden = self.read(ids, rows)
         follows = rows.positions + 1
         inside = follows < count
         follows = follows.clamp(max=count - 1)
@@ -111,7 +111,7 @@ class PardObjective(Objective):
         anchors = torch.arange(first, count, device=ids.device)
         rows = self._rows(count, anchors, torch.full_like(anchors, self.steps - 1))
         head = self.model.get_output_embeddings()
-        proposed = torch.cat([head(part).argmax(-1) for part in torch.split(self._read(ids, rows), ROWS, 1)], 1)
+        proposed = torch.cat([head(part).argmax(-1) for part in torch.split(self.read(ids, rows), ROWS, 1)], 1)
         padded = nn.functional.pad(ids, (0, self.steps + 1), value=-1)
         agrees = torch.zeros(*ids.shape, self.steps, dtype=torch.bool, device=ids.device)
         agrees[:, rows.anchor, rows.depth] = proposed == padded[:, rows.positions + 1]
@@ -129,7 +129,7 @@ class PardObjective(Objective):
         masks = anchors[:, None].expand_as(behind)[chosen]
         return Rows(torch.cat([text, masks]), torch.cat([torch.zeros_like(text), behind[chosen]]))
 
-    def _read(self, ids: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def read(self, ids: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the last hidden states [B, R, H]."""
         tokens = torch.where(rows.depth > 0, self.mask, ids[:, rows.anchor])
         visible = rows.visible()

@@ -78,7 +78,7 @@ def train_draft(arguments: Arguments, progress: Progress = SILENT) -> Report:
 def _train(arguments: Arguments, kind: type[Objective], positions: int | None, work: Path, progress: Progress) -> Report:
     options = arguments.options
     return_tensors()
-    data = _data(arguments, positions, work, progress)
+    data = prepare_data(arguments, positions, work, progress)
     give_back()  # the engines
     progress.stage("loading the models")
     objective = kind.open(arguments, data.trained)
@@ -106,7 +106,7 @@ def _train(arguments: Arguments, kind: type[Objective], positions: int | None, w
     return report
 
 
-def _data(arguments: Arguments, positions: int | None, work: Path, progress: Progress) -> Data:
+def prepare_data(arguments: Arguments, positions: int | None, work: Path, progress: Progress) -> Data:
     options, seed = arguments.options, arguments.options["seed"]
     bundle = options["bundle"] or _bundle(arguments, None, work / f"answering-{arguments.digest()}", progress)
     progress.stage("loading the target's engines")

@@ -11,7 +11,7 @@ import pytest
 from outrider.audit import texts as texts_module
 from outrider.audit.report import NEAR_TIES, ROUNDING, Arithmetic, Control, Counters, Divergence, Sampled, Texts
 from outrider.audit.statistics import compare
-from outrider.audit.texts import Mode, _compare
+from outrider.audit.texts import Mode, compare_text
 from outrider.runtime.params import SamplingParams
 
 SIGNIFICANCE = 1e-6
@@ -66,7 +66,7 @@ def test_a_difference_passes_only_where_the_plain_model_itself_would_choose_eith
         asked.append((before, sizes, most))
         return {7, 8}
 
-    monkeypatch.setattr(texts_module, "_choices", choices)
+    monkeypatch.setattr(texts_module, "near_choices", choices)
     texts = Texts(requests=1)
     for answer, mode in (
         ([5, 6, 7], Mode(2, "model")),
@@ -75,7 +75,7 @@ def test_a_difference_passes_only_where_the_plain_model_itself_would_choose_eith
         ([5, 6], Mode(4, "model")),  # it ends before the plain one
         ([5, 6, 7, 8], Mode(4, "model")),
     ):
-        _compare(outrider, texts, "Once", SamplingParams(), mode, [5, 6, 7], answer, sequences=3)
+        compare_text(outrider, texts, "Once", SamplingParams(), mode, [5, 6, 7], answer, sequences=3)
     assert texts.compared == 5
     assert [(each.place, each.plain, each.speculative) for each in texts.near_ties] == [(2, 7, 8)]
     assert [(each.place, each.plain, each.speculative) for each in texts.differences] == [(2, 7, 9), (2, 7, -1), (3, -1, 8)]

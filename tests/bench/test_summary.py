@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.results import Mode, _verdict
+from outrider.bench.results import Mode, judge
 from outrider.bench.simulator import replay
 from outrider.bench.summary import PLAIN, Answer, summarize
 from outrider.runtime.policy import FixedPolicy
@@ -66,4 +66,4 @@ def test_which_of_two_reports_is_better() -> None:
         (low, [5.0, *high], False, "within the noise"),
         (low[:4], high, False, "fewer than 5 rounds"),
     ):
-        assert _verdict(before, after, lower_is_better=lower_is_better) == verdict
+        assert judge(before, after, lower_is_better=lower_is_better) == verdict

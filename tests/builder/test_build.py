@@ -188,3 +188,35 @@ def test_where_rounds_are_recorded_passes_are_measured_in_recordings(tiny_bundle
         assert engines.device.replayed >= passes * 8
     else:
         assert engines.device.recorded == engines.device.replayed == 0
+
+
+def test_costs_are_taken_from_another_bundle_and_nothing_is_measured(
+    tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "open_engines", None)
+    sizes = ["--k", "1,2,4,8", "--capacity", "160", "--max-prompt-chunk", "16"]
+    for name in ("one", "two"):
+        done = run_here("build-engine", tiny_export, "-o", tmp_path / name, *sizes, "--costs", tiny_bundle)
+        assert done.returncode == 0, done.stderr
+    given, one = read_manifest(tiny_bundle).build, read_manifest(tmp_path / "one").build
+    assert given is not None
+    assert one is not None
+    assert (one.costs, one.acceptance) == (given.costs, given.acceptance)
+    assert (tmp_path / "one" / "manifest.json").read_bytes() == (tmp_path / "two" / "manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("costs", "sizes", "code", "message"),
+    [
+        ("tiny_export", ["--capacity", "160"], 2, "has no costs"),
+        ("tiny_bundle", ["--capacity", "256"], 2, "not those of every pass"),
+        ("tiny_bundle", ["--capacity", "160", "--k", "3"], 2, "not those of every pass"),
+    ],
+)
+def test_costs_of_other_sizes_are_refused(
+    request: pytest.FixtureRequest, tiny_export: Path, tmp_path: Path, costs: str, sizes: list[str], code: int, message: str
+) -> None:
+    given = request.getfixturevalue(costs)
+    done = run_here("build-engine", tiny_export, "-o", tmp_path / "bundle", *sizes, "--costs", given)
+    assert (done.returncode, message in done.stderr, done.stderr.count("\n")) == (code, True, 2), done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -88,19 +88,19 @@ def test_a_request_counts_once() -> None:
     delivered: list[Result] = []
     answered, failed, left = request(tokens=6), request(), request()
     for each in (answered, failed, left):
-        engine._active[each] = None
+        engine.active[each] = None
         each.sink = delivered.append
     answered.stats.cached_tokens, answered.stats.copied_tokens = 2, 1
-    engine._deliver(answered, answered.take(RoundResult("model", [4, 5], [4, 5, 6], None)))
-    engine._deliver(answered, answered.take(RoundResult("none", [], [7], None)))
+    engine.deliver(answered, answered.take(RoundResult("model", [4, 5], [4, 5, 6], None)))
+    engine.deliver(answered, answered.take(RoundResult("none", [], [7], None)))
     last = answered.take(RoundResult("ngram", [8, 9, 1], [8, 9], None))
     for _ in range(2):  # what comes after the end is dropped
-        engine._deliver(answered, last)
-        engine._deliver(failed, BROKEN)
+        engine.deliver(answered, last)
+        engine.deliver(failed, BROKEN)
     queue: Any = Queue()
     engine._scheduler = queue
     for _ in range(2):
-        engine._cancel([left, answered])
+        engine.cancel_now([left, answered])
     assert queue.cancelled == [left]
     assert [type(each) for each in delivered] == [Event, Event, Event, EngineError]
     counted = samples(engine.metrics)
@@ -146,9 +146,9 @@ def test_a_client_that_leaves_while_its_request_is_queued_cancels_it() -> None:
         await asyncio.sleep(0.01)
         submitting.cancel()
         await asyncio.gather(submitting, return_exceptions=True)
-        engine._take_calls(wait=False)  # as the thread does, when its step is done
+        engine.take_calls(wait=False)  # as the thread does, when its step is done
         await asyncio.sleep(0.01)
-        engine._take_calls(wait=False)
+        engine.take_calls(wait=False)
 
     asyncio.run(leave())
     assert queue.cancelled == accepted

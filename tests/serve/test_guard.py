@@ -150,7 +150,7 @@ def test_owners_share_the_bytes_of_bodies_and_give_them_back(monkeypatch: pytest
                 others(250)
                 with pytest.raises(ApiError):
                     others(250)
-    assert not budget._held
+    assert not budget.held
 
 
 def test_an_error_counts_once_whoever_answers_it() -> None:

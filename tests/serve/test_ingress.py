@@ -81,7 +81,7 @@ def ask(replicas: Replicas, headers: dict[str, str] | None = None, requests: int
             return await asyncio.gather(*(http.post("/v1/completions", json={}, headers=headers) for _ in range(requests)))
 
     answers = asyncio.run(sent())
-    assert not ingress._in_flight
+    assert not ingress.in_flight
     return answers
 
 

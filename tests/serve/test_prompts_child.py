@@ -58,17 +58,17 @@ def test_a_prompt_that_takes_too_long_ends_and_the_next_is_read(encoder: PromptE
 
 def test_a_limit_holds_for_one_job_and_not_for_the_idle_process(encoder: PromptEncoder) -> None:
     encode(encoder, texts=["fox"])
-    assert encoder._child is not None
-    before = encoder._child.pid
+    assert encoder.child is not None
+    before = encoder.child.pid
     time.sleep(1.2)
     encode(encoder, texts=["fox"])
-    assert encoder._child.pid == before
+    assert encoder.child.pid == before
 
 
 def test_the_process_has_little_memory_and_comes_last(encoder: PromptEncoder) -> None:
     encode(encoder, texts=["fox"])
-    assert encoder._child is not None
-    child = psutil.Process(encoder._child.pid)
+    assert encoder.child is not None
+    child = psutil.Process(encoder.child.pid)
     assert child.rlimit(psutil.RLIMIT_AS) == (MEMORY, MEMORY)
     assert child.nice() >= NICE
 
@@ -89,8 +89,8 @@ def test_a_process_that_dies_is_one_error(encoder: PromptEncoder) -> None:
     async def killed() -> None:
         reading = asyncio.create_task(encoder.encode(Job(limit=50, messages=says("loop")), places=4))
         await asyncio.sleep(0.1)
-        assert encoder._child is not None
-        encoder._child.kill()
+        assert encoder.child is not None
+        encoder.child.kill()
         await reading
 
     encode(encoder, texts=["fox"])

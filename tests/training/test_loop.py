@@ -23,7 +23,7 @@ from outrider.tests.support import END, PAIR, llama, sealed_bundle, tokenizer, w
 from outrider.training import train as train_module
 from outrider.training.answers import Answers, Example, given_examples, held_out
 from outrider.training.arguments import Arguments
-from outrider.training.loop import FINISHED, Schedule, _last_checkpoint, fit
+from outrider.training.loop import FINISHED, Schedule, fit, last_checkpoint
 from outrider.training.objective import Batch, Objective, measure
 from outrider.training.pard import PardObjective
 from outrider.training.texts import Message, Sample
@@ -92,15 +92,15 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
 
 
 def test_the_last_whole_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    assert _last_checkpoint(tmp_path) is None
+    assert last_checkpoint(tmp_path) is None
     for step in (8, 16, 100, 96):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    assert _last_checkpoint(tmp_path) is None
+    assert last_checkpoint(tmp_path) is None
     for step in (8, 16, 96):
         (tmp_path / f"checkpoint-{step}" / FINISHED).touch()
-    assert _last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-96")
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-96")
     (tmp_path / "checkpoint-100" / FINISHED).touch()
-    assert _last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
 
 
 def test_a_draft_of_one_token_learns_what_a_language_model_learns() -> None:
@@ -159,12 +159,12 @@ def test_what_is_measured_on_is_not_learned(given: bool, tmp_path: Path, monkeyp
     def generate(self: Answers, _: object, prompts: Sequence[Any], progress: Progress) -> None:
         for prompt in prompts:
             asked.append(prompt.ids)
-            self._known[prompt.key] = [7, 8, 9, 0]
+            self.known[prompt.key] = [7, 8, 9, 0]
 
     monkeypatch.setattr(Outrider, "load", lambda *_, **__: nullcontext(loaded))
-    monkeypatch.setattr(train_module, "_check_target", lambda *_: None)
+    monkeypatch.setattr(train_module, "check_target", lambda *_: None)
     monkeypatch.setattr(Answers, "generate", generate)
-    data = train_module._data(arguments, None, tmp_path, SILENT)
+    data = train_module.prepare_data(arguments, None, tmp_path, SILENT)
 
     def prompts(examples: Sequence[Example]) -> set[tuple[int, ...]]:
         return {tuple(each.ids[: each.drafted.index(True)]) for each in examples}
