@@ -232,10 +232,15 @@ class Backend(ABC):
         if missing := sorted(required - manifest.files.keys()):
             raise damaged(f"it does not list {missing[0]}")
         if build.costs or self.requires_costs:
-            _check_costs(manifest, build)
+            check_costs(manifest, build)
 
 
-def _check_costs(manifest: Manifest, build: Build) -> None:
+def check_costs(manifest: Manifest, build: Build) -> None:
+    """Check that a build has the costs of every pass that its rounds may make.
+
+    Raises:
+        FolderError: some are missing.
+    """
     for name in manifest.engines:
         measured = {(cost.window, cost.rows) for cost in build.costs.get(name, []) if cost.batch == 1}
         rows = required_rows(name, build)

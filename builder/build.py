@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 
 from outrider.backends import registry
-from outrider.backends.base import Backend, BuildSpec
+from outrider.backends.base import Backend, BuildSpec, check_costs
 from outrider.backends.open import open_bundle, open_engines
 from outrider.bundle.folder import digest_all, read_manifest, staged, unchanged, write_whole
 from outrider.bundle.manifest import MANIFEST, Build, Manifest
 from outrider.calibration.acceptance import measure_acceptance
 from outrider.calibration.passes import measure
+from outrider.engines.contract import window_buckets
 from outrider.errors import DeviceError, FolderError, OutriderError, OutriderWarning, UsageError
 from outrider.progress import SILENT, Progress
 
@@ -68,6 +69,8 @@ def build_engine(
     _check_sizes(spec)
     _check_options(chosen, options)
     _check_device(chosen, device)
+    if measured is not None:
+        _check_measured(measured, spec)
     for role, model in manifest.models.items():
         if model.trained_k is not None and model.trained_k < spec.k[-1]:
             message = f"the {role} was trained to draft {model.trained_k} tokens; of k = {spec.k[-1]}, more are rarely accepted"
@@ -77,7 +80,10 @@ def build_engine(
             build = chosen.build(replace(spec, source=intact), folder, progress)
         manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
         try:
-            build = _measured(folder, manifest, build, progress) if measured is None else _as(measured, manifest, build)
+            if measured is None:
+                build = _measured(folder, manifest, build, progress)
+            else:
+                build = msgspec.structs.replace(build, costs=measured.costs, acceptance=measured.acceptance)
         except DeviceError as error:
             if chosen.requires_costs:
                 raise
@@ -110,18 +116,15 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
     return sealed
 
 
-def _as(measured: Build, manifest: Manifest, build: Build) -> Build:
-    """Return `build` with the costs and the acceptance of another one."""
-    costs = {name: costs for name, costs in measured.costs.items() if name in manifest.engines}
-    build = msgspec.structs.replace(build, costs=costs, acceptance=measured.acceptance)
+def _check_measured(measured: Build, spec: BuildSpec) -> None:
+    sizes = {"k": spec.k, "windows": window_buckets(spec.capacity)}
     try:
-        registry.get(build.backend).check(manifest, build)
+        check_costs(spec.manifest, msgspec.structs.replace(measured, **sizes))
     except FolderError as error:
         raise UsageError(
             "the costs are not those of every pass of these engines",
-            "take them from a bundle with the same models, k, capacity and prompt chunk, or measure here",
+            "take them from a bundle with the same models, k and capacity, or measure here",
         ) from error
-    return build
 
 
 def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:
