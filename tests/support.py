@@ -248,7 +248,8 @@ def build(source: Path, output: Path, **overrides: Any) -> Path:
     options: dict[str, Any] = {"backend": "onnxruntime", "k": [1, 2, 4, 8], "capacity": 160, "batch": 1, "max_prompt_chunk": 16}
     options |= overrides
     possible = min([*options["k"], options["batch"]], default=0) > 0
-    if "measured" not in options and possible and registry.get(options["backend"]).requires_costs:
+    known = options["backend"] in registry.names()
+    if "measured" not in options and possible and known and registry.get(options["backend"]).requires_costs:
         options["measured"] = ready_made(read_manifest(source), options)
     build_engine(source, output, **options)
     return output

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outrider.backends.base import Engines, check_tensors, engine_tensors
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine, create_pool
-from outrider.backends.openvino.reader import compile_model, giving_back, shapes
+from outrider.backends.openvino.reader import compiling, shapes
 from outrider.backends.openvino.session import PagedSession
 from outrider.bundle.manifest import Build, Manifest, model_file, sampler_file
 from outrider.engines.contract import LOGITS, cache_tensors
@@ -37,8 +37,7 @@ class OpenVinoEngines(Engines):
         model = self.manifest.models[role]
         group = model.quantization.block if model.quantization is not None and self._rounds else 0
         path = self.folder / model_file(role)
-        with giving_back(path):
-            compiled = compile_model(path, self._processor, model.precision, group)
+        with compiling(path, self._processor, model.precision, group) as compiled:
             expected = {each.past: (each.shape[0], each.shape[-1]) for each in cache_tensors(model.layers)}
             check_tensors(path, shapes(compiled), expected | {LOGITS: (model.vocab_rows,)})
             session = PagedSession(compiled, self.sizes(role, batch))

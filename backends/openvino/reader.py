@@ -31,11 +31,16 @@ OTHER_BACKENDS = "build the export with --backend onnxruntime"
 BEFORE_PAGING = 5  # inputs of PagedAttention before `PAGING`: query, key, value and the two caches
 AFTER_PAGING = BEFORE_PAGING + len(PAGING) + 3  # those come after scale, sliding window and slopes, which precede the last
 GIVE_BACK_SECONDS = 0.1
+_reading = threading.Lock()  # so that what is mapped meanwhile belongs to one model
 CAPABILITIES = {"f32": "FP32", "f16": "FP16", "bf16": "BF16"}  # by type, its name among `OPTIMIZATION_CAPABILITIES`
 
 
-def compile_model(path: Path, device: str, precision: str, group: int = 0) -> Any:
-    """Return the model at `path`, which `rewrite` wrote, compiled for a device.
+@contextmanager
+def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterator[Any]:
+    """Yield the model at `path`, which `rewrite` wrote, compiled for a device.
+
+    While the block runs, in which kernels copy the mapped weights into their own order, the mapping's pages are given back over
+    and over. The mapping stays: what is still needed, such as rows of an embedding, is read again.
 
     Args:
         device: "cpu", "gpu" or "npu".
@@ -47,10 +52,34 @@ def compile_model(path: Path, device: str, precision: str, group: int = 0) -> An
         EngineError: this OpenVINO does not take the model, or there is no memory for it.
     """
     with translated(f"cannot load {path}"):
-        return _compiled(ov.Core(), path, device, precision, group)
+        core, settings = _core(device, precision, group)
+        with _reading:
+            before = mapped(path)
+            graph = core.read_model(path)
+            own = mapped(path) - before
+        _leave_caches_open(graph)
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(GIVE_BACK_SECONDS):
+            give_back(own)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        with translated(f"cannot load {path}"):
+            compiled = core.compile_model(graph, device.upper(), settings)
+        yield compiled
+    finally:
+        ended.set()
+        thread.join()
+        give_back(own)
+        del graph  # until now it kept the mapping, whose addresses could otherwise become those of other memory
 
 
-def _compiled(core: Any, path: Path, device: str, precision: str, group: int) -> Any:
+def _core(device: str, precision: str, group: int) -> tuple[Any, dict[str, Any]]:
+    """Return what reads and compiles models, and the settings for compiling."""
+    core = ov.Core()
     if not any(each.split(".")[0] == device.upper() for each in core.available_devices):
         raise DeviceError(
             f"OpenVINO finds no device {device.upper()!r} here, only {', '.join(core.available_devices)}",
@@ -72,9 +101,7 @@ def _compiled(core: Any, path: Path, device: str, precision: str, group: int) ->
     }
     if device == "cpu":
         settings["INFERENCE_NUM_THREADS"] = thread_count()
-    graph = core.read_model(path)
-    _leave_caches_open(graph)
-    return core.compile_model(graph, device.upper(), settings)
+    return core, settings
 
 
 def shapes(compiled: Any) -> dict[str, object]:
@@ -87,39 +114,26 @@ def shapes(compiled: Any) -> dict[str, object]:
     return found | {LOGITS: (compiled.output(0).get_partial_shape()[2].get_length(),)}
 
 
-@contextmanager
-def giving_back(path: Path) -> Iterator[None]:
-    """Let go of the pages of a model's mapped weights over and over while kernels copy them into their own order.
-
-    The mapping stays: what is still needed, such as rows of an embedding, is read again.
-    """
-    ended = threading.Event()
-
-    def repeat() -> None:
-        while not ended.wait(GIVE_BACK_SECONDS):
-            _give_back(path)
-
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        _give_back(path)
-
-
-def _give_back(path: Path) -> None:
+def mapped(path: Path) -> set[tuple[int, int]]:
+    """Return where the weights of a graph are mapped into this process: beginning and end of each piece."""
     try:
         maps = Path("/proc/self/maps").read_bytes()
     except OSError:  # not Linux, or it may not be read
-        return
-    file, libc = os.fsencode(path.with_name(path.name + WEIGHTS).resolve()), ctypes.CDLL(None)
+        return set()
+    file, found = os.fsencode(path.with_name(path.name + WEIGHTS).resolve()), set()
     for line in maps.split(b"\n"):
         span, rights, *_, name = line.split(maxsplit=5) if line.endswith(file) else (b"", b"", b"")
         if name == file and b"w" not in rights:  # what was written would be lost
             first, last = (int(address, 16) for address in span.split(b"-"))
-            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+            found.add((first, last))
+    return found
+
+
+def give_back(pieces: set[tuple[int, int]]) -> None:
+    """Let go of the pages of these pieces, which must stay mapped meanwhile: whoever reads them next gets them again."""
+    libc = ctypes.CDLL(None)
+    for first, last in pieces:
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class PagedSession(Session):
         """Allocate the cache, too.
 
         Args:
-            compiled: what `compile_model` returned.
+            compiled: what `compiling` yields.
 
         Raises:
             EngineError: there is no memory for the buffers.

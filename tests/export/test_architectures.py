@@ -21,7 +21,7 @@ import transformers as hf
 
 from outrider.backends.onnxruntime.fusion.causal import without_masks
 from outrider.backends.onnxruntime.fusion.fuse import fuse
-from outrider.backends.openvino.reader import compile_model
+from outrider.backends.openvino.reader import compiling
 from outrider.backends.openvino.rewrite import NotExpressible, rewrite
 from outrider.backends.openvino.session import PagedSession
 from outrider.backends.tensorrt.process import build_plan
@@ -213,7 +213,8 @@ def test_rewritten_for_openvino_it_computes_the_same(traced: Traced, page: model
     sizes = Sizes(
         traced.layout.layers, traced.want.shape[-1], CAPACITY, window_buckets(CAPACITY), max_rows=max(CHUNKS), batch=2
     )
-    session = PagedSession(compile_model(rewritten, "cpu", "fp32"), sizes)
+    with compiling(rewritten, "cpu", "fp32") as compiled:
+        session = PagedSession(compiled, sizes)
     tokens = traced.tokens.numpy()
     got = []
     for start, end in pairwise([0, *accumulate(CHUNKS)]):
