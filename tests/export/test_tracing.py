@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import nn
 
-from outrider.export.parity import reference
+from outrider.export.parity import open_graph, reference
 from outrider.export.step_model import trace
 from outrider.export.tracing import to_onnx
 from outrider.tests.support import llama
@@ -85,7 +84,7 @@ def test_a_graph_computes_what_its_module_does(
     program = to_onnx(Apply(function), (x,), ({0: "rows"},), ["x"], ["y"], "it")
     assert len(again) == traces - 1
     program.save(tmp_path / "graph.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "graph.onnx")
+    session = open_graph(tmp_path / "graph.onnx", "fp32")
     for rows in (3, 1):
         got = session.run(None, {"x": x.numpy()[:rows]})[0]
         np.testing.assert_allclose(got, function(x[:rows].clone()).numpy(), rtol=1e-5)
