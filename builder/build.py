@@ -21,6 +21,7 @@ from outrider.calibration.passes import measure
 from outrider.engines.contract import window_buckets
 from outrider.errors import DeviceError, FolderError, OutriderError, OutriderWarning, UsageError
 from outrider.progress import SILENT, Progress
+from outrider.runtime import drafters
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
@@ -83,7 +84,10 @@ def build_engine(
             if measured is None:
                 build = _measured(folder, manifest, build, progress)
             else:
-                build = msgspec.structs.replace(build, costs=measured.costs, acceptance=measured.acceptance)
+                costs = {name: measured.costs[name] for name in manifest.engines}  # the other bundle may have more drafters
+                usable = drafters.available(manifest)
+                acceptance = {name: share for name, share in measured.acceptance.items() if name in usable}
+                build = msgspec.structs.replace(build, costs=costs, acceptance=acceptance)
         except DeviceError as error:
             if chosen.requires_costs:
                 raise
