@@ -113,7 +113,7 @@ class Session(ABC):
         return self.capacity - 1
 
     def unbind(self) -> None:
-        """Forget the passes from host arrays that were bound, and what they hold; each is bound anew when it is needed."""
+        """Forget the passes that were bound to host arrays; each is bound again when it is needed."""
         self._passes.clear()
 
     @abstractmethod

@@ -100,7 +100,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _traces(shared: Path, pytestconfig: pytest.Config) -> None:
-    """Share traces in `make test`; `make test-all` makes each anew."""
+    """Share traces in `make test`; `make test-all` shares none."""
     if pytestconfig.option.markexpr == "not slow":
         share_traces(shared / "traces")
 
