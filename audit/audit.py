@@ -15,7 +15,7 @@ what no single decision shows, such as drafted tokens that were not drawn from t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -78,6 +78,22 @@ Tokens = npt.NDArray[np.int64]
 Settings = tuple[tuple[SamplingParams, str], ...]
 
 
+class Scope(NamedTuple):
+    """What an audit compares."""
+
+    prompts: Sequence[str] = PROMPTS
+    masked: Settings = MASKED
+    sampled: Settings = SAMPLED
+    length: int = LENGTH  # tokens of each text that is compared as a whole
+
+    def texts(self, settings: Iterable[tuple[SamplingParams, str]]) -> Settings:
+        """Return settings for whole texts."""
+        return tuple((replace(params, max_new_tokens=self.length), text) for params, text in settings)
+
+
+EVERYTHING = Scope()
+
+
 class Plan(NamedTuple):
     """What is drawn at one setting and compared with plain decoding."""
 
@@ -88,7 +104,7 @@ class Plan(NamedTuple):
     faults: Sequence[Fault | None]
 
 
-def plans(outrider: Outrider) -> list[Plan]:
+def plans(outrider: Outrider, settings: Settings = SAMPLED) -> list[Plan]:
     """Return what is drawn: every k of the first drafter and all drafters at random at each setting; the default k of each
     other one that drafts on the device; and the largest k of each one that proposes on the host, at one setting.
 
@@ -101,14 +117,14 @@ def plans(outrider: Outrider) -> list[Plan]:
     control = Mode(outrider.default_k, controlled)
     planned = [
         Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and on_device else ())
-        for setting in (*SAMPLED, *masked(outrider, MASKED_SAMPLED))
+        for setting in (*settings, *masked(outrider, MASKED_SAMPLED))
     ]
     for name in outrider.drafters:
         mode = Mode(outrider.default_k if name in on_device else k[-1], name)
         if name not in on_device:
             planned.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
         elif name != first:
-            planned += [Plan(*setting, [mode], mode, ()) for setting in SAMPLED]
+            planned += [Plan(*setting, [mode], mode, ()) for setting in settings]
     return planned
 
 
@@ -117,27 +133,29 @@ def masked(outrider: Outrider, settings: Settings) -> Settings:
     return settings if outrider.manifest.generation.eos_token_ids else ()
 
 
-def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT) -> Audit:
+def audit(outrider: Outrider, *, draws: int = DRAWS, scope: Scope = EVERYTHING, progress: Progress = SILENT) -> Audit:
     """Audit a loaded bundle, using all of its slots. The same bundle on the same machine gives the same report.
 
     Args:
         draws: sampled texts for each setting and k; more find smaller differences.
+        scope: what is compared. Less than everything is evidence for less.
 
     Raises:
         EngineError: a run failed.
     """
-    _check_capacity(outrider)
+    _check_capacity(outrider, scope)
     counters, arithmetic, watch = Counters(), Arithmetic(), Watch()
     watched = outrider.observed(watch, RandomPolicy(outrider.adaptive_policy()))
-    grammars = masked(outrider, MASKED)
-    greedy = compare_greedy(watched, watch, [*((SamplingParams(), text) for text in PROMPTS), *grammars], counters, progress)
-    count_sampled(watched, watch, (*SAMPLED, EDITED), counters)
+    plain = scope.texts((SamplingParams(), text) for text in scope.prompts)
+    grammars = scope.texts(masked(outrider, scope.masked))
+    greedy = compare_greedy(watched, watch, plain + grammars, counters, progress)
+    count_sampled(watched, watch, scope.texts((*scope.sampled, EDITED)), counters)
     batched = None
     if len(outrider.decoder.slots) > 1:
-        drawn = (*SAMPLED, *masked(outrider, MASKED_SAMPLED))
-        batched = compare_batched(watched, watch, PROMPTS, grammars, drawn, counters, progress)
+        drawn = scope.texts((*scope.sampled, *masked(outrider, MASKED_SAMPLED)))
+        batched = compare_batched(watched, watch, plain + grammars, drawn, counters, progress)
     arithmetic.add(watch)
-    planned = plans(outrider)
+    planned = plans(outrider, scope.sampled)
     compared = sum(len(plan.modes) + (len(plan.modes) > 1) + len(plan.faults) for plan in planned)
     significance = FALSE_ALARM / (2 * len(PLACES) * compared)  # two criteria at each place
     sampled: list[Sampled] = []
@@ -146,8 +164,8 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, progress: Progress = SILENT
     for number, plan in enumerate(planned):
         prompt = outrider.text.encode(plan.prompt, chat=False)
         cell = Cell(outrider, plan.params, prompt, number, significance, progress)
-        plain = _sample(cell, plan, draws, arithmetic, sampled)
-        controls += [_control(cell, plan, fault, draws, plain) for fault in plan.faults]
+        usual = _sample(cell, plan, draws, arithmetic, sampled)
+        controls += [_control(cell, plan, fault, draws, usual) for fault in plan.faults]
     return Audit(arithmetic, greedy, batched, sampled, controls, counters)
 
 
@@ -187,8 +205,8 @@ def _shown(plan: Plan, mode: Mode) -> int | str:
     return mode.k if len(plan.modes) > 1 or mode.drafter is None else mode.drafter
 
 
-def _check_capacity(outrider: Outrider) -> None:
-    needed = max(len(outrider.text.encode(text, chat=False)) for text in (*PROMPTS, REPEATING)) + LENGTH
+def _check_capacity(outrider: Outrider, scope: Scope) -> None:
+    needed = max(len(outrider.text.encode(text, chat=False)) for text in (*scope.prompts, REPEATING)) + scope.length
     if needed > outrider.build.capacity:
         raise EngineError(
             f"the audit's texts need a capacity of {needed}; the bundle has {outrider.build.capacity}",

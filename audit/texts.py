@@ -50,7 +50,6 @@ def compare_greedy(
     texts = Texts(len(cases))
     progress.stage("comparing greedy texts", len(cases) * (1 + len(modes(outrider))))
     for params, text in cases:
-        params = replace(params, max_new_tokens=LENGTH)
         prompt = outrider.text.encode(text, chat=False)
         plain = _generate(outrider, watch, prompt, params, PLAIN, counters)
         progress.advance(1)
@@ -64,21 +63,18 @@ def compare_greedy(
 def compare_batched(
     outrider: Outrider,
     watch: Watch,
-    prompts: Sequence[str],
-    masked: Sequence[tuple[SamplingParams, str]],
+    greedy: Sequence[tuple[SamplingParams, str]],
     sampled: Sequence[tuple[SamplingParams, str]],
     counters: Counters,
     progress: Progress,
 ) -> Texts:
     """Compare the texts of requests batched over all slots with those of the same requests run alone by plain decoding.
 
-    Each starts when a slot is free and leaves when it ends. Some are greedy, those of `masked` under a grammar, and some are
-    sampled with a seed. Others use the rejection rule; their texts depend on k, so only the watch checks them.
+    Each starts when a slot is free and leaves when it ends. Some are greedy, and some are sampled with a seed. Others use
+    the rejection rule; their texts depend on k, so only the watch checks them.
     """
     drawn = [(replace(params, seed=seed, logprobs=2), text) for seed, (params, text) in enumerate(sampled)]
-    cases = [*((SamplingParams(), text) for text in prompts), *masked]
-    cases += [(replace(params, rule=rule), text) for params, text in drawn for rule in ("exact-match", "rejection")]
-    cases = [(replace(params, max_new_tokens=LENGTH), text) for params, text in cases]
+    cases = [*greedy, *((replace(params, rule=rule), text) for params, text in drawn for rule in ("exact-match", "rejection"))]
     alone: list[list[int] | None] = []
     progress.stage("comparing batched texts", len(cases) * (2 + len(modes(outrider))))
     for params, text in cases:
@@ -197,7 +193,7 @@ def count_sampled(outrider: Outrider, watch: Watch, settings: Sequence[tuple[Sam
     for params, text in settings:
         prompt = outrider.text.encode(text, chat=False)
         for seed, mode in enumerate(modes(outrider)):
-            _generate(outrider, watch, prompt, replace(params, max_new_tokens=LENGTH, seed=seed, logprobs=3), mode, counters)
+            _generate(outrider, watch, prompt, replace(params, seed=seed, logprobs=3), mode, counters)
 
 
 def _generate(

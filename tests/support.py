@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,24 @@ def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[s
     return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options)
 
 
-def run_here(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run_here(*arguments: str | Path, input: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command in this process, which has imported what it needs already."""
     with warnings.catch_warnings():  # a command changes how they are shown
-        done = CliRunner().invoke(main, [*map(str, arguments)])
+        done = CliRunner().invoke(main, [*map(str, arguments)], input=input)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception  # a process would end with a traceback
     return subprocess.CompletedProcess([], done.exit_code, done.stdout, done.stderr)
+
+
+@contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """Make this process's writes fail beyond so many bytes of a file, halfway, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Fused(Exported):

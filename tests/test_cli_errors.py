@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from outrider.bundle.folder import read_manifest
-from outrider.tests.support import BROKEN_TEXT, COMMAND, PAIR, llama, run, run_here, tokenizer, write_checkpoint
+from outrider.tests.support import BROKEN_TEXT, COMMAND, PAIR, full_disk, llama, run, run_here, tokenizer, write_checkpoint
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, message: str, option: str = "") -> None:
@@ -32,12 +31,8 @@ def refused(done: subprocess.CompletedProcess[str], code: int, message: str, opt
     assert done.stdout == ""
 
 
-def export(tmp_path: Path, target: Path | str = PAIR / "target", draft: Path | str = PAIR / "draft", **options: Any) -> Any:
-    return run("export", "--target", target, "--draft", draft, "-o", tmp_path / "out", **options)
-
-
-def export_here(tmp_path: Path, target: Path = PAIR / "target", draft: Path = PAIR / "draft") -> Any:
-    return run_here("export", "--target", target, "--draft", draft, "-o", tmp_path / "out")
+def export_here(tmp_path: Path, target: Path = PAIR / "target", draft: Path = PAIR / "draft", **options: Any) -> Any:
+    return run_here("export", "--target", target, "--draft", draft, "-o", tmp_path / "out", **options)
 
 
 def nothing_written(folder: Path) -> bool:
@@ -45,7 +40,9 @@ def nothing_written(folder: Path) -> bool:
 
 
 def test_missing_checkpoint(tmp_path: Path) -> None:
-    refused(export(tmp_path, target=tmp_path / "absent"), 1, "does not exist")
+    refused(
+        run("export", "--target", tmp_path / "absent", "--draft", PAIR / "draft", "-o", tmp_path / "out"), 1, "does not exist"
+    )
     assert nothing_written(tmp_path)
 
 
@@ -73,7 +70,7 @@ def test_vocabulary_mismatch(tmp_path: Path) -> None:
 
 def test_existing_output(tmp_path: Path, tiny_export: Path) -> None:
     (tmp_path / "out").mkdir()
-    refused(export(tmp_path), 1, "already exists")
+    refused(export_here(tmp_path), 1, "already exists")
     refused(run_here("build-engine", tiny_export, "-o", tmp_path / "out"), 1, "already exists")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -85,12 +82,12 @@ def test_unwritable_output(tmp_path: Path, tiny_export: Path) -> None:
 
 
 def test_full_disk(tmp_path: Path, tiny_export: Path, checkpoints: Path) -> None:
-    """Simulated by a limit on file size, which makes a write fail halfway, as on a full disk."""
-    limit: dict[str, Any] = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))}
-    refused(run("build-engine", tiny_export, "-o", tmp_path / "out", "--capacity", "100", **limit), 1, "no room to write")
-    assert nothing_written(tmp_path)
-    refused(export(tmp_path, checkpoints / "target", checkpoints / "draft", **limit), 1, "no room to write")
-    assert nothing_written(tmp_path)
+    with full_disk(100_000):
+        built = run_here("build-engine", tiny_export, "-o", tmp_path / "out", "--capacity", "100")
+        refused(built, 1, "no room to write")
+        assert nothing_written(tmp_path)
+        refused(export_here(tmp_path, checkpoints / "target", checkpoints / "draft"), 1, "no room to write")
+        assert nothing_written(tmp_path)
 
 
 def test_killed_export_then_again(tmp_path: Path, checkpoints: Path) -> None:
@@ -105,8 +102,8 @@ def test_killed_export_then_again(tmp_path: Path, checkpoints: Path) -> None:
 def test_killed_build_then_again(tmp_path: Path, tiny_export: Path) -> None:
     arguments = ["build-engine", str(tiny_export), "-o", str(tmp_path / "out"), "--capacity", "100"]
     kill_in_the_middle(arguments, "measuring the target", tmp_path)
-    assert run(*arguments).returncode == 0
-    assert run("inspect", tmp_path / "out").returncode == 0
+    assert run_here(*arguments).returncode == 0
+    assert run_here("inspect", tmp_path / "out").returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -288,7 +285,7 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
     own = {"model_type": "coded", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
     (copy / "config.json").write_text(json.dumps(config | own))
     (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    refused(export(tmp_path, target=copy, input="y\ny\n", timeout=120), 1, "cannot read the configuration of coded")
+    refused(export_here(tmp_path, target=copy, input="y\ny\n"), 1, "cannot read the configuration of coded")
     assert not (tmp_path / "ran").exists()
     assert nothing_written(tmp_path)
 

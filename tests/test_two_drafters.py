@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.audit import audit as audit_module
+from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
@@ -89,11 +89,10 @@ def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
     assert metrics['outrider_spec_decode_num_accepted_tokens_total{drafter="head"}'] > 3
 
 
-def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_passes_the_audit(bundle: Path) -> None:
     """In short: two settings and few draws, which show all wrong samplers over the head's proposals but the subtlest one."""
-    monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED, audit_module.SAMPLED[-1]))
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
-    report = audit_module.audit(both, draws=150)
+    scope = Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED, SAMPLED[-1]), length=32)
+    report = audit(Outrider.load(bundle, slots=None), draws=150, scope=scope)
     verdicts = report.verdicts()
     assert {name for name, passed in verdicts.items() if not passed} <= {"controls"}
     detected = {control.fault for control in report.controls if control.detected}
@@ -103,15 +102,12 @@ def test_it_passes_the_audit(both: Outrider, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("drafter", ["block", "parallel-head"])
-def test_heads_that_draft_in_one_pass_pass_the_audit(
-    drafter_bundles: Callable[..., Path], drafter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_draft_in_one_pass_pass_the_audit(drafter_bundles: Callable[..., Path], drafter: str) -> None:
     """In short, and with random heads: greedy and sampled, every k and drafter, alone and in a batch."""
-    monkeypatch.setattr(audit_module, "SAMPLED", (audit_module.CONTROLLED,))
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
-    outrider = Outrider.load(drafter_bundles("fp32", f"random {drafter}", capacity=512, batch=2, k=[1, 4]))
+    outrider = Outrider.load(drafter_bundles("fp32", f"random {drafter}", capacity=512, batch=2, k=[1, 4]), slots=None)
     assert outrider.drafters[0] == drafter
-    report = audit_module.audit(outrider, draws=60)
+    report = audit(outrider, draws=25, scope=Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED,), length=32))
+    assert report.batched is not None
     assert {name for name, passed in report.verdicts().items() if not passed} <= {"controls"}  # few draws, few acceptances
     assert report.counters.drafted > 100
 

@@ -12,8 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from outrider.audit import audit as audit_module
-from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, audit
+from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
 from outrider.bundle.manifest import sampler_file
@@ -137,18 +136,13 @@ def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: 
     assert done.stdout.endswith("the bundle FAILS\n")
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a few greedy texts, the controls and the penalties, which is what the tests below look at."""
-    monkeypatch.setattr(audit_module, "SAMPLED", (CONTROLLED, SAMPLED[-1]))
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
+FEW = Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED, SAMPLED[-1]), length=24)  # the controls and the penalties
 
 
-def audited(outrider: Outrider, draws: int = 100) -> Audit:
-    return audit(outrider, draws=draws)
+def audited(outrider: Outrider, draws: int) -> Audit:
+    return audit(outrider, draws=draws, scope=FEW)
 
 
-@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     ("sampler", "damage", "draws"),
     [
@@ -175,14 +169,12 @@ def test_a_wrong_graph_fails_even_if_plain_decoding_is_equally_wrong(
     assert report.arithmetic.disagreed > 10
 
 
-@pytest.mark.usefixtures("few")
 def test_a_bundle_too_small_for_the_audits_texts_names_the_capacity_needed(tiny_export: Path, tmp_path: Path) -> None:
     outrider = Outrider.load(build(tiny_export, tmp_path / "bundle", k=[1, 4], capacity=34))
     with pytest.raises(EngineError, match=r"need a capacity of \d+; the bundle has 34"):
-        audited(outrider)
+        audit(outrider)
 
 
-@pytest.mark.usefixtures("few")
 def test_a_greedy_difference_without_a_near_tie_fails(one: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Rounds.run
 
@@ -191,7 +183,7 @@ def test_a_greedy_difference_without_a_near_tie_fails(one: Outrider, monkeypatch
         for lane, result in zip(lanes, results, strict=True):
             assert lane.sampling is not None
             assert isinstance(result, RoundResult)
-            if lane.k and lane.sampling.params.temperature == 0 and lane.sampling.emitted > 20:
+            if lane.k and lane.sampling.params.temperature == 0 and lane.sampling.emitted > 10:
                 result.tokens[-1] = 77
         return results
 
@@ -203,7 +195,6 @@ def test_a_greedy_difference_without_a_near_tie_fails(one: Outrider, monkeypatch
     assert not report.passed
 
 
-@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     one_k: Path, monkeypatch: pytest.MonkeyPatch, width: int
@@ -237,7 +228,6 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     monkeypatch.setattr(Decoder, "round", noted)
     monkeypatch.setattr(session, "bind", other_kernel)
     session.unbind()
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
     greedy = audited(one, draws=10).greedy
     assert greedy.differences == []
     assert {tie.place for tie in greedy.near_ties} == {10}
@@ -245,7 +235,6 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     assert greedy.passed
 
 
-@pytest.mark.usefixtures("few")
 def test_a_counter_that_does_not_balance_fails(one: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     count = Stats.count
 
@@ -258,7 +247,6 @@ def test_a_counter_that_does_not_balance_fails(one: Outrider, monkeypatch: pytes
     assert report.greedy.passed
 
 
-@pytest.mark.usefixtures("few")
 def test_the_audit_is_the_same_each_time_and_leaves_the_bundle_as_it_was(one: Outrider) -> None:
     rounds, policy = one.rounds, one.policy
     first = audited(one, draws=20).as_dict()
@@ -267,12 +255,11 @@ def test_the_audit_is_the_same_each_time_and_leaves_the_bundle_as_it_was(one: Ou
     assert audited(one, draws=20).as_dict() == first
 
 
-@pytest.mark.usefixtures("few")
 def test_a_draft_that_is_the_target_leaves_the_audit_without_power(checkpoints: Path, tmp_path: Path) -> None:
     """Always accepting is right there, so the control is not detected, and the audit does not pass without that proof."""
     target = str(checkpoints / "target")
     export_pair(target, target, tmp_path / "onnx", precision="fp32")
-    report = audited(Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle")))
+    report = audited(Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle", k=[4])), draws=100)
     assert not report.passed
     assert {name for name, passed in report.verdicts().items() if not passed} == {"controls"}
     assert not next(control for control in report.controls if control.fault == Fault.ALWAYS_ACCEPT.value).detected

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from outrider.audit import audit as audit_module
-from outrider.audit.audit import CONTROLLED, SAMPLED, audit
+from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
 from outrider.commands.verify import command
@@ -38,10 +38,7 @@ def batched(bundle: Path) -> Outrider:
     return Outrider.load(bundle, slots=None)
 
 
-@pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "SAMPLED", (CONTROLLED, SAMPLED[-1]))
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
+FEW = Scope(PROMPTS[:2], MASKED[1:2], (CONTROLLED, SAMPLED[-1]), length=32)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Lane, SamplingState, RoundResult, int], None]) -> None:
@@ -64,7 +61,7 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     reports = list[Audit]()
 
     def noted(*given: Any, **named: Any) -> Audit:
-        reports.append(audit(*given, **named))
+        reports.append(audit(*given, scope=FEW, **named))
         return reports[0]
 
     monkeypatch.setattr(audit_module, "audit", noted)
@@ -95,7 +92,7 @@ def test_a_beginning_that_is_shared_and_not_copied_fails(batched: Outrider, monk
     """Requests with the same prompt and other settings have it copied from one another's slots."""
     session, copied = batched.sessions["target"], []
     monkeypatch.setattr(session, "copy", lambda slot, to, length: copied.append(length))
-    report = audit(batched, draws=10)
+    report = audit(batched, draws=10, scope=FEW)
     assert copied
     assert report.greedy.passed
     assert report.batched is not None
@@ -103,18 +100,18 @@ def test_a_beginning_that_is_shared_and_not_copied_fails(batched: Outrider, monk
 
 
 def test_a_bundle_with_one_slot_has_no_such_part(bundle: Path) -> None:
-    report = audit(Outrider.load(bundle), draws=10)
+    report = audit(Outrider.load(bundle), draws=10, scope=FEW)
     assert report.batched is None
     assert "batched" not in report.verdicts()
 
 
 def test_a_token_that_differs_only_in_batches_fails(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     def swap(_: Lane, sampling: SamplingState, result: RoundResult, count: int) -> None:
-        if count > 1 and sampling.emitted > 20 and sampling.grammar is None:  # a grammar notices by itself
+        if count > 1 and sampling.emitted > 10 and sampling.grammar is None:  # a grammar notices by itself
             result.tokens[-1] = 77
 
     watch(monkeypatch, swap)
-    report = audit(batched, draws=10)
+    report = audit(batched, draws=10, scope=FEW)
     assert report.greedy.passed
     assert report.batched is not None
     assert not report.batched.passed
@@ -147,9 +144,8 @@ def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_b
 
     monkeypatch.setattr(session, "bind", other_kernel)
     session.unbind()
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:1])
-    monkeypatch.setattr(audit_module, "SAMPLED", ())  # their texts may have a tie of their own at that place
-    texts = audit(batched, draws=10).batched
+    scope = FEW._replace(prompts=PROMPTS[:1], sampled=())  # whose texts may have a tie of their own at that place
+    texts = audit(batched, draws=10, scope=scope).batched
     assert texts is not None
     assert texts.differences == []
     assert {each.place for each in texts.near_ties} == {10}

@@ -18,7 +18,8 @@ import transformers as hf
 from onnx import TensorProto, numpy_helper
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from outrider.audit.audit import DRAWS, audit
+from outrider.audit.audit import DRAWS, EVERYTHING, MASKED, SAMPLED, Scope, audit
+from outrider.audit.prompts import PROMPTS
 from outrider.backends.onnxruntime.engine import session_options
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.errors import ParityError, UsageError
@@ -162,12 +163,16 @@ def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("precision", "draws"), [("int4", 50), *(pytest.param(each, DRAWS, marks=pytest.mark.slow) for each in BITS)]
+    ("precision", "draws", "scope"),
+    [
+        ("int4", 10, Scope(PROMPTS[:4], MASKED[:1], SAMPLED[-1:])),
+        *(pytest.param(each, DRAWS, EVERYTHING, marks=pytest.mark.slow) for each in BITS),
+    ],
 )
-def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: str, draws: int) -> None:
-    """Few draws are enough for all but the controls: the samplers are those of fp32, whose audit tests them."""
+def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: str, draws: int, scope: Scope) -> None:
+    """In short, without the controls: the samplers are those of fp32, whose audit tests them."""
     bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=2)
-    found = audit(Outrider.load(bundle, slots=None), draws=draws)
+    found = audit(Outrider.load(bundle, slots=None), draws=draws, scope=scope)
     failed = {name for name, passed in found.verdicts().items() if not passed}
     assert failed <= ({"controls"} if draws < DRAWS else set()), found.as_dict()
     for texts in (found.greedy, found.batched):

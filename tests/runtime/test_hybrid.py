@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.audit.audit import CONTROLLED, MASKED, Scope, audit
 from outrider.audit.controls import RandomPolicy
+from outrider.audit.prompts import PROMPTS as TEXTS
 from outrider.bundle.folder import read_manifest
 from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, OutriderError
@@ -26,7 +28,6 @@ from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens
 from outrider.tests.support import ROOT, build, reseal, run_here
-from outrider.tests.support import run as outrider
 from outrider.training.arguments import Arguments
 from outrider.training.eagle3 import Eagle3Objective
 from outrider.training.train import check_target
@@ -302,9 +303,21 @@ def test_a_draft_for_it_may_be_trained_on_its_answers(bundles: Made[Path], tmp_p
     Eagle3Objective.check(arguments.target, None)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("int4", marks=pytest.mark.slow)])
-def test_the_audit_passes(bundles: Made[Path], precision: str) -> None:
-    done = outrider("verify", bundles[precision], "--draws", "500", "--json")
+def test_the_audit_passes(bundles: Made[Path]) -> None:
+    """In short; a random head's is in tests/test_two_drafters.py."""
+    report = audit(Outrider.load(bundles["fp32"], slots=None), draws=100, scope=Scope(TEXTS[:1], MASKED[:1], (CONTROLLED,), 32))
+    failed = {name for name, passed in report.verdicts().items() if not passed}
+    assert failed <= {"controls"}
+    detected = {control.fault: control.detected for control in report.controls}
+    assert not detected.pop(None)
+    assert sum(detected.values()) > 2
+    assert report.counters.accepted > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_the_whole_audit_passes(bundles: Made[Path], precision: str) -> None:
+    done = run_here("verify", bundles[precision], "--draws", "500", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from outrider.audit import audit as audit_module
-from outrider.audit.audit import SAMPLED, audit
+from outrider.audit.audit import Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.cli import main
 from outrider.runtime import drafters
@@ -39,10 +38,9 @@ def test_its_text_is_that_of_plain_decoding(shipped_bundle: Path, prompt: str, p
             assert events[-1].stats.rounds_by_drafter == {"repeat": events[-1].stats.drafting_rounds}
 
 
-def test_it_passes_the_audit_which_finds_a_wrong_sampler(shipped_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "SAMPLED", SAMPLED[-1:])  # what concerns other drafters has tests of its own
-    monkeypatch.setattr(audit_module, "PROMPTS", PROMPTS[:2])
-    report = audit(Outrider.load(shipped_bundle), draws=120)
+def test_it_passes_the_audit_which_finds_a_wrong_sampler(shipped_bundle: Path) -> None:
+    scope = Scope(PROMPTS[:1], (), (), length=32)  # what concerns other drafters has tests of its own
+    report = audit(Outrider.load(shipped_bundle), draws=120, scope=scope)
     assert report.greedy.passed
     assert [cell.passed for cell in report.sampled if cell.k == "repeat"] == [True]
     assert [(each.fault, each.passed) for each in report.controls if each.sampled.k == "repeat"] == [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, Scope, audit
+from outrider.audit.prompts import PROMPTS
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
 from outrider.export.pair import export_pair
@@ -46,11 +47,11 @@ def test_the_bundle_has_no_part_of_a_draft(bundle: Path) -> None:
     assert "draft" not in shown.stdout.replace(str(bundle), "")
 
 
-SAMPLED = {"temperature": 0.8, "seed": 5}
+SEEDED = {"temperature": 0.8, "seed": 5}
 
 
 @pytest.mark.parametrize("mode", [{}, {"k": 4}, {"k": 8, "drafter": "ngram"}, {"drafter": "auto"}], ids=str)
-@pytest.mark.parametrize("params", [{}, SAMPLED, SAMPLED | {"rule": "rejection"}], ids=str)
+@pytest.mark.parametrize("params", [{}, SEEDED, SEEDED | {"rule": "rejection"}], ids=str)
 def test_its_text_is_that_of_plain_decoding_and_of_the_pair(
     alone: Outrider, shipped: Outrider, mode: dict[str, Any], params: dict[str, Any]
 ) -> None:
@@ -88,13 +89,10 @@ def test_every_k_of_the_ngram_drafter_is_measured(bundle: Path, tmp_path: Path) 
 
 
 def test_it_passes_the_audit(bundle: Path) -> None:
-    done = run_here("verify", bundle, "--draws", "100", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["passed"]
-    assert [(each["sampled"]["k"], each["fault"]) for each in report["controls"]] == [
-        ("ngram", None),
-        ("ngram", "always accept"),
-    ]
-    assert report["batched"]["compared"] == 19 * 3  # plain, by n-grams, and at random
-    assert report["counters"]["accepted"] > 0
+    scope = Scope(PROMPTS[:2], MASKED[:1], (CONTROLLED, SAMPLED[-1]), length=32)
+    report = audit(Outrider.load(bundle, slots=None), draws=100, scope=scope)
+    assert report.passed
+    assert [(each.sampled.k, each.fault) for each in report.controls] == [("ngram", None), ("ngram", "always accept")]
+    assert report.batched is not None
+    assert report.batched.compared == 6 * 3  # plain, by n-grams, and at random
+    assert report.counters.accepted > 0
