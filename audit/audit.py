@@ -85,6 +85,7 @@ class Scope(NamedTuple):
     masked: Settings = MASKED
     sampled: Settings = SAMPLED
     length: int = LENGTH  # tokens of each text that is compared as a whole
+    controls: bool = True  # whether wrong samplers are drawn from, too
 
     def texts(self, settings: Iterable[tuple[SamplingParams, str]]) -> Settings:
         """Return settings for whole texts."""
@@ -104,7 +105,7 @@ class Plan(NamedTuple):
     faults: Sequence[Fault | None]
 
 
-def plans(outrider: Outrider, settings: Settings = SAMPLED) -> list[Plan]:
+def plans(outrider: Outrider, scope: Scope = EVERYTHING) -> list[Plan]:
     """Return what is drawn: every k of the first drafter and all drafters at random at each setting; the default k of each
     other one that drafts on the device; and the largest k of each one that proposes on the host, at one setting.
 
@@ -117,15 +118,15 @@ def plans(outrider: Outrider, settings: Settings = SAMPLED) -> list[Plan]:
     control = Mode(outrider.default_k, controlled)
     planned = [
         Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and on_device else ())
-        for setting in (*settings, *masked(outrider, MASKED_SAMPLED))
+        for setting in (*scope.sampled, *masked(outrider, MASKED_SAMPLED))
     ]
     for name in outrider.drafters:
         mode = Mode(outrider.default_k if name in on_device else k[-1], name)
         if name not in on_device:
             planned.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
         elif name != first:
-            planned += [Plan(*setting, [mode], mode, ()) for setting in settings]
-    return planned
+            planned += [Plan(*setting, [mode], mode, ()) for setting in scope.sampled]
+    return planned if scope.controls else [plan._replace(faults=()) for plan in planned]
 
 
 def masked(outrider: Outrider, settings: Settings) -> Settings:
@@ -155,7 +156,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, scope: Scope = EVERYTHING, 
         drawn = scope.texts((*scope.sampled, *masked(outrider, MASKED_SAMPLED)))
         batched = compare_batched(watched, watch, plain + grammars, drawn, counters, progress)
     arithmetic.add(watch)
-    planned = plans(outrider, scope.sampled)
+    planned = plans(outrider, scope)
     compared = sum(len(plan.modes) + (len(plan.modes) > 1) + len(plan.faults) for plan in planned)
     significance = FALSE_ALARM / (2 * len(PLACES) * compared)  # two criteria at each place
     sampled: list[Sampled] = []

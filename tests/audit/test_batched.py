@@ -38,7 +38,7 @@ def batched(bundle: Path) -> Outrider:
     return Outrider.load(bundle, slots=None)
 
 
-FEW = Scope(PROMPTS[:2], MASKED[1:2], (CONTROLLED, SAMPLED[-1]), length=32)
+FEW = Scope(PROMPTS[:2], MASKED[1:2], (CONTROLLED, SAMPLED[-1]), length=32, controls=False)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Lane, SamplingState, RoundResult, int], None]) -> None:
@@ -61,7 +61,7 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     reports = list[Audit]()
 
     def noted(*given: Any, **named: Any) -> Audit:
-        reports.append(audit(*given, scope=FEW, **named))
+        reports.append(audit(*given, scope=FEW._replace(controls=True), **named))
         return reports[0]
 
     monkeypatch.setattr(audit_module, "audit", noted)
@@ -92,7 +92,7 @@ def test_a_beginning_that_is_shared_and_not_copied_fails(batched: Outrider, monk
     """Requests with the same prompt and other settings have it copied from one another's slots."""
     session, copied = batched.sessions["target"], []
     monkeypatch.setattr(session, "copy", lambda slot, to, length: copied.append(length))
-    report = audit(batched, draws=10, scope=FEW)
+    report = audit(batched, draws=2, scope=FEW)
     assert copied
     assert report.greedy.passed
     assert report.batched is not None
@@ -100,7 +100,7 @@ def test_a_beginning_that_is_shared_and_not_copied_fails(batched: Outrider, monk
 
 
 def test_a_bundle_with_one_slot_has_no_such_part(bundle: Path) -> None:
-    report = audit(Outrider.load(bundle), draws=10, scope=FEW)
+    report = audit(Outrider.load(bundle), draws=2, scope=FEW)
     assert report.batched is None
     assert "batched" not in report.verdicts()
 
@@ -111,7 +111,7 @@ def test_a_token_that_differs_only_in_batches_fails(batched: Outrider, monkeypat
             result.tokens[-1] = 77
 
     watch(monkeypatch, swap)
-    report = audit(batched, draws=10, scope=FEW)
+    report = audit(batched, draws=2, scope=FEW)
     assert report.greedy.passed
     assert report.batched is not None
     assert not report.batched.passed
@@ -145,7 +145,7 @@ def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_b
     monkeypatch.setattr(session, "bind", other_kernel)
     session.unbind()
     scope = FEW._replace(prompts=PROMPTS[:1], sampled=())  # whose texts may have a tie of their own at that place
-    texts = audit(batched, draws=10, scope=scope).batched
+    texts = audit(batched, draws=2, scope=scope).batched
     assert texts is not None
     assert texts.differences == []
     assert {each.place for each in texts.near_ties} == {10}
