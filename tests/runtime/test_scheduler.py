@@ -138,7 +138,7 @@ def check(came: list[tuple[Arrival, Request, list[Event]]], alone: Alone) -> Non
         assert stats.emitted == stats.accepted + stats.own == len(got)
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(100, marks=pytest.mark.slow)])
 def test_each_gets_what_it_would_get_alone(batched: Outrider, alone: Alone, examples: int) -> None:
     """Arrivals, cancellations, prompts, parameters, and with `chance` every drafter and k, at random."""
 
@@ -193,6 +193,7 @@ def test_no_slot_is_given_to_two(batched: Outrider) -> None:
 FULL: list[Arrival] = [(at % 3, at % 5, at // 2 % 5, 20 + at, None) for at in range(9)]
 
 
+@pytest.mark.in_turn(runs=lambda case: case["bundle"] == "onnxruntime int4" or case["k"] == 4)
 @pytest.mark.parametrize(("k", "drafter"), [(0, None), (2, None), (4, "model"), (4, "ngram"), ("auto", "ngram")])
 def test_with_every_drafter_and_k(batched: Outrider, alone: Alone, k: int | str, drafter: str | None) -> None:
     policy = batched.adaptive_policy() if k == "auto" else None  # that has not learned from other tests
