@@ -329,6 +329,7 @@ def test_up_to_the_last_slot_of_the_cache(batched: Outrider, bundle: Path) -> No
         assert ends == ["capacity"] * 6 + ["length"] * 4
 
 
+@pytest.mark.in_turn(runs=lambda case: case["bundle"] == "onnxruntime int4")  # the test of the reference has both backends
 def test_the_rejection_rule_in_a_batch(batched: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every decision, for requests with and without a seed, is checked against the reference."""
     monkeypatch.setattr("outrider.audit.controls.CHECKED", 1)
