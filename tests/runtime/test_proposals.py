@@ -79,13 +79,20 @@ class HeadReference:
         weights = self.target.get_input_embeddings().weight, self.target.lm_head.weight
         target = Target("target", config.num_hidden_layers, config.hidden_size, config.vocab_size, *weights)
         self.mixer, self.head = self.checkpoint.read(Source.parse(str(head))).build(target)
+        self.read: dict[tuple[int, ...], torch.Tensor] = {}  # the features of whole texts
+
+    def features(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        """Return the features of all tokens but the last. Those of a text's beginning are the same in the whole text."""
+        text = next((each for each in self.read if each[: len(tokens)] == tokens), tokens)
+        if text not in self.read:
+            with entering(self.target, self.mixer.ids) as hidden:
+                self.target(torch.tensor([text]))
+            self.read[text] = self.mixer(hidden)
+        return self.read[text][:, : len(tokens) - 1]
 
     @torch.no_grad()
     def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
-        ids = torch.tensor([tokens])
-        with entering(self.target, self.mixer.ids) as hidden:
-            self.target(ids)
-        features, following, drafted = self.mixer(hidden)[:, :-1], ids[:, 1:], []
+        features, following, drafted = self.features(tokens), torch.tensor([tokens[1:]]), []
         for _ in range(k):
             rows = torch.arange(following.shape[1])[None]
             logits, made = self.head(following, features, rows, DynamicCache())
@@ -100,11 +107,8 @@ class ParallelHeadReference(HeadReference):
 
     @torch.no_grad()
     def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
-        ids = torch.tensor([tokens])
-        with entering(self.target, self.mixer.ids) as hidden:
-            self.target(ids)
-        following = torch.cat([ids[:, 1:], torch.full((1, k - 1), self.head.mask_token)], 1)
-        features = torch.nn.functional.pad(self.mixer(hidden)[:, :-1], (0, 0, 0, k - 1))
+        following = torch.cat([torch.tensor([tokens[1:]]), torch.full((1, k - 1), self.head.mask_token)], 1)
+        features = torch.nn.functional.pad(self.features(tokens), (0, 0, 0, k - 1))
         logits, _ = self.head(following, features, torch.arange(following.shape[1])[None], DynamicCache())
         return tuple(logits[0, -k:].argmax(-1).tolist())
 
@@ -120,11 +124,9 @@ class BlockReference(HeadReference):
     @torch.no_grad()
     def drafts(self, tokens: tuple[int, ...], k: int) -> tuple[tuple[int, ...], list[float]]:
         """Return the proposed tokens, and how sure the head's own confidence head is of each, if it has one."""
-        with entering(self.target, self.mixer.ids) as hidden:
-            self.target(torch.tensor([tokens]))
         context, mask = len(tokens) - 1, self.target.config.vocab_size - 1
         ids = torch.tensor([[CONTEXT] * context + [tokens[-1]] + [mask] * (k - self.head.from_anchor)])
-        features = torch.nn.functional.pad(self.mixer(hidden)[:, :-1], (0, 0, 0, ids.shape[1] - context))
+        features = torch.nn.functional.pad(self.features(tokens), (0, 0, 0, ids.shape[1] - context))
         logits, _, *states = self.head(ids, features, torch.arange(ids.shape[1])[None], DynamicCache())
         if not states:
             return tuple(logits[0, -k:].argmax(-1).tolist()), []
@@ -196,10 +198,10 @@ def recorded(loaded: Outrider, drafter: str) -> tuple[Outrider, Recorder]:
 def check(reference: Reference, proposed: list[Proposed], least: int, exactly: bool = False) -> None:
     """Compare proposals; `exactly` says that each round drafted as many tokens as it verified."""
     assert len(proposed) >= least
-    for tokens, drafted in proposed:
+    for tokens, drafted in sorted({*proposed}, key=lambda each: -len(each[0])):  # a text before its beginnings
         # The rows of a block see each other, and a round may draft more than it verifies, or than a lane can emit.
         begun = range(len(drafted), 9 if isinstance(reference, BlockReference) and not exactly else len(drafted) + 1)
-        assert drafted in [reference.proposes(tokens, count)[: len(drafted)] for count in begun]
+        assert any(drafted == reference.proposes(tokens, count)[: len(drafted)] for count in begun)
 
 
 def in_turn(case: dict[str, Any]) -> bool:
@@ -220,8 +222,8 @@ def test_its_proposals_are_those_of_eager_transformers(
 def test_after_plain_rounds_and_those_of_other_drafters(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
     outrider, recorder = recorded
     outrider.policy = RandomPolicy(outrider.adaptive_policy())
-    for seed in range(6):
-        list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=100, temperature=0.5, seed=seed, repetition_penalty=1.1)))
+    for seed in range(3):
+        list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=60, temperature=0.5, seed=seed, repetition_penalty=1.1)))
     greedy = len(recorder.proposed)
     list(outrider.generate(PROMPT, SamplingParams(max_new_tokens=100)))
     check(reference, recorder.proposed[greedy:], 5)
@@ -284,13 +286,14 @@ def test_a_block_head_is_as_sure_of_its_proposals_as_in_eager_transformers(
         np.testing.assert_allclose(confidences, reference.drafts(tokens, 4)[1], atol=1e-4)
 
 
+@pytest.mark.in_turn(runs=lambda case: (case["rule"] == "rejection") != (case["named"] == "trained parallel"))
 @pytest.mark.parametrize("named", ["trained head", "trained parallel", "random block"])
 @pytest.mark.parametrize("rule", ["rejection", "exact-match"])
 def test_on_a_device_that_runs_ahead(drafter_bundles: Callable[..., Path], named: str, rule: Any) -> None:
     """Where a sampler needs more candidates, the target has already written over what a head's steps had left."""
     bundle = drafter_bundles("fp32", named, backend="onnxruntime", capacity=512, batch=4)
     drafter = named.split()[1]
-    params = SamplingParams(max_new_tokens=60, temperature=2.0, top_p=0.999, seed=3, rule=rule)
+    params = SamplingParams(max_new_tokens=40, temperature=2.0, top_p=0.999, seed=3, rule=rule)
     proposed = []
     for outrider in (Outrider.load(bundle), deferred(bundle), deferred(bundle, max_candidates=256)):
         recorder = Recorder(drafter)

@@ -18,29 +18,37 @@ from outrider.runtime.params import SamplingParams
 from outrider.tests.runtime.toy import Repeat
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     drafters.register(Repeat)
     yield
     drafters.unregister(Repeat.name)
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+@pytest.fixture(scope="module")
+def loaded(shipped_bundle: Path, registered: None) -> Outrider:
+    return Outrider.load(shipped_bundle)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(max_new_tokens=60), SamplingParams(max_new_tokens=60, temperature=0.8, seed=3)],
+    ids=["greedy", "sampled"],
+)
 @pytest.mark.parametrize("prompt", ["Once upon a time", "no no no no", "T"])
-def test_its_text_is_that_of_plain_decoding(shipped_bundle: Path, prompt: str, params: SamplingParams) -> None:
-    outrider = Outrider.load(shipped_bundle)
-    plain = [token for event in outrider.generate(prompt, params, k=0) for token in event.token_ids]
-    modes: list[tuple[int | str, str | None]] = [*((k, "repeat") for k in outrider.build.k), ("auto", "repeat"), ("auto", None)]
+def test_its_text_is_that_of_plain_decoding(loaded: Outrider, prompt: str, params: SamplingParams) -> None:
+    plain = [token for event in loaded.generate(prompt, params, k=0) for token in event.token_ids]
+    modes: list[tuple[int | str, str | None]] = [*((k, "repeat") for k in loaded.build.k), ("auto", "repeat"), ("auto", None)]
     for k, drafter in modes:
-        events = list(outrider.generate(prompt, params, k=k, drafter=drafter))
+        events = list(loaded.generate(prompt, params, k=k, drafter=drafter))
         assert [token for event in events for token in event.token_ids] == plain
         if isinstance(k, int):
             assert events[-1].stats.rounds_by_drafter == {"repeat": events[-1].stats.drafting_rounds}
 
 
-def test_it_passes_the_audit_which_finds_a_wrong_sampler(shipped_bundle: Path) -> None:
-    scope = Scope(PROMPTS[:1], (), (), length=32)  # what concerns other drafters has tests of its own
-    report = audit(Outrider.load(shipped_bundle), draws=120, scope=scope)
+def test_it_passes_the_audit_which_finds_a_wrong_sampler(tiny_bundle: Path) -> None:
+    scope = Scope(PROMPTS[3:4], (), (), length=32)  # what concerns other drafters has tests of its own
+    report = audit(Outrider.load(tiny_bundle), draws=60, scope=scope)
     assert report.greedy.passed
     assert [cell.passed for cell in report.sampled if cell.k == "repeat"] == [True]
     assert [(each.fault, each.passed) for each in report.controls if each.sampled.k == "repeat"] == [

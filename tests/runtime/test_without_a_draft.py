@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, Scope, audit
+from outrider.audit.audit import CONTROLLED, MASKED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
@@ -16,13 +16,13 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.support import PAIR, bench_once, build, run_here
 
-PROMPT = "Agent: What time? Customer: At six. " * 5
+PROMPT = "Agent: What time? Customer: At six. " * 2
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    done = run_here("export", "--target", PAIR / "target", "-o", folder / "onnx")
+    done = run_here("export", "--target", checkpoints / "target", "-o", folder / "onnx")
     assert done.returncode == 0, done.stderr
     return build(folder / "onnx", folder / "bundle", capacity=159, batch=2, k=[1, 4, 8])
 
@@ -50,14 +50,15 @@ def test_the_bundle_has_no_part_of_a_draft(bundle: Path) -> None:
 SEEDED = {"temperature": 0.8, "seed": 5}
 
 
-@pytest.mark.parametrize("mode", [{}, {"k": 4}, {"k": 8, "drafter": "ngram"}, {"drafter": "auto"}], ids=str)
+MODES: list[dict[str, Any]] = [{}, {"k": 4}, {"k": 8, "drafter": "ngram"}, {"drafter": "auto"}]
+
+
 @pytest.mark.parametrize("params", [{}, SEEDED, SEEDED | {"rule": "rejection"}], ids=str)
-def test_its_text_is_that_of_plain_decoding_and_of_the_pair(
-    alone: Outrider, shipped: Outrider, mode: dict[str, Any], params: dict[str, Any]
-) -> None:
+def test_its_text_is_that_of_plain_decoding_and_of_the_pair(alone: Outrider, tiny: Outrider, params: dict[str, Any]) -> None:
     plain = tokens(alone, k=0, **params)
-    assert tokens(alone, **mode, **params) == plain
-    assert tokens(shipped, k=0, **params) == plain
+    assert tokens(tiny, k=0, **params) == plain
+    for mode in MODES:
+        assert tokens(alone, **mode, **params) == plain, mode
 
 
 def test_drafted_tokens_come_from_the_text(alone: Outrider) -> None:
@@ -89,10 +90,10 @@ def test_every_k_of_the_ngram_drafter_is_measured(bundle: Path, tmp_path: Path) 
 
 
 def test_it_passes_the_audit(bundle: Path) -> None:
-    scope = Scope(PROMPTS[:2], MASKED[:1], (CONTROLLED, SAMPLED[-1]), length=32)
-    report = audit(Outrider.load(bundle, slots=None), draws=100, scope=scope)
+    scope = Scope(PROMPTS[:2], MASKED[:1], (CONTROLLED,), length=32)
+    report = audit(Outrider.load(bundle, slots=None), draws=60, scope=scope)
     assert report.passed
     assert [(each.sampled.k, each.fault) for each in report.controls] == [("ngram", None), ("ngram", "always accept")]
     assert report.batched is not None
-    assert report.batched.compared == 6 * 3  # plain, by n-grams, and at random
+    assert report.batched.compared == 5 * 3  # plain, by n-grams, and at random
     assert report.counters.accepted > 0
