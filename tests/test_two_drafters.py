@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def bundle(drafter_bundles: Callable[..., Path]) -> Path:
-    return drafter_bundles("fp32", "trained head", capacity=512, batch=2, k=[1, 4])
+    return drafter_bundles("fp32", "trained head", capacity=512, batch=8, k=[1, 4])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
 def test_it_passes_the_audit(bundle: Path) -> None:
     """In short: two settings and few draws, which show all wrong samplers over the head's proposals but the subtlest one."""
     scope = Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED, SAMPLED[-1]), length=32)
-    report = audit(Outrider.load(bundle, slots=None), draws=150, scope=scope)
+    report = audit(Outrider.load(bundle, slots=None), draws=100, scope=scope)
     verdicts = report.verdicts()
     assert {name for name, passed in verdicts.items() if not passed} <= {"controls"}
     detected = {control.fault for control in report.controls if control.detected}
