@@ -38,7 +38,7 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export.test_architectures import CONFIGS
 from outrider.tests.serve.server import fetch, serving_here
-from outrider.tests.support import PAIR, build, reseal, run_here, write_checkpoint
+from outrider.tests.support import build, llama, reseal, run_here, write_checkpoint
 
 # The golden tests have those of 16 bits in `make test`, too.
 PRECISIONS = ("fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16")), "int8", "int4")
@@ -72,7 +72,9 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(bundle: Path) -> None:
 
 @pytest.mark.parametrize("group_size", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_a_row_has_the_same_bits_with_larger_groups(group_size: int, tmp_path: Path) -> None:
-    export_pair(str(PAIR / "target"), None, tmp_path / "onnx", precision="int4", group_size=group_size)
+    model = llama(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    target_of = write_checkpoint(tmp_path / "model", model)
+    export_pair(str(target_of), None, tmp_path / "onnx", precision="int4", group_size=group_size)
     bundle = build(tmp_path / "onnx", tmp_path / "bundle", backend="openvino", batch=SLOTS)
     check_bits(target(bundle))
     with pytest.warns(OutriderWarning, match=f"with groups of {group_size}, ONNX Runtime's last bits depend"):

@@ -62,7 +62,7 @@ def test_the_same_checkpoints_give_the_same_export(checkpoints: Path, tiny_expor
 
 
 def test_padded_heads_of_different_size_are_fine(checkpoints: Path, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "draft", llama(seed=1, vocab_size=384))
+    write_checkpoint(tmp_path / "draft", llama(seed=1, num_hidden_layers=1, vocab_size=384))
     manifest = export_pair(str(checkpoints / "target"), str(tmp_path / "draft"), tmp_path / "onnx", precision="fp32")
     assert (manifest.models["target"].vocab_rows, manifest.models["draft"].vocab_rows) == (320, 320)
     assert manifest.vocab_tokens == 320
@@ -84,8 +84,8 @@ def test_different_tokenizers_are_refused_and_nothing_is_written(checkpoints: Pa
 
 
 def test_logits_with_nan_fail_the_export(checkpoints: Path, tmp_path: Path) -> None:
-    model = llama()
-    model.model.layers[1].mlp.down_proj.weight.data[3, 3] = float("nan")
+    model = llama(num_hidden_layers=1)
+    model.model.layers[0].mlp.down_proj.weight.data[3, 3] = float("nan")
     write_checkpoint(tmp_path / "target", model)
     with pytest.raises(ParityError, match="differ by up to nan"):
         export_pair(str(tmp_path / "target"), str(checkpoints / "draft"), tmp_path / "onnx", precision="fp32")
@@ -119,10 +119,10 @@ def test_peak_memory_is_under_two_and_a_half_times_the_model(checkpoints: Path, 
     """Beyond the memory of the libraries and of a tiny export, which does not depend on the size of the model."""
     import torch
 
-    big = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16)
+    big = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16)
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     write_checkpoint(tmp_path / "big", big.to(dtype))
-    arguments = [str(checkpoints / "target"), str(tmp_path / "big"), str(tmp_path), precision]
+    arguments = [str(checkpoints / "draft"), str(tmp_path / "big"), str(tmp_path), precision]
     done = subprocess.run([sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True)
     match = re.search(r"GREW (\d+) (\d+)", done.stdout)
     assert match, done.stderr
