@@ -27,7 +27,7 @@ from outrider.errors import DeviceError, EngineError, UsageError
 from outrider.export.pair import export_pair
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
-from outrider.tests.support import build, run_here
+from outrider.tests.support import build, reseal, run_here
 
 pytest.importorskip("tensorrt_rtx", reason="would show what a TensorRT-RTX bundle is refused for: pip install 'outrider[rtx]'")
 K, CHUNK = [1, 2, 4, 8], 64
@@ -62,10 +62,26 @@ def test_it_was_not_measured_and_says_so(bundle: Path, made: Build) -> None:
     assert "tensorrt-rtx" in done.stdout
 
 
+def test_a_bundle_without_a_draft_needs_no_plan_of_one(bundle: Path, tmp_path: Path) -> None:
+    """Of that with one, what drafts is taken away."""
+    alone = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    whole = read_manifest(alone)
+    target = {"target": whole.models["target"]}
+    needed = msgspec.structs.replace(whole, models=target).engines
+    for name in set(whole.engines) - set(needed):
+        (alone / plan_file(name)).unlink()
+    reseal(alone, models=target)
+    check_alone(alone)
+
+
+@pytest.mark.slow
 def test_a_bundle_without_a_draft_has_every_plan_that_is_loaded(checkpoints: Path, tmp_path: Path) -> None:
-    """Neither the draft's plan nor the drafters' are in it, and none of them may be asked for."""
     export_pair(str(checkpoints / "target"), None, tmp_path / "onnx", precision="fp32")
-    alone = build(tmp_path / "onnx", tmp_path / "bundle", backend="tensorrt-rtx", k=[1], options={"optimization_level": 0})
+    check_alone(build(tmp_path / "onnx", tmp_path / "bundle", backend="tensorrt-rtx", k=[1], options={"optimization_level": 0}))
+
+
+def check_alone(alone: Path) -> None:
+    """Neither the draft's plan nor the drafters' are in it, and none of them may be asked for."""
     manifest, _ = open_bundle(alone)
     plans = plan_paths(alone, manifest)
     assert set(plans) == {"target", "verifier", "greedy_verifier", "logprobs"}

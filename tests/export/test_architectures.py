@@ -57,8 +57,10 @@ CONFIGS: dict[str, Any] = {
     "Qwen3": hf.Qwen3Config(**COMMON, head_dim=24),
     "Mistral, sliding window": hf.MistralConfig(**COMMON, sliding_window=WINDOW),
     "Phi-3": hf.Phi3Config(**COMMON),
-    # One layer, with a window; GPT-OSS, whose attention is written out, too, has both kinds. Random weights reach the cap.
-    "Gemma-2": hf.Gemma2Config(**{**GEMMA, "num_hidden_layers": 1}, attn_logit_softcapping=0.02),
+    # Written-out attention takes long to trace: one layer without a window, and GPT-OSS's with one. Random weights reach the cap.
+    "Gemma-2": hf.Gemma2Config(
+        **{**GEMMA, "num_hidden_layers": 1, "layer_types": ["full_attention"]}, attn_logit_softcapping=0.02
+    ),
     "Gemma-3": hf.Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 3, "layer_types": MIXED_LAYERS}),
     "GPT-2": hf.GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=128),
     "GPT-NeoX": hf.GPTNeoXConfig(**{name: value for name, value in COMMON.items() if name != "num_key_value_heads"}),
@@ -69,7 +71,10 @@ CONFIGS: dict[str, Any] = {
     "Qwen3-MoE": hf.Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=32, head_dim=16),
     "Mixtral": hf.MixtralConfig(**EXPERTS, num_local_experts=4),
     "GPT-OSS": hf.GptOssConfig(
-        **EXPERTS, num_local_experts=4, head_dim=16, sliding_window=WINDOW, layer_types=MIXED_LAYERS[:2]
+        **{**EXPERTS, "num_hidden_layers": 1, "layer_types": MIXED_LAYERS[:1]},
+        num_local_experts=4,
+        head_dim=16,
+        sliding_window=WINDOW,
     ),
     "Llama, dynamic RoPE": hf.LlamaConfig(**COMMON, rope_parameters={**ROPE, "rope_type": "dynamic"}),
     "Qwen3, YaRN": hf.Qwen3Config(**COMMON, head_dim=24, rope_parameters={**ROPE, "rope_type": "yarn"}),

@@ -245,7 +245,7 @@ def test_a_causal_language_model_is_exported_or_refused_with_a_reason(
     assert status == EXPORTED or name not in listed[1].split(", "), reason
 
 
-OF_GEMMA_3N = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
+OF_GEMMA_3N = {"num_hidden_layers": 2, "altup_num_inputs": 2, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
 
 
 @pytest.mark.parametrize(
