@@ -20,7 +20,6 @@ import numpy as np
 import onnx
 import openvino as ov
 import pytest
-import transformers
 
 import outrider.backends.openvino.session as paged
 from outrider.backends.open import open_bundle, open_engines
@@ -282,11 +281,14 @@ def test_cuda_is_refused(bundle: Path) -> None:
         Outrider.load(bundle, device="cuda")
 
 
-def test_what_its_attention_does_not_cover_is_refused_by_name(tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["Gemma-2"])
-    write_checkpoint(tmp_path / "gemma", model)
-    export_pair(str(tmp_path / "gemma"), None, tmp_path / "onnx", precision="fp32")
-    done = run_here("build-engine", tmp_path / "onnx", "-o", tmp_path / "bundle", "--backend", "openvino", "--capacity", "64")
+def test_what_its_attention_does_not_cover_is_refused_by_name(
+    tiny_export: Path, graphs_of: Callable[[str, Any], Path], tmp_path: Path
+) -> None:
+    """In an export whose target has the graph of a Gemma-2."""
+    export = Path(shutil.copytree(tiny_export, tmp_path / "onnx"))
+    onnx.save(onnx.load(graphs_of("Gemma-2", CONFIGS["Gemma-2"]) / "fp32.onnx"), export / model_file("target"))
+    reseal(export)
+    done = run_here("build-engine", export, "-o", tmp_path / "bundle", "--backend", "openvino", "--capacity", "64")
     assert done.returncode == 1
     assert "soft-capped scores, which openvino does not cover" in done.stderr
     assert "--backend onnxruntime" in done.stderr

@@ -57,7 +57,7 @@ CONFIGS: dict[str, Any] = {
     "Qwen3": hf.Qwen3Config(**COMMON, head_dim=24),
     "Mistral, sliding window": hf.MistralConfig(**COMMON, sliding_window=WINDOW),
     "Phi-3": hf.Phi3Config(**COMMON),
-    # Written-out attention takes long to trace: one layer without a window, and GPT-OSS's with one. Random weights reach the cap.
+    # Written-out attention takes long to trace: a layer without a window, and GPT-OSS's with one. Random weights reach the cap.
     "Gemma-2": hf.Gemma2Config(
         **{**GEMMA, "num_hidden_layers": 1, "layer_types": ["full_attention"]}, attn_logit_softcapping=0.02
     ),
