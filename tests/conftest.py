@@ -34,6 +34,7 @@ from outrider.tests.support import (
     random_block_head,
     random_head,
     random_parallel_head,
+    run,
     write_checkpoint,
 )
 from outrider.tests.traces import share_traces
@@ -155,6 +156,24 @@ def tiny_export(tiny_exports: Callable[[str], Path]) -> Path:
 def tiny_bundle(tiny_export: Path, once: Once) -> Path:
     """Return the bundle of the tiny random pair."""
     return once("tiny-bundle", lambda output: build(tiny_export, output))
+
+
+@pytest.fixture(scope="session")
+def rtx_bundle(tiny_export: Path, once: Once) -> Path:
+    """Return the bundle of the tiny random pair for TensorRT-RTX, in a folder with what the command wrote."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        done = run(
+            *("build-engine", tiny_export, "-o", folder / "bundle", "--backend", "tensorrt-rtx", "--batch", "3", "--k", "1"),
+            *("--capacity", "100", "--compute-capability", "12.0,8.9", "--workspace", "1", "--optimization-level", "0"),
+            *("--verbosity", "warning"),
+        )
+        assert done.returncode == 0, done.stderr
+        (folder / "stdout").write_text(done.stdout)
+        (folder / "stderr").write_text(done.stderr)
+
+    return once("tiny-rtx", make) / "bundle"
 
 
 @pytest.fixture(scope="session")

@@ -208,14 +208,30 @@ def test_a_row_has_the_same_bits_alone_and_batched(
                 np.testing.assert_array_equal(found, alone[at - 16 : at - 16 + rows])
 
 
+def rounded(config: Any, folder: Path) -> tuple[Path, CacheLayout]:
+    """The graph of a tiny random model at 4 bits, whose biases are not zero, and its layers."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(config)).eval()  # tracing leaves its mark on it
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.requires_grad_(False)
+    quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
+    layout = reference(model, torch.ones((1, sum(CHUNKS)), dtype=torch.int64)).layout
+    program = trace(model, layout, spare_row=True)
+    pack(program, model)
+    program.save(folder / "model.onnx", external_data=True)
+    return folder / "model.onnx", layout
+
+
 COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 
 
 @pytest.mark.parametrize(
     ("config", "joined_products", "products"),
     [
-        (CONFIGS["Llama"], 4, 9),
-        (CONFIGS["Qwen2"], 4, 9),  # with biases
+        pytest.param(CONFIGS["Llama"], 4, 9, marks=pytest.mark.slow),
+        (CONFIGS["Qwen2"], 4, 9),  # the same with biases
         (CONFIGS["Qwen3"], 4, 9),  # with norms between the products and attention
         (COHERE2, 2, 7),  # one norm for attention and all else, and no rotary embedding in its second layer
     ],
@@ -224,19 +240,8 @@ COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_a
 def test_joined_products_give_the_bits_of_those_they_join(
     config: Any, joined_products: int, products: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(deepcopy(config)).eval()  # tracing leaves its mark on it
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):
-            torch.nn.init.normal_(parameter)
-    model.requires_grad_(False)
-    quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
-    tokens = torch.randint(0, 320, (1, sum(CHUNKS)))
-    _, layout, _ = reference(model, tokens)
-    graph = tmp_path / "model.onnx"
-    program = trace(model, layout, spare_row=True)
-    pack(program, model)
-    program.save(graph, external_data=True)
+    graph, layout = rounded(config, tmp_path)
+    tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(0))
     done, _ = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
     assert done["joined products"] == joined_products
     assert done["attention"] == 2
@@ -251,15 +256,7 @@ def test_joined_products_give_the_bits_of_those_they_join(
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CacheLayout]:
     """The graph of a tiny random Qwen2 at 4 bits, and its layers."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["Qwen2"])).eval().requires_grad_(False)
-    quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
-    _, layout, _ = reference(model, torch.zeros((1, sum(CHUNKS)), dtype=torch.int64))
-    program = trace(model, layout, spare_row=True)
-    pack(program, model)
-    graph = tmp_path_factory.mktemp("qwen2") / "model.onnx"
-    program.save(graph, external_data=True)
-    return graph, layout
+    return rounded(CONFIGS["Qwen2"], tmp_path_factory.mktemp("qwen2"))
 
 
 REWRITES = [Rotary, Products, SpareRow, GroupQueryAttention, Unsplit, LastRows]

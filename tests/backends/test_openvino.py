@@ -20,7 +20,6 @@ import numpy as np
 import onnx
 import openvino as ov
 import pytest
-import transformers
 
 import outrider.backends.openvino.session as paged
 from outrider.backends.open import open_bundle, open_engines
@@ -38,7 +37,7 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export.test_architectures import CONFIGS
 from outrider.tests.serve.server import fetch, serving_here
-from outrider.tests.support import PAIR, build, reseal, run_here, write_checkpoint
+from outrider.tests.support import build, llama, reseal, run_here, write_checkpoint
 
 # The golden tests have those of 16 bits in `make test`, too.
 PRECISIONS = ("fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16")), "int8", "int4")
@@ -72,7 +71,9 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(bundle: Path) -> None:
 
 @pytest.mark.parametrize("group_size", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_a_row_has_the_same_bits_with_larger_groups(group_size: int, tmp_path: Path) -> None:
-    export_pair(str(PAIR / "target"), None, tmp_path / "onnx", precision="int4", group_size=group_size)
+    model = llama(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    target_of = write_checkpoint(tmp_path / "model", model)
+    export_pair(str(target_of), None, tmp_path / "onnx", precision="int4", group_size=group_size)
     bundle = build(tmp_path / "onnx", tmp_path / "bundle", backend="openvino", batch=SLOTS)
     check_bits(target(bundle))
     with pytest.warns(OutriderWarning, match=f"with groups of {group_size}, ONNX Runtime's last bits depend"):
@@ -280,11 +281,14 @@ def test_cuda_is_refused(bundle: Path) -> None:
         Outrider.load(bundle, device="cuda")
 
 
-def test_what_its_attention_does_not_cover_is_refused_by_name(tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["Gemma-2"])
-    write_checkpoint(tmp_path / "gemma", model)
-    export_pair(str(tmp_path / "gemma"), None, tmp_path / "onnx", precision="fp32")
-    done = run_here("build-engine", tmp_path / "onnx", "-o", tmp_path / "bundle", "--backend", "openvino", "--capacity", "64")
+def test_what_its_attention_does_not_cover_is_refused_by_name(
+    tiny_export: Path, graphs_of: Callable[[str, Any], Path], tmp_path: Path
+) -> None:
+    """In an export whose target has the graph of a Gemma-2."""
+    export = Path(shutil.copytree(tiny_export, tmp_path / "onnx"))
+    onnx.save(onnx.load(graphs_of("Gemma-2", CONFIGS["Gemma-2"]) / "fp32.onnx"), export / model_file("target"))
+    reseal(export)
+    done = run_here("build-engine", export, "-o", tmp_path / "bundle", "--backend", "openvino", "--capacity", "64")
     assert done.returncode == 1
     assert "soft-capped scores, which openvino does not cover" in done.stderr
     assert "--backend onnxruntime" in done.stderr

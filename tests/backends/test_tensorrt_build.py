@@ -26,7 +26,7 @@ from outrider.bundle.folder import check_files, read_manifest
 from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, UsageError
 from outrider.progress import Progress
-from outrider.tests.support import COMMAND, build, reseal, run, run_here
+from outrider.tests.support import COMMAND, build, full_disk, reseal, run, run_here
 
 trt: Any = pytest.importorskip("tensorrt_rtx", reason="would show that the engines build: pip install 'outrider[rtx]'")
 KNOWN = "7.5, 8.0, 8.6, 8.9, 12.0"
@@ -40,7 +40,7 @@ def test_the_shipped_pair_builds_with_every_profile(
     precision: str, shipped_exports: Callable[[str], Path], tmp_path: Path
 ) -> None:
     export = shipped_exports(precision)
-    bundle = build(export, tmp_path / "bundle", backend="tensorrt-rtx", capacity=512)
+    bundle = build(export, tmp_path / "bundle", backend="tensorrt-rtx", capacity=512, k=[1, 4])
     manifest = read_manifest(bundle)
     check_files(bundle, manifest)
     made = manifest.build
@@ -52,14 +52,14 @@ def test_the_shipped_pair_builds_with_every_profile(
     texts = {"tokenizer.json", "chat_template.jinja"} & read_manifest(export).files.keys()
     assert set(manifest.files) == texts | set(map(plan_file, manifest.engines))
     for role in ("target", "draft"):
-        assert made.rows(role) == [(1, 16), (1, 1), (2, 2), (3, 3), (5, 5), (9, 9)]
+        assert made.rows(role) == [(1, 16), (1, 1), (2, 2), (5, 5)]
         assert manifest.files[plan_file(role)].size > (export / role / "model.onnx.data").stat().st_size
         assert {tuple(profile) for profile in made.profiles[role]} == {("input_ids", "positions", "key_positions")}
     assert made.rows("drafter") == [(1, 1)]
-    assert made.rows("verifier") == made.rows("logprobs") == [(1, 1), (2, 2), (3, 3), (5, 5), (9, 9)]
+    assert made.rows("verifier") == made.rows("logprobs") == [(1, 1), (2, 2), (5, 5)]
     shown = run_here("inspect", bundle)
     assert shown.returncode == 0, shown.stderr
-    assert "1-16, 1, 2, 3, 5, 9" in shown.stdout
+    assert "1-16, 1, 2, 5" in shown.stdout
     assert "the package's default" in shown.stdout
 
 
@@ -82,17 +82,13 @@ def test_further_drafters_build(
         assert made.rows("parallel-draft") == [(1, 16), (1, 8)]
 
 
-def test_options_reach_the_builder(tiny_export: Path, tmp_path: Path) -> None:
-    done = run(
-        *("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt-rtx", "--batch", "3", "--k", "2"),
-        *("--capacity", "100", "--compute-capability", "12.0,8.9", "--workspace", "1", "--optimization-level", "0"),
-        *("--verbosity", "warning"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "warning: " in done.stderr  # of the parser: int64 inputs
-    assert "cudaError" not in done.stderr
-    assert "12.0, 8.9" in done.stdout
-    made = read_manifest(tmp_path / "out").build
+def test_options_reach_the_builder(rtx_bundle: Path) -> None:
+    """Those of the fixture, whose command wrote this."""
+    written, told = ((rtx_bundle.parent / name).read_text() for name in ("stdout", "stderr"))
+    assert "warning: " in told  # of the parser: int64 inputs
+    assert "cudaError" not in told
+    assert "12.0, 8.9" in written
+    made = read_manifest(rtx_bundle).build
     assert made is not None
     assert made.compute_capabilities == ["12.0", "8.9"]
     assert made.device == "GPUs of compute capability 12.0, 8.9"
@@ -148,11 +144,11 @@ def test_a_missing_package_is_reported_with_its_extra(tiny_export: Path, tmp_pat
 
 
 def altered(export: Path, folder: Path, change: Callable[[onnx.GraphProto], None]) -> Path:
-    """A copy of an export whose draft's graph is changed."""
+    """A copy of an export whose target's graph, which is built first, is changed."""
     copy = Path(shutil.copytree(export, folder / "onnx"))
-    model = onnx.load(copy / "draft" / "model.onnx", load_external_data=False)
+    model = onnx.load(copy / "target" / "model.onnx", load_external_data=False)
     change(model.graph)
-    onnx.save(model, copy / "draft" / "model.onnx")
+    onnx.save(model, copy / "target" / "model.onnx")
     reseal(copy)
     return copy
 
@@ -163,7 +159,7 @@ def test_a_node_that_the_parser_refuses_is_named(tiny_export: Path, tmp_path: Pa
 
     export = altered(tiny_export, tmp_path, add_a_draw)
     with pytest.raises(
-        EngineError, match=r"refuses the graph while building the draft: node 'odd_one' \(BitwiseNot\)"
+        EngineError, match=r"refuses the graph while building the target: node 'odd_one' \(BitwiseNot\)"
     ) as caught:
         build(export, tmp_path / "bundle", backend="tensorrt-rtx")
     assert "docs/models.md" in caught.value.hint
@@ -234,7 +230,7 @@ def test_an_interrupt_ends_the_child_and_leaves_nothing(shipped_export: Path, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_command_takes_its_child_along(shipped_export: Path, tmp_path: Path) -> None:
+def test_a_killed_command_takes_its_child_along(shipped_export: Path, tiny_export: Path, tmp_path: Path) -> None:
     children = []
 
     def kill(parent: psutil.Process, child: psutil.Process) -> None:
@@ -246,22 +242,20 @@ def test_a_killed_command_takes_its_child_along(shipped_export: Path, tmp_path: 
     while children[0].is_running() and children[0].status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < gone_by
         time.sleep(0.05)
-    build(shipped_export, tmp_path / "out", backend="tensorrt-rtx", k=[1], capacity=64)
+    build(tiny_export, tmp_path / "out")  # nothing is in the way
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_too_little_memory_reports_the_sizes_and_what_reduces_them(shipped_export: Path, tmp_path: Path) -> None:
+def test_too_little_memory_reports_the_sizes_and_what_reduces_them(tiny_export: Path, tmp_path: Path) -> None:
     def little() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (800 << 20, 800 << 20))
+        resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20))
 
-    done = run(
-        *("build-engine", shipped_export, "-o", tmp_path / "out", "--backend", "tensorrt-rtx", "--capacity", "512"),
-        preexec_fn=little,
-    )
+    sizes = ("--capacity", "128", "--k", "1,2")
+    done = run("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt-rtx", *sizes, preexec_fn=little)
     assert done.returncode == 1
     error, hint = done.stderr.splitlines()[-2:]
     assert "TensorRT-RTX ran out of memory while building the target" in error
-    assert "a batch of 1, a capacity of 512, a prompt chunk of 64, k = 1, 2, 4, 8" in error
+    assert "a batch of 1, a capacity of 128, a prompt chunk of 64, k = 1, 2" in error
     assert "GiB of memory are free" in error
     for option in ("--max-prompt-chunk", "--batch", "--capacity", "--workspace", "--k"):
         assert option in hint
@@ -269,10 +263,8 @@ def test_too_little_memory_reports_the_sizes_and_what_reduces_them(shipped_expor
 
 
 def test_a_plan_is_not_written_in_part_if_the_disk_is_full(tiny_export: Path, tmp_path: Path) -> None:
-    def little() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-
-    done = run("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt-rtx", preexec_fn=little)
+    with full_disk(1 << 16):
+        done = run_here("build-engine", tiny_export, "-o", tmp_path / "out", "--backend", "tensorrt-rtx")
     assert done.returncode == 1
     assert "error: no room to write" in done.stderr
     assert list(tmp_path.iterdir()) == []

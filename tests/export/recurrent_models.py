@@ -25,6 +25,7 @@ DELTA = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": 16}
+ONE_OF_EACH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 CONVOLUTIONS = ["conv", "full_attention", "conv"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
 NEMOTRON: dict[str, Any] = {
@@ -43,7 +44,7 @@ NEMOTRON: dict[str, Any] = {
 }
 CONFIGS: dict[str, Any] = {
     "Qwen3.5": hf.Qwen3_5TextConfig(**COMMON, **DELTA, head_dim=16),
-    "Qwen3.5-MoE": hf.Qwen3_5MoeTextConfig(**COMMON, **DELTA, **SHARED),
+    "Qwen3.5-MoE": hf.Qwen3_5MoeTextConfig(**{**COMMON, **DELTA, **SHARED, **ONE_OF_EACH}),
     "Qwen3-Next": hf.Qwen3NextConfig(**COMMON, **DELTA, **SHARED),
     "OLMo-Hybrid": hf.OlmoHybridConfig(**COMMON, **DELTA),
     "LFM2": hf.Lfm2Config(**COMMON, layer_types=CONVOLUTIONS),
@@ -57,6 +58,6 @@ CONFIGS: dict[str, Any] = {
         num_experts_per_tok=2,
         shared_intermediate_size=32,
     ),
-    "Falcon-H1": hf.FalconH1Config(**COMMON, **MAMBA, mamba_d_ssm=128),
+    "Falcon-H1": hf.FalconH1Config(**{**COMMON, **MAMBA, "num_hidden_layers": 2}, mamba_d_ssm=128),
     "Nemotron-H": hf.NemotronHConfig(**NEMOTRON),
 }

@@ -57,7 +57,10 @@ CONFIGS: dict[str, Any] = {
     "Qwen3": hf.Qwen3Config(**COMMON, head_dim=24),
     "Mistral, sliding window": hf.MistralConfig(**COMMON, sliding_window=WINDOW),
     "Phi-3": hf.Phi3Config(**COMMON),
-    "Gemma-2": hf.Gemma2Config(**GEMMA, attn_logit_softcapping=0.02),  # which scores of random weights reach
+    # Written-out attention takes long to trace: a layer without a window, and GPT-OSS's with one. Random weights reach the cap.
+    "Gemma-2": hf.Gemma2Config(
+        **{**GEMMA, "num_hidden_layers": 1, "layer_types": ["full_attention"]}, attn_logit_softcapping=0.02
+    ),
     "Gemma-3": hf.Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 3, "layer_types": MIXED_LAYERS}),
     "GPT-2": hf.GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=128),
     "GPT-NeoX": hf.GPTNeoXConfig(**{name: value for name, value in COMMON.items() if name != "num_key_value_heads"}),
@@ -68,7 +71,10 @@ CONFIGS: dict[str, Any] = {
     "Qwen3-MoE": hf.Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=32, head_dim=16),
     "Mixtral": hf.MixtralConfig(**EXPERTS, num_local_experts=4),
     "GPT-OSS": hf.GptOssConfig(
-        **EXPERTS, num_local_experts=4, head_dim=16, sliding_window=WINDOW, layer_types=MIXED_LAYERS[:2]
+        **{**EXPERTS, "num_hidden_layers": 1, "layer_types": MIXED_LAYERS[:1]},
+        num_local_experts=4,
+        head_dim=16,
+        sliding_window=WINDOW,
     ),
     "Llama, dynamic RoPE": hf.LlamaConfig(**COMMON, rope_parameters={**ROPE, "rope_type": "dynamic"}),
     "Qwen3, YaRN": hf.Qwen3Config(**COMMON, head_dim=24, rope_parameters={**ROPE, "rope_type": "yarn"}),
@@ -179,7 +185,8 @@ def test_uneven_chunks_equal_eager_transformers(traced: Traced, page: models_pag
 def test_fused_for_onnx_runtime_it_computes_the_same(traced: Traced, page: models_page.Table) -> None:
     fused = traced.graph.with_name("fused.onnx")
     counts, left = fuse(traced.graph, fused, CAPACITY - 1, steady=True, batch=1)
-    assert left == ([] if traced.name not in WRITTEN_OUT else ["attention of 2 of 2 layers", "it is written out"])
+    count = len(traced.layout.layers)
+    assert left == ([] if traced.name not in WRITTEN_OUT else [f"attention of {count} of {count} layers", "it is written out"])
     got = Fused(fused, traced.layout, "fp32").logits(traced.tokens)
     assert float(np.abs(traced.want - got).max()) <= 1e-4
     assert counts["logits of some rows"] == 1
@@ -262,7 +269,9 @@ def build_plans(traced: Traced, *precisions: str) -> list[str]:
     return [*built, *refused] if built else ["no: the compiler refuses the recurrence's `Loop`"]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(  # Falcon for the same reason as BLOOM
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each == "Falcon" else each for each in REFUSED]
+)
 def test_models_that_cannot_be_expressed_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     config, reason = REFUSED[name]
     config.save_pretrained(tmp_path)

@@ -131,7 +131,7 @@ def test_a_head_with_masks_computes_what_speculators_does(name: str, fixtures: d
         np.testing.assert_allclose(got, fixtures[f"{name}/parallel"][index], atol=TOLERANCE)
 
 
-IN_CI = ("speculators-residual-before-fc-output", "speculators-two-layers-mixed", "safeailab", "modelopt")
+IN_CI = ("speculators-residual-before-fc-output", "speculators-two-layers-mixed", "safeailab")
 
 
 @pytest.mark.parametrize(
@@ -189,22 +189,29 @@ def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
             before = length
 
 
-@pytest.mark.parametrize(
-    "name", [each if each == "specforge-3.1" else pytest.param(each, marks=pytest.mark.slow) for each in weights.CASES]
-)
-def test_tensorrt_rtx_builds_it(name: str, page: models_page.Table, tmp_path: Path) -> None:
-    """Every format with every profile; CI builds the one with the most norms."""
+def test_tensorrt_rtx_builds_it(tmp_path: Path) -> None:
+    """The head with the most norms; the next test has all of them, in either precision."""
+    build_plans("specforge-3.1", tmp_path, "fp16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", weights.CASES)
+def test_tensorrt_rtx_builds_it_in_every_precision(name: str, page: models_page.Table, tmp_path: Path) -> None:
+    page.says(row(name), "builds with TensorRT-RTX", ", ".join(build_plans(name, tmp_path, "fp16", "fp32")))
+
+
+def build_plans(name: str, folder: Path, *precisions: str) -> tuple[str, ...]:
+    """Build a case's plan in each precision, with every profile, and return them."""
     pytest.importorskip("tensorrt_rtx", reason="would show that every head builds: pip install 'outrider[rtx]'")
-    mixer, head = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path / "head", name)))).build(target(name))
+    mixer, head = Eagle3Checkpoint.read(Source.parse(str(write(folder / "head", name)))).build(target(name))
     case = weights.CASES[name]
     layers = [(weights.KV_HEADS, case.head_dim, case.head_dim)] * case.layers
-    built = []
-    for precision, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):
-        path = tmp_path / f"{precision}.onnx"
-        trace(head.to(dtype), CacheLayout(layers), features=mixer.hidden_size, is_head=True).save(path, external_data=True)
+    for precision in precisions:
+        path = folder / f"{precision}.onnx"
+        head.to({"fp16": torch.float16, "fp32": torch.float32}[precision])
+        trace(head, CacheLayout(layers), features=mixer.hidden_size, is_head=True).save(path, external_data=True)
         build_plan(rtx_job(path, cache_tensors(layers, mixer.hidden_size), "head"), name)
-        built.append(precision)
-    page.says(row(name), "builds with TensorRT-RTX", ", ".join(built))
+    return precisions
 
 
 def row(name: str) -> str:
@@ -346,10 +353,16 @@ def of_320(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     config["vocab_size"] = 320
 
 
-@pytest.mark.parametrize(
-    "precision", [pytest.param("fp16", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow), "int4"]
-)
-def test_it_is_exported_beside_a_draft_model(precision: str, small: Path, checkpoints: Path, tmp_path: Path) -> None:
+def test_it_is_exported_beside_a_draft_model(drafter_exports: Callable[[str, str], Path]) -> None:
+    manifest = read_manifest(drafter_exports("int4", "random head"))
+    assert manifest.roles == ("target", "draft", "head")
+    assert [manifest.models[role].features for role in manifest.roles] == [256, None, 256]
+    assert manifest.models["head"].head_tokens == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+def test_one_with_norms_is_exported_in_every_precision(precision: str, small: Path, checkpoints: Path, tmp_path: Path) -> None:
     head = write(tmp_path / "head", "specforge-fc-norm", of_320)
     drafts = [str(checkpoints / "draft"), str(head)]
     manifest = export_pair(str(small), drafts, tmp_path / "onnx", precision=precision)

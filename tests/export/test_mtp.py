@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from outrider.bundle.manifest import Manifest
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.arguments import Arguments
-from outrider.export.checkpoint import load_model
+from outrider.export.checkpoint import load_model, read_config
 from outrider.export.draft_head import Target
 from outrider.export.mimo import MiMoConfig
 from outrider.export.mtp import MtpCheckpoint, MtpHead, has_mtp
@@ -31,7 +31,7 @@ OF_DEEPSEEK: dict[str, Any] = {
     "GLM-4.5": hf.Glm4MoeConfig(**ROUTED, head_dim=16, first_k_dense_replace=1),
     "DeepSeek-V3": hf.DeepseekV3Config(**{**ROUTED, "num_key_value_heads": 4}, **LATENT, first_k_dense_replace=1),
 }
-OF_MIMO = MiMoConfig(**{**COMMON, "num_key_value_heads": 2})
+OF_MIMO = MiMoConfig(**{**COMMON, "num_key_value_heads": 2, "num_hidden_layers": 1})
 OF_QWEN = {name: CONFIGS[name] for name in ("Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next")}
 assert EXPERTS["num_experts"] == ROUTED["n_routed_experts"]
 
@@ -46,7 +46,7 @@ def write_with_head(folder: Path, config: Any, of_qwen: bool) -> Path:
     write_checkpoint(folder, made)
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    last = f"model.layers.{LAYERS - 1}."
+    last = f"model.layers.{config.num_hidden_layers - 1}."
     layer = {name.removeprefix(last): each + 0.05 * torch.randn_like(each) for name, each in tensors.items() if last in name}
     wide, norms = 0.1 * torch.randn(WIDTH, 2 * WIDTH), [0.3 * torch.randn(WIDTH) for _ in range(3)]
     if of_qwen:
@@ -103,7 +103,7 @@ def test_two_draft_steps_equal_those_of_transformers(name: str, tmp_path: Path) 
 
 def with_layer_of_head(folder: Path, tensors: dict[str, torch.Tensor]) -> hf.PreTrainedModel:
     """The target with the head's layer in the place of its last one, as transformers loads it."""
-    last = f"model.layers.{LAYERS - 1}."
+    last = f"model.layers.{read_config(Source.parse(str(folder))).num_hidden_layers - 1}."
     swapped = {name: tensors.get(name.replace(last, "mtp.layers.0."), each).clone() for name, each in tensors.items()}
     save_file(swapped, folder / "model.safetensors", metadata={"format": "pt"})
     return hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -150,9 +150,10 @@ def test_heads_are_their_tensors_put_together_by_hand(name: str, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def by_default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
-    """A checkpoint with a head, and its export without a word about drafts."""
-    made = tmp_path_factory.mktemp("qwen")
-    folder = write_with_head(made / "model", OF_QWEN["Qwen3.5"], of_qwen=True)
+    """A checkpoint with a head, and its export without a word about drafts; tests/runtime/test_hybrid.py has one of Qwen3.5."""
+    made = tmp_path_factory.mktemp("mimo")
+    folder = write_with_head(made / "model", OF_MIMO, of_qwen=True)
+    rename_for_mimo(folder)
     return folder, export_pair(str(folder), None, made / "onnx", precision="fp32")
 
 
@@ -186,9 +187,10 @@ def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:
         assert got[row, column] == small[row, column].float() * scales[row // block[0], column // block[1]]
 
 
-def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(by_default: tuple[Path, Manifest], tmp_path: Path) -> None:
-    """As Qwen3.5 is published: the text model's tensors lie deeper, and the head's do not."""
-    text, of_text = by_default
+@pytest.fixture
+def multimodal(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint as Qwen3.5 is published, where the text model's tensors lie deeper and the head's do not; and a flat one."""
+    text = write_with_head(tmp_path / "text", OF_QWEN["Qwen3.5"], of_qwen=True)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": WIDTH}
     config = hf.Qwen3_5Config(text_config=OF_QWEN["Qwen3.5"].to_dict(), vision_config=vision)
     folder = write_checkpoint(tmp_path / "whole", hf.Qwen3_5ForConditionalGeneration(config))
@@ -198,13 +200,25 @@ def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(by_default: t
     deeper = {name.replace("model.", "model.language_model.", 1): each for name, each in own.items() if name[:3] != "mtp"}
     heads = {name: each for name, each in own.items() if name[:3] == "mtp"}
     save_file(images | deeper | heads, path, metadata={"format": "pt"})
-    assert export_pair(str(folder), None, tmp_path / "onnx", precision="fp32").roles == of_text.roles == ("target", "head")
+    return folder, text
+
+
+def test_a_multimodal_checkpoint_gives_its_text_model_and_its_head(multimodal: tuple[Path, Path]) -> None:
+    folder, text = multimodal
+    assert has_mtp(Source.parse(str(folder)))
+    assert read_config(Source.parse(str(folder))).get_text_config().num_hidden_layers == LAYERS
     ids, features, positions = inputs()
     with torch.no_grad():
         (model, head), (expected_model, expected_head) = build(folder), build(text)
         torch.testing.assert_close(model(ids).logits, expected_model(ids).logits)
         made = [each(ids, features, positions, DynamicCache())[0] for each in (head, expected_head)]
         torch.testing.assert_close(*made)
+
+
+@pytest.mark.slow
+def test_a_multimodal_checkpoint_is_exported_with_its_head(multimodal: tuple[Path, Path], tmp_path: Path) -> None:
+    exports = [export_pair(str(each), None, tmp_path / f"onnx-{each.name}", precision="fp32") for each in multimodal]
+    assert [each.roles for each in exports] == [("target", "head")] * 2
 
 
 def test_what_is_wrong_with_a_head_is_named(tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ from outrider.export.rounding import Rounding
 from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
-from outrider.tests.export.test_architectures import COMMON, CONFIGS
+from outrider.tests.export.test_architectures import COMMON
 from outrider.tests.support import PAIR, build, llama, run_here, write_checkpoint
 
+ONE_LAYER = {**COMMON, "num_hidden_layers": 1}
 BITS = {"int4": 4, "int8": 8}
 TYPES = {"int4": TensorProto.INT4, "int8": TensorProto.INT8}
 Array = npt.NDArray[Any]
@@ -75,14 +76,12 @@ def test_rounding_follows_the_formula(bits: int, block: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def exports(shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shipped pair in int4, and in int8 with a head of int4."""
-    int8 = tmp_path_factory.mktemp("quantized") / "int8"
-    export_pair(str(PAIR / "target"), str(PAIR / "draft"), int8, precision="int8", head_precision="int4")
-    return {"int4": shipped_exports("int4"), "int8": int8}
+def exports(shipped_exports: Callable[[str], Path]) -> dict[str, Path]:
+    """The shipped pair in either precision, with the heads that it has by default."""
+    return {precision: shipped_exports(precision) for precision in BITS}
 
 
-HEADS = {"int4": {"target": "int8", "draft": "int4"}, "int8": {"target": "int4", "draft": "int4"}}
+HEADS = {"int4": {"target": "int8", "draft": "int4"}, "int8": {"target": "int8", "draft": "int8"}}
 BLOCKS = {"target": {"int4": 32, "int8": 64}, "draft": {"int4": 128, "int8": 128}}
 
 
@@ -190,9 +189,15 @@ def random_model(folder: Path, config: Any) -> tuple[PreTrainedModel, Source]:
 @pytest.mark.parametrize(
     ("config", "kept"),
     [
-        (CONFIGS["GPT-2"], set[str]()),  # Conv1D, biases, learned positions, a tied head
-        (CONFIGS["Gemma-2"], set[str]()),  # a scaled embedding
-        (CONFIGS["Qwen3-MoE"], {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}),
+        (
+            hf.GPT2Config(vocab_size=320, n_embd=64, n_layer=1, n_head=4),
+            set[str](),
+        ),  # Conv1D, biases, learned positions, a tied head
+        (hf.GemmaConfig(**ONE_LAYER, head_dim=16), set[str]()),  # a scaled embedding
+        (
+            hf.Qwen3MoeConfig(**ONE_LAYER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16),
+            {"gate.weight", "experts.gate_up_proj", "experts.down_proj"},
+        ),
     ],
 )
 def test_other_layers_are_rounded_or_named(tmp_path: Path, config: Any, kept: set[str]) -> None:
@@ -253,11 +258,17 @@ def test_weights_with_nan_fail_the_export(checkpoints: Path, tmp_path: Path) -> 
 
 
 def test_what_export_says(tmp_path: Path) -> None:
-    """For a pair with a layer of 48 inputs."""
+    """For a pair with a layer of 48 inputs, and with heads that are not those of the default."""
     model = write_checkpoint(tmp_path / "model", llama(hidden_size=64, num_hidden_layers=1))
-    done = run_here("export", "--target", model, "--draft", model, "-o", tmp_path / "int4", "--precision", "int4")
+    precisions = ["--precision", "int8", "--head-precision", "int4"]
+    done = run_here("export", "--target", model, "--draft", model, "-o", tmp_path / "int8", *precisions)
     assert done.returncode == 0, done.stderr
-    assert "int4 (head int8); logits within" in done.stdout
+    assert done.stdout.count("int8 (head int4); logits within") == 2
+    manifest = read_manifest(tmp_path / "int8")
+    for role in manifest.roles:
+        graph = onnx.load(tmp_path / "int8" / role / "model.onnx", load_external_data=False).graph
+        kinds = [tensor.data_type for tensor in graph.initializer if tensor.name.endswith("quantized")]
+        assert sorted(kinds) == sorted([TensorProto.INT8] * 6 + [TensorProto.INT4])  # six of the layer, and the head
     assert "draft: perplexity 3" in done.stdout  # 320 tokens, all about equally likely
     assert "target: 3,072 weights stay in fp32" in done.stdout
     assert "beginning with model.layers.0.mlp.down_proj.weight" in done.stdout
@@ -304,12 +315,15 @@ def test_a_calibration_text_that_is_too_short_is_wrong_use(checkpoints: Path, tm
 
 @pytest.mark.filterwarnings("ignore")
 def test_auto_round_is_closer_to_the_checkpoint(tmp_path: Path) -> None:
+    """With a context of 64 tokens, which is as many as it is tuned on at a time."""
     pytest.importorskip("auto_round", reason="would show that AutoRound helps: pip install 'outrider[quantize]'")
-    sources = (str(PAIR / "draft"), None)
+    draft = Path(shutil.copytree(PAIR / "draft", tmp_path / "draft"))
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     tuned = export_pair(
-        *sources, tmp_path / "tuned", precision="int4", method="auto-round", calibration=PAIR / "heldout.jsonl"
+        str(draft), None, tmp_path / "tuned", precision="int4", method="auto-round", calibration=PAIR / "heldout.jsonl"
     ).models["target"]
-    plain = export_pair(*sources, tmp_path / "plain", precision="int4").models["target"]
+    plain = export_pair(str(draft), None, tmp_path / "plain", precision="int4").models["target"]
     assert tuned.quantization is not None
     assert tuned.quantization.method == "auto-round"
     assert tuned.parity.perplexity is not None

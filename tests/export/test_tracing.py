@@ -92,7 +92,7 @@ def test_a_graph_computes_what_its_module_does(
 
 
 def test_a_shared_trace_is_the_module_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [llama(seed=0), llama(seed=1)]
+    models = [llama(seed=seed, num_hidden_layers=1) for seed in (0, 1)]
     layout = reference(models[0], torch.ones((1, 20), dtype=torch.int64)).layout
     for user in ("markov", "step_model"):  # without sharing, also where this run of the tests shares
         monkeypatch.setattr(f"outrider.export.{user}.to_onnx", to_onnx)
