@@ -21,7 +21,7 @@ from outrider.tests.support import COMMAND, reseal, run, run_here
 
 
 def test_export_build_and_generate(checkpoints: Path, tmp_path: Path) -> None:
-    export = run("export", "--target", checkpoints / "target", "--draft", checkpoints / "draft", "-o", tmp_path / "onnx")
+    export = run_here("export", "--target", checkpoints / "target", "--draft", checkpoints / "draft", "-o", tmp_path / "onnx")
     assert export.returncode == 0, export.stderr
     assert f"wrote {tmp_path}/onnx" in export.stdout
     built = run("build-engine", tmp_path / "onnx", "-o", tmp_path / "bundle", "--k", "1,4", "--capacity", "100", "--json")
@@ -30,7 +30,7 @@ def test_export_build_and_generate(checkpoints: Path, tmp_path: Path) -> None:
     shown = run("generate", tmp_path / "bundle", "--prompt", "the quick", "--max-new-tokens", "12", "--show")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[-1].startswith("12 tokens in ")
-    inspected = run("inspect", tmp_path / "bundle")
+    inspected = run_here("inspect", tmp_path / "bundle")
     assert inspected.returncode == 0, inspected.stderr
     assert "all files match their digests" in inspected.stdout
     assert "target/model.onnx.data" in inspected.stdout
@@ -45,13 +45,13 @@ def test_json_is_one_object_and_nothing_else(shipped_bundle: Path) -> None:
     result = json.loads(done.stdout)
     assert len(result["token_ids"]) == len(result["from_draft"]) == result["stats"]["tokens"] == 20
     assert result["finish_reason"] == "length"
-    plain = run("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "0")
+    plain = run_here("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "0")
     assert plain.stdout == result["text"] + "\n"
     assert result["stats"]["mean_acceptance_length"] > 1
 
 
 def test_the_prompt_may_come_on_standard_input(shipped_bundle: Path) -> None:
-    by_option = run("generate", shipped_bundle, "--prompt", "naïve café 🙂", "--max-new-tokens", "9")
+    by_option = run_here("generate", shipped_bundle, "--prompt", "naïve café 🙂", "--max-new-tokens", "9")
     by_input = run("generate", shipped_bundle, "--max-new-tokens", "9", input="naïve café 🙂\n")
     assert by_option.returncode == 0, by_option.stderr
     assert by_option.stdout == by_input.stdout

@@ -93,7 +93,7 @@ def test_full_disk(tmp_path: Path, tiny_export: Path, checkpoints: Path) -> None
 def test_killed_export_then_again(tmp_path: Path, checkpoints: Path) -> None:
     pair = checkpoints / "target", checkpoints / "draft"
     arguments = ["export", "--target", str(pair[0]), "--draft", str(pair[1]), "-o", str(tmp_path / "out")]
-    kill_in_the_middle(arguments, "loading the draft", tmp_path)
+    kill_in_the_middle(arguments, "tracing the target", tmp_path)
     assert export_here(tmp_path, *pair).returncode == 0
     read_manifest(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -175,6 +175,7 @@ def test_replicas_answer_as_one_server(deployed: Deployed, texts: dict[str, str]
     assert (status, json.loads(answer)["error"]["code"]) == (413, "body_too_large")
 
 
+@pytest.mark.slow  # tests/serve/test_ingress.py has its counts, in process
 def test_one_client_cannot_fill_the_queue(deployed: Deployed) -> None:
     """Without keys, each address has a share."""
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 200, "min_tokens": 200}).encode()
@@ -237,6 +238,7 @@ def test_a_disconnect_cancels_the_answer(deployed: Deployed) -> None:
     raise AssertionError("the answer was not cancelled")
 
 
+@pytest.mark.slow
 def test_a_replica_dies_under_load(deployed: Deployed, texts: dict[str, str]) -> None:
     before = deployed.wait_for_replicas(2)
     with clients(deployed, texts) as complete:
@@ -253,6 +255,7 @@ def test_a_replica_dies_under_load(deployed: Deployed, texts: dict[str, str]) ->
     raise AssertionError("the replica was not replaced")
 
 
+@pytest.mark.slow
 def test_a_bundle_is_replaced_under_load(deployed: Deployed, bundle: Path, texts: dict[str, str], tmp_path: Path) -> None:
     shutil.copytree(bundle, tmp_path / "next")
     before = deployed.wait_for_replicas(2)

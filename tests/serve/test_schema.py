@@ -32,7 +32,7 @@ def test_no_request_makes_the_server_fail(server: Reached, mode: GenerationMode)
     for each in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations():
         assert isinstance(each, Ok)
 
-        @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(case=each.ok().as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
             nonlocal tried

@@ -382,6 +382,7 @@ def test_langchain(server: Reached) -> None:
     assert [{*each} for each in structured] == [{"drink", "cups"}] * 2
 
 
+@pytest.mark.slow  # which takes seconds to import; it sends what other clients send
 def test_litellm(server: Reached) -> None:
     reason, name, whole, in_stream = process(server, LITELLM)
     assert (reason, name, in_stream) == ("tool_calls", "order", whole)

@@ -63,7 +63,7 @@ def test_a_new_head_goes_on_after_an_interrupt(answering: Path, texts: tuple[str
     output, work = tmp_path / "head", tmp_path / ".head.training"
     command: list[str | Path] = [
         *("train-draft", "--target", PAIR / "target", "--kind", "eagle3", *texts, "-o", output, "--bundle", answering),
-        *(*SHORT, "--epochs", "3", "--batch", "2"),
+        *(*SHORT, "--epochs", "2", "--batch", "2"),
     ]
     with subprocess.Popen([*COMMAND, *map(str, command)], stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 300
