@@ -116,5 +116,5 @@ def test_heads_that_draft_in_one_pass_pass_the_audit(drafter_bundles: Callable[.
 @pytest.mark.parametrize("drafter", ["random head", "trained head", "random block", "random parallel-head"])
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_it_passes_the_whole_audit(drafter_bundles: Callable[..., Path], precision: str, drafter: str) -> None:
-    done = run_here("verify", drafter_bundles(precision, drafter, capacity=512, batch=2, k=[1, 4]))
+    done = run_here("verify", drafter_bundles(precision, drafter, capacity=512, batch=8, k=[1, 4]))
     assert done.returncode == 0, done.stdout

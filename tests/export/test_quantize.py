@@ -170,7 +170,7 @@ def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Pa
 )
 def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: str, draws: int, scope: Scope) -> None:
     """In short, without the controls: the samplers are those of fp32, whose audit tests them."""
-    bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=2)
+    bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=8)
     found = audit(Outrider.load(bundle, slots=None), draws=draws, scope=scope)
     failed = {name for name, passed in found.verdicts().items() if not passed}
     assert failed <= ({"controls"} if draws < DRAWS else set()), found.as_dict()
