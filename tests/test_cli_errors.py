@@ -90,6 +90,7 @@ def test_full_disk(tmp_path: Path, tiny_export: Path, checkpoints: Path) -> None
         assert nothing_written(tmp_path)
 
 
+@pytest.mark.slow  # tests/bundle/test_folder.py kills what writes a folder
 def test_killed_export_then_again(tmp_path: Path, checkpoints: Path) -> None:
     pair = checkpoints / "target", checkpoints / "draft"
     arguments = ["export", "--target", str(pair[0]), "--draft", str(pair[1]), "-o", str(tmp_path / "out")]

@@ -163,9 +163,10 @@ def test_nothing_heavy_is_imported_before_it_is_needed(statement: str) -> None:
 def runtime_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a Python with only `outrider[cpu]` from the wheel, as on an edge machine."""
     folder = tmp_path_factory.mktemp("edge")
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", f"outrider[cpu] @ file://{wheel}"], check=True, capture_output=True)
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-compile"]
+    subprocess.run([*install, f"outrider[cpu] @ file://{wheel}"], check=True, capture_output=True)
     return python
 
 
@@ -174,7 +175,8 @@ def test_the_runtime_needs_no_torch_no_transformers_no_onnx(runtime_python: Path
         command = [str(runtime_python.parent / "outrider"), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    listed = subprocess.run([runtime_python, "-m", "pip", "list"], capture_output=True, text=True, check=True).stdout
+    listing = [sys.executable, "-m", "pip", "--python", str(runtime_python), "list"]
+    listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
     assert not {line.split()[0] for line in listed.splitlines() if line.strip()} & {"torch", "transformers", "onnx"}
     bundle = str(tmp_path / "bundle")
     outrider("build-engine", str(tiny_export), "-o", bundle, "--capacity", "64", "--max-prompt-chunk", "8")

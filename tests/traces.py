@@ -11,6 +11,7 @@ import onnx_ir as ir
 import torch
 from filelock import FileLock
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.export import markov, step_model, tracing
 
@@ -18,9 +19,11 @@ _trace = tracing.to_onnx
 
 
 class _Content(pickle.Pickler):
-    """Pickles tensors as what they hold, wherever that is."""
+    """Pickles tensors as what they hold, wherever that is, and models without the folders that they were read from."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, PreTrainedModel | PreTrainedConfig):
+            return tuple, ((type(value).__qualname__, vars(value) | {"name_or_path": "", "_name_or_path": ""}),)
         if isinstance(value, torch.Tensor):
             raw = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             return bytes, (repr((value.dtype, value.shape)).encode() + hashlib.sha256(raw).digest(),)

@@ -29,7 +29,7 @@ from outrider.runtime.rounds import RoundResult, Rounds
 from outrider.runtime.stats import Stats
 from outrider.tests.support import build, reseal, run_here
 
-SLOTS, DRAWN = 8, 250
+SLOTS, DRAWN = 8, 175
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_every_wrong_sampler_is_detected_and_the_right_one_passes(report: dict[s
     assert named == [*of_model, ("ngram", None), ("ngram", Fault.ALWAYS_ACCEPT.value)]
     for control in report["controls"]:  # by the distribution, not by the support alone
         least = min(each["p_value"] for each in control["sampled"]["comparisons"])
-        assert least < 1e-7 if control["fault"] else least > 1e-6
+        assert least < 1e-5 if control["fault"] else least > 1e-3
 
 
 def test_counters_are_counted_and_balance(report: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("sampler", "damage", "draws"),
     [
-        ("verifier", accept_more(0.8), 150),  # too little for so few draws to see in a distribution, and seldom wrong
+        ("verifier", accept_more(0.8), 100),  # too little for so few draws to see in a distribution, and seldom wrong
         ("verifier", swap("ArgMax", "ArgMin"), 25),  # wrong in plain decoding, too
         pytest.param("greedy_verifier", swap("ArgMax", "ArgMin"), 25, marks=pytest.mark.slow),
         pytest.param("greedy_drafter", swap("ArgMax", "ArgMin"), 25, marks=pytest.mark.slow),

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from outrider.export.checkpoint import load_model
 from outrider.export.parity import open_graph, reference
+from outrider.export.source import Source
 from outrider.export.step_model import trace
 from outrider.export.tracing import to_onnx
-from outrider.tests.support import llama
+from outrider.tests.support import llama, write_checkpoint
 from outrider.tests.traces import share_traces
 
 
@@ -91,11 +93,17 @@ def test_a_graph_computes_what_its_module_does(
     assert session.get_inputs()[0].shape == ["rows", 4]
 
 
-def test_a_shared_trace_is_the_module_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace without sharing, also where this run of the tests shares."""
+    for user in ("markov", "step_model"):
+        monkeypatch.setattr(f"outrider.export.{user}.to_onnx", to_onnx)
+
+
+@pytest.mark.usefixtures("unshared")
+def test_a_shared_trace_is_the_module_s_own(tmp_path: Path) -> None:
     models = [llama(seed=seed, num_hidden_layers=1) for seed in (0, 1)]
     layout = reference(models[0], torch.ones((1, 20), dtype=torch.int64)).layout
-    for user in ("markov", "step_model"):  # without sharing, also where this run of the tests shares
-        monkeypatch.setattr(f"outrider.export.{user}.to_onnx", to_onnx)
 
     def files(name: str, seed: int) -> list[bytes]:
         trace(models[seed], layout).save(tmp_path / name, external_data=True)
@@ -106,3 +114,13 @@ def test_a_shared_trace_is_the_module_s_own(tmp_path: Path, monkeypatch: pytest.
     assert [files("model.onnx", seed) for seed in (0, 1)] == own  # made
     assert [files("model.onnx", seed) for seed in (0, 1)] == own  # found
     assert len([*(tmp_path / "shared").glob("*/model.onnx")]) == 2
+
+
+@pytest.mark.usefixtures("unshared")
+def test_models_that_are_read_from_two_folders_share_a_trace(tmp_path: Path) -> None:
+    model = llama(num_hidden_layers=1)
+    layout = reference(model, torch.ones((1, 20), dtype=torch.int64)).layout
+    share_traces(tmp_path / "shared")
+    for name in ("one", "other"):
+        trace(load_model(Source.parse(str(write_checkpoint(tmp_path / name, model))), "fp32"), layout)
+    assert len([*(tmp_path / "shared").glob("*/model.onnx")]) == 1

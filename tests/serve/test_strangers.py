@@ -530,7 +530,9 @@ def test_keys_get_fair_shares(bundle: Path) -> None:
     assert not any(key in text for key in keys.split(",") for text in (*server.log, metrics))
 
 
-@pytest.mark.parametrize(("env", "status"), [({}, 429), ({"FORWARDED_ALLOW_IPS": "127.0.0.1"}, 200)])
+@pytest.mark.parametrize(
+    ("env", "status"), [({}, 429), pytest.param({"FORWARDED_ALLOW_IPS": "127.0.0.1"}, 200, marks=pytest.mark.slow)]
+)
 def test_only_a_proxy_says_whose_requests_it_sends(bundle: Path, env: dict[str, str], status: int) -> None:
     """One more client finds a place in a full queue, but one more request of the same client does not."""
     long = json.dumps({"prompt": "Once", "max_tokens": 450, "min_tokens": 450, "n": 2}).encode()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -18,10 +19,11 @@ from outrider.bundle.folder import read_manifest
 from outrider.progress import SILENT, Progress
 from outrider.runtime.chat_template import ChatTemplate
 from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
 from outrider.runtime.text import Text
 from outrider.tests.support import END, PAIR, llama, sealed_bundle, tokenizer, write_checkpoint
 from outrider.training import train as train_module
-from outrider.training.answers import Answers, Example, given_examples, held_out
+from outrider.training.answers import Answer, Answers, Example, given_examples, held_out
 from outrider.training.arguments import Arguments
 from outrider.training.loop import FINISHED, Schedule, fit, last_checkpoint
 from outrider.training.objective import Batch, Objective, measure
@@ -142,6 +144,16 @@ def test_an_answer_is_learned_with_the_token_that_ends_it_unless_it_is_cut() -> 
             assert (example.ids[: len(prompt)], len(example.ids) <= longest) == (prompt, True)
             assert (example.ids[-1] == 0) == ends
             assert example.drafted == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
+
+
+def test_an_answer_that_was_cut_off_is_asked_for_again(tmp_path: Path) -> None:
+    """The others are not."""
+    path, params = tmp_path / "answers.jsonl", SamplingParams(max_new_tokens=8)
+    whole, cut_off = (Answers(path, "a target", params, 32).prompt(ids, None).key for ids in ([1, 2], [3, 4]))
+    lines = [msgspec.json.encode(Answer(key, [5, 6])) + b"\n" for key in (whole, cut_off)]
+    path.write_bytes(lines[0] + lines[1][:-5])
+    assert Answers(path, "a target", params, 32).known == {whole: [5, 6]}
+    assert path.read_bytes() == lines[0]  # the next one begins a line
 
 
 @pytest.mark.parametrize("given", [False, True])

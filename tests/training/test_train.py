@@ -58,6 +58,7 @@ def test_a_draft_is_trained_and_served(kind: str, answering: Path, texts: tuple[
     assert Source.parse(str(output)).drafting_role() == ("head" if kind == "eagle3" else "parallel-draft")
 
 
+@pytest.mark.slow  # tests/training/test_loop.py interrupts what it does
 def test_a_new_head_goes_on_after_an_interrupt(answering: Path, texts: tuple[str, Path], tmp_path: Path) -> None:
     """Killed while it trains; the second run neither answers again nor begins anew."""
     output, work = tmp_path / "head", tmp_path / ".head.training"
