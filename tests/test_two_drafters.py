@@ -106,7 +106,7 @@ def test_heads_that_draft_in_one_pass_pass_the_audit(drafter_bundles: Callable[.
     """In short, and with random heads: greedy and sampled, every k and drafter, alone and in a batch."""
     outrider = Outrider.load(drafter_bundles("fp32", f"random {drafter}", capacity=512, batch=2, k=[1, 4]), slots=None)
     assert outrider.drafters[0] == drafter
-    report = audit(outrider, draws=25, scope=Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED,), length=32, controls=False))
+    report = audit(outrider, draws=10, scope=Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED,), length=32, controls=False))
     assert report.batched is not None
     assert report.passed
     assert report.counters.drafted > 100

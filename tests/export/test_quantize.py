@@ -164,7 +164,7 @@ def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Pa
 @pytest.mark.parametrize(
     ("precision", "draws", "scope"),
     [
-        ("int4", 10, Scope(PROMPTS[:4], MASKED[:1], SAMPLED[-1:])),
+        ("int4", 10, Scope(PROMPTS[:4], MASKED[:1], SAMPLED[-1:], controls=False)),
         *(pytest.param(each, DRAWS, EVERYTHING, marks=pytest.mark.slow) for each in BITS),
     ],
 )
@@ -172,8 +172,7 @@ def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: s
     """In short, without the controls: the samplers are those of fp32, whose audit tests them."""
     bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=8)
     found = audit(Outrider.load(bundle, slots=None), draws=draws, scope=scope)
-    failed = {name for name, passed in found.verdicts().items() if not passed}
-    assert failed <= ({"controls"} if draws < DRAWS else set()), found.as_dict()
+    assert found.passed, found.as_dict()
     for texts in (found.greedy, found.batched):
         assert texts is not None
         assert texts.near_ties == []  # bit-identical

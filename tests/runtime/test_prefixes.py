@@ -38,7 +38,7 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=6, repetition_penalty=1.2),
 ]
 KINDS: list[Any] = [  # a drafter beside the draft model, the precision and the backend
-    "plain block int4 onnxruntime",
+    "random head int4 onnxruntime",
     "random head int4 openvino",
     *(
         pytest.param(kind, marks=pytest.mark.slow)
@@ -46,6 +46,7 @@ KINDS: list[Any] = [  # a drafter beside the draft model, the precision and the 
             "trained head int4 onnxruntime",
             "trained head int4 openvino",
             "random block int4 onnxruntime",
+            "plain block int4 onnxruntime",
             "random parallel-head int4 onnxruntime",
             "trained parallel int4 openvino",
             "trained parallel int8 onnxruntime",
@@ -283,7 +284,10 @@ def test_while_the_source_is_read_and_cancelled(batched: Outrider, texts: list[l
 
 @pytest.mark.parametrize(
     "bundle",
-    ["plain block int4 onnxruntime", pytest.param("random parallel-head int4 onnxruntime", marks=pytest.mark.slow)],
+    [
+        "random head int4 onnxruntime",
+        *(pytest.param(f"{each} int4 onnxruntime", marks=pytest.mark.slow) for each in ("plain block", "random parallel-head")),
+    ],
     indirect=True,
 )
 def test_on_a_device_that_runs_ahead(bundle: Path, texts: list[list[int]], alone: Alone) -> None:
