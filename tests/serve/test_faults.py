@@ -25,11 +25,11 @@ from outrider.runtime.slots import Slots
 from outrider.serve.engine import EngineThread, NotReadyError
 from outrider.serve.metrics import Metrics
 from outrider.serve.watchdog import MAX_FAILED_STEPS
-from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
+from outrider.tests.serve.server import Reached, chat_bundle, fetch, serving, serving_here
 from outrider.tests.support import BROKEN, build
 
 
-def complete(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
+def complete(server: Reached, **fields: Any) -> tuple[int, dict[str, Any]]:
     status, _, answer = fetch(f"{server.url}/v1/completions", json.dumps({"temperature": 0} | fields).encode())
     return status, json.loads(answer)
 
@@ -37,7 +37,7 @@ def complete(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
 def test_a_prompt_with_nan_logits_fails_alone(broken: Path, tmp_path: Path) -> None:
     bundle = build(broken, tmp_path / "bundle", k=[1, 2], capacity=127, batch=2)
     good = {"prompt": [5, 6, 7], "max_tokens": 40, "min_tokens": 40}
-    with serving(bundle) as server, ThreadPoolExecutor(8) as pool:
+    with serving_here(bundle) as server, ThreadPoolExecutor(8) as pool:
         status, want = complete(server, **good)
         assert status == 200
         for _ in range(3 * MAX_FAILED_STEPS):  # no other request is there, so every step fails
@@ -109,7 +109,7 @@ def test_a_slow_reader_does_not_delay_others(shipped_export: Path, tmp_path: Pat
     """One client reads an answer larger than the sockets' buffers only after all others are done."""
     bundle = chat_bundle(shipped_export, tmp_path / "bundle")
     long = {"prompt": "Once", "max_tokens": 480, "min_tokens": 480, "temperature": 0}
-    with serving(bundle) as server, socket.socket() as slow:
+    with serving_here(bundle) as server, socket.socket() as slow:
         _, want = complete(server, **long)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         host, port = server.url.removeprefix("http://").split(":")
@@ -119,7 +119,7 @@ def test_a_slow_reader_does_not_delay_others(shipped_export: Path, tmp_path: Pat
             f"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
         slow.sendall(f"{head}\r\n\r\n".encode() + body)
-        for _ in range(8):
+        for _ in range(4):
             status, answer = complete(server, **long)
             assert (status, answer["choices"][0]["text"]) == (200, want["choices"][0]["text"])
         received = b""

@@ -14,7 +14,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.serve.server import chat_bundle, serving
+from outrider.tests.serve.server import chat_bundle, serving_here
 
 pytestmark = pytest.mark.skipif(
     shutil.which("chromedriver") is None, reason="no Chromium with its driver on this machine; .ci/run installs one"
@@ -51,7 +51,7 @@ def wait_for(browser: webdriver.Chrome, css: str, expected: str) -> str:
 
 
 def test_a_chat_shows_which_tokens_were_drafted(bundle: Path, browser: webdriver.Chrome) -> None:
-    with serving(bundle) as server:
+    with serving_here(bundle) as server:
         browser.get(server.url)
         assert "target, draft draft" in wait_for(browser, "#model", "target")
         browser.find_element(By.ID, "tokens").send_keys(Keys.CONTROL, "a")
@@ -80,7 +80,7 @@ def test_a_chat_shows_which_tokens_were_drafted(bundle: Path, browser: webdriver
 
 
 def test_it_asks_for_a_key_when_one_is_required(bundle: Path, browser: webdriver.Chrome) -> None:
-    with serving(bundle, env={"OUTRIDER_API_KEYS": "secret"}) as server:
+    with serving_here(bundle, keys=("secret",)) as server:
         browser.get(server.url)
         wait_for(browser, "#model", "enter an API key below")
         browser.find_element(By.ID, "prompt").send_keys("Hi", Keys.ENTER)

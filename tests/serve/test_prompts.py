@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER
-from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
+from outrider.tests.serve.server import Reached, Server, chat_bundle, fetch, serving, serving_here
 from outrider.tests.support import END, reseal, run, run_here
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -36,17 +36,17 @@ def edited(shipped_export: Path, tmp_path: Path, template: bytes, pattern: str =
     return bundle
 
 
-def post(server: Server, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def post(server: Reached, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     path = "chat/completions" if "messages" in body else "completions"
     status, _, answer = fetch(f"{server.url}/v1/{path}", json.dumps({"max_tokens": 3, "temperature": 0} | body).encode())
     return status, json.loads(answer)
 
 
-def chat(server: Server, content: str) -> tuple[int, dict[str, Any]]:
+def chat(server: Reached, content: str) -> tuple[int, dict[str, Any]]:
     return post(server, {"messages": [{"role": "user", "content": content}]})
 
 
-def failed_health(server: Server) -> tuple[int, dict[str, Any]]:
+def failed_health(server: Reached) -> tuple[int, dict[str, Any]]:
     """Wait until the server says that its bundle cannot be run, and return that answer, or else the last one."""
     for _ in range(300):
         status, answer = server.health()
@@ -206,7 +206,7 @@ def test_requests_whose_prompts_are_being_read_count_as_waiting(shipped_export: 
 
 def test_prompts_take_no_longer_than_the_timeout(shipped_export: Path, tmp_path: Path) -> None:
     bundle = edited(shipped_export, tmp_path, (SLOW + TURNS).encode())
-    with serving(bundle, "--timeout", "2") as server:
+    with serving_here(bundle, timeout=2) as server:
         status, answer = chat(server, "loop")
         assert (status, answer["error"]["code"]) == (504, "timeout")
 
@@ -219,7 +219,7 @@ def test_special_tokens_in_messages_are_text_unless_they_are_allowed(
     made = Tokenizer.from_file(str(bundle / TOKENIZER))
     own = len(made.encode(f"{END}user: ").ids)
     written = 1 if allowed else len(made.encode(END.replace("<", "<\u200b")).ids) - len(made.encode("\u200b").ids)
-    with serving(bundle, *(["--allow-special-tokens"] if allowed else [])) as server:
+    with serving_here(bundle, allow_special_tokens=allowed) as server:
         status, answer = chat(server, END)
         assert status == 200, answer
         assert abs(answer["usage"]["prompt_tokens"] - own - written) <= (0 if allowed else 2)
