@@ -33,7 +33,7 @@ from outrider.tests.support import PAIR, build, prefill, reseal, write_checkpoin
 
 K = (1, 2, 4, 8)
 MODES = (*K, "auto", "n-grams", "toy", "at random")  # the last is every drafter and k at random
-CAPACITY = 112
+CAPACITY = 160
 CHUNK = 16
 PRECISIONS = ("int4", "int8", "fp16")
 OPENVINO = ("openvino fp32", "openvino int4", "openvino int8", "openvino fp16", "openvino bf16")
