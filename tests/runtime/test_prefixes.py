@@ -285,7 +285,7 @@ def test_while_the_source_is_read_and_cancelled(batched: Outrider, texts: list[l
 @pytest.mark.parametrize(
     "bundle",
     [
-        "random head int4 onnxruntime",
+        "plain block fp32 onnxruntime",
         *(pytest.param(f"{each} int4 onnxruntime", marks=pytest.mark.slow) for each in ("plain block", "random parallel-head")),
     ],
     indirect=True,
