@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.engines.device import Device, Launch
 from outrider.errors import EngineError, OutriderWarning
-from outrider.runtime.buffers import VERIFIER, Lane, Shape, Step
+from outrider.runtime.buffers import VERIFIER, Array, Lane, Shape, Step
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.grammar import GrammarError
 from outrider.runtime.host_sampler import decide_on_host, put_drafted
@@ -252,12 +252,12 @@ class Rounds:
         while len(self._recorded) >= MAX_RECORDED:
             least_recent = next(iter(self._recorded))
             del self._recorded[least_recent], self._seen[least_recent]
-        decided = [values.copy() for values in self.launches.outputs.host.values()]
+        decided = self._outcome(segment.shape)
         try:
             replay = self.device.capture([*(step.launch for step in steps), self.launches.outputs.download])
             replay()
             self.device.synchronize()
-            if any((now != before).any() for now, before in zip(self.launches.outputs.host.values(), decided, strict=True)):
+            if any((now != before).any() for now, before in zip(self._outcome(segment.shape), decided, strict=True)):
                 raise EngineError("the recorded round gave a different result", "please report this as a bug")
         except EngineError as error:
             warnings.warn(
@@ -271,6 +271,15 @@ class Rounds:
 
             self._launch_all(steps)
         self._recorded[segment] = replay
+
+    def _outcome(self, shape: Shape) -> list[Array]:
+        """Return what a round has decided. What a lane is given beyond the tokens that it drafts is left out: it depends on
+        what earlier rounds have left in the caches."""
+        outcome = {name: values.copy() for name, values in self.launches.outputs.host.items()}
+        width, counts = self.launches.max_k + 1, self.launches.inputs.host["drafted_count"]
+        for lane, count in enumerate(counts[: shape.batch]):
+            outcome["drafted"][lane * width + count : (lane + 1) * width] = 0
+        return [*outcome.values()]
 
 
 def not_finite() -> EngineError:

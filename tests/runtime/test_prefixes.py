@@ -285,7 +285,7 @@ def test_while_the_source_is_read_and_cancelled(batched: Outrider, texts: list[l
 @pytest.mark.parametrize(
     "bundle",
     [
-        "plain block fp32 onnxruntime",
+        "trained head fp32 onnxruntime",  # whose first request is too short for its head to draft
         *(pytest.param(f"{each} int4 onnxruntime", marks=pytest.mark.slow) for each in ("plain block", "random parallel-head")),
     ],
     indirect=True,
