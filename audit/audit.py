@@ -15,7 +15,7 @@ what no single decision shows, such as drafted tokens that were not drawn from t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ class Scope(NamedTuple):
     length: int = LENGTH  # tokens of each text that is compared as a whole
     controls: bool = True  # whether wrong samplers are drawn from, too
 
-    def texts(self, settings: Iterable[tuple[SamplingParams, str]]) -> Settings:
+    def texts(self, settings: Sequence[tuple[SamplingParams, str]]) -> Settings:
         """Return settings for whole texts."""
         return tuple((replace(params, max_new_tokens=self.length), text) for params, text in settings)
 
@@ -105,7 +105,7 @@ class Plan(NamedTuple):
     faults: Sequence[Fault | None]
 
 
-def plans(outrider: Outrider, scope: Scope = EVERYTHING) -> list[Plan]:
+def plans(outrider: Outrider, scope: Scope) -> list[Plan]:
     """Return what is drawn: every k of the first drafter and all drafters at random at each setting; the default k of each
     other one that drafts on the device; and the largest k of each one that proposes on the host, at one setting.
 
@@ -147,14 +147,13 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, scope: Scope = EVERYTHING, 
     _check_capacity(outrider, scope)
     counters, arithmetic, watch = Counters(), Arithmetic(), Watch()
     watched = outrider.observed(watch, RandomPolicy(outrider.adaptive_policy()))
-    plain = scope.texts((SamplingParams(), text) for text in scope.prompts)
-    grammars = scope.texts(masked(outrider, scope.masked))
-    greedy = compare_greedy(watched, watch, plain + grammars, counters, progress)
+    cases = scope.texts([*((SamplingParams(), text) for text in scope.prompts), *masked(outrider, scope.masked)])
+    greedy = compare_greedy(watched, watch, cases, counters, progress)
     count_sampled(watched, watch, scope.texts((*scope.sampled, EDITED)), counters)
     batched = None
     if len(outrider.decoder.slots) > 1:
         drawn = scope.texts((*scope.sampled, *masked(outrider, MASKED_SAMPLED)))
-        batched = compare_batched(watched, watch, plain + grammars, drawn, counters, progress)
+        batched = compare_batched(watched, watch, cases, drawn, counters, progress)
     arithmetic.add(watch)
     planned = plans(outrider, scope)
     compared = sum(len(plan.modes) + (len(plan.modes) > 1) + len(plan.faults) for plan in planned)
@@ -165,8 +164,8 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, scope: Scope = EVERYTHING, 
     for number, plan in enumerate(planned):
         prompt = outrider.text.encode(plan.prompt, chat=False)
         cell = Cell(outrider, plan.params, prompt, number, significance, progress)
-        usual = _sample(cell, plan, draws, arithmetic, sampled)
-        controls += [_control(cell, plan, fault, draws, usual) for fault in plan.faults]
+        plain = _sample(cell, plan, draws, arithmetic, sampled)
+        controls += [_control(cell, plan, fault, draws, plain) for fault in plan.faults]
     return Audit(arithmetic, greedy, batched, sampled, controls, counters)
 
 

@@ -76,7 +76,7 @@ def run_here(*arguments: str | Path, input: str | None = None) -> subprocess.Com
 
 @contextmanager
 def full_disk(most: int) -> Iterator[None]:
-    """Make this process's writes fail beyond so many bytes of a file, halfway, as on a full disk."""
+    """Let no file that this process writes grow beyond a size in bytes, so that a write fails halfway, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:

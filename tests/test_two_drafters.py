@@ -19,6 +19,7 @@ from outrider.tests.serve.server import fetch, serving_here
 from outrider.tests.support import bench_once, run_here
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
+SHORT = Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED,), length=32)
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact-match": {"temperature": 0.8, "rule": "exact-match", "seed": 5},
     "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
@@ -91,8 +92,7 @@ def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
 
 def test_it_passes_the_audit(bundle: Path) -> None:
     """In short: one setting and few draws, which show all wrong samplers over the head's proposals but the subtlest one."""
-    scope = Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED,), length=32)
-    report = audit(Outrider.load(bundle, slots=None), draws=75, scope=scope)
+    report = audit(Outrider.load(bundle, slots=None), draws=75, scope=SHORT)
     verdicts = report.verdicts()
     assert {name for name, passed in verdicts.items() if not passed} <= {"controls"}
     detected = {control.fault for control in report.controls if control.detected}
@@ -106,7 +106,7 @@ def test_heads_that_draft_in_one_pass_pass_the_audit(drafter_bundles: Callable[.
     """In short, and with random heads: greedy and sampled, every k and drafter, alone and in a batch."""
     outrider = Outrider.load(drafter_bundles("fp32", f"random {drafter}", capacity=512, batch=2, k=[1, 4]), slots=None)
     assert outrider.drafters[0] == drafter
-    report = audit(outrider, draws=10, scope=Scope(PROMPTS[:1], MASKED[:1], (CONTROLLED,), length=32, controls=False))
+    report = audit(outrider, draws=10, scope=SHORT._replace(controls=False))
     assert report.batched is not None
     assert report.passed
     assert report.counters.drafted > 100

@@ -366,7 +366,7 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
     modes = (2, 8, "auto")
     for k in modes:
         assert [answer(k, *each) for each in ways] == plain
-    assert begun["anew"] > usual * len(modes)  # some of them began anew
+    assert begun["anew"] > usual * len(modes)  # some answers needed more than one matcher
     # The control: no row behind such a token is masked.
     monkeypatch.setattr(Matcher, "rows", property(lambda _: 1 + K[-1], lambda *_: None), raising=False)
     assert [answer(4, *each) for each in ways] != plain
