@@ -26,6 +26,7 @@ from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs
 from outrider.tests.support import (
     PAIR,
+    SHIPPED,
     broken_export,
     build,
     llama,
@@ -210,37 +211,54 @@ def broken_bundle(broken: Path, once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shipped_exports(once: Once) -> Callable[[str], Path]:
-    """Return a function from a precision to the shipped pair's export in it."""
+def trained_exports(once: Once) -> Callable[[str], Path]:
+    """Return a function from a precision to the export of `tests/pair` in it."""
 
     def made(precision: str) -> Path:
         target, draft = str(PAIR / "target"), str(PAIR / "draft")
-        return once(f"shipped-{precision}", lambda output: export_pair(target, draft, output, precision=precision))
+        return once(f"trained-{precision}", lambda output: export_pair(target, draft, output, precision=precision))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def wide_exports(once: Once) -> Callable[[str], Path]:
+    """Return a function from a precision to the export in it of a random target as wide as the shipped one: kernels divide
+    such matrices into blocks, and small ones not."""
+
+    def made(precision: str) -> Path:
+        def make(output: Path) -> None:
+            sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
+            model = llama(**sizes, num_key_value_heads=4, num_hidden_layers=1)
+            checkpoint = write_checkpoint(output.with_name(f"wide-{precision}-model"), model)
+            export_pair(str(checkpoint), None, output, precision=precision)
+
+        return once(f"wide-{precision}", make)
 
     return made
 
 
 @pytest.fixture(scope="session")
 def self_export(once: Once) -> Path:
-    """Return the export of the shipped target that is its own draft."""
+    """Return the export of that target as its own draft."""
     target = str(PAIR / "target")
-    return once("shipped-self", lambda output: export_pair(target, target, output, precision="fp32"))
+    return once("trained-self", lambda output: export_pair(target, target, output, precision="fp32"))
 
 
 @pytest.fixture(scope="session")
-def shipped_bundles(shipped_exports: Callable[[str], Path], once: Once) -> Callable[..., Path]:
-    """Return a function from a precision, and what `build` takes, to a bundle of the shipped pair."""
+def trained_bundles(trained_exports: Callable[[str], Path], once: Once) -> Callable[..., Path]:
+    """Return a function from a precision, and what `build` takes, to a bundle of that pair."""
 
     def made(precision: str = "fp32", **options: Any) -> Path:
         named = "".join(f"-{key}={value}".replace(" ", "") for key, value in sorted(options.items()))
-        return once(f"shipped-bundle-{precision}{named}", lambda output: build(shipped_exports(precision), output, **options))
+        return once(f"trained-bundle-{precision}{named}", lambda output: build(trained_exports(precision), output, **options))
 
     return made
 
 
 @pytest.fixture(scope="session")
 def drafter_exports(once: Once) -> Callable[[str, str], Path]:
-    """Return a function from a precision and a drafter to an export of the shipped pair with that drafter beside its draft."""
+    """Return a function from a precision and a drafter to an export of that pair with the drafter beside its draft."""
 
     def made(precision: str, drafter: str) -> Path:
         makers = {
@@ -272,15 +290,21 @@ def drafter_bundles(drafter_exports: Callable[[str, str], Path], once: Once) -> 
 
 
 @pytest.fixture(scope="session")
-def shipped_export(shipped_exports: Callable[[str], Path]) -> Path:
+def shipped_export(once: Once) -> Path:
     """Return the export of the shipped pair."""
-    return shipped_exports("fp32")
+    return once("shipped", lambda output: export_pair(str(SHIPPED / "target"), str(SHIPPED / "draft"), output, precision="fp32"))
 
 
 @pytest.fixture(scope="session")
-def shipped_bundle(shipped_bundles: Callable[..., Path]) -> Path:
-    """Return the bundle of the shipped pair, with the capacity that it was trained for."""
-    return shipped_bundles(capacity=512)
+def trained_export(trained_exports: Callable[[str], Path]) -> Path:
+    """Return the export of that pair."""
+    return trained_exports("fp32")
+
+
+@pytest.fixture(scope="session")
+def trained_bundle(trained_bundles: Callable[..., Path]) -> Path:
+    """Return the bundle of that pair, with the capacity that it was trained for."""
+    return trained_bundles(capacity=512)
 
 
 @pytest.fixture(scope="session")
@@ -289,8 +313,8 @@ def tiny(tiny_bundle: Path) -> Outrider:
 
 
 @pytest.fixture(scope="session")
-def shipped(shipped_bundle: Path) -> Outrider:
-    return Outrider.load(shipped_bundle)
+def trained(trained_bundle: Path) -> Outrider:
+    return Outrider.load(trained_bundle)
 
 
 @pytest.fixture(scope="session")

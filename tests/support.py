@@ -53,7 +53,8 @@ from outrider.export.step_model import CacheLayout
 from outrider.runtime import drafters
 
 ROOT = Path(__file__).resolve().parents[1]
-PAIR = ROOT / "examples" / "tiny-pair"
+SHIPPED = ROOT / "examples" / "tiny-pair"
+PAIR = ROOT / "tests" / "pair"  # which is smaller; see make.py there
 END = "<|endoftext|>"
 TEXT = ["the quick brown fox jumps over the lazy dog", "naïve café, 中文 and 🙂 emoji", "0123456789 +-*/=()"] * 20
 
@@ -135,16 +136,19 @@ def llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 
 
 def parallel_draft(folder: Path) -> Path:
-    """The checkpoint of a parallel draft: the shipped draft, which was not trained to read masks."""
+    """The checkpoint of a parallel draft: the pair's draft, which was not trained to read masks."""
     shutil.copytree(PAIR / "draft", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"pard_token": config["vocab_size"] - 1}))
     return folder
 
 
+WIDTH, HEADS, KEPT, VOCABULARY = 96, (3, 1), 32, 1024  # of the pair's target: HEADS of queries and of keys
+
+
 def random_head(folder: Path, tokens: int = 16) -> Path:
-    """The checkpoint of a random EAGLE-3 head for the shipped target, which proposes so many of the most frequent tokens."""
-    width, heads, kept, vocabulary = 256, (8, 4), 32, 4096
+    """The checkpoint of a random EAGLE-3 head for the pair's target, which proposes so many of the most frequent tokens."""
+    width, heads, kept, vocabulary = WIDTH, HEADS, KEPT, VOCABULARY
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -158,7 +162,7 @@ def random_head(folder: Path, tokens: int = 16) -> Path:
     tensors |= {"midlayer.self_attn.o_proj.weight": matrix(width, width), "fc.weight": matrix(width, 3 * width)}
     tensors["lm_head.weight"] = 3 * matrix(tokens, width)
     json_text = (PAIR / "target" / "tokenizer.json").read_text()
-    frequent = frequent_tokens(json_text, PAIR / "heldout.jsonl", tokens, vocabulary, [])
+    frequent = frequent_tokens(json_text, SHIPPED / "heldout.jsonl", tokens, vocabulary, [])
     tensors["d2t"] = frequent - torch.arange(tokens)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -169,8 +173,10 @@ def random_head(folder: Path, tokens: int = 16) -> Path:
         "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1],
         "vocab_size": vocabulary,
+        "head_dim": kept,
         "draft_vocab_size": tokens,
         "rms_norm_eps": 1e-5,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1], "use_aux_hidden_state": True},
     }
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
@@ -179,11 +185,12 @@ def random_head(folder: Path, tokens: int = 16) -> Path:
 
 
 def random_parallel_head(folder: Path) -> Path:
-    """The checkpoint of a random P-EAGLE head for the shipped target."""
+    """The checkpoint of a random P-EAGLE head for the pair's target."""
     random_head(folder)
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     outer = {"draft_vocab_size": config.pop("draft_vocab_size"), "architectures": ["PEagleDraftModel"]}
-    config.pop("architectures")
+    config.pop("architectures"), config.pop("eagle_config")
+    outer |= {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     outer |= {"speculators_model_type": "peagle", "mask_token_id": config["vocab_size"] - 1, "transformer_layer_config": config}
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     generator = torch.Generator().manual_seed(1)
@@ -208,11 +215,12 @@ def plain_block_head(folder: Path) -> Path:
 
 
 def random_block_head(folder: Path) -> Path:
-    """The checkpoint of a random DSpark head for the shipped target, which proposes a few of the most frequent tokens."""
+    """The checkpoint of a random DSpark head for the pair's target, which proposes a few of the most frequent tokens."""
     random_head(folder)
-    width, heads, kept, rank = 256, (8, 4), 32, 16
+    width, heads, kept, rank = WIDTH, HEADS, KEPT, 16
     given = load_file(folder / "model.safetensors")
     tensors = {name: given[name] for name in ("fc.weight", "norm.weight", "lm_head.weight", "d2t")}
+    tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * width].clone()  # of two layers, all that the target has
     tokens, generator = len(given["d2t"]), torch.Generator().manual_seed(2)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -227,7 +235,7 @@ def random_block_head(folder: Path) -> Path:
         tensors[f"{layer}.self_attn.o_proj.weight"] = matrix(width, width)
     tensors |= {
         "hidden_norm.weight": torch.ones(width),
-        "markov_head.markov_w1.weight": 4 * matrix(4096, rank),
+        "markov_head.markov_w1.weight": 4 * matrix(VOCABULARY, rank),
         "markov_head.markov_w2.weight": 2 * matrix(tokens, rank),
         "confidence_head.proj.weight": matrix(1, width + rank),
         "confidence_head.proj.bias": torch.zeros(1),
@@ -238,15 +246,15 @@ def random_block_head(folder: Path) -> Path:
         "head_dim": kept,
     }
     outer = {"draft_vocab_size": layers.pop("draft_vocab_size"), "architectures": ["DSparkDraftModel"]}
-    layers.pop("architectures")
+    layers.pop("architectures"), layers.pop("eagle_config")
     config = outer | {
-        "aux_hidden_state_layer_ids": [2, 3, 4],
+        "aux_hidden_state_layer_ids": [0, 1],
         "block_size": 8,
         "confidence_head_with_markov": True,
         "enable_confidence_head": True,
         "markov_head_type": "vanilla",
         "markov_rank": rank,
-        "mask_token_id": 4095,
+        "mask_token_id": VOCABULARY - 1,
         "sample_from_anchor": True,
         "speculators_model_type": "dspark",
         "transformer_layer_config": layers,

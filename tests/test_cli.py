@@ -38,27 +38,27 @@ def test_export_build_and_generate(checkpoints: Path, tmp_path: Path) -> None:
         assert row in inspected.stdout
 
 
-def test_json_is_one_object_and_nothing_else(shipped_bundle: Path) -> None:
-    done = run("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "4", "--json")
+def test_json_is_one_object_and_nothing_else(trained_bundle: Path) -> None:
+    done = run("generate", trained_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "4", "--json")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
     result = json.loads(done.stdout)
     assert len(result["token_ids"]) == len(result["from_draft"]) == result["stats"]["tokens"] == 20
     assert result["finish_reason"] == "length"
-    plain = run_here("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "0")
+    plain = run_here("generate", trained_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "0")
     assert plain.stdout == result["text"] + "\n"
     assert result["stats"]["mean_acceptance_length"] > 1
 
 
-def test_the_prompt_may_come_on_standard_input(shipped_bundle: Path) -> None:
-    by_option = run_here("generate", shipped_bundle, "--prompt", "naïve café 🙂", "--max-new-tokens", "9")
-    by_input = run("generate", shipped_bundle, "--max-new-tokens", "9", input="naïve café 🙂\n")
+def test_the_prompt_may_come_on_standard_input(trained_bundle: Path) -> None:
+    by_option = run_here("generate", trained_bundle, "--prompt", "naïve café 🙂", "--max-new-tokens", "9")
+    by_input = run("generate", trained_bundle, "--max-new-tokens", "9", input="naïve café 🙂\n")
     assert by_option.returncode == 0, by_option.stderr
     assert by_option.stdout == by_input.stdout
 
 
-def test_chat_and_stop(shipped_bundle: Path) -> None:
-    arguments = ("generate", shipped_bundle, "--prompt", "Hi, I would like a coffee.", "--chat", "--max-new-tokens", "60")
+def test_chat_and_stop(trained_bundle: Path) -> None:
+    arguments = ("generate", trained_bundle, "--prompt", "Hi, I would like a coffee.", "--chat", "--max-new-tokens", "60")
     whole = json.loads(run_here(*arguments, "--json").stdout)["text"]
     stop = whole.split()[3]
     done = run_here(*arguments, "--stop", stop, "--json")
@@ -70,8 +70,8 @@ def test_chat_and_stop(shipped_bundle: Path) -> None:
     assert bare != whole  # with the template, an agent answers
 
 
-def test_a_full_cache_says_so(shipped_bundle: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(shipped_bundle, tmp_path / "bundle"))
+def test_a_full_cache_says_so(trained_bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
     generation = read_manifest(copy).generation
     reseal(copy, generation=type(generation)(eos_token_ids=[], special_tokens={}))
     done = run_here("generate", copy, "--prompt", "Once upon a time", "--max-new-tokens", "5000")
@@ -79,17 +79,17 @@ def test_a_full_cache_says_so(shipped_bundle: Path, tmp_path: Path) -> None:
     assert "the cache is full" in done.stderr
 
 
-def test_show_colours_the_text_by_origin_on_a_terminal(shipped_bundle: Path) -> None:
-    arguments = ["generate", str(shipped_bundle), "--prompt", "Customer: Hi", "--max-new-tokens", "24", "--k", "4", "--show"]
+def test_show_colours_the_text_by_origin_on_a_terminal(trained_bundle: Path) -> None:
+    arguments = ["generate", str(trained_bundle), "--prompt", "Customer: Hi", "--max-new-tokens", "24", "--k", "4", "--show"]
     out = on_terminal(arguments)
     assert b"\x1b[32m" in out  # accepted draft
     assert b"\x1b[33m" in out  # target's own
     assert b"mean acceptance length" in out
 
 
-def test_a_terminal_obeys_no_control_character_of_the_text(shipped_bundle: Path) -> None:
-    escape = tokenizers.Tokenizer.from_file(str(shipped_bundle / TOKENIZER)).encode("\x1b", add_special_tokens=False).ids
-    arguments = ["generate", str(shipped_bundle), "--prompt", "x", "--max-new-tokens", "2", "--logit-bias", f"{escape[0]}:100"]
+def test_a_terminal_obeys_no_control_character_of_the_text(trained_bundle: Path) -> None:
+    escape = tokenizers.Tokenizer.from_file(str(trained_bundle / TOKENIZER)).encode("\x1b", add_special_tokens=False).ids
+    arguments = ["generate", str(trained_bundle), "--prompt", "x", "--max-new-tokens", "2", "--logit-bias", f"{escape[0]}:100"]
     assert b"\x1b" in run(*arguments).stdout.encode()
     out = on_terminal(arguments)
     assert b"\\x1b" in out
@@ -133,9 +133,9 @@ def test_help_of_generate_groups_its_options_and_names_their_ranges() -> None:
         assert f"Range: {wanted}." in text[option:]
 
 
-def test_sampling_options_reach_the_sampler(shipped_bundle: Path) -> None:
+def test_sampling_options_reach_the_sampler(trained_bundle: Path) -> None:
     # With a fixed k, because auto depends on timing, and the last bits of probabilities depend on the number of rows.
-    arguments = ("generate", shipped_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "24", "--json", "--k", "4")
+    arguments = ("generate", trained_bundle, "--prompt", "Once upon a time", "--max-new-tokens", "24", "--json", "--k", "4")
     sampling = ("--temperature", "0.9", "--top-p", "0.95", "--top-k", "50", "--min-p", "0.01", "--seed", "5")
     penalties = ("--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.1")
     other = ("--logit-bias", "300:-100", "--logit-bias", "301:2", "--stop-token-id", "9", "--min-new-tokens", "24")
@@ -156,7 +156,7 @@ def test_sampling_options_reach_the_sampler(shipped_bundle: Path) -> None:
         rule="exact-match",
         logprobs=2,
     )
-    events = list(Outrider.load(shipped_bundle).generate("Once upon a time", params, k=4))
+    events = list(Outrider.load(trained_bundle).generate("Once upon a time", params, k=4))
     assert result["token_ids"] == [token for event in events for token in event.token_ids]
     assert result["logprobs"] == [
         {"logprob": each.logprob, "top": [list(top) for top in each.top]} for event in events for each in event.logprobs or ()
@@ -176,10 +176,10 @@ def test_an_output_that_cannot_be_written(tiny_bundle: Path, arguments: list[str
     assert "Exception ignored" not in done.stderr
 
 
-def test_an_output_encoding_that_lacks_characters(shipped_bundle: Path) -> None:
+def test_an_output_encoding_that_lacks_characters(trained_bundle: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    ids = tokenizers.Tokenizer.from_file(str(shipped_bundle / TOKENIZER)).encode("é", add_special_tokens=False).ids
-    arguments = ("generate", shipped_bundle, "--prompt", "naïve café", "--max-new-tokens", "9", "--show")
+    ids = tokenizers.Tokenizer.from_file(str(trained_bundle / TOKENIZER)).encode("é", add_special_tokens=False).ids
+    arguments = ("generate", trained_bundle, "--prompt", "naïve café", "--max-new-tokens", "9", "--show")
     done = run(*arguments, "--logit-bias", f"{ids[0]}:100", env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("?????????\n")  # the first of its two bytes is no character

@@ -139,11 +139,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_module_and_no_stray_one(wheel: Path) -> None:
-    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    trained = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"outrider/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     expected |= {f"outrider/{name}" for name in MODULES} | {"outrider/py.typed"}
     expected |= {"outrider/bench/report.html", "outrider/calibration/workloads.jsonl", "outrider/serve/page.html"}
-    assert shipped == expected
+    assert trained == expected
 
 
 def test_the_root_has_no_stray_module() -> None:

@@ -33,9 +33,9 @@ SLOTS, DRAWN = 8, 175
 
 
 @pytest.fixture(scope="module")
-def report(shipped_bundles: Callable[..., Path]) -> dict[str, Any]:
+def report(trained_bundles: Callable[..., Path]) -> dict[str, Any]:
     """The report on the shipped pair, as a release pipeline would read it, with fewer draws than usual."""
-    done = run_here("verify", shipped_bundles("int4", capacity=255, batch=SLOTS, k=[1, 4]), "--draws", str(DRAWN), "--json")
+    done = run_here("verify", trained_bundles("int4", capacity=255, batch=SLOTS, k=[1, 4]), "--draws", str(DRAWN), "--json")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
     result: dict[str, Any] = json.loads(done.stdout)
@@ -120,9 +120,9 @@ def swap(kind: str, other: str, inputs: list[str] | None = None) -> Callable[[on
 
 
 @pytest.fixture(scope="module")
-def one_k(shipped_bundles: Callable[..., Path]) -> Path:
+def one_k(trained_bundles: Callable[..., Path]) -> Path:
     """A bundle of the shipped pair for one number of draft tokens, which takes less time."""
-    return shipped_bundles(capacity=512, k=[4])
+    return trained_bundles(capacity=512, k=[4])
 
 
 @pytest.fixture(scope="module")

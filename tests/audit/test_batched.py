@@ -29,8 +29,8 @@ Run = Callable[..., list[RoundResult | EngineError | None]]
 
 
 @pytest.fixture(scope="module")
-def bundle(shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(shipped_exports("int4"), tmp_path_factory.mktemp("batched") / "bundle", k=[1, 4], capacity=255, batch=SLOTS)
+def bundle(trained_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(trained_exports("int4"), tmp_path_factory.mktemp("batched") / "bundle", k=[1, 4], capacity=255, batch=SLOTS)
 
 
 @pytest.fixture

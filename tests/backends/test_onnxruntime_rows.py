@@ -17,12 +17,13 @@ from outrider.runtime.params import SamplingParams
 from outrider.tests.support import build, write_checkpoint
 
 SLOTS, BEGIN, CHUNK = 2, 48, 16
-TEXT = np.random.default_rng(0).integers(0, 4096, (1, BEGIN + CHUNK))
+TEXT = np.random.default_rng(0).integers(0, 1024, (1, BEGIN + CHUNK))
 
 
 @pytest.fixture(params=["int4", "int8"])
-def session(request: pytest.FixtureRequest, shipped_bundles: Callable[..., Path]) -> GraphSession:
-    bundle = shipped_bundles(request.param, batch=SLOTS, k=[1, 4])
+def session(request: pytest.FixtureRequest, wide_exports: Callable[[str], Path], once: Callable[..., Path]) -> GraphSession:
+    export = wide_exports(request.param)
+    bundle = once(f"{export.name}-onnxruntime", lambda output: build(export, output, batch=SLOTS, k=[1]))
     made = open_engines(bundle, *open_bundle(bundle)).session("target", SLOTS)
     assert isinstance(made, GraphSession)
     assert all((cache == 0).all() for cache in made.cache().values())  # what was compared when it was loaded is gone
@@ -56,11 +57,11 @@ def test_the_last_position_of_a_slot_is_its_own(session: GraphSession) -> None:
 
 
 def test_texts_are_those_of_plain_decoding_up_to_the_last_position(
-    shipped_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where lone rows are paired, as on a processor that needs it."""
     monkeypatch.setattr(GraphSession, "lone_rows_differ", lambda _: True)
-    outrider = Outrider.load(shipped_bundles("int4", batch=SLOTS, k=[1, 4]))
+    outrider = Outrider.load(trained_bundles("int4", batch=SLOTS, k=[1, 4]))
     params, texts = SamplingParams(max_new_tokens=1000), []
     for options in ({"k": 0}, {"k": 1}, {"k": 4}, {"k": 4, "drafter": "ngram"}, {"k": "auto"}):
         events = list(outrider.generate("The old man walked along the road, and", params, **options))

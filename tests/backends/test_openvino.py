@@ -42,12 +42,19 @@ from outrider.tests.support import build, llama, reseal, run_here, write_checkpo
 # The golden tests have those of 16 bits in `make test`, too.
 PRECISIONS = ("fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16")), "int8", "int4")
 SLOTS = 3
-TEXT = np.random.default_rng(0).integers(1, 4096, (1, 150))
+TEXT = np.random.default_rng(0).integers(1, 1024, (1, 150))
 
 
 @pytest.fixture(scope="module", params=PRECISIONS)
-def bundle(request: pytest.FixtureRequest, shipped_bundles: Callable[..., Path]) -> Path:
-    return shipped_bundles(request.param, backend="openvino", batch=SLOTS, k=[1, 4])
+def wide(request: pytest.FixtureRequest, wide_exports: Callable[[str], Path], once: Callable[..., Path]) -> Path:
+    """A bundle whose matrices are as large as those of the shipped target."""
+    made = wide_exports(request.param)
+    return once(f"{made.name}-openvino", lambda output: build(made, output, backend="openvino", batch=SLOTS, k=[1]))
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
+def bundle(request: pytest.FixtureRequest, trained_bundles: Callable[..., Path]) -> Path:
+    return trained_bundles(request.param, backend="openvino", batch=SLOTS, k=[1, 4])
 
 
 def target(bundle: Path) -> Session:
@@ -60,13 +67,13 @@ def rows(session: Session, first: int, last: int, slots: Int64s) -> Floats:
     return session.run(ids, np.full(len(slots), first), int(slots[0])).copy()
 
 
-def test_a_row_has_the_same_bits_whatever_runs_beside_it(bundle: Path) -> None:
-    precision = read_manifest(bundle).models["target"].precision
+def test_a_row_has_the_same_bits_whatever_runs_beside_it(wide: Path) -> None:
+    precision = read_manifest(wide).models["target"].precision
     if precision == "bf16" and "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         # It is computed in fp32 then, and rounded to bf16 in between, which may turn a last bit into a step of bf16.
-        check_bits(target(bundle), lambda got, want: np.testing.assert_allclose(got, want, atol=0.1))
+        check_bits(target(wide), lambda got, want: np.testing.assert_allclose(got, want, atol=0.1))
     else:
-        check_bits(target(bundle))
+        check_bits(target(wide))
 
 
 @pytest.mark.parametrize("group_size", [pytest.param(64, marks=pytest.mark.slow), 128])
@@ -104,9 +111,9 @@ def check_bits(session: Session, same: Callable[[Floats, Floats], None] = np.tes
         same(device.read(last)[0], want[5 - answered : 5])
 
 
-def test_the_last_position_of_a_slot_is_its_own(bundle: Path) -> None:
+def test_the_last_position_of_a_slot_is_its_own(wide: Path) -> None:
     """A single row is joined by a second one, which must not be written into the next slot."""
-    session = target(bundle)
+    session = target(wide)
     last = session.capacity - 1
     for slot in range(SLOTS):
         session.write(TEXT[:, :8], np.array([0]), slot)
@@ -121,8 +128,8 @@ def test_the_last_position_of_a_slot_is_its_own(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["a layer more", "a layer less", "wider keys", "more logits"])
-def test_a_model_that_is_not_what_the_manifest_says_is_refused(shipped_bundles: Callable[..., Path], change: str) -> None:
-    bundle = shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4])
+def test_a_model_that_is_not_what_the_manifest_says_is_refused(trained_bundles: Callable[..., Path], change: str) -> None:
+    bundle = trained_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4])
     manifest, made = open_bundle(bundle)
     model = manifest.models["target"]
     (heads, width, value_width), *others = model.layers
@@ -137,9 +144,9 @@ def test_a_model_that_is_not_what_the_manifest_says_is_refused(shipped_bundles: 
         open_engines(bundle, msgspec.structs.replace(manifest, models=models), made).session("target", batch=1)
 
 
-def test_rows_alone_would_have_other_bits(shipped_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_alone_would_have_other_bits(trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: OpenVINO's kernels for a single row add in another order."""
-    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+    bundle = trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
     differences = []
     for fewest in (2, 1):
         monkeypatch.setattr(paged, "FEWEST", fewest)
@@ -152,10 +159,10 @@ def test_rows_alone_would_have_other_bits(shipped_bundles: Callable[..., Path], 
 
 
 def test_the_bundle_has_one_copy_of_the_weights_in_their_precision(
-    bundle: Path, shipped_exports: Callable[[str], Path]
+    bundle: Path, trained_exports: Callable[[str], Path]
 ) -> None:
     manifest = read_manifest(bundle)
-    export = shipped_exports(manifest.models["target"].precision)
+    export = trained_exports(manifest.models["target"].precision)
     for role in manifest.roles:
         graph = onnx.load(bundle / model_file(role), load_external_data=False).graph
         own = [node.op_type for node in graph.node if node.domain == "outrider"]
@@ -167,8 +174,8 @@ def test_the_bundle_has_one_copy_of_the_weights_in_their_precision(
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc; shows that weights are in memory once")
-def test_pages_of_weights_that_were_copied_are_given_back(shipped_bundles: Callable[..., Path]) -> None:
-    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+def test_pages_of_weights_that_were_copied_are_given_back(trained_bundles: Callable[..., Path]) -> None:
+    bundle = trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
     session = target(bundle)
     weights = bundle / "target" / "model.onnx.data"
     resident, mapped, inside = 0, 0, False
@@ -183,29 +190,29 @@ def test_pages_of_weights_that_were_copied_are_given_back(shipped_bundles: Calla
     assert np.isfinite(rows(session, 0, 4, np.array([0]))).all()
 
 
-def test_it_is_verified_against_onnx_runtime(bundle: Path, shipped_exports: Callable[[str], Path]) -> None:
+def test_it_is_verified_against_onnx_runtime(bundle: Path, trained_exports: Callable[[str], Path]) -> None:
     precision = read_manifest(bundle).models["target"].precision
     # ONNX Runtime has no kernels for bf16 on the CPU.
-    done = run_here("verify", bundle, "--engines", shipped_exports("fp32" if precision == "bf16" else precision))
+    done = run_here("verify", bundle, "--engines", trained_exports("fp32" if precision == "bf16" else precision))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_audit_passes(shipped_bundles: Callable[..., Path]) -> None:
-    done = run_here("verify", shipped_bundles("int4", backend="openvino", capacity=255, batch=8, k=[4]), "--draws", "200")
+def test_the_audit_passes(trained_bundles: Callable[..., Path]) -> None:
+    done = run_here("verify", trained_bundles("int4", backend="openvino", capacity=255, batch=8, k=[4]), "--draws", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "the bundle passes"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp32"])
-def test_the_audit_passes_with_rounded_weights(shipped_bundles: Callable[..., Path], precision: str) -> None:
+def test_the_audit_passes_with_rounded_weights(trained_bundles: Callable[..., Path], precision: str) -> None:
     """And without, with more draws than above."""
-    done = run_here("verify", shipped_bundles(precision, backend="openvino", capacity=255, batch=8, k=[1, 4]))
+    done = run_here("verify", trained_bundles(precision, backend="openvino", capacity=255, batch=8, k=[1, 4]))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_command_takes_it(shipped_bundles: Callable[..., Path], tmp_path: Path) -> None:
-    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+def test_every_command_takes_it(trained_bundles: Callable[..., Path], tmp_path: Path) -> None:
+    bundle = trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
     shown = run_here("inspect", bundle)
     assert "openvino" in shown.stdout
     assert "attention" in shown.stdout
@@ -220,8 +227,8 @@ def test_every_command_takes_it(shipped_bundles: Callable[..., Path], tmp_path: 
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_answers_requests_together_as_each_alone(shipped_bundles: Callable[..., Path]) -> None:
-    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+def test_a_server_answers_requests_together_as_each_alone(trained_bundles: Callable[..., Path]) -> None:
+    bundle = trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
     alone = Outrider.load(bundle)
     prompts = ["Once upon a time", "def", "Question: Tom has 5 apples", "Customer: Hi, I would like to order a coffee."] * 2
 
@@ -258,14 +265,14 @@ def load_without(bundle: Path, missing: str) -> str:
     return done.stdout.strip()
 
 
-def test_it_runs_without_torch_and_what_only_a_build_needs(shipped_bundles: Callable[..., Path]) -> None:
-    bundle = shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
+def test_it_runs_without_torch_and_what_only_a_build_needs(trained_bundles: Callable[..., Path]) -> None:
+    bundle = trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
     assert load_without(bundle, "torch,onnx,onnx_ir,onnxscript") == "[]"
 
 
 @pytest.mark.parametrize("missing", ["openvino", "onnxruntime"])
-def test_a_missing_package_is_named(shipped_bundles: Callable[..., Path], missing: str) -> None:
-    said = load_without(shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4]), missing)
+def test_a_missing_package_is_named(trained_bundles: Callable[..., Path], missing: str) -> None:
+    said = load_without(trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4]), missing)
     assert said.startswith(f"{missing} cannot be imported: ")
     assert said.endswith(" - pip install 'outrider[openvino]'")
 
@@ -297,12 +304,12 @@ def test_what_its_attention_does_not_cover_is_refused_by_name(
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc; shows that no other memory is given back")
 def test_only_what_is_still_mapped_is_given_back(
-    shipped_exports: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_exports: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses of a mapping that has ended may be those of other memory, which would lose what it holds. Weights of fp16 are
     computed with in fp32, so the compiled model keeps nothing of the file."""
     path = tmp_path / "model.onnx"
-    rewrite(shipped_exports("fp16") / model_file("target"), path)
+    rewrite(trained_exports("fp16") / model_file("target"), path)
     given = list[bool]()
     monkeypatch.setattr(reader, "give_back", lambda pieces: given.append(bool(pieces) and pieces <= reader.mapped(path)))
     with compiling(path, "cpu", "fp32"), compiling(path, "cpu", "fp32"):
@@ -311,8 +318,8 @@ def test_only_what_is_still_mapped_is_given_back(
     assert all(given)
 
 
-def test_a_graph_that_this_openvino_does_not_take_is_one_line(shipped_bundles: Callable[..., Path], tmp_path: Path) -> None:
-    source = shipped_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4]) / model_file("target")
+def test_a_graph_that_this_openvino_does_not_take_is_one_line(trained_bundles: Callable[..., Path], tmp_path: Path) -> None:
+    source = trained_bundles("fp32", backend="openvino", batch=SLOTS, k=[1, 4]) / model_file("target")
     graph = onnx.load(source)
     graph.graph.node[0].op_type = "Unheard"
     onnx.save(graph, tmp_path / "model.onnx")
@@ -330,9 +337,9 @@ def test_too_little_memory_is_one_line() -> None:
         assert "\n" not in str(told)
 
 
-def test_a_cache_that_does_not_fit_is_refused_with_the_sizes(shipped_bundles: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_cache_that_does_not_fit_is_refused_with_the_sizes(trained_bundles: Callable[..., Path], tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
-    shutil.copytree(shipped_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4]), bundle)
+    shutil.copytree(trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4]), bundle)
     made = read_manifest(bundle)
     assert made.build is not None
     reseal(bundle, build=msgspec.structs.replace(made.build, batch=2**20))

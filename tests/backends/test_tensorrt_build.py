@@ -37,9 +37,9 @@ KNOWN = "7.5, 8.0, 8.6, 8.9, 12.0"
     "precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("fp32", marks=pytest.mark.slow)]
 )
 def test_the_shipped_pair_builds_with_every_profile(
-    precision: str, shipped_exports: Callable[[str], Path], tmp_path: Path
+    precision: str, trained_exports: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    export = shipped_exports(precision)
+    export = trained_exports(precision)
     bundle = build(export, tmp_path / "bundle", backend="tensorrt-rtx", capacity=512, k=[1, 4])
     manifest = read_manifest(bundle)
     check_files(bundle, manifest)
@@ -204,8 +204,8 @@ def building(
         (signal.SIGKILL, "TensorRT-RTX ran out of memory while building the target"),  # the system's way to say so
     ],
 )
-def test_a_crash_is_an_error_message(shipped_export: Path, tmp_path: Path, sign: signal.Signals, message: str) -> None:
-    code, rest = building(shipped_export, tmp_path / "out", lambda _, child: child.send_signal(sign))
+def test_a_crash_is_an_error_message(trained_export: Path, tmp_path: Path, sign: signal.Signals, message: str) -> None:
+    code, rest = building(trained_export, tmp_path / "out", lambda _, child: child.send_signal(sign))
     assert code == 1
     error, hint = rest.splitlines()
     assert error.startswith(f"error: {message}")
@@ -214,7 +214,7 @@ def test_a_crash_is_an_error_message(shipped_export: Path, tmp_path: Path, sign:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_ends_the_child_and_leaves_nothing(shipped_export: Path, tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_child_and_leaves_nothing(trained_export: Path, tmp_path: Path) -> None:
     children = []
 
     def interrupt(parent: psutil.Process, child: psutil.Process) -> None:
@@ -222,7 +222,7 @@ def test_an_interrupt_ends_the_child_and_leaves_nothing(shipped_export: Path, tm
         parent.send_signal(signal.SIGINT)
 
     code, rest = building(
-        shipped_export, tmp_path / "out", interrupt, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        trained_export, tmp_path / "out", interrupt, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     )
     assert code == 1
     assert "Traceback" not in rest
@@ -230,14 +230,14 @@ def test_an_interrupt_ends_the_child_and_leaves_nothing(shipped_export: Path, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_command_takes_its_child_along(shipped_export: Path, tiny_export: Path, tmp_path: Path) -> None:
+def test_a_killed_command_takes_its_child_along(trained_export: Path, tiny_export: Path, tmp_path: Path) -> None:
     children = []
 
     def kill(parent: psutil.Process, child: psutil.Process) -> None:
         children.append(child)
         parent.kill()
 
-    building(shipped_export, tmp_path / "out", kill)
+    building(trained_export, tmp_path / "out", kill)
     gone_by = time.monotonic() + 20
     while children[0].is_running() and children[0].status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < gone_by

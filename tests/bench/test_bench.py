@@ -40,14 +40,14 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def results(shipped: Outrider) -> Results:
-    return measure(shipped, PROMPTS, rounds=2, max_new_tokens=40, bundle="bundle", command="outrider bench bundle")
+def results(trained: Outrider) -> Results:
+    return measure(trained, PROMPTS, rounds=2, max_new_tokens=40, bundle="bundle", command="outrider bench bundle")
 
 
-def test_every_mode_is_measured_on_every_workload(results: Results, shipped: Outrider) -> None:
+def test_every_mode_is_measured_on_every_workload(results: Results, trained: Outrider) -> None:
     labels = [mode.label for mode in results.modes]
     assert labels[0] == "plain"
-    assert labels[1:-2] == [f"draft model, k = {k}" for k in shipped.build.k]
+    assert labels[1:-2] == [f"draft model, k = {k}" for k in trained.build.k]
     assert labels[-2:] == ["n-gram, k = 4", "any drafter, k = auto"]
     assert results.workloads == ["support", "echo"]
     for each in results.summaries:
@@ -75,7 +75,7 @@ def test_every_prompt_has_its_own_numbers(results: Results) -> None:
         assert gains == pytest.approx(summary.speedup)
 
 
-def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_the_whole_rounds(trained_bundle: Path, tmp_path: Path) -> None:
     def restore_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with SIGINT ignored
 
@@ -90,7 +90,7 @@ def test_an_interrupt_keeps_the_whole_rounds(shipped_bundle: Path, tmp_path: Pat
         "--report",
         tmp_path / "report",
     ]
-    arguments = [*COMMAND, "bench", str(shipped_bundle), *map(str, options)]
+    arguments = [*COMMAND, "bench", str(trained_bundle), *map(str, options)]
     with subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=restore_interrupts
     ) as process:
@@ -135,10 +135,10 @@ def test_acceptance_of_the_rounds_is_that_of_the_recorded_texts(results: Results
             assert summary.predicted_speedup > 0
 
 
-def test_a_text_may_end_at_the_edge_of_a_window(shipped: Outrider) -> None:
+def test_a_text_may_end_at_the_edge_of_a_window(trained: Outrider) -> None:
     prompt = PROMPTS[1]
-    room = shipped.build.windows[0] - len(shipped.text.encode(prompt.prompt, chat=False))
-    result = measure(shipped, [prompt], rounds=1, max_new_tokens=room)
+    room = trained.build.windows[0] - len(trained.text.encode(prompt.prompt, chat=False))
+    result = measure(trained, [prompt], rounds=1, max_new_tokens=room)
     assert result.policies["support"]["oracle"] > 0
 
 
@@ -148,10 +148,10 @@ def test_ngrams_are_accepted_where_a_text_repeats_itself(results: Results) -> No
     assert summary.mean_acceptance_length > 1.3
 
 
-def test_a_trace_records_the_drafts_choice_at_each_place(shipped: Outrider) -> None:
-    prompt = shipped.text.encode(PROMPTS[0].prompt, chat=False)
-    recorded = trace(shipped, "support", prompt, [5, 6, 7])
-    session = shipped.sessions["draft"]
+def test_a_trace_records_the_drafts_choice_at_each_place(trained: Outrider) -> None:
+    prompt = trained.text.encode(PROMPTS[0].prompt, chat=False)
+    recorded = trace(trained, "support", prompt, [5, 6, 7])
+    session = trained.sessions["draft"]
     text = [*prompt, 5, 6]
     logits = np.concatenate([session.run(np.array([text[at : at + 1]]), np.array([at]))[0].copy() for at in range(len(text))])[
         -3:
@@ -168,9 +168,9 @@ def test_times_between_tokens_are_zero_within_a_round() -> None:
     assert Percentiles.of([0.001 * each for each in range(1, 101)]).p90 == pytest.approx(91)
 
 
-def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> None:
+def test_the_report_opens_in_a_browser(tmp_path: Path, trained_bundle: Path) -> None:
     few = ["--each", "1", "--rounds", "1", "--max-new-tokens", "24"]
-    done = run_here("bench", shipped_bundle, *few, "--report", tmp_path / "report")
+    done = run_here("bench", trained_bundle, *few, "--report", tmp_path / "report")
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout
     written = read(tmp_path / "report" / "bench.json")
@@ -178,20 +178,20 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, shipped_bundle: Path) -> 
     page = (tmp_path / "report" / "index.html").read_text()
     assert not re.search(r"(src|href)=[\"']?http", page)  # it needs no other file
     assert "# Benchmark by workload" in (tmp_path / "report" / "bench.md").read_text()
-    planned = run_here("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json")
+    planned = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json")
     assert planned.returncode == 0, planned.stderr
     assert "summarization" in planned.stdout
     drawn = tmp_path / "plan.svg"
-    beside = run_here("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
+    beside = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
     measured = json.loads(beside.stdout)["measured"]
     assert measured["chat"]["model"]["8"] == written.summary("chat", Mode(drafter="model", k=8)).median_speedup
     assert measured["chat"]["none"]["0"] == 1
     assert drawn.read_text().startswith("<svg")
     path = tmp_path / "other.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(written, target="another")))
-    other = run_here("plan", shipped_bundle, "--bench", path)
+    other = run_here("plan", trained_bundle, "--bench", path)
     assert (other.returncode, "the bundle has" in other.stderr) == (2, True)
-    refused = run_here("plan", shipped_bundle, "--bench", tmp_path / "report" / "bench.json", "--position", "9")
+    refused = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json", "--position", "9")
     assert (refused.returncode, "--position goes with --rate" in refused.stderr) == (2, True)
     assert "k = auto, replayed on the same texts with these costs" in planned.stdout
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -318,10 +318,10 @@ def test_a_report_with_invalid_values_is_refused(results: Results, tmp_path: Pat
             read(path)
 
 
-def test_a_name_may_look_like_markup(shipped_bundle: Path, tmp_path: Path) -> None:
+def test_a_name_may_look_like_markup(trained_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('{"workload": "[/b] | :smile:", "prompt": "Customer: I need a flight."}\n')
     few = ["--rounds", "1", "--k", "1", "--max-new-tokens", "8"]
-    done = run_here("bench", shipped_bundle, "--workload", tmp_path / "odd.jsonl", *few, "--report", tmp_path / "report")
+    done = run_here("bench", trained_bundle, "--workload", tmp_path / "odd.jsonl", *few, "--report", tmp_path / "report")
     assert done.returncode == 0, done.stderr
     assert "[/b] | :smile:" in done.stdout
     tables = [line for line in (tmp_path / "report" / "bench.md").read_text().splitlines() if line.startswith("| [/b]")]
@@ -329,22 +329,22 @@ def test_a_name_may_look_like_markup(shipped_bundle: Path, tmp_path: Path) -> No
     assert all(line.startswith("| [/b] \\| :smile: | ") for line in tables)
 
 
-def test_a_report_overwrites_no_other_page_and_leaves_no_folder_behind(shipped_bundle: Path, tmp_path: Path) -> None:
+def test_a_report_overwrites_no_other_page_and_leaves_no_folder_behind(trained_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "index.html").write_text("mine")
     (tmp_path / "file").write_text("")
     for folder, code, message in (("site", 2, "not a report"), ("file/report", 1, "cannot")):
-        done = run_here("bench", shipped_bundle, "--report", tmp_path / folder)
+        done = run_here("bench", trained_bundle, "--report", tmp_path / folder)
         assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (code, True, False), done.stderr
     assert (tmp_path / "site" / "index.html").read_text() == "mine"
-    done = run_here("bench", shipped_bundle, "--k", "3", "--report", tmp_path / "new")
+    done = run_here("bench", trained_bundle, "--k", "3", "--report", tmp_path / "new")
     assert (done.returncode, "k = 3 was not built" in done.stderr) == (2, True), done.stderr
     done = run_here("bench", tmp_path / "none", "--report", tmp_path / "new")
     assert (done.returncode, "neither an export nor a bundle" in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / "new").exists()
 
 
-def test_wrong_arguments_are_refused_in_one_line(tmp_path: Path, shipped: Outrider, shipped_bundle: Path) -> None:
+def test_wrong_arguments_are_refused_in_one_line(tmp_path: Path, trained: Outrider, trained_bundle: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"workload": "chat"}\n')
     silent = tmp_path / "silent.jsonl"
@@ -353,25 +353,25 @@ def test_wrong_arguments_are_refused_in_one_line(tmp_path: Path, shipped: Outrid
     empty.write_text("\n")
     for arguments, message in (
         ((), "no bundle was given"),
-        ((shipped_bundle, "--workload", tmp_path / "none.jsonl"), "cannot read"),
-        ((shipped_bundle, "--workload", broken), "line 1"),
-        ((shipped_bundle, "--workload", empty), "has no prompts"),
-        ((shipped_bundle, "--workload", silent), "line 2"),
-        ((shipped_bundle, "--k", "3"), "k = 3 was not built"),
-        ((shipped_bundle, "--k", "few"), "not a list of numbers"),
+        ((trained_bundle, "--workload", tmp_path / "none.jsonl"), "cannot read"),
+        ((trained_bundle, "--workload", broken), "line 1"),
+        ((trained_bundle, "--workload", empty), "has no prompts"),
+        ((trained_bundle, "--workload", silent), "line 2"),
+        ((trained_bundle, "--k", "3"), "k = 3 was not built"),
+        ((trained_bundle, "--k", "few"), "not a list of numbers"),
         (("--compare", broken, broken), "is not a report"),
         (("--compare", broken, broken, "--report", tmp_path / "report"), "leave out --report"),
         (("--compare", broken, broken, "--rounds", "3"), "leave out --rounds"),
-        ((shipped_bundle, "--compare", broken, broken), "leave out the bundle"),
+        ((trained_bundle, "--compare", broken, broken), "leave out the bundle"),
     ):
         done = run_here("bench", *arguments)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     with pytest.raises(UsageError, match="not built"):
-        modes(shipped, [3])
+        modes(trained, [3])
     with pytest.raises(UsageError, match="the bundle's capacity is"):
-        measure(shipped, [Prompt("long", "I need a flight. " * 2000)])
+        measure(trained, [Prompt("long", "I need a flight. " * 2000)])
     with pytest.raises(UsageError, match="the drafter is auto but k is 4"):
-        shipped.generate("Hello", k=4, drafter="auto")
+        trained.generate("Hello", k=4, drafter="auto")
 
 
 def test_the_shipped_prompts_are_of_five_workloads() -> None:

@@ -183,33 +183,33 @@ def test_a_bundle_or_a_report_that_says_too_little_is_refused(tiny_bundle: Path,
         of_traces(costs(), "model", [Trace("", [1, 2], [3, 4], {}, {})])
 
 
-def test_a_bundles_plan(shipped_bundle: Path, tmp_path: Path) -> None:
-    done = run_here("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "plan.svg")
+def test_a_bundles_plan(trained_bundle: Path, tmp_path: Path) -> None:
+    done = run_here("plan", trained_bundle, "--rate", "0.7", "--plot", tmp_path / "plan.svg")
     assert done.returncode == 0, done.stderr
     assert "break-even" in done.stdout
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
-    plan = json.loads(run_here("plan", shipped_bundle, "--rate", "0.7", "--json").stdout)
+    plan = json.loads(run_here("plan", trained_bundle, "--rate", "0.7", "--json").stdout)
     predictions = plan["predictions"]
-    manifest = read_manifest(shipped_bundle)
+    manifest = read_manifest(trained_bundle)
     assert manifest.build is not None
     assert [each["k"] for each in predictions] == [0, *manifest.build.k]
     assert plan["best"][""]["k"] == max(predictions, key=lambda each: each["speedup"])["k"]
     assert (predictions[0]["speedup"], predictions[0]["break_even"]) == (1, None)
     table = Costs(manifest, manifest.build)
     assert predictions[1]["speedup"] == pytest.approx(at_rate(table, "model", 0.7, manifest.build.capacity // 4)[1].speedup)
-    own = json.loads(run_here("plan", shipped_bundle, "--json").stdout)["predictions"]
+    own = json.loads(run_here("plan", trained_bundle, "--json").stdout)["predictions"]
     rate = manifest.build.acceptance["model"]
     assert 0.2 < rate < 1
     assert own[1]["speedup"] == pytest.approx(at_rate(table, "model", rate, manifest.build.capacity // 4)[1].speedup)
     assert "excludes the time in which the draft reads the prompt" in done.stdout
-    refused = run_here("plan", shipped_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
+    refused = run_here("plan", trained_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
     assert (refused.returncode, "cannot be combined" in refused.stderr) == (2, True)
     (tmp_path / "file").write_text("")
-    nowhere = run_here("plan", shipped_bundle, "--rate", "0.7", "--plot", tmp_path / "file" / "plan.svg")
+    nowhere = run_here("plan", trained_bundle, "--rate", "0.7", "--plot", tmp_path / "file" / "plan.svg")
     assert (nowhere.returncode, "plan.svg" in nowhere.stderr) == (1, True), nowhere.stderr
-    picture = run_here("plan", shipped_bundle, "--plot", tmp_path / "plan.png")
+    picture = run_here("plan", trained_bundle, "--plot", tmp_path / "plan.png")
     assert (picture.returncode, "plots are SVG" in picture.stderr) == (2, True)
-    ignored = run_here("plan", shipped_bundle, "--tokens", "12")
+    ignored = run_here("plan", trained_bundle, "--tokens", "12")
     assert (ignored.returncode, "--tokens cannot be used with a bundle" in ignored.stderr) == (2, True)
-    missing = run_here("plan", shipped_bundle, "--bench", tmp_path / "none.json")
+    missing = run_here("plan", trained_bundle, "--bench", tmp_path / "none.json")
     assert (missing.returncode, "cannot read" in missing.stderr) == (2, True)

@@ -29,7 +29,7 @@ from outrider.export.source import Source
 from outrider.export.step_model import CacheLayout, trace
 from outrider.tests.export import models_page
 from outrider.tests.export.eagle3 import weights
-from outrider.tests.support import llama, rtx_job, write_checkpoint
+from outrider.tests.support import WIDTH, llama, rtx_job, write_checkpoint
 
 COLUMNS = ("difference", "builds with TensorRT-RTX")
 
@@ -356,7 +356,7 @@ def of_320(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 def test_it_is_exported_beside_a_draft_model(drafter_exports: Callable[[str, str], Path]) -> None:
     manifest = read_manifest(drafter_exports("int4", "random head"))
     assert manifest.roles == ("target", "draft", "head")
-    assert [manifest.models[role].features for role in manifest.roles] == [256, None, 256]
+    assert [manifest.models[role].features for role in manifest.roles] == [WIDTH, None, WIDTH]
     assert manifest.models["head"].head_tokens == 16
 
 

@@ -15,16 +15,16 @@ from outrider.export.pair import export_pair
 from outrider.export.short_head import frequent_tokens
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.support import PAIR, TEXT, build, run_here, tokenizer
+from outrider.tests.support import PAIR, SHIPPED, TEXT, VOCABULARY, build, run_here, tokenizer
 
-COUNT = 1500
+COUNT = 600
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text like the shipped pair's own."""
     path = tmp_path_factory.mktemp("text") / "sample.txt"
-    path.write_text((PAIR / "README.md").read_text() + "Customer: I would like to book a table for two.\nAgent: Sure! " * 20)
+    path.write_text((SHIPPED / "README.md").read_text() + "Customer: I would like to book a table for two.\nAgent: Sure! " * 20)
     return path
 
 
@@ -45,7 +45,7 @@ def bundle(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.
 def test_the_text_is_that_of_plain_decoding_and_drafts_use_the_short_vocabulary(bundle: Path, text: Path) -> None:
     manifest = read_manifest(bundle)
     assert (manifest.models["draft"].head_tokens, manifest.models["target"].head_tokens) == (COUNT, None)
-    kept = set(frequent_tokens((PAIR / "draft" / "tokenizer.json").read_text(), text, COUNT, 4096, [0]).tolist())
+    kept = set(frequent_tokens((PAIR / "draft" / "tokenizer.json").read_text(), text, COUNT, VOCABULARY, [0]).tolist())
     outrider = Outrider.load(bundle)
     for params in (
         SamplingParams(max_new_tokens=60),
@@ -66,7 +66,7 @@ def test_logits_of_all_other_tokens_are_minus_infinity(bundle: Path) -> None:
     session = open_engines(bundle, *open_bundle(bundle)).session("draft", batch=1)
     logits = session.run(np.array([[5, 9]]), np.array([0]))
     assert (np.isfinite(logits).sum(-1) == COUNT).all()
-    assert np.isneginf(logits).sum() == 2 * (4096 - COUNT)
+    assert np.isneginf(logits).sum() == 2 * (VOCABULARY - COUNT)
     assert session.skips_logits
 
 

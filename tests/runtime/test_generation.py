@@ -104,7 +104,7 @@ def test_an_abandoned_generation_leaves_the_bundle_valid(tiny: Outrider) -> None
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_what_is_drafted_does_not_depend_on_the_request_before(shipped: Outrider, drafter: str) -> None:
+def test_what_is_drafted_does_not_depend_on_the_request_before(trained: Outrider, drafter: str) -> None:
     """A drafter that kept another text would cost acceptance, which no answer shows."""
     texts = (
         "Once upon a time there was a little dog. " * 3,
@@ -112,10 +112,10 @@ def test_what_is_drafted_does_not_depend_on_the_request_before(shipped: Outrider
     )
 
     def accepted(*prompts: str) -> int:
-        anew = shipped.observed(lambda launches, shape, index, lane, result: result)
+        anew = trained.observed(lambda launches, shape, index, lane, result: result)
         scheduler = Scheduler(anew, k=4, drafter=drafter)
         for prompt in prompts:
-            request = scheduler.submit(shipped.text.encode(prompt, chat=False), SamplingParams(max_new_tokens=40))
+            request = scheduler.submit(trained.text.encode(prompt, chat=False), SamplingParams(max_new_tokens=40))
             while scheduler.busy:
                 scheduler.step()
         return request.stats.accepted
@@ -167,9 +167,9 @@ def test_totals_are_the_sums_of_the_counters() -> None:
     assert (one.drafted_at, one.accepted_at) == ([2, 1, 1], [2, 1, 0])
 
 
-def test_the_time_in_which_the_draft_reads_the_prompt_is_not_of_the_rounds(shipped: Outrider) -> None:
+def test_the_time_in_which_the_draft_reads_the_prompt_is_not_of_the_rounds(trained: Outrider) -> None:
     prompt = "The old man walked along the road, and the dog ran on before him. " * 12
-    (*_, last) = shipped.generate(prompt, SamplingParams(max_new_tokens=2), k=1)
+    (*_, last) = trained.generate(prompt, SamplingParams(max_new_tokens=2), k=1)
     stats = last.stats
     assert 0 < stats.draft_prompt_seconds < stats.prompt_seconds < stats.seconds
     assert 0 <= stats.outside_engines < 1

@@ -29,7 +29,7 @@ from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.stats import Stats
 from outrider.tests.runtime.toy import Repeat
-from outrider.tests.support import PAIR, build, prefill, reseal, write_checkpoint
+from outrider.tests.support import PAIR, SHIPPED, build, prefill, reseal, write_checkpoint
 
 K = (1, 2, 4, 8)
 MODES = (*K, "auto", "n-grams", "toy", "at random")  # the last is every drafter and k at random
@@ -55,7 +55,7 @@ SLOW = BESIDE.keys() - {
     "plain block fp32",
     "random parallel-head fp32",
 }
-DRAFTS = ("trained", "self", "random", *PRECISIONS, *OPENVINO, *BESIDE)  # most are trained
+DRAFTS = ("shipped", "trained", "self", "random", *PRECISIONS, *OPENVINO, *BESIDE)  # most are trained
 PROMPTS = {
     "support": "Customer: Hi, I would like to order a coffee.\nAgent:",
     "story": "Once upon a time there was a little",
@@ -84,14 +84,14 @@ class Made(dict[str, Made_]):
 
 
 def cases() -> list[Any]:
-    """Every prompt with every draft in every mode. In `make test`, the trained pair in fp32 runs all of them, and every other
+    """Every prompt with every draft in every mode. In `make test`, the shipped pair in fp32 runs all of them, and every other
     draft one k, one of the other modes and every drafter and k at random, each with one prompt, in turn."""
 
     def slow(prompt: str, draft: str, mode: int | str) -> bool:
         if draft == DRAFTS[0]:
             return False
         at, number = MODES.index(mode), DRAFTS.index(draft)
-        few = [*PROMPTS] if draft in DRAFTS[:3] else FEW
+        few = [*PROMPTS] if draft in DRAFTS[:4] else FEW
         left_out = mode != MODES[-1] and (at - number) % (len(MODES) // 2) != 0
         turn = number + (mode not in K) + (mode == MODES[-1])
         return draft in SLOW or left_out or prompt != few[turn % len(few)]
@@ -101,7 +101,7 @@ def cases() -> list[Any]:
 
 
 def in_turn(names: Iterable[str]) -> list[Any]:
-    """Every draft in every mode; in `make test` the trained pair in two of them, and each of the others in one, in turn."""
+    """Every draft in every mode; in `make test` the shipped pair in two of them, and each of the others in one, in turn."""
 
     def slow(draft: str, mode: int | str) -> bool:
         number = DRAFTS.index(draft)
@@ -113,22 +113,25 @@ def in_turn(names: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def folders(
-    shipped_exports: Callable[[str], Path],
+    shipped_export: Path,
+    trained_exports: Callable[[str], Path],
     drafter_exports: Callable[[str, str], Path],
     self_export: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
-    """The shipped target with three drafts: the trained one, itself, and a random one; the trained pair in other precisions and
-    on another backend; and with other drafters. No token ends the text."""
+    """The shipped pair; the tests' own target with three drafts: the trained one, itself, and a random one; that pair in other
+    precisions and on another backend; and with other drafters. No token ends the text."""
     folder = tmp_path_factory.mktemp("golden")
 
     def exported(name: str) -> Path:
         if name in BESIDE:
             return drafter_exports(name.split()[-1], BESIDE[name][0])
+        if name == "shipped":
+            return shipped_export
         if name == "self":
             return self_export
         if name != "random":
-            return shipped_exports("fp32" if name == "trained" else name.split()[-1])
+            return trained_exports("fp32" if name == "trained" else name.split()[-1])
         torch.manual_seed(0)
         # Untied: with tied weights even a random model tends to repeat the last token.
         random = LlamaForCausalLM(LlamaConfig.from_pretrained(PAIR / "draft", tie_word_embeddings=False))
@@ -193,18 +196,21 @@ def test_speculative_text_is_plain_text_up_to_the_last_slot(
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+def models() -> dict[str, LlamaForCausalLM]:
+    """The target of each bundle."""
+    pairs = {"shipped": SHIPPED, "trained": PAIR, "openvino fp32": PAIR}
+    return Made(lambda name: LlamaForCausalLM.from_pretrained(pairs[name] / "target", dtype=torch.float32))
 
 
-@pytest.mark.in_turn(runs=lambda case: case["bundle"] == "trained" or case["prompt"] in FEW)
-@pytest.mark.parametrize("bundle", ["trained", "openvino fp32"])
+@pytest.mark.in_turn(runs=lambda case: case["bundle"] == "shipped" or case["prompt"] in FEW)
+@pytest.mark.parametrize("bundle", ["shipped", "trained", "openvino fp32"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_plain_text_is_that_of_transformers(
-    plain: dict[str, dict[str, list[Event]]], model: LlamaForCausalLM, prompt: str, bundle: str
+    plain: dict[str, dict[str, list[Event]]], models: dict[str, LlamaForCausalLM], prompt: str, bundle: str
 ) -> None:
     """Each token is the most likely one after all before it: so greedy text goes on, whoever writes it."""
-    ids = AutoTokenizer.from_pretrained(PAIR / "target")(PROMPTS[prompt]).input_ids
+    model = models[bundle]
+    ids = AutoTokenizer.from_pretrained(model.name_or_path)(PROMPTS[prompt]).input_ids
     ours = tokens(plain[bundle][prompt])
     assert len(ids) + len(ours) == CAPACITY + 1
     with torch.no_grad():

@@ -66,7 +66,7 @@ SCHEMA = {
 SUM = 'start: term (OPERATOR term)*\nterm: /[0-9]{1,3}/ | "(" start ")"\nOPERATOR: " + " | " - "\n'
 GRAMMARS: dict[str, StructuredOutputs] = {
     "forces": StructuredOutputs(choice=[" Of course, what would you like to drink today, and where shall I bring it?"]),
-    "branches": StructuredOutputs(choice=[" yes", " no", " maybe so", " yes, of course I can do that for you"]),
+    "branches": StructuredOutputs(choice=[" yes please", " not at all", " maybe so", " yes, of course I can do that for you"]),
     "forbids": StructuredOutputs(regex="[^e]{20,80}"),
     "multi-byte": StructuredOutputs(regex="(naïve|café|中文|🙂){3,5}"),
     "schema": StructuredOutputs(json=SCHEMA),
@@ -106,7 +106,7 @@ def fits(name: str, text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def bundles(
-    shipped_bundles: Callable[..., Path],
+    trained_bundles: Callable[..., Path],
     drafter_bundles: Callable[..., Path],
     self_export: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -116,9 +116,9 @@ def bundles(
     class Loaded(dict[str, Outrider]):
         def __missing__(self, name: str) -> Outrider:
             if name == "trained":
-                bundle = shipped_bundles("fp32", **options)
+                bundle = trained_bundles("fp32", **options)
             elif name == "openvino":
-                bundle = shipped_bundles("fp32", backend="openvino", **options)
+                bundle = trained_bundles("fp32", backend="openvino", **options)
             elif name == "self":
                 bundle = build(self_export, tmp_path_factory.mktemp("grammar") / "bundle", **options)
             else:
@@ -247,9 +247,9 @@ def test_where_the_mask_leaves_one_token_it_is_forced(bundles: dict[str, Outride
 
 
 @pytest.mark.parametrize("k", [4, "auto", "ngram"])
-def test_forced_tokens_are_drafted_for_free_in_batches(shipped_bundles: Callable[..., Path], k: int | str) -> None:
+def test_forced_tokens_are_drafted_for_free_in_batches(trained_bundles: Callable[..., Path], k: int | str) -> None:
     """In rounds of their own, and beside proposals for other requests."""
-    bundle = shipped_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
+    bundle = trained_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
     batched = Outrider.load(bundle, slots=4)
     named = {"k": K[-1], "drafter": "ngram"} if k == "ngram" else {"k": k}
     for others in (["forces"] * 3, ["none"] * 3) if k == "ngram" else (["forces"] * 3,):
@@ -263,8 +263,8 @@ def test_forced_tokens_are_drafted_for_free_in_batches(shipped_bundles: Callable
         assert first.stats.rounds_by_drafter[FORCED] >= first.stats.rounds - 1  # of the last one, the end is all that is left
 
 
-def test_requests_with_and_without_grammars_share_rounds(shipped_bundles: Callable[..., Path]) -> None:
-    bundle = shipped_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
+def test_requests_with_and_without_grammars_share_rounds(trained_bundles: Callable[..., Path]) -> None:
+    bundle = trained_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
     alone, batched = Outrider.load(bundle), Outrider.load(bundle, slots=4)
     chosen = [
         SamplingParams(max_new_tokens=60, structured_outputs=GRAMMARS.get(name), temperature=heat, seed=5, rule="exact-match")
@@ -285,10 +285,10 @@ def test_requests_with_and_without_grammars_share_rounds(shipped_bundles: Callab
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seeded"])
 def test_a_device_that_runs_ahead_waits_once_for_a_mask(
-    shipped_bundles: Callable[..., Path], bundles: dict[str, Outrider], sampling: dict[str, Any]
+    trained_bundles: Callable[..., Path], bundles: dict[str, Outrider], sampling: dict[str, Any]
 ) -> None:
     """As on a GPU: a masked round is two recordings with the host between, and a plain one stays one."""
-    queued = deferred(shipped_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K)))
+    queued = deferred(trained_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K)))
     free = SamplingParams(max_new_tokens=40, **sampling)
     want = {name: tokens(run(bundles["trained"], name, 0, **sampling)) for name in GRAMMARS}
     want_free = tokens(list(bundles["trained"].generate(PROMPT, free, k=4)))
@@ -322,7 +322,7 @@ def dead_ends(outrider: Outrider) -> tuple[str, list[str]]:
         said.extend(result.tokens[len(result.drafted) :])
         return result
 
-    params = SamplingParams(max_new_tokens=90, structured_outputs=GRAMMARS["forbids"])
+    params = SamplingParams(max_new_tokens=90, structured_outputs=GRAMMARS["forbids"], repetition_penalty=1.3)
     for k in K:
         said.clear()
         want = text(list(outrider.observed(watch).generate(PROMPT, params, k=k)))
@@ -342,7 +342,8 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
 
     def answer(k: int | str, *dead: str) -> str:  # and the error that it ends with
         lines = [f"start: {json.dumps(want)}", *(f" | {json.dumps(prefix)} NOTHING" for prefix in dead), NOTHING]
-        params = SamplingParams(max_new_tokens=90, structured_outputs=StructuredOutputs(grammar="\n".join(lines)))
+        grammar = StructuredOutputs(grammar="\n".join(lines))
+        params = SamplingParams(max_new_tokens=90, structured_outputs=grammar, repetition_penalty=1.3)
         said = ""
         try:
             for event in outrider.generate(PROMPT, params, k=k):
@@ -553,10 +554,10 @@ def test_masks_that_take_longer_and_longer_end_an_answer() -> None:
 
 
 def test_a_step_that_takes_too_long_ends_its_request_alone(
-    shipped_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for it to end."""
-    bundle = shipped_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
+    bundle = trained_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
     outrider = Outrider.load(bundle, slots=4)
     monkeypatch.setattr("outrider.runtime.grammar.STEP_SECONDS", 0.0)
     prompt = outrider.text.encode(PROMPT, chat=False)

@@ -503,24 +503,24 @@ HOW: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def plain(shipped: Outrider) -> Callable[[int], list[int]]:
+def plain(trained: Outrider) -> Callable[[int], list[int]]:
     """Plain decoding's text by the number of its parameters."""
-    return functools.cache(lambda number: tokens(shipped, k=0, **HOW[number]))
+    return functools.cache(lambda number: tokens(trained, k=0, **HOW[number]))
 
 
 @pytest.mark.in_turn(runs=lambda case: (WAYS.index(case["way"]) - HOW.index(case["params"])) % 2 == 0)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("params", HOW, ids=str)
 def test_the_text_is_plain_decodings_whatever_was_chosen(
-    shipped: Outrider, plain: Callable[[int], list[int]], way: dict[str, Any], params: dict[str, Any]
+    trained: Outrider, plain: Callable[[int], list[int]], way: dict[str, Any], params: dict[str, Any]
 ) -> None:
     """A seed fixes the answer, though what is chosen depends on how long rounds took."""
     for _ in range(2):
-        assert tokens(shipped, **way, **params) == plain(HOW.index(params))
+        assert tokens(trained, **way, **params) == plain(HOW.index(params))
 
 
 @pytest.mark.parametrize("jitter", [pytest.param(seed, marks=pytest.mark.slow) if seed > 1 else seed for seed in range(6)])
-def test_the_times_of_rounds_change_k_and_nothing_else(shipped: Outrider, jitter: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_of_rounds_change_k_and_nothing_else(trained: Outrider, jitter: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is ours: rounds seem to take now this long, now that, and k goes up and down; the text stays. The same times
     give the same choices."""
     params = SamplingParams(temperature=0.9, seed=11, max_new_tokens=150)
@@ -533,28 +533,28 @@ def test_the_times_of_rounds_change_k_and_nothing_else(shipped: Outrider, jitter
             now[0] += chance.choice([0.001, 0.01, 0.1])
             return now[0]
 
-        monkeypatch.setattr(shipped.decoder, "clock", clock)
-        monkeypatch.setattr(shipped, "policy", shipped.adaptive_policy())
+        monkeypatch.setattr(trained.decoder, "clock", clock)
+        monkeypatch.setattr(trained, "policy", trained.adaptive_policy())
         text, drafted = list[int](), [0]
-        for event in shipped.generate(PROMPT, params):
+        for event in trained.generate(PROMPT, params):
             text += event.token_ids
             drafted.append(event.stats.drafted)
         return text, [after - before for before, after in pairwise(drafted)]
 
     text, chosen = run()
-    assert text == tokens(shipped, k=0, temperature=0.9, seed=11, max_new_tokens=150)
+    assert text == tokens(trained, k=0, temperature=0.9, seed=11, max_new_tokens=150)
     assert len(set(chosen)) > 2
     assert run() == (text, chosen)
 
 
-def test_a_seed_with_the_rule_of_rejection_keeps_to_one_k(shipped: Outrider) -> None:
+def test_a_seed_with_the_rule_of_rejection_keeps_to_one_k(trained: Outrider) -> None:
     asked: dict[str, Any] = {"temperature": 0.9, "seed": 11, "rule": "rejection"}
-    assert tokens(shipped, **asked) == tokens(shipped, k=shipped.default_k, **asked)
+    assert tokens(trained, **asked) == tokens(trained, k=trained.default_k, **asked)
 
 
-def test_ngrams_are_found_in_the_prompt_and_accepted(shipped: Outrider) -> None:
+def test_ngrams_are_found_in_the_prompt_and_accepted(trained: Outrider) -> None:
     prompt = "Customer: I need a flight. Agent: " * 6
-    events = list(shipped.generate(prompt, SamplingParams(max_new_tokens=60), k=8, drafter="ngram"))
+    events = list(trained.generate(prompt, SamplingParams(max_new_tokens=60), k=8, drafter="ngram"))
     stats = events[-1].stats
     assert stats.rounds_by_drafter == {NGRAM: stats.drafting_rounds}
     assert stats.drafting_rounds > 0
@@ -563,16 +563,16 @@ def test_ngrams_are_found_in_the_prompt_and_accepted(shipped: Outrider) -> None:
     assert sum(count * at for at, count in enumerate(stats.histogram)) == stats.accepted
 
 
-def test_a_round_stops_drafting_where_the_draft_is_unsure(shipped: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_stops_drafting_where_the_draft_is_unsure(trained: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock of ours that makes drafting worth while, whatever machine this is."""
-    monkeypatch.setattr(shipped, "policy", adaptive(costs(draft=0.5), early_stopping=True))
+    monkeypatch.setattr(trained, "policy", adaptive(costs(draft=0.5), early_stopping=True))
     now = [0.0]
 
     def clock() -> float:
         now[0] += 0.006
         return now[0]
 
-    monkeypatch.setattr(shipped.decoder, "clock", clock)
+    monkeypatch.setattr(trained.decoder, "clock", clock)
     asked: list[tuple[float, bool]] = []
     keep_drafting = AdaptivePolicy.keep_drafting
 
@@ -583,7 +583,7 @@ def test_a_round_stops_drafting_where_the_draft_is_unsure(shipped: Outrider, mon
 
     monkeypatch.setattr(AdaptivePolicy, "keep_drafting", noted)
     for _ in range(3):
-        events = list(shipped.generate(PROMPT, SamplingParams(max_new_tokens=120), drafter="model"))
+        events = list(trained.generate(PROMPT, SamplingParams(max_new_tokens=120), drafter="model"))
     drafted = events[-1].stats.drafted_at
     assert len(drafted) > 1
     assert drafted[0] > drafted[-1]

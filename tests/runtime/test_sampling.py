@@ -57,12 +57,12 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 
 
 @pytest.fixture(scope="module")
-def plain(shipped: Outrider) -> Callable[..., list[int]]:
+def plain(trained: Outrider) -> Callable[..., list[int]]:
     """Plain decoding's answer with some penalties, greedy or, by a rule, sampled."""
 
     @functools.cache
     def made(name: str, rule: str | None = None) -> list[int]:
-        return ids(shipped, **PENALTIES.get(name, {}), **(SAMPLED | {"rule": rule} if rule else {}))
+        return ids(trained, **PENALTIES.get(name, {}), **(SAMPLED | {"rule": rule} if rule else {}))
 
     return made
 
@@ -76,79 +76,79 @@ def in_turn(case: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("name", PENALTIES)
 def test_greedy_with_penalties_is_plain_greedy_with_penalties(
-    shipped: Outrider, plain: Callable[..., list[int]], name: str, k: int
+    trained: Outrider, plain: Callable[..., list[int]], name: str, k: int
 ) -> None:
     """Each verified position sees the drafted prefix before it, exactly as plain decoding would."""
     assert plain(name) != plain("none")
-    assert ids(shipped, k=k, **PENALTIES[name]) == plain(name)
+    assert ids(trained, k=k, **PENALTIES[name]) == plain(name)
 
 
 @pytest.mark.in_turn(runs=in_turn)
 @pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("name", ["none", *PENALTIES])
 def test_exact_match_gives_plain_decodings_tokens_whatever_k(
-    shipped: Outrider, plain: Callable[..., list[int]], name: str, k: int
+    trained: Outrider, plain: Callable[..., list[int]], name: str, k: int
 ) -> None:
-    speculative = events(shipped, k=k, rule="exact-match", **SAMPLED, **PENALTIES.get(name, {}))
+    speculative = events(trained, k=k, rule="exact-match", **SAMPLED, **PENALTIES.get(name, {}))
     assert [t for e in speculative for t in e.token_ids] == plain(name, "exact-match")
     assert speculative[-1].stats.accepted > 0
     assert plain(name, "rejection") == plain(name, "exact-match")  # plain knows no rule
 
 
-def test_proposals_from_the_text_are_accepted_by_exact_match_whatever_the_rule(shipped: Outrider) -> None:
+def test_proposals_from_the_text_are_accepted_by_exact_match_whatever_the_rule(trained: Outrider) -> None:
     """They were drawn from no distribution, so no ratio can accept them; the answer to a seed is plain decoding's."""
     params = SamplingParams(max_new_tokens=60, temperature=0.6, seed=7, rule="rejection")
-    plain, proposed = (list(shipped.generate(3 * PROMPT, params, k=k, drafter=name)) for k, name in ((0, None), (8, "ngram")))
+    plain, proposed = (list(trained.generate(3 * PROMPT, params, k=k, drafter=name)) for k, name in ((0, None), (8, "ngram")))
     assert [t for e in proposed for t in e.token_ids] == [t for e in plain for t in e.token_ids]
     assert 0 < proposed[-1].stats.accepted < proposed[-1].stats.drafted
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_repetition_penalty_is_that_of_transformers(shipped: Outrider, model: LlamaForCausalLM, penalty: float) -> None:
+def test_repetition_penalty_is_that_of_transformers(trained: Outrider, model: LlamaForCausalLM, penalty: float) -> None:
     inputs = AutoTokenizer.from_pretrained(PAIR / "target")(PROMPT, return_tensors="pt")
-    ours = ids(shipped, k=4, repetition_penalty=penalty)
+    ours = ids(trained, k=4, repetition_penalty=penalty)
     theirs = model.generate(
         inputs.input_ids, do_sample=False, max_new_tokens=len(ours), repetition_penalty=penalty, pad_token_id=0
     )
     assert theirs[0, inputs.input_ids.shape[1] :].tolist() == ours
 
 
-def test_penalties_follow_the_documented_formula(shipped: Outrider, model: LlamaForCausalLM) -> None:
+def test_penalties_follow_the_documented_formula(trained: Outrider, model: LlamaForCausalLM) -> None:
     """Plain decoding, written out once more: logits - frequency * count - presence * (count > 0), of the answer alone."""
-    tokens = shipped.text.encode(PROMPT, chat=False)
+    tokens = trained.text.encode(PROMPT, chat=False)
     answer: list[int] = []
     for _ in range(40):
         with torch.no_grad():
             logits = model(torch.tensor([tokens + answer])).logits[0, -1].double().numpy()
         counts = np.bincount(answer, minlength=len(logits))
         answer.append(int((logits - 0.9 * counts - 0.6 * (counts > 0)).argmax()))
-    got = ids(shipped, k=4, frequency_penalty=0.9, presence_penalty=0.6, max_new_tokens=40)
+    got = ids(trained, k=4, frequency_penalty=0.9, presence_penalty=0.6, max_new_tokens=40)
     assert got == answer[: len(got)]
     assert len(got) > 20
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_a_bias_bans_or_forces_a_token(shipped: Outrider, k: int) -> None:
-    token = ids(shipped)[5]
-    assert token not in ids(shipped, k=k, logit_bias={token: -100})
-    assert set(ids(shipped, k=k, logit_bias={77: 100}, max_new_tokens=9)) == {77}
+def test_a_bias_bans_or_forces_a_token(trained: Outrider, k: int) -> None:
+    token = ids(trained)[5]
+    assert token not in ids(trained, k=k, logit_bias={token: -100})
+    assert set(ids(trained, k=k, logit_bias={77: 100}, max_new_tokens=9)) == {77}
 
 
 @pytest.mark.in_turn(runs=lambda case: (case["temperature"] == 0) == (case["k"] in (0, 4)))
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_stop_tokens_end_the_text_and_are_banned_before_the_minimum_length(
-    shipped: Outrider, k: int, temperature: float
+    trained: Outrider, k: int, temperature: float
 ) -> None:
-    free = ids(shipped, k=k, temperature=temperature, seed=5)
+    free = ids(trained, k=k, temperature=temperature, seed=5)
     end = free[12]
-    stopped = events(shipped, k=k, temperature=temperature, seed=5, stop_token_ids=[end])
+    stopped = events(trained, k=k, temperature=temperature, seed=5, stop_token_ids=[end])
     assert [t for e in stopped for t in e.token_ids] == free[: free.index(end) + 1]
     assert stopped[-1].finish_reason == "stop"
-    longer = ids(shipped, k=k, temperature=temperature, seed=5, stop_token_ids=[end], min_new_tokens=30)
+    longer = ids(trained, k=k, temperature=temperature, seed=5, stop_token_ids=[end], min_new_tokens=30)
     assert end not in longer[:30]
     assert len(longer) >= 30
-    late = ids(shipped, k=k, temperature=temperature, seed=5, stop_token_ids=[77], min_new_tokens=9, logit_bias={77: 100})
+    late = ids(trained, k=k, temperature=temperature, seed=5, stop_token_ids=[77], min_new_tokens=9, logit_bias={77: 100})
     assert late.index(77) == 9  # the ban ends when it should
     assert len(late) == 10
 
@@ -168,20 +168,20 @@ def test_truncation_that_reaches_beyond_the_first_candidates_is_exact(
     assert watch.disagreed == 0
 
 
-def test_greedy_needs_no_candidates(shipped: Outrider) -> None:
+def test_greedy_needs_no_candidates(trained: Outrider) -> None:
     """The most likely token is never cut, so top_p and top_k cost nothing there."""
-    request = shipped.request([1], SamplingParams(top_p=0.9, top_k=50, min_p=0.1))
+    request = trained.request([1], SamplingParams(top_p=0.9, top_k=50, min_p=0.1))
     assert request.sampling.candidates == 1
-    assert ids(shipped, k=4, top_p=0.9, top_k=50, min_p=0.1) == ids(shipped)
+    assert ids(trained, k=4, top_p=0.9, top_k=50, min_p=0.1) == ids(trained)
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_stop_strings_are_not_looked_for_before_the_minimum_length(shipped: Outrider, k: int) -> None:
-    whole = "".join(event.text for event in events(shipped, k=k))
+def test_stop_strings_are_not_looked_for_before_the_minimum_length(trained: Outrider, k: int) -> None:
+    whole = "".join(event.text for event in events(trained, k=k))
     stop = whole.split()[1]
-    short = events(shipped, k=k, stop=stop)
+    short = events(trained, k=k, stop=stop)
     assert "".join(event.text for event in short) == whole[: whole.index(stop)]
-    late = events(shipped, k=k, stop=stop, min_new_tokens=20)
+    late = events(trained, k=k, stop=stop, min_new_tokens=20)
     assert "".join(event.text for event in late).startswith(whole[: whole.index(stop) + len(stop)])
     assert late[-1].stats.emitted >= 20
 
@@ -200,13 +200,13 @@ def test_the_end_of_text_is_banned_before_the_minimum_length(tiny_bundle: Path, 
 
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("temperature", [0, 0.9])
-def test_logprobs_are_the_targets_own(shipped: Outrider, model: LlamaForCausalLM, k: int, temperature: float) -> None:
+def test_logprobs_are_the_targets_own(trained: Outrider, model: LlamaForCausalLM, k: int, temperature: float) -> None:
     """Of the logits as they are: neither the temperature nor a penalty changes them."""
-    prompt = shipped.text.encode(PROMPT, chat=False)
+    prompt = trained.text.encode(PROMPT, chat=False)
     chosen: dict[str, Any] = {"temperature": temperature, "seed": 3, "repetition_penalty": 1.1, "max_new_tokens": 30}
-    got = events(shipped, k=k, logprobs=3, **chosen)
+    got = events(trained, k=k, logprobs=3, **chosen)
     tokens = [token for event in got for token in event.token_ids]
-    assert tokens == ids(shipped, k=k, **chosen)
+    assert tokens == ids(trained, k=k, **chosen)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
     want = torch.log_softmax(logits, dim=-1).numpy()
@@ -217,9 +217,9 @@ def test_logprobs_are_the_targets_own(shipped: Outrider, model: LlamaForCausalLM
         best = np.argsort(-want[row])[:3]
         assert [top for top, _ in logprobs.top] == best.tolist()
         assert [value for _, value in logprobs.top] == pytest.approx(want[row, best].tolist(), abs=2e-4)
-    alone = [logprobs for event in events(shipped, k=k, logprobs=0, **chosen) for logprobs in event.logprobs or ()]
+    alone = [logprobs for event in events(trained, k=k, logprobs=0, **chosen) for logprobs in event.logprobs or ()]
     assert [(round(each.logprob, 4), each.top) for each in alone] == [(round(one.logprob, 4), ()) for one in each]
-    assert events(shipped, k=k, **chosen)[0].logprobs is None
+    assert events(trained, k=k, **chosen)[0].logprobs is None
 
 
 # ------------------------------------------------------------------------------------------------ seeds
@@ -227,20 +227,20 @@ def test_logprobs_are_the_targets_own(shipped: Outrider, model: LlamaForCausalLM
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("exact-match", marks=pytest.mark.slow)])
 def test_a_seed_fixes_the_answer_across_processes_and_whatever_was_asked_before(
-    shipped_bundle: Path, shipped: Outrider, rule: str
+    trained_bundle: Path, trained: Outrider, rule: str
 ) -> None:
     chosen: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "rule": rule, "k": 4, "max_new_tokens": 40}
-    here = ids(shipped, seed=11, **chosen)
-    ids(shipped, "Once upon a time", seed=12, **chosen)  # another request between
-    assert ids(shipped, seed=11, **chosen) == here
-    assert ids(shipped, seed=12, **chosen) != here
+    here = ids(trained, seed=11, **chosen)
+    ids(trained, "Once upon a time", seed=12, **chosen)  # another request between
+    assert ids(trained, seed=11, **chosen) == here
+    assert ids(trained, seed=12, **chosen) != here
     options = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
-    done = run("generate", shipped_bundle, "--prompt", PROMPT, "--json", "--seed=11", *options)
+    done = run("generate", trained_bundle, "--prompt", PROMPT, "--json", "--seed=11", *options)
     assert json.loads(done.stdout)["token_ids"] == here
 
 
-def test_without_a_seed_answers_differ(shipped: Outrider) -> None:
-    assert len({tuple(ids(shipped, temperature=1.0, max_new_tokens=30)) for _ in range(4)}) == 4
+def test_without_a_seed_answers_differ(trained: Outrider) -> None:
+    assert len({tuple(ids(trained, temperature=1.0, max_new_tokens=30)) for _ in range(4)}) == 4
 
 
 def test_the_random_numbers_of_a_seed_never_change() -> None:

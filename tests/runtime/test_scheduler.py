@@ -57,12 +57,12 @@ SLOW = [pytest.param(f"{backend} fp32", marks=pytest.mark.slow) for backend in (
 
 @pytest.fixture(scope="module", params=["onnxruntime int4", "openvino int4", *SLOW])
 def bundle(
-    request: pytest.FixtureRequest, shipped_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, trained_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The shipped pair. A row has the same bits in any batch; at fp32 on ONNX Runtime nearly so. No token ends the text."""
     backend, precision = request.param.split()
     made = tmp_path_factory.mktemp(backend) / "bundle"
-    build(shipped_exports(precision), made, backend=backend, k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
+    build(trained_exports(precision), made, backend=backend, k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
     reseal(made, generation=msgspec.structs.replace(read_manifest(made).generation, eos_token_ids=[]))
     return made
 
@@ -271,7 +271,7 @@ def test_a_draft_that_catches_up_does_not_hold_up_others(batched: Outrider) -> N
         read[-1] += 1
         write(*rest, **named)
 
-    for prompt in (ids[:40], ids + ids[:40], ids[:90]):
+    for prompt in (ids[:40], (ids + ids)[:110], ids[:90]):
         scheduler.submit(prompt, SamplingParams(max_new_tokens=40, min_new_tokens=40))
     alone = False
     with pytest.MonkeyPatch.context() as patch:

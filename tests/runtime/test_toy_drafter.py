@@ -26,8 +26,8 @@ def registered() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def loaded(shipped_bundle: Path, registered: None) -> Outrider:
-    return Outrider.load(shipped_bundle)
+def loaded(trained_bundle: Path, registered: None) -> Outrider:
+    return Outrider.load(trained_bundle)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_it_passes_the_audit_which_finds_a_wrong_sampler(tiny_bundle: Path) -> N
     ]
 
 
-def test_commands_know_it(shipped_bundle: Path) -> None:
-    arguments = ["generate", str(shipped_bundle), "--prompt", "a a a", "--k", "4", "--drafter", "repeat", "--json"]
+def test_commands_know_it(trained_bundle: Path) -> None:
+    arguments = ["generate", str(trained_bundle), "--prompt", "a a a", "--k", "4", "--drafter", "repeat", "--json"]
     done = CliRunner().invoke(main, [*arguments, "--max-new-tokens", "20"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["stats"]["rounds_by_drafter"]["repeat"] > 0

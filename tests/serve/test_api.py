@@ -29,8 +29,8 @@ PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
 
 
 @pytest.fixture(scope="module")
-def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_bundle(shipped_export, tmp_path_factory.mktemp("served") / "bundle")
+def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_bundle(trained_export, tmp_path_factory.mktemp("served") / "bundle")
 
 
 @pytest.fixture(scope="module")

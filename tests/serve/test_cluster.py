@@ -77,8 +77,8 @@ class Deployed(Served):
 
 
 @pytest.fixture(scope="module")
-def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_bundle(shipped_export, tmp_path_factory.mktemp("cluster") / "bundle")
+def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_bundle(trained_export, tmp_path_factory.mktemp("cluster") / "bundle")
 
 
 @pytest.fixture(scope="module")

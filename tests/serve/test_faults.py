@@ -105,9 +105,9 @@ def test_broken_engines_are_reported(
     engine.stop()
 
 
-def test_a_slow_reader_does_not_delay_others(shipped_export: Path, tmp_path: Path) -> None:
+def test_a_slow_reader_does_not_delay_others(trained_export: Path, tmp_path: Path) -> None:
     """One client reads an answer larger than the sockets' buffers only after all others are done."""
-    bundle = chat_bundle(shipped_export, tmp_path / "bundle")
+    bundle = chat_bundle(trained_export, tmp_path / "bundle")
     long = {"prompt": "Once", "max_tokens": 480, "min_tokens": 480, "temperature": 0}
     with serving_here(bundle) as server, socket.socket() as slow:
         _, want = complete(server, **long)
@@ -132,8 +132,8 @@ def test_a_slow_reader_does_not_delay_others(shipped_export: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("options", [[], ["--log-prompts"]])
-def test_prompts_are_logged_only_on_request(shipped_export: Path, tmp_path: Path, options: list[str]) -> None:
-    bundle = chat_bundle(shipped_export, tmp_path / "bundle")
+def test_prompts_are_logged_only_on_request(trained_export: Path, tmp_path: Path, options: list[str]) -> None:
+    bundle = chat_bundle(trained_export, tmp_path / "bundle")
     with serving(bundle, *options) as server:
         assert complete(server, prompt="a most private matter", max_tokens=3)[0] == 200
         fetch(

@@ -23,8 +23,8 @@ SECONDS = 60
 
 
 @pytest.fixture(scope="module")
-def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_bundle(shipped_export, tmp_path_factory.mktemp("page") / "bundle")
+def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_bundle(trained_export, tmp_path_factory.mktemp("page") / "bundle")
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def test_a_chat_shows_which_tokens_were_drafted(bundle: Path, browser: webdriver
         browser.get(server.url)
         assert "target, draft draft" in wait_for(browser, "#model", "target")
         browser.find_element(By.ID, "tokens").send_keys(Keys.CONTROL, "a")
-        browser.find_element(By.ID, "tokens").send_keys("40")
+        browser.find_element(By.ID, "tokens").send_keys("20")
         browser.find_element(By.ID, "prompt").send_keys("A table for two, please.", Keys.ENTER)
         note = wait_for(browser, ".note", "mean acceptance length")
-        assert note.startswith("40 tokens in")
+        assert note.startswith("20 tokens in")
         pieces = browser.find_elements(By.CSS_SELECTOR, ".answer span")
         shown = "".join(str(piece.get_property("textContent")) for piece in pieces)
         params = SamplingParams(max_new_tokens=40)

@@ -23,9 +23,9 @@ SLOW += "{% elif messages[0].content == 'memory' %}{{ 'x' * 10 ** 11 }}{% endif 
 TURNS = "{% for m in messages %}" + END + "{{ m.role }}: {{ m.content }}{% endfor %}"
 
 
-def edited(shipped_export: Path, tmp_path: Path, template: bytes, pattern: str = "") -> Path:
+def edited(trained_export: Path, tmp_path: Path, template: bytes, pattern: str = "") -> Path:
     """A bundle with another chat template, and perhaps a tokenizer with another pattern for words."""
-    bundle = chat_bundle(shipped_export, tmp_path / "bundle")
+    bundle = chat_bundle(trained_export, tmp_path / "bundle")
     (bundle / CHAT_TEMPLATE).write_bytes(template)
     if pattern:
         made = Tokenizer.from_file(str(bundle / TOKENIZER))
@@ -62,9 +62,9 @@ def resident(server: Server) -> int:
     return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
 
 
-def test_long_prompts_are_refused_at_no_cost(shipped_export: Path, tmp_path: Path) -> None:
+def test_long_prompts_are_refused_at_no_cost(trained_export: Path, tmp_path: Path) -> None:
     """They come from several clients, back to back; what the server holds does not grow, and it answers others at once."""
-    with serving(edited(shipped_export, tmp_path, TURNS.encode())) as server, ThreadPoolExecutor(4) as pool:
+    with serving(edited(trained_export, tmp_path, TURNS.encode())) as server, ThreadPoolExecutor(4) as pool:
         body = {"prompt": "a\u0301\u0302" * 70_000}
         status, answer = post(server, body)
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "prompt")
@@ -80,8 +80,8 @@ def test_long_prompts_are_refused_at_no_cost(shipped_export: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", ["memory", *(pytest.param(each, marks=pytest.mark.slow) for each in ("loop", "power"))])
-def test_a_template_that_never_ends_is_ended(shipped_export: Path, tmp_path: Path, content: str) -> None:
-    with serving(edited(shipped_export, tmp_path, (SLOW + TURNS).encode())) as server, ThreadPoolExecutor(1) as pool:
+def test_a_template_that_never_ends_is_ended(trained_export: Path, tmp_path: Path, content: str) -> None:
+    with serving(edited(trained_export, tmp_path, (SLOW + TURNS).encode())) as server, ThreadPoolExecutor(1) as pool:
         assert chat(server, "Hi")[0] == 200
         stuck = pool.submit(chat, server, content)
         while not stuck.done():
@@ -104,9 +104,9 @@ def test_a_template_that_never_ends_is_ended(shipped_export: Path, tmp_path: Pat
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_at_the_start(
-    shipped_export: Path, tmp_path: Path, template: bytes, reason: str
+    trained_export: Path, tmp_path: Path, template: bytes, reason: str
 ) -> None:
-    bundle = edited(shipped_export, tmp_path, template)
+    bundle = edited(trained_export, tmp_path, template)
     server = Server(bundle)
     try:
         status, answer = failed_health(server)
@@ -125,8 +125,8 @@ def test_a_template_that_cannot_be_used_is_refused_at_the_start(
         assert (error[:7], reason in error, hint[:6]) == ("error: ", True, "hint: ")
 
 
-def test_a_tokenizer_that_crashes_is_one_error(shipped_export: Path, tmp_path: Path) -> None:
-    bundle = edited(shipped_export, tmp_path, TURNS.encode(), r"(a+)+$")
+def test_a_tokenizer_that_crashes_is_one_error(trained_export: Path, tmp_path: Path) -> None:
+    bundle = edited(trained_export, tmp_path, TURNS.encode(), r"(a+)+$")
     with serving(bundle) as server:
         for body in ({"prompt": "a" * 40 + "b"}, {"messages": [{"role": "user", "content": "a" * 40 + "b"}]}):
             status, answer = post(server, body)
@@ -141,9 +141,9 @@ def test_a_tokenizer_that_crashes_is_one_error(shipped_export: Path, tmp_path: P
         assert hint.startswith("hint:  --prompt: ")
 
 
-def test_a_tokenizer_that_crashes_on_the_answer_is_one_error(shipped_export: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_crashes_on_the_answer_is_one_error(trained_export: Path, tmp_path: Path) -> None:
     """Its decoder takes two spaces from the end of a text that has one."""
-    bundle = edited(shipped_export, tmp_path, TURNS.encode())
+    bundle = edited(trained_export, tmp_path, TURNS.encode())
     description = json.loads((bundle / TOKENIZER).read_text())
     strip = {"type": "Strip", "content": " ", "start": 0, "stop": 2}
     description["decoder"] = {"type": "Sequence", "decoders": [description["decoder"], strip]}
@@ -160,9 +160,9 @@ def test_a_tokenizer_that_crashes_on_the_answer_is_one_error(shipped_export: Pat
         server.stop()
 
 
-def test_the_process_that_reads_prompts_may_be_killed_while_it_is_idle(shipped_export: Path, tmp_path: Path) -> None:
+def test_the_process_that_reads_prompts_may_be_killed_while_it_is_idle(trained_export: Path, tmp_path: Path) -> None:
     """As the system does when memory is short."""
-    with serving(edited(shipped_export, tmp_path, TURNS.encode())) as server:
+    with serving(edited(trained_export, tmp_path, TURNS.encode())) as server:
         for _ in range(2):
             (child,) = psutil.Process(server.process.pid).children()
             child.kill()
@@ -172,8 +172,8 @@ def test_the_process_that_reads_prompts_may_be_killed_while_it_is_idle(shipped_e
     assert "Traceback" not in "".join(server.log)
 
 
-def test_a_second_owners_prompts_are_read_while_the_first_one_fills_the_queue(shipped_export: Path, tmp_path: Path) -> None:
-    bundle = edited(shipped_export, tmp_path, TURNS.encode())
+def test_a_second_owners_prompts_are_read_while_the_first_one_fills_the_queue(trained_export: Path, tmp_path: Path) -> None:
+    bundle = edited(trained_export, tmp_path, TURNS.encode())
     keys = {name: f"Bearer {name}-key" for name in ("greedy", "second")}
 
     def ask(name: str, tokens: int) -> int:
@@ -191,8 +191,8 @@ def test_a_second_owners_prompts_are_read_while_the_first_one_fills_the_queue(sh
         assert {each.result() for each in greedy} <= {200, 429}
 
 
-def test_requests_whose_prompts_are_being_read_count_as_waiting(shipped_export: Path, tmp_path: Path) -> None:
-    bundle = edited(shipped_export, tmp_path, (SLOW + TURNS).encode())
+def test_requests_whose_prompts_are_being_read_count_as_waiting(trained_export: Path, tmp_path: Path) -> None:
+    bundle = edited(trained_export, tmp_path, (SLOW + TURNS).encode())
     with serving(bundle, "--max-waiting", "2") as server, ThreadPoolExecutor(16) as pool:
         first = pool.submit(chat, server, "loop")
         time.sleep(0.5)
@@ -204,8 +204,8 @@ def test_requests_whose_prompts_are_being_read_count_as_waiting(shipped_export: 
         assert len(psutil.Process(server.process.pid).children()) == 1
 
 
-def test_prompts_take_no_longer_than_the_timeout(shipped_export: Path, tmp_path: Path) -> None:
-    bundle = edited(shipped_export, tmp_path, (SLOW + TURNS).encode())
+def test_prompts_take_no_longer_than_the_timeout(trained_export: Path, tmp_path: Path) -> None:
+    bundle = edited(trained_export, tmp_path, (SLOW + TURNS).encode())
     with serving_here(bundle, timeout=2) as server:
         status, answer = chat(server, "loop")
         assert (status, answer["error"]["code"]) == (504, "timeout")
@@ -213,9 +213,9 @@ def test_prompts_take_no_longer_than_the_timeout(shipped_export: Path, tmp_path:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_special_tokens_in_messages_are_text_unless_they_are_allowed(
-    shipped_export: Path, tmp_path: Path, allowed: bool
+    trained_export: Path, tmp_path: Path, allowed: bool
 ) -> None:
-    bundle = edited(shipped_export, tmp_path, TURNS.encode())
+    bundle = edited(trained_export, tmp_path, TURNS.encode())
     made = Tokenizer.from_file(str(bundle / TOKENIZER))
     own = len(made.encode(f"{END}user: ").ids)
     written = 1 if allowed else len(made.encode(END.replace("<", "<\u200b")).ids) - len(made.encode("\u200b").ids)

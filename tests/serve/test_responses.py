@@ -24,8 +24,8 @@ HI = "Hi, I would like to order a coffee."
 
 
 @pytest.fixture(scope="module")
-def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    bundle = chat_bundle(shipped_export, tmp_path_factory.mktemp("responses") / "bundle")
+def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    bundle = chat_bundle(trained_export, tmp_path_factory.mktemp("responses") / "bundle")
     (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
     reseal(bundle)
     return bundle

@@ -19,9 +19,9 @@ from outrider.tests.serve.server import Reached, chat_bundle, serving_here
 
 
 @pytest.fixture(scope="module")
-def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
+def server(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
     # A small capacity keeps the answers short.
-    with serving_here(chat_bundle(shipped_export, tmp_path_factory.mktemp("schema") / "bundle", capacity=63)) as server:
+    with serving_here(chat_bundle(trained_export, tmp_path_factory.mktemp("schema") / "bundle", capacity=63)) as server:
         yield server
 
 

@@ -39,8 +39,8 @@ PAGE, HEALTH = (f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for p
 
 
 @pytest.fixture(scope="module")
-def bundle(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_bundle(shipped_export, tmp_path_factory.mktemp("strangers") / "bundle", batch=2)
+def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_bundle(trained_export, tmp_path_factory.mktemp("strangers") / "bundle", batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -456,7 +456,7 @@ def test_a_client_that_leaves_before_its_stream_begins_is_cancelled(server: Serv
         return sum(float(line.split()[1]) for line in lines if f'requests_total{{finish_reason="{reason}"}}' in line)
 
     before = ended("cancelled"), ended("length")
-    body = json.dumps({"prompt": "Once " * 60, "max_tokens": 400, "min_tokens": 400, "stream": True}).encode()
+    body = json.dumps({"prompt": "the " * 60, "max_tokens": 400, "min_tokens": 400, "stream": True}).encode()
     for _ in range(30):
         with connect(server, head(body, "Content-Type: application/json") + body) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset

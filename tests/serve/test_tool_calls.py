@@ -45,8 +45,8 @@ HI: list[Any] = [{"role": "user", "content": "Hi, I would like to order a coffee
 
 
 @pytest.fixture(scope="module")
-def server(shipped_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
-    bundle = chat_bundle(shipped_export, tmp_path_factory.mktemp("tools") / "bundle")
+def server(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
+    bundle = chat_bundle(trained_export, tmp_path_factory.mktemp("tools") / "bundle")
     (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
     reseal(bundle)
     with serving_here(bundle) as server:
@@ -310,8 +310,8 @@ def test_what_cannot_be_called_is_refused(server: Reached, case: str) -> None:
     assert server.health()[0] == 200
 
 
-def test_a_template_without_tools_refuses_them(shipped_export: Path, tmp_path: Path) -> None:
-    with serving_here(chat_bundle(shipped_export, tmp_path / "bundle")) as server:
+def test_a_template_without_tools_refuses_them(trained_export: Path, tmp_path: Path) -> None:
+    with serving_here(chat_bundle(trained_export, tmp_path / "bundle")) as server:
         body = {"messages": HI, "tools": tool()}
         status, _, answer = fetch(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
         assert (status, json.loads(answer)["error"]["param"]) == (400, "tools")

@@ -19,8 +19,8 @@ TURNS = [("user", "What is it?"), ("assistant", "A hotel in San Jose."), ("user"
 
 
 @pytest.fixture(scope="module")
-def text(shipped_bundle: Path) -> Text:
-    return Text.load(shipped_bundle, read_manifest(shipped_bundle))
+def text(trained_bundle: Path) -> Text:
+    return Text.load(trained_bundle, read_manifest(trained_bundle))
 
 
 def test_files_of_every_kind(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_prompt_ends_before_the_last_answer(text: Text) -> None:
 
 
 def test_a_long_text_is_many_prompts(text: Text) -> None:
-    story = " ".join(f"Once upon a time there was a little girl who had {at} apples." for at in range(400))
+    story = " ".join(f"{at} apples and {at + 1} pears." for at in range(400))
     plain = prompts_of([Sample(text=story)], text, longest=64)
     whole = text.encode(story, chat=False)
     assert len(plain) == -(-len(whole) // 64) - (len(whole) % 64 < 16)

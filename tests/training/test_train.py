@@ -16,11 +16,12 @@ from outrider.bundle.folder import read_manifest
 from outrider.errors import ParityError, UnsupportedModelError
 from outrider.export.source import Source
 from outrider.runtime.stats import Stats
-from outrider.tests.support import COMMAND, PAIR, full_disk, llama, run_here, write_checkpoint
+from outrider.tests.support import COMMAND, PAIR, SHIPPED, full_disk, llama, run_here, write_checkpoint
 from outrider.training.eagle3 import new_config, open_head
 from outrider.training.train import check_served
 
 SHORT = ("--max-length=96", "--max-new-tokens=32", "--epochs=1", "--draft-vocab=512", "--k=3", "--precision=fp32")
+HEAD = ("--kind", "eagle3", "--from", PAIR / "head")
 PROMPTS = 60  # one in twenty is held out, and served in enough rounds to be compared
 
 
@@ -28,13 +29,13 @@ PROMPTS = 60  # one in twenty is held out, and served in enough rounds to be com
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The option that names some of the shipped pair's prompts."""
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    path.write_text("".join((PAIR / "heldout.jsonl").read_text().splitlines(keepends=True)[:PROMPTS]))
+    path.write_text("".join((SHIPPED / "heldout.jsonl").read_text().splitlines(keepends=True)[:PROMPTS]))
     return "--text", path
 
 
 @pytest.fixture(scope="module")
-def answering(shipped_bundles: Callable[..., Path]) -> Path:
-    return shipped_bundles(capacity=128, batch=8)
+def answering(trained_bundles: Callable[..., Path]) -> Path:
+    return trained_bundles(capacity=128, batch=8)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle3", marks=pytest.mark.slow), "pard"])
@@ -59,11 +60,11 @@ def test_a_draft_is_trained_and_served(kind: str, answering: Path, texts: tuple[
 
 
 @pytest.mark.slow  # tests/training/test_loop.py interrupts what it does
-def test_a_new_head_goes_on_after_an_interrupt(answering: Path, texts: tuple[str, Path], tmp_path: Path) -> None:
+def test_a_new_head_goes_on_after_an_interrupt(texts: tuple[str, Path], tmp_path: Path) -> None:
     """Killed while it trains; the second run neither answers again nor begins anew."""
     output, work = tmp_path / "head", tmp_path / ".head.training"
     command: list[str | Path] = [
-        *("train-draft", "--target", PAIR / "target", "--kind", "eagle3", *texts, "-o", output, "--bundle", answering),
+        *("train-draft", "--target", SHIPPED / "target", "--kind", "eagle3", *texts, "-o", output),
         *(*SHORT, "--epochs", "2", "--batch", "2"),
     ]
     with subprocess.Popen([*COMMAND, *map(str, command)], stderr=subprocess.PIPE, text=True) as process:
@@ -120,7 +121,7 @@ def test_wrong_options_are_refused_before_anything_is_done(
 
 def test_a_loss_that_is_not_finite_ends_the_run(answering: Path, texts: tuple[str, Path], tmp_path: Path) -> None:
     done = run_here(
-        *("train-draft", "--target", PAIR / "target", "--kind", "eagle3", *texts, "-o", tmp_path / "head"),
+        *("train-draft", "--target", PAIR / "target", *HEAD, *texts, "-o", tmp_path / "head"),
         *("--bundle", answering, *SHORT, "--learning-rate", "1e30", "--epochs", "3"),
     )
     assert done.returncode == 1
@@ -144,7 +145,7 @@ def test_a_full_disk_ends_the_run(answering: Path, texts: tuple[str, Path], tmp_
     """At the first checkpoint; what was done before is kept for the next run."""
     with full_disk(1 << 20):
         done = run_here(
-            *("train-draft", "--target", PAIR / "target", "--kind", "eagle3", *texts, "-o", tmp_path / "head"),
+            *("train-draft", "--target", PAIR / "target", *HEAD, *texts, "-o", tmp_path / "head"),
             *("--bundle", answering, *SHORT),
         )
     assert done.returncode == 1
@@ -157,7 +158,7 @@ def test_a_full_disk_ends_the_run(answering: Path, texts: tuple[str, Path], tmp_
 def test_a_run_that_is_refused_leaves_nothing(answering: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text('{"prompt": "one"}\n')
-    command = ("train-draft", "--target", PAIR / "target", "--kind", "eagle3", "--text", few, "-o", tmp_path / "head")
+    command = ("train-draft", "--target", PAIR / "target", *HEAD, "--text", few, "-o", tmp_path / "head")
     done = run_here(*command, "--bundle", answering, *SHORT)
     assert done.returncode == 2
     assert "the texts have 1 different usable prompts" in done.stderr
