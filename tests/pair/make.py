@@ -4,8 +4,8 @@
     python tests/pair/make.py
 
 Writes `target`, `draft`, `parallel` and `head` beside this script, from `examples/tiny-pair`. The draft is the target with
-noise on its weights, so that it is right about as often as the shipped draft. The head is trained on the target's answers, which
-takes two cores some minutes. Passes of this pair take a third of the time of the shipped one's, and its traces half.
+noise on its weights, so that it is right about as often as the shipped draft. The head is trained on the target's answers,
+which takes two cores some minutes. Passes of this pair take a third of the time of the shipped one's, and its traces half.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def train_head(output: Path) -> None:
     shutil.rmtree(output, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         start = random_head(Path(folder) / "head", tokens=512)
-        subprocess.run(
-            [Path(sys.executable).with_name("outrider"), "train-draft", "--target", HERE / "target", "--kind", "eagle3"]
-            + ["--from", start, "--text", SHIPPED / "heldout.jsonl", "-o", output]
-            + ["--epochs", "12", "--learning-rate", "0.003", "--precision", "fp32"],
-            check=True,
-        )
+        command: list[str | Path] = [
+            *(Path(sys.executable).with_name("outrider"), "train-draft", "--target", HERE / "target", "--kind", "eagle3"),
+            *("--from", start, "--text", SHIPPED / "heldout.jsonl", "-o", output),
+            *("--epochs", "12", "--learning-rate", "0.003", "--precision", "fp32"),
+        ]
+        subprocess.run(command, check=True)
     for path in output.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
             path.unlink()

@@ -322,7 +322,8 @@ def dead_ends(outrider: Outrider) -> tuple[str, list[str]]:
         said.extend(result.tokens[len(result.drafted) :])
         return result
 
-    params = SamplingParams(max_new_tokens=90, structured_outputs=GRAMMARS["forbids"], repetition_penalty=1.3)
+    forbids = StructuredOutputs(regex="[^eo]{60,160}")
+    params = SamplingParams(max_new_tokens=90, structured_outputs=forbids, repetition_penalty=1.3)
     for k in K:
         said.clear()
         want = text(list(outrider.observed(watch).generate(PROMPT, params, k=k)))

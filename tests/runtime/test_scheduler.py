@@ -348,7 +348,7 @@ def test_the_rejection_rule_in_a_batch(batched: Outrider, monkeypatch: pytest.Mo
 
 
 def test_the_queue_is_limited_and_served_in_order(batched: Outrider) -> None:
-    scheduler = Scheduler(batched, max_waiting=2)
+    scheduler = Scheduler(batched, k=0, max_waiting=2)
     prompt = batched.text.encode("Once", chat=False)
     requests = [scheduler.submit(prompt, SamplingParams(max_new_tokens=3)) for _ in range(SLOTS + 2)]
     with pytest.raises(QueueFullError, match="6 requests are waiting"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -23,7 +22,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.serve.server import Reached, Server, chat_bundle, fetch, serving, serving_here
-from outrider.tests.support import COMMAND, ROOT, run
+from outrider.tests.support import ROOT, run_here
 
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
 
@@ -404,7 +403,12 @@ def test_limits(bundle: Path) -> None:
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         long = json.dumps({"model": "mine", "prompt": "Once", "max_tokens": 480, "min_tokens": 480, "n": 2}).encode()
         with ThreadPoolExecutor(8) as pool:
-            result = list(pool.map(lambda _: post(server, "/v1/completions", long), range(8)))
+            posted = [pool.submit(post, server, "/v1/completions", long) for _ in range(8)]
+            time.sleep(0.2)
+            server.process.send_signal(signal.SIGSTOP)  # so that answers take longer than a second on any machine
+            time.sleep(1)
+            server.process.send_signal(signal.SIGCONT)
+            result = [each.result() for each in posted]
         assert {status for status, _ in result} <= {200, 429, 504}
         assert 429 in {status for status, _ in result}
         assert 504 in {status for status, _ in result}
@@ -421,7 +425,7 @@ def test_limits(bundle: Path) -> None:
 
 
 def test_health_is_503_while_a_bundle_cannot_be_run(bundle: Path, tmp_path: Path) -> None:
-    done = run("serve", bundle / "nothing")
+    done = run_here("serve", bundle / "nothing")
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     broken = tmp_path / "broken"
@@ -513,10 +517,12 @@ def test_after_the_drain_time_clients_are_asked_to_retry(bundle: Path) -> None:
 
 def test_wrong_use_is_one_line_and_exit_code_2(bundle: Path) -> None:
     for options in (["--port", "99999"], ["--k", "many"], ["--timeout", "0"], ["--api-key-file", "/dev/null"]):
-        done = subprocess.run([*COMMAND, "serve", str(bundle), *options], capture_output=True, text=True)
+        done = run_here("serve", bundle, *options)
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("error: ")
         assert "Traceback" not in done.stderr
-    done = run("serve", bundle, env={**os.environ, "OUTRIDER_API_KEYS": " ,"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_API_KEYS", " ,")
+        done = run_here("serve", bundle)
     assert done.returncode == 2
     assert "contains no key" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import select
 import socket
 import struct
@@ -30,7 +29,7 @@ from outrider.serve.engine import EngineThread
 from outrider.serve.protocol import ChatRequest, CompletionRequest
 from outrider.serve.settings import Settings
 from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
-from outrider.tests.support import run
+from outrider.tests.support import run_here
 
 MANY = 30_000
 PROMPT_TYPES = "prompt: Input should be text, a list of texts, a list of token ids, or a list of such lists"
@@ -237,21 +236,23 @@ def test_a_link_from_another_site_leads_to_the_chat_page(server: Server) -> None
         assert fetch(server.url + path, None, **{"Sec-Fetch-Site": "cross-site"})[0] == status
 
 
-def test_an_address_that_others_can_reach_needs_keys_or_a_flag(bundle: Path, tmp_path: Path) -> None:
+def test_an_address_that_others_can_reach_needs_keys_or_a_flag(bundle: Path) -> None:
     for host in ("0.0.0.0", "::"):
-        done = run("serve", bundle, "--host", host, "--port", "0")
+        done = run_here("serve", bundle, "--host", host, "--port", "0")
         assert done.returncode == 2
         error, hint = done.stderr.splitlines()
         assert error == f"error: others can reach {host}, and there are no API keys"
         assert "--no-auth" in hint
-    done = run("serve", bundle, "--no-auth", env={**os.environ, "OUTRIDER_API_KEYS": "secret"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_API_KEYS", "secret")
+        done = run_here("serve", bundle, "--no-auth")
     assert (done.returncode, "leave out one of them" in done.stderr) == (2, True)
-    done = run("serve", bundle, "--host", "no.such.host.invalid")
+    done = run_here("serve", bundle, "--host", "no.such.host.invalid")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 2)
     with serving(bundle, "--host", "0.0.0.0", "--no-auth") as server:
         port = server.url.rsplit(":", 1)[1]
         assert fetch(f"http://127.0.0.1:{port}/v1/models", Host="some.example")[0] == 200
-        taken = run("serve", bundle, "--port", port)
+        taken = run_here("serve", bundle, "--port", port)
         assert (taken.returncode, len(taken.stderr.splitlines())) == (1, 2), taken.stderr
     with serving(bundle, "--host", "0.0.0.0", env={"OUTRIDER_API_KEYS": "secret"}) as server:
         port = server.url.rsplit(":", 1)[1]
@@ -272,7 +273,7 @@ def test_a_key_file_may_have_comments_and_a_byte_order_mark(bundle: Path, tmp_pa
         for key, status in (("first", 200), ("second#part", 200), ("# comment", 401), ("#", 401), ("# another", 401)):
             assert fetch(f"{server.url}/v1/models", Authorization=f"Bearer {key}")[0] == status
     (tmp_path / "keys").write_text("# comment\n")
-    assert run("serve", bundle, "--api-key-file", tmp_path / "keys").returncode == 2
+    assert run_here("serve", bundle, "--api-key-file", tmp_path / "keys").returncode == 2
 
 
 def test_models_by_name(server: Server) -> None:
