@@ -90,12 +90,15 @@ def texts(bundle: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def deployed(bundle: Path) -> Iterator[Deployed]:
-    node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+def deployed(bundle: Path, pytestconfig: pytest.Config) -> Iterator[Deployed]:
+    """Two replicas on two nodes; on one in `make test`, because each costs five processes."""
+    nodes = 1 if pytestconfig.option.markexpr == "not slow" else 2
+    node = {"num_cpus": 2 // nodes, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
     try:
-        cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
-        cluster.wait_for_nodes()
+        if nodes == 2:
+            cluster.add_node(**node)
+            cluster.wait_for_nodes()
         deployed = Deployed(cluster)
         deployed.deploy(bundle, "--replicas", "2", "--max-waiting", "8")  # with 8 slots, there are 16 places at each ingress
         deployed.wait_for_replicas(2)
