@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -107,6 +108,13 @@ def _traces(shared: Path, pytestconfig: pytest.Config) -> None:
         share_traces(shared / "traces")
 
 
+@functools.cache
+def _freeze() -> None:
+    """Once more, for what torch loads when it first traces."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def once(shared: Path) -> Once:
     """Make a folder once for all processes of the run: `once(name, make)` calls `make(path)` in the first that asks."""
@@ -120,6 +128,7 @@ def once(shared: Path) -> Once:
                 shutil.rmtree(partial, ignore_errors=True)
                 make(partial)
                 partial.rename(output)
+                _freeze()
         return output
 
     return made
