@@ -363,22 +363,27 @@ def test_a_disconnect_cancels_the_answer(server: Reached) -> None:
 
 
 def test_keys(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("first\n second \n")
+    """A file of keys may have comments and a byte order mark."""
+    (tmp_path / "keys").write_text("first\n\n# comment\n  # another\n second#part \n", encoding="utf-8-sig")
     with serving(bundle, "--api-key-file", str(tmp_path / "keys"), env={"OUTRIDER_API_KEYS": "third"}) as server:
         body = b'{"prompt": "x", "max_tokens": 1}'
-        for key in ("first", "second", "third"):
+        for key in ("first", "second#part", "third"):
             assert post(server, "/v1/completions", body, Authorization=f"Bearer {key}")[0] == 200
-        for wrong in ({}, {"Authorization": "Bearer fourth"}, {"Authorization": "first"}, {"Authorization": "Bearer "}):
+        assert post(server, "/v1/completions", body, Host="some.example", Authorization="Bearer third")[0] == 200
+        for header in (None, "Bearer fourth", "first", "Bearer ", "Bearer # comment", "Bearer #", "Bearer # another"):
+            wrong = {} if header is None else {"Authorization": header}
             status, answer = post(server, "/v1/completions", body, **wrong)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{server.url}/metrics")
         with urllib.request.urlopen(f"{server.url}/health") as answer:
             assert answer.status == 200
-    assert not any(key in line for line in server.log for key in ('first"', 'second"', "third", "fourth"))
+    assert not any(key in line for line in server.log for key in ('first"', "second#", "third", "fourth"))
+    (tmp_path / "keys").write_text("# comment\n")
+    assert run_here("serve", bundle, "--api-key-file", tmp_path / "keys").returncode == 2
 
 
-def test_another_host_name_is_refused(server: Reached, bundle: Path) -> None:
+def test_another_host_name_is_refused(server: Reached) -> None:
     before = counters(server).get('outrider_http_errors_total{status="403"}', 0)
     for name in ("evil.example", "evil.example:80", "[", ""):
         status, answer = post(server, "/v1/completions", b"{}", Host=name)
@@ -387,8 +392,6 @@ def test_another_host_name_is_refused(server: Reached, bundle: Path) -> None:
         status, answer = post(server, "/v1/completions", b"{", Host=name)
         assert (status, answer["error"]["message"]) == (400, "the body is not JSON")
     assert counters(server)['outrider_http_errors_total{status="403"}'] == before + 4
-    with serving(bundle, env={"OUTRIDER_API_KEYS": "secret"}) as keyed:
-        assert post(keyed, "/v1/completions", b"{", Host="some.example", Authorization="Bearer secret")[0] == 400
 
 
 def test_limits(bundle: Path) -> None:

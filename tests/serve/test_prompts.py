@@ -181,7 +181,7 @@ def test_a_second_owners_prompts_are_read_while_the_first_one_fills_the_queue(tr
         return fetch(f"{server.url}/v1/completions", body, Authorization=keys[name])[0]
 
     with (
-        serving(bundle, "--max-waiting", "12", env={"OUTRIDER_API_KEYS": "greedy-key,second-key"}) as server,
+        serving_here(bundle, max_waiting=12, keys=("greedy-key", "second-key")) as server,
         ThreadPoolExecutor(24) as pool,
     ):
         greedy = [pool.submit(ask, "greedy", 200) for _ in range(16)]

@@ -267,15 +267,6 @@ def test_every_loopback_address_is_guarded_against_rebinding(bundle: Path) -> No
         assert (status, json.loads(answer)["error"]["code"]) == (403, "host_not_allowed")
 
 
-def test_a_key_file_may_have_comments_and_a_byte_order_mark(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("first\n\n# comment\n  # another\nsecond#part\n", encoding="utf-8-sig")
-    with serving(bundle, "--api-key-file", str(tmp_path / "keys")) as server:
-        for key, status in (("first", 200), ("second#part", 200), ("# comment", 401), ("#", 401), ("# another", 401)):
-            assert fetch(f"{server.url}/v1/models", Authorization=f"Bearer {key}")[0] == status
-    (tmp_path / "keys").write_text("# comment\n")
-    assert run_here("serve", bundle, "--api-key-file", tmp_path / "keys").returncode == 2
-
-
 def test_models_by_name(server: Server) -> None:
     assert json.loads(fetch(f"{server.url}/v1/models/target")[2])["id"] == "target"
     for name in ("other", "", "target/", "a/b"):
