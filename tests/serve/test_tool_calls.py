@@ -56,7 +56,7 @@ def server(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def random_server(folder: Path, family: str) -> ServerHere:
     """A server of a random model with the tokens and the template of a family."""
     made = tokenizer_of(family)
-    rows = made.get_vocab_size()
+    rows = max(tokenizer_of(each).get_vocab_size() for each in FAMILIES)  # in all of them, so that they share a trace
     model = llama(vocab_size=rows, max_position_embeddings=1024, num_hidden_layers=1)
     (write_checkpoint(folder / "model", model, made) / "chat_template.jinja").write_text(EXAMPLES[family].template)
     export_pair(str(folder / "model"), None, folder / "onnx", precision="fp32")
