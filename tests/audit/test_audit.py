@@ -171,7 +171,12 @@ def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("sampler", "damage", "draws", "sampled"),
     [
-        ("verifier", accept_more(0.8), 100, (CONTROLLED,)),  # too little for so few draws to see in a distribution, seldom wrong
+        (
+            "verifier",
+            accept_more(0.8),
+            100,
+            (CONTROLLED,),
+        ),  # seldom wrong: so few draws do not show it
         ("verifier", swap("ArgMax", "ArgMin"), 10, FEW.sampled),  # wrong in plain decoding, too
         pytest.param("greedy_verifier", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
         pytest.param("greedy_drafter", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
