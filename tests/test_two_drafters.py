@@ -92,7 +92,7 @@ def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
 
 def test_it_passes_the_audit(bundle: Path) -> None:
     """In short: one setting and few draws, which show all wrong samplers over the head's proposals but the subtlest one."""
-    report = audit(Outrider.load(bundle, slots=None), draws=75, scope=SHORT)
+    report = audit(Outrider.load(bundle, slots=None), draws=50, scope=SHORT)
     verdicts = report.verdicts()
     assert {name for name, passed in verdicts.items() if not passed} <= {"controls"}
     detected = {control.fault for control in report.controls if control.detected}

@@ -12,13 +12,16 @@ import numpy as np
 import onnx
 import pytest
 
-from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, Scope, audit
+from outrider.audit.audit import CONTROLLED, FALSE_ALARM, MASKED, SAMPLED, Cell, Scope, Settings, audit
+from outrider.audit.controls import ReferenceWatch, Watch
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
+from outrider.audit.texts import Mode
 from outrider.bundle.manifest import sampler_file
 from outrider.engines.device import Buffer, Launch
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
+from outrider.progress import SILENT
 from outrider.runtime.buffers import Lane
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.generation import Outrider
@@ -29,13 +32,18 @@ from outrider.runtime.rounds import RoundResult, Rounds
 from outrider.runtime.stats import Stats
 from outrider.tests.support import build, reseal, run_here
 
-SLOTS, DRAWN = 8, 175
+SLOTS, DRAWN = 8, 110
+
+
+def several(trained_bundles: Callable[..., Path]) -> Path:
+    """A bundle with several k and slots."""
+    return trained_bundles("int4", capacity=255, batch=SLOTS, k=[1, 4])
 
 
 @pytest.fixture(scope="module")
 def report(trained_bundles: Callable[..., Path]) -> dict[str, Any]:
     """The report on the shipped pair, as a release pipeline would read it, with fewer draws than usual."""
-    done = run_here("verify", trained_bundles("int4", capacity=255, batch=SLOTS, k=[1, 4]), "--draws", str(DRAWN), "--json")
+    done = run_here("verify", several(trained_bundles), "--draws", str(DRAWN), "--json")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
     result: dict[str, Any] = json.loads(done.stdout)
@@ -67,8 +75,22 @@ def test_every_wrong_sampler_is_detected_and_the_right_one_passes(report: dict[s
     of_model = [(4, fault) for fault in (None, *(fault.value for fault in Fault))]
     assert named == [*of_model, ("ngram", None), ("ngram", Fault.ALWAYS_ACCEPT.value)]
     for control in report["controls"]:  # by the distribution, not by the support alone
+        if control["fault"] == Fault.TARGET_NOT_TRUNCATED.value:  # of which the test below demands this
+            assert control["sampled"]["excluded"] > 0
+            continue
         least = min(each["p_value"] for each in control["sampled"]["comparisons"])
         assert least < 1e-5 if control["fault"] else least > 1e-3
+
+
+def test_a_target_that_is_not_truncated_is_detected_by_the_distribution_too(trained_bundles: Callable[..., Path]) -> None:
+    """At a temperature at which truncation cuts more of this pair's tokens than at that of the controls."""
+    outrider = Outrider.load(several(trained_bundles), slots=None)
+    params, prompt = SAMPLED[3]
+    cell = Cell(outrider, params, outrider.text.encode(prompt, chat=False), 0, FALSE_ALARM, SILENT)
+    plain = cell.draw(Watch(), Mode(0, None), 200)
+    for fault in (None, Fault.TARGET_NOT_TRUNCATED):
+        least = min(each.p_value for each in cell.compare(plain, cell.draw(ReferenceWatch(fault), Mode(4, "model"), 100)))
+        assert least < 1e-5 if fault else least > 1e-3
 
 
 def test_counters_are_counted_and_balance(report: dict[str, Any]) -> None:
@@ -138,8 +160,8 @@ def audited(outrider: Outrider, draws: int, scope: Scope = FEW) -> Audit:
 
 
 def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: Path) -> None:
-    hot = FEW._replace(sampled=SAMPLED[3:4])  # where the draft is most often wrong
-    report = audited(Outrider.load(damaged(one_k, tmp_path, "verifier", accept_more(0))), 100, hot)
+    seen = FEW._replace(sampled=SAMPLED[:1])  # where the draft is most often wrong
+    report = audited(Outrider.load(damaged(one_k, tmp_path, "verifier", accept_more(0))), 100, seen)
     failed = {name for name, passed in report.verdicts().items() if not passed}
     assert {"sampled", "arithmetic"} <= failed
     assert "greedy" not in failed  # which alone would not have shown it
@@ -147,21 +169,27 @@ def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("sampler", "damage", "draws"),
+    ("sampler", "damage", "draws", "sampled"),
     [
-        ("verifier", accept_more(0.8), 100),  # too little for so few draws to see in a distribution, and seldom wrong
-        ("verifier", swap("ArgMax", "ArgMin"), 25),  # wrong in plain decoding, too
-        pytest.param("greedy_verifier", swap("ArgMax", "ArgMin"), 25, marks=pytest.mark.slow),
-        pytest.param("greedy_drafter", swap("ArgMax", "ArgMin"), 25, marks=pytest.mark.slow),
-        ("verifier", swap("ScatterElements", "Identity", ["logits"]), 25),  # no bans, no penalties
-        pytest.param("drafter", swap("ScatterElements", "Identity", ["logits"]), 25, marks=pytest.mark.slow),
-        ("logprobs", swap("LogSoftmax", "Identity", ["logits"]), 25),
+        (
+            "verifier",
+            accept_more(0.8),
+            100,
+            (CONTROLLED,),
+        ),  # seldom wrong: so few draws do not show it
+        ("verifier", swap("ArgMax", "ArgMin"), 10, FEW.sampled),  # wrong in plain decoding, too
+        pytest.param("greedy_verifier", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
+        pytest.param("greedy_drafter", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
+        ("verifier", swap("ScatterElements", "Identity", ["logits"]), 10, FEW.sampled),  # no bans, no penalties
+        pytest.param("drafter", swap("ScatterElements", "Identity", ["logits"]), 25, FEW.sampled, marks=pytest.mark.slow),
+        ("logprobs", swap("LogSoftmax", "Identity", ["logits"]), 10, FEW.sampled),
     ],
 )
 def test_a_wrong_graph_fails_even_if_plain_decoding_is_equally_wrong(
-    one_k: Path, tmp_path: Path, sampler: str, damage: Callable[[onnx.GraphProto], None], draws: int
+    one_k: Path, tmp_path: Path, sampler: str, damage: Callable[[onnx.GraphProto], None], draws: int, sampled: Settings
 ) -> None:
-    report = audited(Outrider.load(damaged(one_k, tmp_path, sampler, damage)), draws)
+    outrider = Outrider.load(damaged(one_k, tmp_path, sampler, damage))
+    report = audited(outrider, draws, FEW._replace(sampled=sampled))
     assert not report.arithmetic.passed
     assert report.arithmetic.disagreed > 10
 
@@ -180,7 +208,8 @@ def test_a_greedy_difference_without_a_near_tie_fails(one: Outrider, monkeypatch
         for lane, result in zip(lanes, results, strict=True):
             assert lane.sampling is not None
             assert isinstance(result, RoundResult)
-            if lane.k and lane.sampling.params.temperature == 0 and lane.sampling.emitted > 10:
+            free = lane.sampling.grammar is None  # a grammar notices by itself
+            if free and lane.k and lane.sampling.params.temperature == 0 and lane.sampling.emitted > 5:
                 result.tokens[-1] = 77
         return results
 
@@ -201,7 +230,7 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     session = one.sessions["target"]
     bind = session.bind
     prompt = one.text.encode(PROMPTS[0], chat=False)
-    place = len(prompt) + 9
+    place = len(prompt) + 7  # where a round begins
     decode = Decoder.round
     fixed = False  # one tie is enough, so there is none at random choices
 
@@ -227,7 +256,7 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
     session.unbind()
     greedy = audited(one, draws=2).greedy
     assert greedy.differences == []
-    assert {tie.place for tie in greedy.near_ties} == {10}
+    assert {tie.place for tie in greedy.near_ties} == {8}
     assert greedy.allowed == 1
     assert greedy.passed
 
@@ -257,10 +286,12 @@ def test_a_draft_that_is_the_target_leaves_the_audit_without_power(checkpoints: 
     target = str(checkpoints / "target")
     export_pair(target, target, tmp_path / "onnx", precision="fp32")
     report = audited(
-        Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle", k=[4])),
-        100,
-        FEW._replace(sampled=(CONTROLLED,), controls=True),
+        Outrider.load(build(tmp_path / "onnx", tmp_path / "bundle", k=[4], batch=SLOTS), slots=None),
+        60,
+        FEW._replace(masked=(), sampled=(CONTROLLED,), controls=True),
     )
     assert not report.passed
     assert {name for name, passed in report.verdicts().items() if not passed} == {"controls"}
-    assert not next(control for control in report.controls if control.fault == Fault.ALWAYS_ACCEPT.value).detected
+    detected = {control.fault: control.detected for control in report.controls if control.sampled.k == 4}
+    assert not detected[Fault.ALWAYS_ACCEPT.value]
+    assert detected[Fault.TARGET_NOT_TRUNCATED.value]  # as many draws show what is wrong

@@ -61,7 +61,7 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     reports = list[Audit]()
 
     def noted(*given: Any, **named: Any) -> Audit:
-        reports.append(audit(*given, scope=FEW._replace(sampled=(CONTROLLED,), controls=True), **named))
+        reports.append(audit(*given, scope=FEW._replace(sampled=(CONTROLLED,), controls=True), **named | {"draws": 60}))
         return reports[0]
 
     monkeypatch.setattr(audit_module, "audit", noted)
