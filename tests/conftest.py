@@ -292,7 +292,9 @@ def drafter_bundles(drafter_exports: Callable[[str, str], Path], once: Once) -> 
 @pytest.fixture(scope="session")
 def shipped_export(once: Once) -> Path:
     """Return the export of the shipped pair."""
-    return once("shipped", lambda output: export_pair(str(SHIPPED / "target"), str(SHIPPED / "draft"), output, precision="fp32"))
+    return once(
+        "shipped", lambda output: export_pair(str(SHIPPED / "target"), str(SHIPPED / "draft"), output, precision="fp32")
+    )
 
 
 @pytest.fixture(scope="session")
