@@ -86,8 +86,9 @@ CONFIGS: dict[str, Any] = {
     ),
     **recurrent_models.CONFIGS,
 }
-# With as few layers as each needs, one of each mechanism: full attention, sliding windows, soft caps, both kinds of layers, learned positions, experts and sinks,
-# scaled rotary embeddings, gated delta nets with M-RoPE and shared experts, convolutions, and Mamba-2 beside attention.
+# One of each mechanism, of as few layers as it needs: full attention, sliding windows, soft caps, both kinds of layers, learned
+# positions, experts and sinks, scaled rotary embeddings, gated delta nets with M-RoPE and shared experts, convolutions, and
+# Mamba-2 beside attention.
 IN_TEST = (
     *("Llama", "Mistral, sliding window", "Gemma-2", "Gemma-3", "GPT-2", "GPT-OSS", "Qwen3, YaRN"),
     *("Qwen3.5-MoE", "LFM2", "Falcon-H1"),
