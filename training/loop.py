@@ -25,7 +25,11 @@ from outrider.training.objective import Batch, Objective, measure
 EVALUATIONS = 10  # during a run
 LENGTH = "mean_acceptance_length"
 WARM_UP = 0.03  # of the updates
-NO_ROOM = ("os error 28", "os error 27", "PytorchStreamWriter failed", "file write failed")  # of safetensors, and of torch
+# What safetensors and torch's writer say of a disk that is full: the latter, by where in its file the room ends.
+NO_ROOM = (
+    *("os error 28", "os error 27", "os error 122"),
+    *("PytorchStreamWriter failed", "file write failed", "unexpected pos ", "basic_ios::clear: iostream error"),
+)
 NO_MEMORY = "not enough memory"  # of torch on the CPU
 M_MMAP_THRESHOLD, MAPPED = -3, 4 << 20  # of glibc's malloc.h; bytes from which on a tensor has a mapping of its own
 FINISHED = "trainer_state.json"  # what Trainer writes last into a checkpoint

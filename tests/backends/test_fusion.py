@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Cohere2Config
+from transformers import AutoModelForCausalLM, Cohere2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from outrider.backends.comparison import check_same
 from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
@@ -39,7 +39,7 @@ from outrider.export.step_model import CacheLayout, trace
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.export.test_architectures import COMMON, CONFIGS, WINDOW
+from outrider.tests.export.test_architectures import COMMON, ONE_LAYER, WINDOW
 from outrider.tests.support import PAIR, Fused, build, run_here
 
 CAPACITY = 160
@@ -77,8 +77,8 @@ def test_every_layer_is_fused(trained_bundle: Path) -> None:
     assert "5 norms, 4 norms of sums" in shown.stdout
 
 
-def test_the_fused_graphs_compute_what_the_exported_ones_do(trained_bundle: Path, trained_export: Path) -> None:
-    done = run_here("verify", trained_bundle, "--engines", trained_export)
+def test_the_fused_graphs_compute_what_the_exported_ones_do(tiny_bundle: Path, tiny_export: Path) -> None:
+    done = run_here("verify", tiny_bundle, "--engines", tiny_export)
     assert done.returncode == 0, done.stdout
     assert "the engines agree with ONNX Runtime" in done.stdout
 
@@ -95,14 +95,14 @@ def test_each_sequence_of_a_batch_has_its_own_attention(tiny_export: Path, tmp_p
 
 @pytest.mark.parametrize(("precision", "rewritten"), [("fp16", True), ("fp32", False)])
 def test_for_cuda_attention_has_no_mask(
-    trained_exports: Callable[[str], Path], tmp_path: Path, precision: str, rewritten: bool
+    tiny_exports: Callable[[str], Path], tmp_path: Path, precision: str, rewritten: bool
 ) -> None:
     """It is compared with the exported one over ragged batches on the CPU, whose kernels have the same semantics."""
-    export = trained_exports(precision)
+    export = tiny_exports(precision)
     folder, manifest = Path(shutil.copytree(export, tmp_path / "bundle")), read_manifest(export)
     build = Build("onnxruntime", "", "cuda", k=[1, 4], capacity=128, batch=3, max_prompt_chunk=16, windows=[64, 128])
     counts = fuse_bundle(export, folder, manifest, build, SILENT)
-    assert counts == ({role: {"attention without a mask": n} for role, n in (("target", 2), ("draft", 2))} if rewritten else {})
+    assert counts == ({role: {"attention without a mask": n} for role, n in (("target", 2), ("draft", 1))} if rewritten else {})
     graph = onnx.load(folder / "target" / "model.onnx", load_external_data=False).graph
     attention = [node for node in graph.node if node.op_type == "Attention"]
     assert [(len(node.input), node.input[3] == "") for node in attention] == [(7, True) if rewritten else (4, False)] * 2
@@ -169,14 +169,14 @@ def test_there_is_no_warning_if_everything_is_fused(tiny_export: Path, tmp_path:
     assert np.array_equal(texts(bundle)[0], texts(bundle)[1])
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("precision", ["int4", pytest.param("int8", marks=pytest.mark.slow)])  # test_onnxruntime_rows.py has it
 def test_a_row_has_the_same_bits_alone_and_batched(
     trained_exports: Callable[[str], Path], tmp_path: Path, precision: str
 ) -> None:
     """Alone, or in a pass of 2, 3, 5, 9 or 64 rows: what makes speculative text plain text where activations are rounded."""
     bundle = build(trained_exports(precision), tmp_path / "bundle", max_prompt_chunk=64)
     assert made_of(bundle).rewrites["target"]["attention"] == 2
-    assert operators(bundle / "target" / "model.onnx")["MatMulNBits"] == 6 * 4 + 1
+    assert operators(bundle / "target" / "model.onnx")["MatMulNBits"] == 2 * 4 + 1
     session = open_engines(bundle, *open_bundle(bundle)).session("target", batch=1)
     ids = np.random.default_rng(0).integers(0, session.vocab_rows, (1, CAPACITY))
 
@@ -224,31 +224,38 @@ def rounded(config: Any, folder: Path) -> tuple[Path, CacheLayout]:
     return folder / "model.onnx", layout
 
 
+QWEN2 = Qwen2Config(**ONE_LAYER)
 COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 
 
 @pytest.mark.parametrize(
     ("config", "joined_products", "products"),
     [
-        pytest.param(CONFIGS["Llama"], 4, 9, marks=pytest.mark.slow),
-        (CONFIGS["Qwen2"], 4, 9),  # the same with biases
-        (CONFIGS["Qwen3"], 4, 9),  # with norms between the products and attention
+        pytest.param(LlamaConfig(**ONE_LAYER), 2, 5, marks=pytest.mark.slow),
+        (QWEN2, 2, 5),  # the same with biases
+        (Qwen3Config(**ONE_LAYER, head_dim=24), 2, 5),  # with norms between the products and attention
         (COHERE2, 2, 7),  # one norm for attention and all else, and no rotary embedding in its second layer
     ],
     ids=lambda each: type(each).__name__ if hasattr(each, "vocab_size") else None,
 )
 def test_joined_products_give_the_bits_of_those_they_join(
-    config: Any, joined_products: int, products: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    config: Any,
+    joined_products: int,
+    products: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graph, layout = rounded(config, tmp_path)
+    graph, layout = request.getfixturevalue("qwen2") if config is QWEN2 else rounded(config, tmp_path)
     tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(0))
+    layers = config.num_hidden_layers
     done, _ = fuse(graph, tmp_path / "joined.onnx", CAPACITY - 1, steady=True, batch=1)
     assert done["joined products"] == joined_products
-    assert done["attention"] == 2
+    assert done["attention"] == layers
     monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
     done, _ = fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
     assert "joined products" not in done
-    assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [15, products]
+    assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [7 * layers + 1, products]
     joined, apart = (Fused(tmp_path / f"{each}.onnx", layout, "int4").logits(tokens) for each in ("joined", "apart"))
     np.testing.assert_array_equal(joined, apart)
 
@@ -256,7 +263,18 @@ def test_joined_products_give_the_bits_of_those_they_join(
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CacheLayout]:
     """The graph of a tiny random Qwen2 at 4 bits, and its layers."""
-    return rounded(CONFIGS["Qwen2"], tmp_path_factory.mktemp("qwen2"))
+    return rounded(QWEN2, tmp_path_factory.mktemp("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def plain(qwen2: tuple[Path, CacheLayout], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That graph with fused norms only, which every other rewrite comes with."""
+    path = tmp_path_factory.mktemp("plain") / "norms.onnx"
+    with pytest.MonkeyPatch.context() as patch:
+        for other in REWRITES:
+            patch.setattr(other, "check", lambda self, context, **_: refused("not now"))
+        fuse(qwen2[0], path, CAPACITY - 1, steady=False, batch=1)
+    return path
 
 
 REWRITES = [Rotary, Products, SpareRow, GroupQueryAttention, Unsplit, LastRows]
@@ -265,17 +283,18 @@ REWRITES = [Rotary, Products, SpareRow, GroupQueryAttention, Unsplit, LastRows]
 @pytest.mark.parametrize(
     ("rewrites", "made", "changed"),
     [
-        ([Rotary], {"rotary embeddings": 4}, "Neg"),
-        ([Products], {"joined products": 4}, "MatMul"),
+        ([Rotary], {"rotary embeddings": 2}, "Neg"),
+        ([Products], {"joined products": 2}, "MatMul"),
         ([SpareRow], {}, "Concat"),  # which is not counted
-        ([SpareRow, GroupQueryAttention], {"attention": 2}, "Attention"),
-        ([SpareRow, GroupQueryAttention, Unsplit], {"attention": 2, "heads joined": 2}, "Attention"),
+        ([SpareRow, GroupQueryAttention], {"attention": 1}, "Attention"),
+        ([SpareRow, GroupQueryAttention, Unsplit], {"attention": 1, "heads joined": 1}, "Attention"),
         ([LastRows], {"logits of some rows": 1}, "Slice"),
     ],
     ids=lambda each: each[-1].__name__ if isinstance(each, list) else "",
 )
 def test_each_rewrite_by_itself_computes_what_it_replaced(
     qwen2: tuple[Path, CacheLayout],
+    plain: Path,
     rewrites: list[type],
     made: dict[str, int],
     changed: str,
@@ -284,15 +303,11 @@ def test_each_rewrite_by_itself_computes_what_it_replaced(
 ) -> None:
     """With those that make what it looks for."""
     graph, layout = qwen2
-    with monkeypatch.context() as patch:
-        for other in REWRITES:
-            patch.setattr(other, "check", lambda self, context, **_: refused("not now"))
-        fuse(graph, tmp_path / "norms.onnx", CAPACITY - 1, steady=False, batch=1)
     for other in set(REWRITES) - set(rewrites):
         monkeypatch.setattr(other, "check", lambda self, context, **_: refused("not now"))
     done, _ = fuse(graph, tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
     assert {name: count for name, count in done.items() if "norms" not in name} == made
-    before, after = (operators(tmp_path / f"{each}.onnx").get(changed, 0) for each in ("norms", "fused"))
+    before, after = (operators(path).get(changed, 0) for path in (plain, tmp_path / "fused.onnx"))
     assert after > before if LastRows in rewrites else after < before
     tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
     want = Exported(graph, layout, "int4").logits(tokens)
@@ -313,7 +328,7 @@ def twisted(node: onnx.NodeProto) -> None:
 @pytest.mark.parametrize(
     ("edit", "lacks", "reasons"),
     [
-        (capped, "attention", ["attention of 2 of 2 layers", "it has attributes besides a scale"]),
+        (capped, "attention", ["attention of 1 of 1 layers", "it has attributes besides a scale"]),
         (twisted, "rotary embeddings", []),
     ],
 )
@@ -331,7 +346,7 @@ def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
     onnx.save(model, tmp_path / "edited.onnx")
     done, left = fuse(tmp_path / "edited.onnx", tmp_path / "fused.onnx", CAPACITY - 1, steady=False, batch=1)
     assert lacks not in done
-    assert done["joined products"] == 4
+    assert done["joined products"] == 2
     assert left == reasons
     tokens = torch.randint(0, 320, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(1))
     want, plain = (Exported(path, layout, "int4").logits(tokens) for path in (tmp_path / "edited.onnx", graph))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,13 +23,16 @@ from outrider.runtime.params import SamplingParams
 from outrider.tests.backends.toy import Toy
 from outrider.tests.support import build
 
-COMMAND = """
+COMMANDS = """
+import json, sys
+from click.testing import CliRunner
 from outrider.backends import registry
 from outrider.tests.backends.toy import Toy
 registry.register(Toy())
 from outrider.cli import main
-main()
-"""
+done = [CliRunner().invoke(main, command) for command in json.loads(sys.argv[1])]
+print(json.dumps([(each.exit_code, each.stdout, each.stderr) for each in done]))
+"""  # in a process where the toy is known before the commands are
 
 
 class Elsewhere(Toy):
@@ -89,21 +93,24 @@ def test_verify_compares_its_engines(tiny_export: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_line_offers_it_and_its_options(tiny_export: Path, tmp_path: Path) -> None:
-    def outrider(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", COMMAND, *map(str, arguments)], capture_output=True, text=True)
-
-    shown = outrider("build-engine", "--help")
-    assert "onnxruntime|openvino|tensorrt-rtx|tensorrt|toy" in shown.stdout.replace("\n", "")
-    assert "Backend toy:\n  --greeting" in shown.stdout
     sizes = ("--k", "1", "--capacity", "64", "--max-prompt-chunk", "16")
-    options = "-o", tmp_path / "bundle", "--backend", "toy", "--greeting", "an abacus"
-    done = outrider("build-engine", tiny_export, *options, *sizes)
+    build_it = ("build-engine", tiny_export, "--backend", "toy", *sizes)
+    commands = (
+        ("build-engine", "--help"),
+        (*build_it, "-o", tmp_path / "bundle", "--greeting", "an abacus"),
+        ("generate", tmp_path / "bundle", "--prompt", "the quick", "--max-new-tokens", "4"),
+        (*build_it, "-o", tmp_path / "other", "--workspace", "1"),
+    )
+    given = json.dumps([[*map(str, command)] for command in commands])
+    done = subprocess.run([sys.executable, "-c", COMMANDS, given], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "an abacus" in done.stdout
-    told = outrider("generate", tmp_path / "bundle", "--prompt", "the quick", "--max-new-tokens", "4")
-    assert told.returncode == 0, told.stderr
-    refused = outrider("build-engine", tiny_export, "-o", tmp_path / "other", "--backend", "toy", "--workspace", "1", *sizes)
-    assert (refused.returncode, "--workspace does not apply to the backend toy" in refused.stderr) == (2, True)
+    shown, built, told, refused = json.loads(done.stdout.splitlines()[-1])
+    assert "onnxruntime|openvino|tensorrt-rtx|tensorrt|toy" in shown[1].replace("\n", "")
+    assert "Backend toy:\n  --greeting" in shown[1]
+    assert built[0] == 0, built
+    assert "an abacus" in built[1]
+    assert told[0] == 0, told
+    assert (refused[0], "--workspace does not apply to the backend toy" in refused[2]) == (2, True)
 
 
 def test_names_are_taken_once_and_unknown_ones_refused(tiny_export: Path, tmp_path: Path) -> None:

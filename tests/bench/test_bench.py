@@ -85,6 +85,8 @@ def test_an_interrupt_keeps_the_whole_rounds(trained_bundle: Path, tmp_path: Pat
         tmp_path / "one.jsonl",
         "--rounds",
         "100000",
+        "--k",
+        "1",
         "--max-new-tokens",
         "2",
         "--report",
@@ -96,7 +98,7 @@ def test_an_interrupt_keeps_the_whole_rounds(trained_bundle: Path, tmp_path: Pat
     ) as process:
         assert process.stderr is not None
         next(line for line in process.stderr if "measuring" in line)
-        time.sleep(6)
+        time.sleep(3)
         process.send_signal(signal.SIGINT)
         try:
             process.communicate(timeout=120)

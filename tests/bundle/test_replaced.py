@@ -158,7 +158,7 @@ def test_loading_while_a_process_swaps_two_bundles_never_mixes_them(copy: Path, 
     with subprocess.Popen(command, stdout=subprocess.PIPE) as swapper:
         assert swapper.stdout is not None
         swapper.stdout.readline()
-        for _ in range(60):
+        for _ in range(30):
             try:
                 answers.add(text(copy))
             except FolderError as error:

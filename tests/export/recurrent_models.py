@@ -58,6 +58,6 @@ CONFIGS: dict[str, Any] = {
         num_experts_per_tok=2,
         shared_intermediate_size=32,
     ),
-    "Falcon-H1": hf.FalconH1Config(**{**COMMON, **MAMBA, "num_hidden_layers": 2}, mamba_d_ssm=128),
+    "Falcon-H1": hf.FalconH1Config(**{**COMMON, **MAMBA, "num_hidden_layers": 1}, mamba_d_ssm=128),
     "Nemotron-H": hf.NemotronHConfig(**NEMOTRON),
 }

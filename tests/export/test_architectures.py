@@ -46,23 +46,24 @@ COMMON = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+ONE_LAYER = {**COMMON, "num_hidden_layers": 1}
 WINDOW = 6  # shorter than the text, so that the window matters
 GEMMA = {**COMMON, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
-MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+MIXED_LAYERS = ["sliding_attention", "full_attention"]
 EXPERTS = {**COMMON, "num_experts_per_tok": 2}
 ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
 CONFIGS: dict[str, Any] = {
-    "Llama": hf.LlamaConfig(**COMMON),
+    "Llama": hf.LlamaConfig(**ONE_LAYER),
     "Qwen2": hf.Qwen2Config(**COMMON),
     "Qwen3": hf.Qwen3Config(**COMMON, head_dim=24),
-    "Mistral, sliding window": hf.MistralConfig(**COMMON, sliding_window=WINDOW),
+    "Mistral, sliding window": hf.MistralConfig(**ONE_LAYER, sliding_window=WINDOW),
     "Phi-3": hf.Phi3Config(**COMMON),
     # Written-out attention takes long to trace: a layer without a window, and GPT-OSS's with one. Random weights reach the cap.
     "Gemma-2": hf.Gemma2Config(
         **{**GEMMA, "num_hidden_layers": 1, "layer_types": ["full_attention"]}, attn_logit_softcapping=0.02
     ),
-    "Gemma-3": hf.Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 3, "layer_types": MIXED_LAYERS}),
-    "GPT-2": hf.GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "Gemma-3": hf.Gemma3TextConfig(**GEMMA, layer_types=MIXED_LAYERS),
+    "GPT-2": hf.GPT2Config(vocab_size=320, n_embd=64, n_layer=1, n_head=4, n_positions=128),
     "GPT-NeoX": hf.GPTNeoXConfig(**{name: value for name, value in COMMON.items() if name != "num_key_value_heads"}),
     "OLMo-2": hf.Olmo2Config(**COMMON),
     "StableLM": hf.StableLmConfig(**COMMON),
@@ -77,7 +78,7 @@ CONFIGS: dict[str, Any] = {
         sliding_window=WINDOW,
     ),
     "Llama, dynamic RoPE": hf.LlamaConfig(**COMMON, rope_parameters={**ROPE, "rope_type": "dynamic"}),
-    "Qwen3, YaRN": hf.Qwen3Config(**COMMON, head_dim=24, rope_parameters={**ROPE, "rope_type": "yarn"}),
+    "Qwen3, YaRN": hf.Qwen3Config(**ONE_LAYER, head_dim=24, rope_parameters={**ROPE, "rope_type": "yarn"}),
     "Phi-3, long RoPE": hf.Phi3Config(
         **COMMON,
         original_max_position_embeddings=64,
@@ -85,8 +86,9 @@ CONFIGS: dict[str, Any] = {
     ),
     **recurrent_models.CONFIGS,
 }
-# One of each mechanism: full attention, sliding windows, soft caps, both kinds of layers, learned positions, experts and sinks,
-# scaled rotary embeddings, gated delta nets with M-RoPE and shared experts, convolutions, and Mamba-2 beside attention.
+# One of each mechanism, of as few layers as it needs: full attention, sliding windows, soft caps, both kinds of layers, learned
+# positions, experts and sinks, scaled rotary embeddings, gated delta nets with M-RoPE and shared experts, convolutions, and
+# Mamba-2 beside attention.
 IN_TEST = (
     *("Llama", "Mistral, sliding window", "Gemma-2", "Gemma-3", "GPT-2", "GPT-OSS", "Qwen3, YaRN"),
     *("Qwen3.5-MoE", "LFM2", "Falcon-H1"),
@@ -96,7 +98,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "T5": (hf.T5Config(vocab_size=320, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16), "encoder-decoder"),
     "BERT": (hf.BertConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "no key/value cache"),
     "Mamba": (hf.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "no layer with attention"),
-    "Jamba": (hf.JambaConfig(**{**COMMON, "num_hidden_layers": 8}), "of a kind that is not known"),
+    "Jamba": (hf.JambaConfig(**COMMON, attn_layer_period=2, attn_layer_offset=1), "of a kind that is not known"),
     "Falcon": (
         hf.FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
         "its own attention code",

@@ -21,7 +21,7 @@ from outrider.engines.session import GraphSession, Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
 from outrider.export.block_head import BlockCheckpoint, BlockHead
 from outrider.export.draft_head import FeatureMixer, Target
-from outrider.export.markov import export_markov
+from outrider.export.markov import MarkovStep, export_markov
 from outrider.export.pair import export_pair
 from outrider.export.parity import open_graph
 from outrider.export.source import Source
@@ -78,15 +78,23 @@ def block(name: str, anchor: int) -> list[int]:
     return [int(weights.inputs(name)[1][anchor]), *[weights.MASK] * (weights.CASES[name].block - 1)]
 
 
-@pytest.mark.parametrize("name", weights.CASES)
-def test_a_head_computes_what_speculators_does(name: str, fixtures: Fixtures, tmp_path: Path) -> None:
-    """In eager transformers, and with the Markov and confidence heads in their graph."""
+GRAPHS = ("deepspec-dspark", "dspark-gated")  # in `make test`; each export compares its graph with the module
+WITH_GRAPHS = [
+    pytest.param(name, True, marks=() if name in GRAPHS else pytest.mark.slow, id=f"{name}-graph")
+    for name, case in weights.CASES.items()
+    if case.is_dspark
+]
+
+
+@pytest.mark.parametrize(("name", "in_graph"), [*(pytest.param(each, False, id=each) for each in weights.CASES), *WITH_GRAPHS])
+def test_a_head_computes_what_speculators_does(name: str, in_graph: bool, fixtures: Fixtures, tmp_path: Path) -> None:
+    """In eager transformers, also with the Markov and confidence heads in their graph."""
     mixer, head = built(tmp_path, name)
     features, known, drafted = mixed(mixer, name), weights.target_ids(name), weights.CASES[name].drafted
     tokens = weights.inputs(name)[1]
-    if head.block_state is not None:
+    if in_graph:
         export_markov(head, tmp_path / "markov.onnx", weights.VOCAB, "fp32")
-        markov = open_graph(tmp_path / "markov.onnx", "fp32")
+        graph = open_graph(tmp_path / "markov.onnx", "fp32")
     for index, anchor in enumerate(weights.ANCHORS):
         ids = torch.tensor([[CONTEXT] * anchor + block(name, anchor)])
         padded = torch.nn.functional.pad(features, (0, 0, 0, ids.shape[1]))[:, : ids.shape[1]]
@@ -99,7 +107,11 @@ def test_a_head_computes_what_speculators_does(name: str, fixtures: Fixtures, tm
             continue
         before = tokens[anchor : anchor + drafted, None]
         given = {"logits": rows[:, None], BLOCK_STATE: state[0][0, -drafted:, None].numpy(), "before": before}
-        biased, confidence = markov.run(None, given)
+        if in_graph:
+            biased, confidence = graph.run(None, given)
+        else:
+            with torch.no_grad():
+                biased, confidence = (each.numpy() for each in MarkovStep(head)(*map(torch.from_numpy, given.values())))
         expected = fixtures.get(f"{name}/biased", fixtures[f"{name}/logits"])[index]
         np.testing.assert_allclose(biased[:, 0, known], expected, atol=TOLERANCE)
         if weights.CASES[name].confidence:

@@ -162,15 +162,17 @@ def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("precision", "draws", "scope"),
+    ("precision", "draws", "scope", "batch"),
     [
-        ("int4", 10, Scope(PROMPTS[:4], MASKED[:1], SAMPLED[-1:], controls=False)),
-        *(pytest.param(each, DRAWS, EVERYTHING, marks=pytest.mark.slow) for each in BITS),
+        ("int4", 10, Scope(PROMPTS[:4], MASKED[:1], SAMPLED[-1:], controls=False), 2),
+        *(pytest.param(each, DRAWS, EVERYTHING, 8, marks=pytest.mark.slow) for each in BITS),
     ],
 )
-def test_the_audit_passes(exports: dict[str, Path], tmp_path: Path, precision: str, draws: int, scope: Scope) -> None:
+def test_the_audit_passes(
+    exports: dict[str, Path], tmp_path: Path, precision: str, draws: int, scope: Scope, batch: int
+) -> None:
     """In short, without the controls: the samplers are those of fp32, whose audit tests them."""
-    bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=8)
+    bundle = build(exports[precision], tmp_path / "bundle", capacity=255, k=[1, 4], batch=batch)
     found = audit(Outrider.load(bundle, slots=None), draws=draws, scope=scope)
     assert found.passed, found.as_dict()
     for texts in (found.greedy, found.batched):
@@ -314,11 +316,11 @@ def test_a_calibration_text_that_is_too_short_is_wrong_use(checkpoints: Path, tm
 
 @pytest.mark.filterwarnings("ignore")
 def test_auto_round_is_closer_to_the_checkpoint(tmp_path: Path) -> None:
-    """With a context of 64 tokens, which is as many as it is tuned on at a time."""
+    """The draft's first layer, with a context of 64 tokens, which is as many as it is tuned on at a time."""
     pytest.importorskip("auto_round", reason="would show that AutoRound helps: pip install 'outrider[quantize]'")
     draft = Path(shutil.copytree(PAIR / "draft", tmp_path / "draft"))
     config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64, "num_hidden_layers": 1}))
     tuned = export_pair(
         str(draft), None, tmp_path / "tuned", precision="int4", method="auto-round", calibration=SHIPPED / "heldout.jsonl"
     ).models["target"]

@@ -12,20 +12,22 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoTokenizer
 
 from outrider.bundle.folder import read_manifest
+from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
 from outrider.runtime.chat_template import ChatTemplate
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.text import Text
-from outrider.tests.support import END, PAIR, llama, sealed_bundle, tokenizer, write_checkpoint
+from outrider.tests.support import END, PAIR, full_disk, llama, sealed_bundle, tokenizer, write_checkpoint
 from outrider.training import train as train_module
 from outrider.training.answers import Answer, Answers, Example, given_examples, held_out
 from outrider.training.arguments import Arguments
-from outrider.training.loop import FINISHED, Schedule, fit, last_checkpoint
+from outrider.training.loop import FINISHED, Schedule, fit, last_checkpoint, translated
 from outrider.training.objective import Batch, Objective, measure
 from outrider.training.pard import PardObjective
 from outrider.training.texts import Message, Sample
@@ -103,6 +105,22 @@ def test_the_last_whole_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-96")
     (tmp_path / "checkpoint-100" / FINISHED).touch()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+
+
+def test_a_full_disk_is_recognized_wherever_the_room_ends(tmp_path: Path) -> None:
+    """torch and safetensors say it in several ways, and torch in another one at the end of its file."""
+    tensors, written = {"a": torch.randn(2000), "b": torch.randn(5)}, list[int]()
+    for save in (torch.save, save_file):
+        path = tmp_path / save.__name__
+        save(tensors, path)
+        size = path.stat().st_size
+        for most in (0, 40, 200, *range(1000, size, 3000), *range(size - 900, size, 50), size - 1):
+            with full_disk(most), pytest.raises(FolderError, match="no room to write"), translated(tmp_path):
+                save(tensors, path)
+            written.append(path.stat().st_size)
+    assert len({*written}) > 20
+    with pytest.raises(FolderError, match="no room to write"), translated(tmp_path):
+        torch.save(tensors, "/dev/full")
 
 
 def test_a_draft_of_one_token_learns_what_a_language_model_learns() -> None:
