@@ -140,16 +140,16 @@ def test_evenly_spread_uniforms_give_the_targets_distribution(graphs: Graphs, se
     assert max(distances(graphs, 0, settings_row)) < ERROR
 
 
-COARSE = {"count": POINTS // 4}  # points, whose error is less than twice as large
+COARSE = POINTS // 4  # points, whose error is less than twice as large
 
 
 def test_so_they_do_by_the_reference() -> None:
-    assert max(distances(None, 0, row(top_k=4), **COARSE)) < 2 * ERROR
+    assert max(distances(None, 0, row(top_k=4), count=COARSE)) < 2 * ERROR
 
 
 @pytest.mark.parametrize("fault", Fault)
 def test_by_them_each_wrong_sampler_is_far_off(fault: Fault) -> None:
-    assert max(distances(None, 0, row(top_k=4), fault, **COARSE)) > 8 * ERROR
+    assert max(distances(None, 0, row(top_k=4), fault, COARSE)) > 8 * ERROR
 
 
 DRAWN = [
