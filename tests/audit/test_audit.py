@@ -42,7 +42,7 @@ def several(trained_bundles: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def report(trained_bundles: Callable[..., Path]) -> dict[str, Any]:
-    """The report on the shipped pair, as a release pipeline would read it, with fewer draws than usual."""
+    """The report on a bundle, as a release pipeline would read it, with fewer draws than usual."""
     done = run_here("verify", several(trained_bundles), "--draws", str(DRAWN), "--json")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
@@ -50,7 +50,14 @@ def report(trained_bundles: Callable[..., Path]) -> dict[str, Any]:
     return result
 
 
-def test_the_shipped_pair_passes(report: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_the_shipped_pair_passes(shipped_export: Path, tmp_path: Path) -> None:
+    """By everything that a user's `outrider verify` does."""
+    done = run_here("verify", build(shipped_export, tmp_path / "bundle", capacity=512, batch=SLOTS), "--json")
+    assert (done.returncode, json.loads(done.stdout)["passed"]) == (0, True), done.stdout
+
+
+def test_a_bundle_passes(report: dict[str, Any]) -> None:
     assert report["passed"]
     parts = ("arithmetic", "greedy", "batched", "sampled", "support", "controls", "counters")
     assert report["verdicts"] == dict.fromkeys(parts, True)
@@ -143,7 +150,7 @@ def swap(kind: str, other: str, inputs: list[str] | None = None) -> Callable[[on
 
 @pytest.fixture(scope="module")
 def one_k(trained_bundles: Callable[..., Path]) -> Path:
-    """A bundle of the shipped pair for one number of draft tokens, which takes less time."""
+    """A bundle for one number of draft tokens, which takes less time."""
     return trained_bundles(capacity=512, k=[4])
 
 

@@ -1,4 +1,4 @@
-"""`outrider bench` on the shipped pair: what it counts, what it writes, and how a browser shows it."""
+"""`outrider bench`: what it counts, what it writes, and how a browser shows it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ TEMPLATE = (
 
 
 def chat_bundle(export: Path, output: Path, batch: int = 4, capacity: int = 511) -> Path:
-    """Copy a bundle of the shipped pair with a chat template. It is built once, beside the export."""
+    """Copy a bundle of an export with a chat template. It is built once, beside the export."""
     made = export.with_name(f"chat-bundle-{batch}-{capacity}")
     with filelock.FileLock(f"{made}.lock"):
         if not made.exists():
