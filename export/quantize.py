@@ -213,12 +213,16 @@ def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel) -> None:
             pairs = value.const_value.numpy().reshape(-1, 2).view(np.uint8) & 15
             packed = ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=module.quantized.shape)
             (value.const_value, value.dtype) = (packed, ir.DataType.INT4)
-        elif isinstance(module, nn.Embedding) and all(node.op_type == "Gather" for node, _ in value.uses()):
+        elif value.dtype == ir.DataType.FLOAT and isinstance(module, nn.Embedding) and _only_looked_up(value):
             table = value.const_value.numpy().astype(np.float16)
             if np.array_equal(table, value.const_value.numpy()):
                 (value.const_value, value.dtype) = (ir.tensor(table), ir.DataType.FLOAT16)
                 for node, _ in value.uses():
                     _cast_up(graph, node)
+
+
+def _only_looked_up(table: ir.Value) -> bool:
+    return all(node.op_type == "Gather" for node, _ in table.uses())
 
 
 def _cast_up(graph: ir.Graph, gather: ir.Node) -> None:

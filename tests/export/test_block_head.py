@@ -187,6 +187,8 @@ def test_tensorrt_rtx_builds_it(name: str, precision: str, tmp_path: Path) -> No
     trace(model, CacheLayout(layers), features=weights.HIDDEN, is_head=True).save(tmp_path / "head.onnx", external_data=True)
     build_plan(rtx_job(tmp_path / "head.onnx", cache_tensors(layers, weights.HIDDEN), "block-head"), name)
     assert (tmp_path / "head.plan").stat().st_size > 1000
+    if head.block_state is not None:
+        export_markov(model, tmp_path / "markov.onnx", weights.VOCAB, precision)
 
 
 @pytest.mark.slow
