@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import outrider.export.mimo  # noqa: F401  # registers its classes with transfor
 from outrider.bundle.manifest import Generation
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.gguf_file import GgufFile
 from outrider.export.source import Source
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -36,6 +38,8 @@ def read_config(source: Source) -> Any:
             that this one does not know. Whatever else is unsupported fails when the model runs or is traced.
     """
     config = source.read("configuration", AutoConfig)
+    if (file := _gguf_file(source)) is not None:
+        file.amend(config)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
@@ -43,6 +47,10 @@ def read_config(source: Source) -> Any:
         raise UnsupportedModelError(f"{source.name} ({kind}) is not a causal language model in transformers")
     _check_settings(source, config)
     return config
+
+
+def _gguf_file(source: Source) -> GgufFile | None:
+    return GgufFile.read(Path(source.location, source.options["gguf_file"])) if source.options else None
 
 
 def _check_settings(source: Source, config: Any) -> None:
@@ -124,9 +132,11 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
     Raises:
         SourceError: the model cannot be read, or weights are missing or have the wrong shape.
     """
+    file = _gguf_file(source)
     model, report = source.read(
         "weights",
         AutoModelForCausalLM,
+        **({} if file is None else {"config": read_config(source)}),
         dtype=getattr(torch, PRECISIONS[precision].dtype),  # weights are quantized after loading
         attn_implementation="eager",
         output_loading_info=True,
@@ -139,7 +149,9 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
             "download the checkpoint again",
         )
     set_experts(model)
-    if source.options:  # a GGUF file's weights are plain tensors now, and may be written as such
+    if file is not None:
+        file.finish(model)
+        # Its weights are plain tensors now, and may be written as such.
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,15 +16,13 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoint import load_model, load_tokenizer, read_config
 from outrider.export.pair import export_pair
 from outrider.export.source import Source
-from outrider.tests.support import END, llama, tokenizer, write_checkpoint
+from outrider.tests.support import llama, write_checkpoint
 
 
 def load(path: Path | str) -> None:
@@ -169,75 +165,6 @@ def test_a_configuration_that_contradicts_itself_or_the_weights_is_refused(
         export_pair(str(folder), None, tmp_path / "out", precision="fp32")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def write_gguf(path: Path) -> Qwen2ForCausalLM:
-    """A tiny Qwen2 as llama.cpp would write it, and the same model in transformers."""
-    torch.manual_seed(0)
-    made = tokenizer()
-    config = Qwen2Config(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    writer = gguf.GGUFWriter(str(path), "qwen2")
-    writer.add_name("tiny")
-    writer.add_context_length(128)
-    writer.add_embedding_length(64)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(320)
-    data = json.loads(made.to_str())
-    vocabulary = sorted(data["model"]["vocab"], key=data["model"]["vocab"].__getitem__)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(vocabulary)
-    writer.add_token_types([gguf.TokenType.CONTROL if token == END else gguf.TokenType.NORMAL for token in vocabulary])
-    merges = data["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    writer.add_eos_token_id(0)
-    writer.add_pad_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
-    for name, tensor in model.state_dict().items():
-        base, kind = name.rsplit(".", 1)
-        writer.add_tensor(f"{names.get_name(base)}.{kind}", tensor.numpy().astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return model
-
-
-def test_a_gguf_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    expected = write_gguf(path)
-    source = Source.parse(str(path))
-    assert source.name == "tiny.gguf"
-    model = load_model(source, "fp32")
-    ids = torch.tensor([[1, 2, 3, 4]])
-    torch.testing.assert_close(model(ids).logits, expected(ids).logits)
-    files = load_tokenizer(source)
-    assert files.vocabulary()[0] == END
-    assert len(files.vocabulary()) == 320
-
-
-@pytest.mark.parametrize("keep", [4, 100, -1000])
-def test_a_truncated_gguf_is_refused(tmp_path: Path, keep: int) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(SourceError, match=r"cannot read the \w+ of tiny.gguf"):
-        load(path)
 
 
 def test_a_hub_id_is_read_and_one_that_cannot_be_fetched_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
