@@ -54,9 +54,15 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "use_parallel_residual": ("use_parallel_residual",),
     "vocab_size": ("vocab_size",),
 }
-SHAPES = {"context_length", "vocab_size", "embedding_length"}  # what tensors have, or what is only recorded
+SHAPES = {"vocab_size", "embedding_length"}  # of tensors: they cannot be another's
 # What llama.cpp takes for granted where a file does not say it, so that saying it changes nothing.
-USUAL: dict[str, Any] = {"attention.causal": True, "expert_weights_scale": 1.0, "logit_scale": 1.0, "pooling_type": 0}
+USUAL: dict[str, Any] = {
+    "attention.causal": True,
+    "expert_weights_scale": 1.0,
+    "logit_scale": 1.0,
+    "pooling_type": 0,
+    "expert_count": 0,
+}
 # What is read elsewhere: by transformers where it builds the configuration, by `_rope` here, or by tools.
 ELSEWHERE = re.compile(
     r"block_count|nextn_predict_layers|rope\.(dimension_(count|sections)|freq_base|scal(e_linear|ing\.(type|factor|finetuned|"
@@ -141,10 +147,10 @@ class GgufFile:
                 return
             value = value[0]
         if name is None:
-            if value not in (USUAL.get(key), 0 if key == "expert_count" else None):
+            if key not in USUAL or value != USUAL[key]:
                 raise self._unknown(key, value)
         elif not _same(getattr(text, name), value):
-            if key in SHAPES - {"context_length"} or isinstance(getattr(text, name), list | dict):
+            if key in SHAPES or isinstance(getattr(text, name), list | dict):
                 raise self._unknown(key, value)
             setattr(text, name, value)
 
@@ -184,19 +190,18 @@ class GgufFile:
 
     def _check_tensors(self, model: PreTrainedModel) -> None:
         """Refuse a file with tensors that no part of the model was made of: transformers leaves them out in silence."""
-        layers = int(self._own().get("block_count", 0)) - int(self._own().get("nextn_predict_layers", 0))
-        left = {name: count for name, count in self.tensors.items() if name != FREQUENCIES and _layer(name) < layers}
-        held = sum(each.numel() for each in {id(each): each for each in model.parameters()}.values())
-        beyond = [name for name in self.tensors if _layer(name) >= layers + int(self._own().get("nextn_predict_layers", 0))]
-        if beyond or sum(left.values()) > held:
-            known = {name for each in gguf.MODEL_TENSORS.get(self._arch(), ()) for name in (gguf.TENSOR_NAMES[each],)}
+        own = self._own()
+        layers = int(own.get("block_count", 0))  # those that predict further tokens included, which are not the model's
+        decoding = layers - int(own.get("nextn_predict_layers", 0))
+        left = {name: count for name, count in self.tensors.items() if name != FREQUENCIES and _layer(name) < decoding}
+        beyond = [name for name in self.tensors if _layer(name) >= layers]
+        if beyond or sum(left.values()) > sum(each.numel() for each in model.parameters()):
+            archs = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture]
+            known = {gguf.TENSOR_NAMES[each] for arch in archs for each in gguf.MODEL_TENSORS[arch]}
             strange = [*beyond, *(name for name in left if _pattern(name) not in known), *left]
             raise UnsupportedModelError(
                 f"{self.name} has tensors that {type(model).__name__} has not; {strange[0]} is one, or among them", AGAIN
             )
-
-    def _arch(self) -> Any:
-        return next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture), None)
 
     def _unknown(self, key: str, value: object) -> UnsupportedModelError:
         full = key if key == FREQUENCIES else f"{self.architecture}.{key}"

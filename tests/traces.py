@@ -47,8 +47,8 @@ def share_traces(folder: Path) -> None:
     """Trace each module once for all processes that share through `folder`.
 
     Modules are equal if all that they hold is: weights, settings, classes. So a checkpoint never gets the graph of another one.
-    What `trace` adds to a graph, and everything after it, is done each time. torch's table of operators, which it makes anew
-    for each trace in a third of a second, is kept, too.
+    What `trace` adds to a graph, and everything after it, is done each time. torch's table of operators is kept, too: it
+    takes a third of a second to build, for each trace.
     """
     kept = functools.cache(ONNXRegistry.from_torchlib)
     setattr(ONNXRegistry, "from_torchlib", staticmethod(kept))  # noqa: B010
