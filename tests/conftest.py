@@ -42,14 +42,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part(items: list[pytest.Item], number: int, count: int) -> set[pytest.Item]:
-    """Return one of `count` parts, with about as many tests each: whole files, which share fixtures, or pieces of some."""
-    most = -(-len(items) // count)
-    files = [[*of_file] for _, of_file in itertools.groupby(items, key=lambda item: item.path)]
-    pieces = [file[at : at + most] for file in files for at in range(0, len(file), most)]
-    parts: list[list[pytest.Item]] = [[] for _ in range(count)]
-    for piece in sorted(pieces, key=len, reverse=True):
-        min(parts, key=len).extend(piece)
-    return {*parts[number]}
+    """Return one of `count` parts: of each file a stretch, since neighbours share what they are made of. Files that take long are
+    so in all parts, which take about as long as each other."""
+    part: set[pytest.Item] = set()
+    files = itertools.groupby(items, key=lambda item: item.path)
+    for turn, (_, of_file) in enumerate(files):  # the shortest files, with less than one test a part, in turn
+        tests = [*of_file]
+        part.update(test for at, test in enumerate(tests) if (at * count // len(tests) + turn) % count == number)
+    return part
 
 
 def _no_gpu() -> str | None:

@@ -96,7 +96,7 @@ def cases() -> list[Any]:
         turn = number + (mode not in K) + (mode == MODES[-1])
         return draft in SLOW or left_out or prompt != few[turn % len(few)]
 
-    product = [(prompt, draft, mode) for prompt in PROMPTS for draft in DRAFTS for mode in MODES]
+    product = [(prompt, draft, mode) for draft in DRAFTS for prompt in PROMPTS for mode in MODES]  # a draft's side by side
     return [pytest.param(*each, marks=pytest.mark.slow) if slow(*each) else pytest.param(*each) for each in product]
 
 
