@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from outrider.runtime.choice import AUTO
 from outrider.runtime.costs import Costs
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import NONE, DeviceDrafter, Resources
-from outrider.runtime.grammar import Grammars
+from outrider.runtime.grammar import Grammars, LocalGrammars
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import DEFAULTS, SamplingParams
 from outrider.runtime.policy import FixedPolicy, Policy
@@ -65,7 +65,7 @@ class Outrider:
         self.samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
         self.vocab_rows = self.sessions["target"].vocab_rows
         self.drafters = drafters.available(self.manifest)
-        self.grammars = Grammars(text.tokenizer, self.vocab_rows, self.manifest.generation.eos_token_ids)
+        self.grammars: Grammars = LocalGrammars(text.tokenizer, self.vocab_rows, self.manifest.generation.eos_token_ids)
         self._current: list[Scheduler | None] = [None]  # what `generate` runs, on these caches
         self._assemble(policy or self.adaptive_policy(), observer)
 
@@ -193,8 +193,8 @@ class Outrider:
                 yield result
                 paused += time.perf_counter() - began
 
-    def request(self, prompt: list[int], params: SamplingParams) -> Request:
-        """Return a new request.
+    def request(self, prompt: list[int], params: SamplingParams, owner: Hashable = None) -> Request:
+        """Return a new request of an owner; anything that identifies one will do.
 
         Raises:
             UsageError: it cannot be answered; see `generate`.
@@ -203,7 +203,7 @@ class Outrider:
         end_ids = [*self.manifest.generation.eos_token_ids, *params.stop_tokens]
         self._check(prompt, params, end_ids)
         structured = params.structured_outputs
-        grammar = None if structured is None else self.grammars.begin(structured)
+        grammar = None if structured is None else self.grammars.begin(structured, owner)
         sampling = SamplingState(params, prompt, end_ids, self.vocab_rows, grammar)
         stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
         return Request(prompt, params, sampling, stream, self.build.capacity)

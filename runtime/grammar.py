@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,25 +23,12 @@ from outrider.errors import EngineError
 from outrider.runtime.matching import matching
 from outrider.runtime.structured import StructuredOutputs, first_line, refused
 
-# Grammars are kept compiled, up to so many characters of them: each takes some 60 bytes, so a few large ones are as many as 64
-# small ones.
-MAX_COMPILED, LEAST_COUNTED = 4 << 20, 64 << 10
+MAX_COMPILED = 64  # grammars that are kept compiled
 # A step of a hostile grammar may take as much as these allow, some three seconds. Those of llguidance are two to ten times
 # higher. A grammar of JSON that spells strings by single characters takes up to 15,000 items, with a vocabulary of 150,000.
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
 )
-# Other requests wait for a mask no longer than this. Those of usual grammars take far less than a millisecond, and of large
-# ones up to seven.
-STEP_SECONDS = 0.25
-# And were that taken in every step, they would still be held up. Seconds of the processor, so that a busy machine changes
-# nothing.
-SECONDS = 1.0  # for an answer
-SECONDS_PER_MASK = 0.005  # and as much more for each of its masks
-# Steps that took too long go on to their limits, without anyone waiting for them. Where so many do, no answer with a grammar
-# begins; those that have begun find a thread.
-MAX_LATE, STEPS_AT_ONCE = 4, 64
-BUSY = "the grammars of other requests take too long"
 
 Returned = TypeVar("Returned")
 Bools = npt.NDArray[np.bool_]
@@ -53,23 +38,57 @@ class GrammarError(EngineError):
     """The tokens that a grammar allows cannot be computed, or there are none."""
 
 
-class GrammarBusyError(GrammarError):
-    """Grammars of other requests leave no time for that of a new one."""
+class Matcher(Protocol):
+    """One answer's grammar: what may follow its confirmed tokens, and drafted ones behind them."""
+
+    rows: int
+    """how many rows of the round that is decided now have masks, the first included: what is said behind them is dropped"""
+
+    def ready(self) -> bool:
+        """Return whether the answer can take part in a round now. One that is not sits it out."""
+
+    def masks(self, drafted: Sequence[int]) -> list[Bools]:
+        """Return which tokens, bool [V], may follow the confirmed tokens and the first 0, 1, ... of the drafted ones, as far as
+        these are in the grammar and do not end the text. The first is always there.
+
+        Raises:
+            GrammarError: a limit is exceeded, or no token may follow the confirmed ones.
+        """
+
+    def forced(self, limit: int) -> list[int]:
+        """Return up to so many tokens that spell what the grammar forces next, or the one that its mask leaves; none where it
+        leaves a choice, or where the text may end."""
+
+    def valid(self, tokens: list[int]) -> int:
+        """Return how many of the tokens, from the first on, the grammar allows after the confirmed ones."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take the tokens that a round confirmed, up to one that ends the text.
+
+        Raises:
+            GrammarError: one of them is not allowed, or leads to where the grammar cannot be followed.
+        """
 
 
-# The interpreter's lock is free while llguidance computes a mask, which is what can take long.
-_workers = ThreadPoolExecutor(STEPS_AT_ONCE, "grammar")
-_late: set[Future[Any]] = set()  # steps that nobody waits for any more
+class Grammars(Protocol):
+    """What begins answers by grammars."""
+
+    def begin(self, structured: StructuredOutputs, owner: Hashable = None) -> Matcher:
+        """Return a new answer's place in a grammar; `owner` is whose request it is.
+
+        Raises:
+            UsageError: the grammar cannot be compiled.
+        """
 
 
-class Grammars:
-    """Compiles grammars for one tokenizer. Any thread may ask."""
+class LocalGrammars(Grammars):
+    """Compiles grammars for one tokenizer, and computes their masks in this process. Any thread may ask."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_rows: int, end_ids: Sequence[int]):
         """Take a tokenizer, the width of the logits, and the tokens that end a text."""
         self._source, self._vocab_rows, self._end_ids = tokenizer, vocab_rows, list(end_ids)
         self._lock = threading.Lock()
-        self._compiled: LRUCache[StructuredOutputs, Compiled] = LRUCache(MAX_COMPILED, getsizeof=lambda kept: kept.size)
+        self._compiled: LRUCache[StructuredOutputs, Compiled] = LRUCache(MAX_COMPILED)
 
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -88,19 +107,23 @@ class Grammars:
         with self._lock:
             kept = self._compiled.get(structured)
         if kept is None or kept.spoilt:
-            source = structured.source()
-            matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=LIMITS)
+            matcher = LLMatcher(self.tokenizer, structured.source(), log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise refused(f"the grammar cannot be compiled: {first_line(matcher.get_error())}", "simplify it")
             rehearse(matcher, 1)
-            kept = Compiled(matcher, min(max(len(source), LEAST_COUNTED), MAX_COMPILED))
+            kept = Compiled(matcher)
             with self._lock:
                 self._compiled[structured] = kept
         return kept
 
-    def begin(self, structured: StructuredOutputs) -> Matcher:
+    def forget(self) -> None:
+        """Keep no grammar any longer."""
+        with self._lock:
+            self._compiled.clear()
+
+    def begin(self, structured: StructuredOutputs, owner: Hashable = None) -> LocalMatcher:
         """Return a new answer's place in a grammar; see `compile`."""
-        return Matcher(lambda: _Place(self.compile(structured), self._vocab_rows, self._end_ids))
+        return LocalMatcher(lambda: _Place(self.compile(structured), self._vocab_rows, self._end_ids))
 
 
 @dataclass(eq=False, slots=True)
@@ -108,13 +131,11 @@ class Compiled:
     """A grammar at its start. Copies of its matcher share the states of their lexer, and so they share its limits, too."""
 
     matcher: LLMatcher
-    size: int  # in characters
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held while a copy computes
     spoilt: bool = False  # whether an answer has failed by it: others may then as well, and it is compiled anew for new ones
 
 
-class Matcher:
-    """One answer's grammar: what may follow its confirmed tokens, and drafted ones behind them.
+class LocalMatcher(Matcher):
+    """A matcher in this process.
 
     Drafted tokens may lead to where a grammar cannot be followed, though the target would go another way. When that has
     happened, no drafted token of the answer is followed any more: it goes on as in plain decoding, and ends where that would. A
@@ -127,38 +148,30 @@ class Matcher:
         self._place = begin()
         self._confirmed: list[int] = []
         self._plain = False  # whether no drafted token is followed any more
-        self._asked = False  # whether any step was
         self.rows = 1
 
-    def masks(self, drafted: Sequence[int]) -> list[Bools]:
-        """Return which tokens, bool [V], may follow the confirmed tokens and the first 0, 1, ... of the drafted ones, as far as
-        these are in the grammar and do not end the text. `rows` are the rows of their round that count.
+    def ready(self) -> bool:
+        """See `Matcher.ready`."""
+        return True
 
-        Raises:
-            GrammarError: a limit is exceeded, the mask takes too long, or no token may follow the confirmed ones.
-        """
-        masks = self._try(lambda place: place.masks(drafted), bool(drafted))
-        masks = masks or self._step(self._place, lambda place: place.masks([]))
+    def masks(self, drafted: Sequence[int]) -> list[Bools]:
+        """See `Matcher.masks`."""
+        masks = self._try(lambda place: place.masks(drafted), bool(drafted)) or self._place.masks([])
         self.rows = 1 if self._plain else len(drafted) + 1
         return masks
 
     def forced(self, limit: int) -> list[int]:
-        """Return up to so many tokens that spell what the grammar forces next, or the one that its mask leaves; none where it
-        leaves a choice, or where the text may end."""
+        """See `Matcher.forced`."""
         return (self._try(lambda place: place.forced()) or [])[:limit]
 
     def valid(self, tokens: list[int]) -> int:
-        """Return how many of the tokens, from the first on, the grammar allows after the confirmed ones."""
+        """See `Matcher.valid`."""
         return self._try(lambda place: place.valid(tokens)) or 0
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take the tokens that a round confirmed, up to one that ends the text.
-
-        Raises:
-            GrammarError: one of them is not allowed, or leads to where the grammar cannot be followed.
-        """
+        """See `Matcher.advance`."""
         if self._try(lambda place: place.advance(tokens), ahead=False) is None:
-            self._step(self._place, lambda place: place.advance(tokens))
+            self._place.advance(tokens)
         self._confirmed += tokens
 
     def _try(self, work: Callable[[_Place], Returned], ahead: bool = True) -> Returned | None:
@@ -169,48 +182,20 @@ class Matcher:
             None if it failed now, and the place is a new one at the confirmed tokens; or if that was so before.
 
         Raises:
-            GrammarError: that place cannot be reached, or the answer's own tokens have taken it beyond what is allowed.
+            GrammarError: that place cannot be reached, or a confirmed token is not in the grammar.
         """
         if self._plain:
             return None
         try:
-            return self._step(self._place, work)
-        except GrammarBusyError:
-            raise
+            return work(self._place)
         except GrammarError:
-            if self._place.spent or (not ahead and (self._place.late or not self._place.failed)):
+            if not ahead and not self._place.failed:
                 raise
             self._place.compiled.spoilt = self._plain = True
             anew = self._begin()
-            self._step(anew, lambda place: place.advance(self._confirmed))  # two microseconds a token
+            anew.advance(self._confirmed)  # two microseconds a token
             self._place = anew
             return None
-
-    def _step(self, place: _Place, work: Callable[[_Place], Returned]) -> Returned:
-        """Compute something, with `STEP_SECONDS` for each mask.
-
-        Raises:
-            GrammarError: it takes longer, or an earlier one has; or others do, and it would be the answer's first.
-        """
-        if not self._asked and len(_late) >= MAX_LATE:
-            raise GrammarBusyError(BUSY, "try again in a moment")
-        self._asked = True
-        if not place.late:
-            future = _workers.submit(place.run, work)
-            while True:
-                count = place.count
-                try:
-                    return future.result(STEP_SECONDS)
-                except TimeoutError:
-                    if place.count > count:  # the next mask has its own time
-                        continue
-                if future.cancel():  # no thread has begun with it
-                    raise GrammarBusyError(BUSY, "try again in a moment")
-                place.late = place.compiled.spoilt = True
-                _late.add(future)
-                future.add_done_callback(_late.discard)
-                break
-        raise GrammarError(f"a step of the grammar takes longer than {STEP_SECONDS:g} seconds", "simplify it")
 
 
 class _Place:
@@ -223,28 +208,11 @@ class _Place:
         self._end_ids = frozenset(end_ids)
         self._ahead: list[int] = []  # drafted tokens that the matcher has taken
         self._masks: list[Bools] = []  # after the first 0, 1, ... of these
-        self.count = 0  # masks that were computed
-        self._seconds = 0.0  # that the processor has worked on the grammar
-        self.late = False  # whether a step took too long
 
     @property
     def failed(self) -> bool:
         """Whether llguidance has given up, for a limit or because nothing can follow."""
         return bool(self._matcher.is_error())
-
-    @property
-    def spent(self) -> bool:
-        """Whether the answer's masks have taken the time that they may take."""
-        return self._seconds > SECONDS + SECONDS_PER_MASK * self.count
-
-    def run(self, work: Callable[[_Place], Returned]) -> Returned:
-        """Compute something while no other copy of the grammar does."""
-        with self.compiled.lock:  # waits without the interpreter's lock, as llguidance does not
-            started = time.thread_time()
-            try:
-                return work(self)
-            finally:
-                self._seconds += time.thread_time() - started
 
     def masks(self, drafted: Sequence[int]) -> list[Bools]:
         """See `Matcher.masks`."""
@@ -261,11 +229,8 @@ class _Place:
         """Compute the mask for the position that the matcher is at, if that was not done before."""
         if len(self._masks) > len(self._ahead):
             return
-        if self.spent:
-            raise GrammarError(f"the grammar's masks take too long: {self._seconds:.1f} seconds so far", "simplify it")
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        self.count += 1
         mask = np.unpackbits(packed, bitorder="little", count=self._vocab_rows).view(np.bool_)
         if not mask.any():
             raise GrammarError("the grammar leaves no token", "change the grammar")

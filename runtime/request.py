@@ -74,6 +74,10 @@ class Request:
         """Whether it has a slot."""
         return self.slot is not None
 
+    def ready(self) -> bool:
+        """Return whether it can take part in a round now: its grammar may be late."""
+        return self.sampling.grammar is None or self.sampling.grammar.ready()
+
     @property
     def remaining(self) -> int:
         """The number of tokens that may still be emitted."""

@@ -35,6 +35,10 @@ class Plan(NamedTuple):
     round: list[Request]
 
 
+NOTHING = Plan(None, [])
+PAUSE = 0.002  # seconds, when all requests wait for what their grammars allow
+
+
 @dataclass(slots=True)
 class Load:
     """How busy the scheduler is."""
@@ -162,7 +166,7 @@ class Scheduler:
                     "leave out the rule or the seed",
                     param="rule",
                 )
-        return self.enqueue([self.outrider.request(prompt, params) for prompt, params in requests], owner, priority)
+        return self.enqueue([self.outrider.request(prompt, params, owner) for prompt, params in requests], owner, priority)
 
     def enqueue(self, requests: Sequence[Request], owner: Hashable = None, priority: int = 0) -> list[Request]:
         """Queue requests that were checked, all of them or none; see `submit_all`.
@@ -215,7 +219,10 @@ class Scheduler:
 
     def step(self) -> list[tuple[Request, Event | OutriderError]]:
         """Run the heartbeat: return what is emitted, in the order of admission, and which requests failed."""
-        return self._postprocess(self._run(self._schedule()))
+        plan = self._schedule()
+        if plan == NOTHING and self._running:
+            time.sleep(PAUSE)
+        return self._postprocess(self._run(plan))
 
     def _schedule(self) -> Plan:
         while self._waiting and self._free:
@@ -229,11 +236,12 @@ class Scheduler:
                 self._reading.append(request)
         if self._free and len(self._running) > 1:
             self._close_gaps()
+        decoding = [request for request in self._running if request not in self._reading and request.ready()]
         if not self._reading:
-            return Plan(None, list(self._running))
+            return Plan(None, decoding)
         reading = self._reading[0]
         self._reading.rotate(-1)  # long prompts do not hold up short ones
-        return Plan(reading, [request for request in self._running if request not in self._reading])
+        return Plan(reading, decoding)
 
     def _next(self) -> Request:
         """Take a request from the queue: of the owner that runs the fewest, among these of the one whose turn was first, and of

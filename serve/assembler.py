@@ -29,8 +29,8 @@ from outrider.runtime.text import PromptTooLongError
 from outrider.serve import protocol
 from outrider.serve.engine import EngineThread, Result, TimedOutError
 from outrider.serve.errors import ApiError, api_error, unknown_model
-from outrider.serve.prompts_child import Job
 from outrider.serve.settings import Settings
+from outrider.serve.worker_main import Job
 
 PROMPTS = {"prompt", "messages", "tools", "instructions", "input"}  # what `log_prompts` is about
 LOGGER = logging.getLogger("outrider.serve")
@@ -127,9 +127,6 @@ class ResponseAssembler(ABC, Generic[Body]):
         for prompt in prompts:  # where there is a grammar, Python may have to convert it, while streams go on
             params = await asyncio.to_thread(self.params, prompt) if trials else self.params(prompt)
             requests += [(prompt, replace(params, seed=seed)) for seed in self.body.seeds()]
-        for structured in {params.structured_outputs for _, params in requests}:
-            if structured is not None:  # compiled here, so that the engines' thread finds it compiled
-                await asyncio.to_thread(self._engine.outrider.grammars.compile, structured)
         owner = self._http.state.owner
         self.requests = await self._engine.submit(
             requests,
@@ -145,12 +142,15 @@ class ResponseAssembler(ABC, Generic[Body]):
 
     async def _try_grammars(self, trials: Sequence[tuple[StructuredOutputs, str]]) -> None:
         """Compile what the answers' grammar consists of, where it can take neither the engines' time nor their memory."""
+        engine, owner = self._engine, self._http.state.owner
         for structured, field in trials:
-            job = Job(structured=structured.arguments())
             try:
-                await encode(self._engine, job, self._http.state.owner, field, self._left)
+                async with asyncio.timeout(self._left), engine.turn(engine.compiling, owner):
+                    await engine.grammars.compile(structured, owner)
             except UsageError as error:
                 raise ApiError(400, f"{error}; {error.hint}", field) from error
+            except TimeoutError as error:
+                raise TimedOutError("the grammar was not compiled in time", "try again later") from error
 
     def _check_choices(self, prompts: int) -> None:
         if prompts * self.body.n > (limit := self._settings.max_choices):
@@ -301,10 +301,9 @@ async def encode(engine: EngineThread, job: Job, owner: Hashable, field: str, se
         UsageError, QueueFullError, EngineError: see `PromptEncoder.encode`.
         TimedOutError: its turn does not come in time.
     """
-    scheduler = engine.scheduler
     try:
-        async with asyncio.timeout(seconds):
-            return await engine.prompts.encode(job, scheduler.places, scheduler.waiting(), owner)
+        async with asyncio.timeout(seconds), engine.turn(engine.reading, owner):
+            return await engine.prompts.encode(job)
     except PromptTooLongError as error:
         raise ApiError(400, str(error), field, "context_length_exceeded") from error
     except TimeoutError as error:

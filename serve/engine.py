@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,10 +19,13 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.scheduler import QueueFullError, Scheduler
+from outrider.serve.grammars import RemoteGrammars
 from outrider.serve.metrics import Metrics
 from outrider.serve.prompts import PromptEncoder
 from outrider.serve.settings import Settings
+from outrider.serve.turns import Turns
 from outrider.serve.watchdog import Watchdog, bug, warm_up
+from outrider.serve.workers import Workers
 
 LOGGER = logging.getLogger("outrider.serve")
 
@@ -50,7 +53,10 @@ class EngineThread:
             timeout: seconds from the submission of a request to its last token.
         """
         self.metrics = metrics
-        self.prompts = PromptEncoder()
+        self.workers = Workers()
+        self.prompts = PromptEncoder(self.workers)
+        self.grammars: RemoteGrammars  # made with the scheduler
+        self.reading, self.compiling = Turns(), Turns()  # whose prompts and grammars come next
         self.failure: OutriderError | None = None  # why the engines cannot be used any more
         self.loaded = threading.Event()  # set when the bundle is ready or has failed to load
         self._bundle, self._load, self._timeout = bundle, load, timeout
@@ -82,7 +88,7 @@ class EngineThread:
         self.end()
         if self._scheduler is not None:
             self._thread.join(timeout=30)
-        self.prompts.close()
+        self.workers.close()
 
     def end(self) -> None:
         """Fail all unfinished requests with an error that asks the client to retry, and refuse new ones."""
@@ -113,6 +119,14 @@ class EngineThread:
             NotReadyError: see `scheduler`.
         """
         return self.scheduler.outrider
+
+    def turn(self, turns: Turns, owner: Hashable) -> AbstractAsyncContextManager[None]:
+        """Return an owner's turn with what comes before its request is queued; see `Turns.of`.
+
+        Raises:
+            NotReadyError: see `scheduler`.
+        """
+        return turns.of(owner, self.scheduler.places, self.scheduler.waiting())
 
     def check(self) -> None:
         """Check that the engines work.
@@ -183,9 +197,8 @@ class EngineThread:
             warm_up(scheduler)
             outrider = scheduler.outrider
             end_ids = outrider.manifest.generation.eos_token_ids
-            self.prompts.start(outrider.text, outrider.vocab_rows, end_ids)
-            if end_ids:
-                outrider.grammars.tokenizer  # noqa: B018  # it takes a second, and the interpreter's lock: not when streams wait
+            self.workers.start(outrider.text, outrider.vocab_rows, end_ids)
+            outrider.grammars = self.grammars = RemoteGrammars(self.workers, outrider.vocab_rows, end_ids)
             self._scheduler, self._watchdog = scheduler, Watchdog(scheduler)
             LOGGER.info("ready")
         except OutriderError as error:

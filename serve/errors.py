@@ -12,9 +12,10 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from outrider.errors import OutriderError, UsageError
-from outrider.runtime.grammar import GrammarBusyError, GrammarError
+from outrider.runtime.grammar import GrammarError
 from outrider.runtime.scheduler import QueueFullError
 from outrider.serve.engine import NotReadyError, TimedOutError
+from outrider.serve.grammars import GrammarBusyError
 from outrider.serve.protocol import ChatRequest, Common, CompletionRequest
 from outrider.serve.responses_protocol import ResponsesRequest
 

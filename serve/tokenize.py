@@ -13,8 +13,8 @@ from outrider.serve.assembler import encode
 from outrider.serve.bodies import JsonRoute
 from outrider.serve.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.errors import ApiError, unknown_model
-from outrider.serve.prompts_child import Job
 from outrider.serve.protocol import Messages, Strict, Tools, template_messages
+from outrider.serve.worker_main import Job
 
 router = APIRouter(route_class=JsonRoute)
 

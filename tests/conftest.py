@@ -42,8 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _part(items: list[pytest.Item], number: int, count: int) -> set[pytest.Item]:
-    """Return one of `count` parts: of each file a stretch, since neighbours share what they are made of. Files that take long are
-    so in all parts, which take about as long as each other."""
+    """Return one of `count` parts: a stretch of each file, since neighbours share what they are made of. Each has its share of
+    what takes long."""
     part: set[pytest.Item] = set()
     files = itertools.groupby(items, key=lambda item: item.path)
     for turn, (_, of_file) in enumerate(files):  # the shortest files, with less than one test a part, in turn

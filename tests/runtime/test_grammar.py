@@ -9,14 +9,14 @@ import functools
 import itertools
 import json
 import re
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import scipy.stats
 import torch
@@ -28,15 +28,7 @@ from outrider.errors import OutriderError, UsageError
 from outrider.runtime.buffers import VERIFIER
 from outrider.runtime.drafters.base import FORCED
 from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.grammar import (
-    MAX_LATE,
-    STEP_SECONDS,
-    GrammarBusyError,
-    GrammarError,
-    Grammars,
-    Matcher,
-    rehearse,
-)
+from outrider.runtime.grammar import GrammarError, LocalGrammars, LocalMatcher, rehearse
 from outrider.runtime.masks import mask
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import named_settings, warp
@@ -177,9 +169,7 @@ def test_masked_speculative_text_is_masked_plain_text(
     mode: int | str,
     sampling: str,
     name: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.runtime.grammar.STEP_SECONDS", 5.0)  # a busy machine may stand still for a quarter of one
     events, want = run(bundles[draft], name, mode, **SAMPLING[sampling]), plain(draft, sampling, name)
     assert tokens(events) == tokens(want)
     assert text(events) == text(want)
@@ -356,12 +346,12 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
         return said
 
     begun = Counter[str]()
-    make = Matcher.__init__
+    make = LocalMatcher.__init__
 
-    def counting(self: Matcher, begin: Callable[[], Any]) -> None:
+    def counting(self: LocalMatcher, begin: Callable[[], Any]) -> None:
         make(self, lambda: (begun.update(["anew"]), begin())[1])
 
-    monkeypatch.setattr(Matcher, "__init__", counting)
+    monkeypatch.setattr(LocalMatcher, "__init__", counting)
     ways = [dead, *([each] for each in dead)]
     plain = [answer(0, *each) for each in ways]
     assert plain.count(want) > len(dead) / 2  # and in the others, the target goes there itself
@@ -372,37 +362,8 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
         assert [answer(k, *each) for each in ways] == plain
     assert begun["anew"] > usual * len(modes)  # some answers needed more than one matcher
     # The control: no row behind such a token is masked.
-    monkeypatch.setattr(Matcher, "rows", property(lambda _: 1 + K[-1], lambda *_: None), raising=False)
+    monkeypatch.setattr(LocalMatcher, "rows", property(lambda _: 1 + K[-1], lambda *_: None), raising=False)
     assert [answer(4, *each) for each in ways] != plain
-
-
-def test_a_draft_that_takes_too_long_a_step_changes_nothing(
-    bundles: dict[str, Outrider], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the steps of drafted tokens are slow here."""
-    names = ("branches", "schema")
-    want = [tokens(run(bundles["trained"], name, 0)) for name in names]
-    slow, make = list[int](), Matcher.__init__
-
-    def make_slow(self: Matcher, begin: Callable[[], Any]) -> None:
-        def slowed() -> Any:
-            place = begin()
-            masks = place.masks
-
-            def take_long(drafted: list[int]) -> Any:
-                if drafted:
-                    slow.append(len(drafted))
-                    time.sleep(1.2 * STEP_SECONDS)
-                return masks(drafted)
-
-            place.masks = take_long
-            return place
-
-        make(self, slowed)
-
-    monkeypatch.setattr(Matcher, "__init__", make_slow)
-    assert [tokens(run(bundles["trained"], name, 4)) for name in names] == want
-    assert len(slow) == len(names)  # once for each
 
 
 CHOICES = [" I", " We", " The", " Yes", " No"]
@@ -535,7 +496,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_harmless(bundles: dict[str, Outrider], name: str) -> None:
-    grammars: Grammars = bundles["trained"].grammars
+    grammars = bundles["trained"].grammars
+    assert isinstance(grammars, LocalGrammars)
     try:
         rehearse(grammars.compile(HOSTILE[name]).matcher, 32)
     except UsageError:
@@ -545,75 +507,51 @@ def test_a_hostile_grammar_is_refused_or_harmless(bundles: dict[str, Outrider], 
         assert tokens(list(bundles["trained"].generate(PROMPT, params, k=4)))
 
 
-def test_masks_that_take_longer_and_longer_end_an_answer() -> None:
-    """Each stays within the limits of a step."""
-    grammars = Grammars(tokenizer(), tokenizer().get_vocab_size(), [0])
-    matcher = grammars.begin(StructuredOutputs(grammar='start: s\ns: s s | s s s | "a" |'))
-    letter = tokenizer().encode("a").ids
-    with pytest.raises(GrammarError, match="too long"):
-        for _ in range(390):  # the limit on the items of a row ends it after that
-            matcher.masks([])
-            matcher.advance(letter)
+class LateMatcher(LocalMatcher):
+    """A matcher whose masks are late every third time that they are asked for, and behind drafted tokens every second time."""
+
+    asked = 0
+
+    def ready(self) -> bool:
+        """See `Matcher.ready`."""
+        type(self).asked += 1
+        return self.asked % 3 > 0
+
+    def masks(self, drafted: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
+        """See `Matcher.masks`."""
+        type(self).asked += 1
+        masks = super().masks(drafted)
+        if self.asked % 2:
+            self.rows = 1
+        return masks[: self.rows]
 
 
-def test_a_step_that_takes_too_long_ends_its_request_alone(
-    trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_masks_that_are_late_change_nothing(
+    trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
-    """Nobody waits for it to end."""
-    bundle = trained_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4)
-    outrider = Outrider.load(bundle, slots=4)
-    monkeypatch.setattr("outrider.runtime.grammar.STEP_SECONDS", 0.0)
+    """Their answers sit out rounds, and others go on."""
+    outrider = Outrider.load(trained_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4), slots=4)
     prompt = outrider.text.encode(PROMPT, chat=False)
-    params = [
-        SamplingParams(max_new_tokens=40, structured_outputs=GRAMMARS["schema"]),
-        SamplingParams(max_new_tokens=60),
-    ]
-    want = tokens(list(outrider.generate(prompt, params[1], k=0)))
-    scheduler = Scheduler(outrider, k=4)
-    late, other = scheduler.submit_all([(prompt, each) for each in params])
-    failure, answer = None, list[int]()
+    grammars = [GRAMMARS["schema"], GRAMMARS["branches"], None]
+    params = [SamplingParams(max_new_tokens=40, structured_outputs=each, seed=7, temperature=1.0) for each in grammars]
+    want = [tokens(list(outrider.generate(prompt, each, k=0))) for each in params]
+    monkeypatch.setattr("outrider.runtime.grammar.LocalMatcher", LateMatcher)
+    scheduler = Scheduler(outrider, k=4, drafter=drafter)
+    requests = scheduler.submit_all([(prompt, each) for each in params])
+    answers: dict[Request, list[int]] = {request: [] for request in requests}
     while scheduler.busy:
         for request, event in scheduler.step():
-            if request is late and isinstance(event, OutriderError):
-                failure = event
-            elif request is other:
-                assert not isinstance(event, OutriderError)
-                answer += event.token_ids
-    assert isinstance(failure, GrammarError)
-    assert isinstance(failure, GrammarBusyError) or "longer than 0 seconds" in str(failure)
-    assert answer == want
-
-
-def test_steps_that_nobody_waits_for_hold_up_no_answer_that_has_begun() -> None:
-    grammars = Grammars(tokenizer(), tokenizer().get_vocab_size(), [0])
-    slow, other = StructuredOutputs(regex="a+"), StructuredOutputs(regex="b+")
-    compiled, letter = grammars.compile(slow), tokenizer().encode("b").ids
-    begun = grammars.begin(other)
-    begun.masks([])
-    late = [grammars.begin(slow) for _ in range(MAX_LATE)]
-    with compiled.lock:  # as while a mask is computed
-        for matcher in late:
-            with pytest.raises(GrammarError, match=r"longer than 0\.25 seconds"):
-                matcher.masks([])
-        with pytest.raises(GrammarBusyError, match="the grammars of other requests"):
-            grammars.begin(other).masks([])
-        begun.advance(letter)
-        assert begun.masks([])
-    deadline, free = time.monotonic() + 30, list[Any]()
-    while not free:
-        assert time.monotonic() < deadline
-        with suppress(GrammarBusyError):
-            free = grammars.begin(other).masks([])
-    assert grammars.compile(slow) is not compiled  # what has failed once is compiled anew
-    assert grammars.begin(slow).masks([])
-    with pytest.raises(GrammarError, match="takes longer"):
-        late[0].masks([])  # it ends its answer, and nothing else
+            assert isinstance(event, Event)
+            answers[request] += event.token_ids
+    assert [*answers.values()] == want
+    assert LateMatcher.asked > 0
 
 
 def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those by one grammar share the states of its lexer, and so their limit."""
     monkeypatch.setattr("outrider.runtime.grammar.LIMITS", LLParserLimits(max_lexer_states=600))
-    grammars = Grammars(tokenizer(), tokenizer().get_vocab_size(), [0])
+    grammars = LocalGrammars(tokenizer(), tokenizer().get_vocab_size(), [0])
     structured = StructuredOutputs(regex="(a|b)*a(a|b){12}")
     letters = np.random.default_rng(0).choice(["a", "b"], size=2000)
     first, second = grammars.begin(structured), grammars.begin(structured)
@@ -630,7 +568,7 @@ def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.Monk
 
 def test_strings_may_be_spelled_by_single_characters() -> None:
     """As in many grammars of JSON. Where any of them may come, all texts of a vocabulary are walked."""
-    grammars = Grammars(tokenizer(), tokenizer().get_vocab_size(), [0])
+    grammars = LocalGrammars(tokenizer(), tokenizer().get_vocab_size(), [0])
     matcher = grammars.begin(StructuredOutputs(grammar='start: "\\"" char* "\\""\nchar: /[^"\\\\]/ | "\\\\" /["nrt]/'))
     for token in tokenizer().encode('"a\\"b"').ids:
         assert matcher.masks([])[0][token]

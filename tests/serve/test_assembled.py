@@ -7,6 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,9 @@ from outrider.runtime.text import TextStream
 from outrider.serve.app import create_app
 from outrider.serve.engine import NotReadyError, Result, TimedOutError
 from outrider.serve.metrics import Metrics
-from outrider.serve.prompts_child import Job
 from outrider.serve.settings import Settings
+from outrider.serve.turns import Turns
+from outrider.serve.worker_main import Job
 from outrider.tests.serve.families import text_of
 
 TEXT = text_of("hermes")
@@ -55,14 +57,18 @@ class Player:
         self.cancelled: list[Request] = []
         models = {"target": SimpleNamespace(source="some/model")}
         manifest = SimpleNamespace(generation=SimpleNamespace(eos_token_ids=[0]), models=models, roles=("target",))
-        grammars = SimpleNamespace(compile=lambda _: None)
-        self.outrider = SimpleNamespace(
-            text=TEXT, build=SimpleNamespace(capacity=CAPACITY), manifest=manifest, grammars=grammars
-        )
-        self.scheduler = SimpleNamespace(places=8, waiting=Counter)
+        self.outrider = SimpleNamespace(text=TEXT, build=SimpleNamespace(capacity=CAPACITY), manifest=manifest)
         self.prompts = SimpleNamespace(encode=self._encode)
+        self.grammars = SimpleNamespace(compile=self._compile)
+        self.reading = self.compiling = Turns()
 
-    async def _encode(self, job: Job, *_: object) -> list[list[int]]:
+    def turn(self, turns: Turns, owner: Hashable) -> AbstractAsyncContextManager[None]:
+        return turns.of(owner, 8, Counter())
+
+    async def _compile(self, *_: object) -> None:
+        pass
+
+    async def _encode(self, job: Job) -> list[list[int]]:
         if self.refusal is not None:
             raise self.refusal
         return [ids("Hi")] * max(len(job.texts), 1)

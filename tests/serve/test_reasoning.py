@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.runtime.grammar import Grammars
+from outrider.runtime.grammar import LocalGrammars
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
@@ -159,7 +159,7 @@ def test_a_mark_spelled_by_other_tokens_ends_no_reasoning_before_structured_outp
     answers = Answers(Text(made, None), [0], [], "auto", True)
     structured = answers.constraint([1], StructuredOutputs(json_object=True))
     assert structured is not None
-    assert Grammars(made, made.get_vocab_size(), [0]).begin(structured).valid(ids) == len(ids)
+    assert LocalGrammars(made, made.get_vocab_size(), [0]).begin(structured).valid(ids) == len(ids)
     reader = answers.reader([1], SamplingParams(structured_outputs=structured))
     parts = reader.read(Event((*ids, 0), (False,) * (len(ids) + 1), (), Stats(prompt_tokens=1), "stop"))
     assert parts == [Part("reasoning_content", "a</think>b"), Part("content", "{}")]

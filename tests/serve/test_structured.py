@@ -147,14 +147,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"structured_outputs": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"'}},
         "crashed on the grammar",
     ),
-    "masks that take longer and longer": (
-        {
-            "structured_outputs": {"grammar": 'start: s\ns: s s | s s s | "a" |'},
-            "max_tokens": 400,
-            "logit_bias": {"0": -100},  # or the answer ends before that
-        },
-        "masks take too long",
-    ),
     "nothing": ({"structured_outputs": {}}, "0 kinds"),
     "two": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 kinds"),
     "two forms": ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "2 kinds"),
