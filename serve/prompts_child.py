@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from outrider.runtime.chat_template import ChatTemplate
 from outrider.runtime.grammar import Grammars, rehearse
 from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import PromptTooLongError, Text
+from outrider.serve.arguments import arguments_of
 
 TEMPLATE_SECONDS = 5.0  # for small conversations in the template
 JOB_SECONDS = 10.0  # for the prompts of one request
@@ -141,18 +141,9 @@ def _reply(text: Text, job: Job) -> Reply:
 
 def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with the arguments of its tool calls as values, as templates expect them."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise UsageError(
-                f"the arguments of the call {call['id']!r} are not an object in JSON", "send what the model wrote", param="chat"
-            )
-        calls.append(call | {"function": function | {"arguments": arguments}})
+    calls = [
+        call | {"function": call["function"] | {"arguments": arguments_of(call)}} for call in message.get("tool_calls", ())
+    ]
     return message | {"tool_calls": calls} if calls else message
 
 
