@@ -197,16 +197,25 @@ class Common(Strict):
         """Return what the answers have to be, if that is restricted.
 
         Raises:
-            UsageError: it is said in two ways that contradict each other, or in a wrong one.
+            UsageError: it is said in two ways, or in a wrong one.
         """
         asked = self.structured_outputs
-        given: dict[str, Any] = {} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)
-        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-        given |= {name: value for name, value in guided.items() if value is not None}
-        if self.response_format is not None and self.response_format.type != "text":
-            schema = self.response_format.json_schema
-            given |= {"json_object": True} if schema is None else {"json": schema.json_schema}
-        return StructuredOutputs(**given) if given or asked is not None else None
+        forms = [] if asked is None else [*asked.model_dump(by_alias=True).items()]
+        forms += [(name, getattr(self, f"guided_{name}")) for name in ("json", "regex", "choice", "grammar")]
+        given = [(name, value) for name, value in (*forms, *self.format_asked().items()) if value not in (None, False)]
+        if len(given) > 1:
+            kinds = ", ".join(name for name, _ in given)
+            raise UsageError(
+                f"{len(given)} kinds of structured output are given: {kinds}", "give one of them", param="structured_outputs"
+            )
+        return StructuredOutputs(**dict(given)) if given or asked is not None else None
+
+    def format_asked(self) -> dict[str, Any]:
+        """Return what OpenAI's own field for it says that the answers have to be, as an argument of `StructuredOutputs`."""
+        if self.response_format is None or self.response_format.type == "text":
+            return {}
+        schema = self.response_format.json_schema
+        return {"json_object": True} if schema is None else {"json": schema.json_schema}
 
     def seeds(self) -> list[int | None]:
         """Return the seed of each choice; the first has the request's own."""

@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.errors import UsageError
-from outrider.runtime.structured import StructuredOutputs
 from outrider.serve.protocol import (
     MAX_TOOLS,
     CalledFunction,
@@ -225,12 +224,12 @@ class ResponsesRequest(Common):
         wanted = None if self.text is None else self.text.format
         return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
-    def structured(self) -> StructuredOutputs | None:
-        """Return what the text has to be, if that is restricted; see `Common.structured`."""
+    def format_asked(self) -> dict[str, Any]:
+        """Return what `text` says; see `Common.format_asked`."""
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.type == "text":
-            return super().structured()
-        return StructuredOutputs(json_object=True) if wanted.schema_ is None else StructuredOutputs(json=wanted.schema_)
+            return {}
+        return {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the instructions and the input as chat templates expect them, but for the arguments of calls.

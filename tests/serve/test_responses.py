@@ -144,7 +144,7 @@ def test_a_cut_call_and_what_the_official_client_makes_of_answers_go_back(client
     tool = openai.pydantic_function_tool(Order, name="order")["function"]
     calling: Any = asked | {"tools": [{"type": "function", **tool}], "tool_choice": "required"}
     with client.responses.stream(**calling) as stream:
-        outputs = [stream.get_final_response().output]
+        outputs: list[Any] = [stream.get_final_response().output]
     outputs += [client.responses.parse(**calling).output, client.responses.parse(**asked, text_format=Order).output]
     outputs.append(ask(client, tools=TOOLS, tool_choice={"type": "function", "name": "order"}, max_output_tokens=20).output)
     assert outputs[-1][0].arguments
@@ -155,6 +155,7 @@ def test_a_cut_call_and_what_the_official_client_makes_of_answers_go_back(client
         )
 
 
+JSON = {"format": {"type": "json_object"}}
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "stored": ({"store": True}, "store", "keeps no answers"),
     "previous": ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no answers"),
@@ -180,6 +181,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "unevaluated",
     ),
     "both": ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "tools", "cannot be told"),
+    "two forms": ({"text": JSON, "structured_outputs": {"regex": "a"}}, "structured_outputs", "2 kinds"),
+    "an earlier form": ({"text": JSON, "guided_choice": ["a"]}, "structured_outputs", "2 kinds"),
     "a long answer": ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     "unknown": ({"context_management": []}, "context_management", "no parameter"),
     "logprobs": ({"include": ["message.output_text.logprobs"]}, "include", "reasoning.encrypted_content"),

@@ -226,10 +226,10 @@ def test_what_the_official_client_makes_of_answers_goes_back(client: openai.Open
     asked: Any = {"model": "target", "messages": HI, "temperature": 0}
     calling: Any = asked | {"tools": [openai.pydantic_function_tool(Order, name="order")], "tool_choice": "required"}
     with client.chat.completions.stream(**calling) as stream:
-        made = [stream.get_final_completion().choices[0].message]
+        made: list[Any] = [stream.get_final_completion().choices[0].message]
     made.append(client.chat.completions.parse(**calling).choices[0].message)
     parsed = client.chat.completions.parse(**asked, response_format=Order).choices[0].message
-    summed: dict[str, Any] = {}
+    summed: dict[Any, Any] = {}
     for chunk in client.chat.completions.create(**calling, stream=True):
         summed = accumulate_delta(summed, chunk.choices[0].delta.model_dump(exclude_unset=True))
     dumped = [each.model_dump(warnings=False) for each in made]
