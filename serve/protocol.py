@@ -64,8 +64,7 @@ class Strict(BaseModel):
         fields = {name: values[name] for name in names if values.get(name) is not None}
         known = names | cls.no_effect
         unknown = (name for name, value in values.items() if name not in known and value is not None)
-        # A lone surrogate would be an error about text, instead of about an unknown field.
-        return fields | {name.encode(errors="replace").decode(): None for name in islice(unknown, 1)}
+        return fields | dict.fromkeys(islice(unknown, 1))
 
 
 class StreamOptions(Strict):
@@ -373,14 +372,11 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that JSON in UTF-8 can hold, as far as its depth goes: a response repeats it, and templates write it."""
+    """Return a schema that JSON can hold: a response repeats it, and templates write it."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
-        for each in [*level, *(key for value in level if isinstance(value, dict) for key in value)]:
-            if isinstance(each, float) and not math.isfinite(each):
-                raise PydanticCustomError("not_finite", "a schema has a number that is not finite")
-            if isinstance(each, str) and not each.isascii() and any("\ud800" <= character <= "\udfff" for character in each):
-                raise PydanticCustomError("not_text", "a schema has half a surrogate pair")
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise PydanticCustomError("not_finite", "a schema has a number that is not finite")
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         if not (level := [value for values in inner for value in values]):
             return schema

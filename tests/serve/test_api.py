@@ -234,7 +234,6 @@ def test_a_request_may_have_a_shorter_timeout(client: openai.OpenAI) -> None:
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
-        ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": "x", "min_tokens": 600, "max_tokens": 600}, "min_tokens"),
         ({}, "prompt"),
     ],
@@ -255,7 +254,6 @@ def test_an_unsupported_or_invalid_field_is_refused_by_name(server: Reached, bod
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"min_tokens": 600, "max_completion_tokens": 600}, "min_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -334,11 +334,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a bad schema": ({"tools": tool(parameters={"type": "object", "properties": {"a": {"type": "thing"}}})}, "tools", "thing"),
     "no object": ({"tools": tool(parameters={"type": "string"})}, "tools", "those of an object"),
     "a deep schema": ({"tools": tool(parameters=nested(60))}, "tools", "deep"),
-    "half a character": (
-        {"tools": tool(parameters=PARAMETERS | {"description": "\ud800"}), "tool_choice": "none"},
-        "tools",
-        "half",
-    ),
     "no number": ({"tools": tool(parameters=PARAMETERS | {"a": HUGE}), "tool_choice": "none"}, "tools", "not finite"),
     "a large schema": ({"tools": tool(parameters=PARAMETERS | {"description": "x" * 300_000})}, "tools", "characters"),
     "a format": ({"tools": tool(), "response_format": {"type": "json_object"}}, "tools", "cannot be told"),
