@@ -360,6 +360,22 @@ def test_a_disconnect_cancels_the_answer(server: Reached) -> None:
         assert counters(server)["outrider_num_requests_running"] == 0
 
 
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_a_client_that_closes_its_side_is_told_so(server: Reached, stream: str) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = f'{{"prompt": "Once", "max_tokens": 400, "min_tokens": 400, "stream": {stream}}}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        answer = connection.recv(100) if stream == "true" else b""
+        connection.shutdown(socket.SHUT_WR)
+        answer += b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 200 " if stream == "true" else b"HTTP/1.1 400 ")
+    last = answer.removesuffix(b"0\r\n\r\n").strip().splitlines()[-1]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "half_closed"
+    assert (b"data: " in last, answer.endswith(b"\r\n0\r\n\r\n")) == (stream == "true",) * 2
+
+
 def test_keys(bundle: Path, tmp_path: Path) -> None:
     """A file of keys may have comments and a byte order mark."""
     (tmp_path / "keys").write_text("first\n\n# comment\n  # another\n second#part \n", encoding="utf-8-sig")
