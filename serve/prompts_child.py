@@ -68,7 +68,11 @@ class Reply(msgspec.Struct):
 
 def main() -> None:
     """Read the source, then answer jobs until standard input ends. Each is a line of JSON, and so is each reply."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent may receive them, too, and lets requests finish
+    for number in {
+        signal.SIGINT,
+        signal.SIGTERM,
+        getattr(signal, "SIGHUP", signal.SIGTERM),
+    }:  # the parent may receive them, too, and lets requests finish
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         import resource

@@ -511,11 +511,14 @@ def test_sigterm_lets_answers_finish(bundle: Path, alone: Outrider) -> None:
     want = text_of(alone, PROMPT, max_new_tokens=300, min_new_tokens=300)
     assert [status for status, _ in answers] == [200] * 4
     assert {answer["choices"][0]["text"] for _, answer in answers} == {want}
+    assert server.process.wait(60) == 0
     server.stop()
 
 
-def test_after_the_drain_time_clients_are_asked_to_retry(bundle: Path) -> None:
-    server = Server(bundle, "--drain", "0")
+@pytest.mark.parametrize(("drain", "signals"), [(0, ["SIGHUP"]), (60, ["SIGINT", "SIGHUP", "SIGINT"])])
+def test_after_the_drain_time_clients_are_asked_to_retry(bundle: Path, drain: int, signals: list[str]) -> None:
+    """A second SIGINT ends it."""
+    server = Server(bundle, "--drain", str(drain))
     server.ready()
     body = {"prompt": PROMPT, "max_tokens": 480, "min_tokens": 480}
     bodies = [json.dumps(body | {"stream": stream}).encode() for stream in (False, True)]
@@ -524,12 +527,16 @@ def test_after_the_drain_time_clients_are_asked_to_retry(bundle: Path) -> None:
         request = urllib.request.Request(f"{server.url}/v1/completions", bodies[1], {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as stream:
             assert stream.readline()
-            server.process.send_signal(signal.SIGTERM)
+            for each in signals:
+                server.process.send_signal(signal.Signals[each])
+                time.sleep(0.02)
             rest = stream.read().decode()
         status, answer = whole.result()
     assert (status, answer["error"]["code"]) == (503, "not_ready")
     assert json.loads(rest.strip().rsplit("data: ", 1)[1])["error"]["code"] == "not_ready"
+    assert server.process.wait(60) == 0
     server.stop()
+    assert "Aborted" not in "".join(server.log)
 
 
 def test_wrong_use_is_one_line_and_exit_code_2(bundle: Path) -> None:
