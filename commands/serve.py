@@ -122,17 +122,19 @@ def command(
         log_prompts=log_prompts,
         allow_special_tokens=allow_special_tokens,
     )
-    log_as_json()
     if ray:
         from outrider.serve import cluster
 
+        log_as_json()
         on_gpu = (device or build.device) != "cpu"
         cpus = cpus or (1 if on_gpu else None)
         cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
     else:
         from outrider.serve.server import HttpServer
 
-        HttpServer(settings, host, port, drain).run()
+        server = HttpServer(settings, host, port, drain)
+        log_as_json()
+        server.run()
 
 
 def allowed_hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:
