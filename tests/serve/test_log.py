@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 from outrider.serve.log import HELD_BYTES, LineWriter
@@ -42,7 +43,8 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
 
 def test_a_server_whose_log_nobody_reads_answers_and_ends(trained_export: Path, tmp_path: Path) -> None:
     command = [*COMMAND, "serve", str(chat_bundle(trained_export, tmp_path / "bundle")), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process, ExitStack() as stack:
+        stack.callback(process.kill)
         assert process.stderr is not None
         fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
         server = Reached()
