@@ -52,7 +52,7 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
 @click.option("--max-body", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="Maximum bytes of a request.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Maximum seconds per answer.")
 @click.option(
-    "--drain", type=click.IntRange(min=0), default=30, show_default=True, help="Seconds for answers to finish after SIGTERM."
+    "--drain", type=click.IntRange(min=0), default=30, show_default=True, help="Seconds for answers to finish after a signal."
 )
 @click.option("--log-prompts", is_flag=True, help="Log prompts; by default no text of a request is logged.")
 @click.option("--allow-special-tokens", is_flag=True, help="Let text of chat messages become special tokens.")
@@ -122,17 +122,19 @@ def command(
         log_prompts=log_prompts,
         allow_special_tokens=allow_special_tokens,
     )
-    log_as_json()
     if ray:
         from outrider.serve import cluster
 
+        log_as_json()
         on_gpu = (device or build.device) != "cpu"
         cpus = cpus or (1 if on_gpu else None)
         cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
     else:
         from outrider.serve.server import HttpServer
 
-        HttpServer(settings, host, port, drain).run()
+        server = HttpServer(settings, host, port, drain)
+        log_as_json()
+        server.run()
 
 
 def allowed_hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:

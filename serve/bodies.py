@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,23 @@ HELD_BYTES = 64 << 20  # of all bodies; more where a few could not be as large a
 # A value costs up to 0.1 us to read and as much to check, while all streams wait. In a body of the size that is allowed, a
 # value may have this many bytes on average; token ids have five to seven.
 BYTES_PER_VALUE = 16
+
+
+# Half a surrogate pair, which JSON can escape and UTF-8 cannot have: of two escapes without the other.
+HALF = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL)
+
+
+def check_text(body: bytes) -> None:
+    """Check that all texts of a JSON document, names included, are text. It takes up to 40 ms for a megabyte.
+
+    Raises:
+        ApiError: one has half a surrogate pair.
+    """
+    if b"\\u" in body and (half := HALF.search(body.replace(b"\\\\", b"  "))) is not None:
+        message = (
+            f"a text has half a surrogate pair, {half[0][:6].decode('ascii', 'replace')}, at byte {half.start():,} of the body"
+        )
+        raise ApiError(400, message, code="invalid_text")
 
 
 def count_values(body: bytes) -> int:
@@ -73,6 +91,7 @@ class _JsonRequest(Request):
         limit = settings.max_bytes // BYTES_PER_VALUE
         if len(body) > limit and count_values(body) > limit:  # a value has a byte at least
             raise ApiError(400, f"the body has more than {limit:,} values", code="too_many_values")
+        check_text(body)
         # The values of a body are many new objects and none is garbage, so to look for garbage among them takes longer than
         # to make and check them. This lasts until the event loop turns to something else.
         gc.disable()

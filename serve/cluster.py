@@ -21,7 +21,6 @@ import hashlib
 import logging
 import os
 import random
-import signal
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from outrider.errors import EngineError, UsageError
 from outrider.serve.ingress import Ingress
 from outrider.serve.replica import HEALTH_CHECK_PERIOD, Replica, ReplicaRegistry
+from outrider.serve.server import handle_signals
 from outrider.serve.settings import Settings
 
 APPLICATION = "outrider"
@@ -174,6 +174,5 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
 
 def _wait_for_signal() -> None:
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+    handle_signals(lambda *_: ended.set())
     ended.wait()

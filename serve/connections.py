@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import resource
 import socket
 import struct
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.errors import EngineError
+from outrider.serve.assembler import sse
+from outrider.serve.errors import ApiError
 from outrider.serve.guard import network
 
 HEAD_SECONDS = 10  # from the connection, or from the last answer, until the whole head of a request has come
@@ -105,6 +110,25 @@ class Connection(H11Protocol):
         """Read a part of a request."""
         super().data_received(data)
         self._update()
+
+    def eof_received(self) -> None:
+        """Close the connection. If an answer is not complete, it ends with an error.
+
+        A client that closes only its side looks like one that has left, and answers to those would take time from others'.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return
+        error = ApiError(400, "you closed your side of the connection before the answer was complete", code="half_closed")
+        events: list[h11.Event] = [h11.Data(data=sse(error.body())), h11.EndOfMessage()]
+        if not cycle.response_started:
+            body = json.dumps(error.body()).encode()
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            events = [h11.Response(status_code=400, headers=[*headers.items()]), h11.Data(data=body), h11.EndOfMessage()]
+        cycle.disconnected = True  # before its application sends anything else
+        with suppress(h11.LocalProtocolError):  # only a stream has no length
+            for event in events:
+                self.transport.write(self.conn.send(event) or b"")
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""

@@ -1,13 +1,24 @@
-"""The server's log: one line of JSON per record, on standard error."""
+"""The server's log: one line of JSON per record, on standard error, from a thread that may wait until somebody reads it."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 import time
+import warnings
+from collections import deque
+from contextlib import suppress
+from typing import TextIO
 
 from pythonjsonlogger.core import RESERVED_ATTRS, LogData
 from pythonjsonlogger.json import JsonFormatter
 
+from outrider.errors import OutriderWarning
+
+HELD_BYTES = 4 << 20  # of lines that wait to be written
+FLUSH_SECONDS = 1.0  # for them to be written when the process ends
 PERIOD, MAX_RECORDS = 10.0, 50  # seconds, and records from one line of code in that time
 
 
@@ -50,9 +61,70 @@ class RateLimit(logging.Filter):
         return count < MAX_RECORDS
 
 
+class LineWriter(logging.Handler):
+    """Writes records to a file from a thread of its own. If too many wait, it drops records, and counts them in the next.
+
+    It does not use `sys.stderr`, which Python flushes when it ends, after waiting for whoever is writing to it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Write to a file descriptor."""
+        super().__init__()
+        self.addFilter(RateLimit())
+        self.setFormatter(JsonLines())
+        self._descriptor = descriptor
+        self._lines: deque[bytes] = deque()
+        self._held, self._lost = 0, 0  # bytes that are not written yet, and records that were dropped
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record, or drop it."""
+        if self._lost:
+            record.lost_before = self._lost
+        line = f"{self.format(record)}\n".encode(errors="replace")
+        with self._changed:
+            if self._held + len(line) > HELD_BYTES:
+                self._lost += 1
+                return
+            self._lost = 0
+            self._held += len(line)
+            self._lines.append(line)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all is written, but not for long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held, FLUSH_SECONDS)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                line = self._lines.popleft()
+            written = 0
+            with suppress(OSError):  # its reader has gone, or its disk is full
+                while written < len(line):
+                    written += os.write(self._descriptor, line[written:])
+            with self._changed:
+                self._held -= len(line)
+                self._changed.notify_all()
+
+
 def log_as_json() -> None:
-    """Send all records of this process to standard error as lines of JSON."""
-    handler = logging.StreamHandler()
-    handler.addFilter(RateLimit())
-    handler.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    """Send all records and warnings of this process to standard error as lines of JSON."""
+    logging.basicConfig(level=logging.INFO, handlers=[LineWriter(sys.stderr.fileno())], force=True)
+    warnings.showwarning = _log_warning
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Log our own warnings; those of other libraries are for developers."""
+    if issubclass(category, OutriderWarning):
+        logging.getLogger("outrider.serve").warning(str(message))

@@ -46,9 +46,14 @@ def _check_count(count: int, limit: int, things: str) -> None:
 
 
 class Strict(BaseModel):
-    """Part of a request: types are not converted, and the first unknown field is an error; a null counts as absent."""
+    """Part of a request: types are not converted, and the first unknown field is an error; a null counts as absent.
+
+    What clients and their libraries send is in `no_effect` if the answer is the same without it: it is accepted with any value,
+    and dropped. What would change the answer, if this server had it, is refused by name.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    no_effect: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -57,13 +62,15 @@ class Strict(BaseModel):
             return values
         names = {field.alias or name for name, field in cls.model_fields.items()}
         fields = {name: values[name] for name in names if values.get(name) is not None}
-        unknown = (name for name, value in values.items() if name not in names and value is not None)
-        # A lone surrogate would be an error about text, instead of about an unknown field.
-        return fields | {name.encode(errors="replace").decode(): None for name in islice(unknown, 1)}
+        known = names | cls.no_effect
+        unknown = (name for name, value in values.items() if name not in known and value is not None)
+        return fields | dict.fromkeys(islice(unknown, 1))
 
 
 class StreamOptions(Strict):
     """Options of a stream."""
+
+    no_effect = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
 
@@ -110,6 +117,7 @@ class Common(Strict):
     """
 
     renamed: ClassVar[dict[str, str]] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+    no_effect = frozenset({"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"})
 
     model: str | None = None
     temperature: float = 1.0
@@ -136,9 +144,8 @@ class Common(Strict):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
     guided_grammar: str | None = None
-    # Accepted, without effect on the answer.
+    # Accepted with these values only, and without effect on the answer; a response may repeat the first two.
     user: str | None = None
-    safety_identifier: str | None = None
     metadata: dict[str, str] = Field(default={}, max_length=MAX_ENTRIES)
     store: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
@@ -189,16 +196,25 @@ class Common(Strict):
         """Return what the answers have to be, if that is restricted.
 
         Raises:
-            UsageError: it is said in two ways that contradict each other, or in a wrong one.
+            UsageError: it is said in two ways, or in a wrong one.
         """
         asked = self.structured_outputs
-        given: dict[str, Any] = {} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)
-        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-        given |= {name: value for name, value in guided.items() if value is not None}
-        if self.response_format is not None and self.response_format.type != "text":
-            schema = self.response_format.json_schema
-            given |= {"json_object": True} if schema is None else {"json": schema.json_schema}
-        return StructuredOutputs(**given) if given or asked is not None else None
+        forms = [] if asked is None else [*asked.model_dump(by_alias=True).items()]
+        forms += [(name, getattr(self, f"guided_{name}")) for name in ("json", "regex", "choice", "grammar")]
+        given = [(name, value) for name, value in (*forms, *self.format_asked().items()) if value not in (None, False)]
+        if len(given) > 1:
+            kinds = ", ".join(name for name, _ in given)
+            raise UsageError(
+                f"{len(given)} kinds of structured output are given: {kinds}", "give one of them", param="structured_outputs"
+            )
+        return StructuredOutputs(**dict(given)) if given or asked is not None else None
+
+    def format_asked(self) -> dict[str, Any]:
+        """Return what OpenAI's own field for it says that the answers have to be, as an argument of `StructuredOutputs`."""
+        if self.response_format is None or self.response_format.type == "text":
+            return {}
+        schema = self.response_format.json_schema
+        return {"json_object": True} if schema is None else {"json": schema.json_schema}
 
     def seeds(self) -> list[int | None]:
         """Return the seed of each choice; the first has the request's own."""
@@ -261,6 +277,8 @@ class CompletionRequest(Common):
 class ContentPart(Strict):
     """A part of a message's content."""
 
+    no_effect = frozenset({"cache_control", "prompt_cache_breakpoint"})
+
     type: Literal["text"]
     text: str
 
@@ -271,12 +289,16 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]  # OpenAI's,
 class CalledFunction(Strict):
     """What an earlier call was."""
 
+    no_effect = frozenset({"parsed_arguments"})
+
     name: ToolName
     arguments: str
 
 
 class ToolCall(Strict):
-    """An earlier call, in a message of the assistant."""
+    """An earlier call, in a message of the assistant. The index is that of a stream's delta."""
+
+    no_effect = frozenset({"index", "extra_content", "provider_specific_fields"})
 
     id: str
     type: Literal["function"] = "function"
@@ -284,22 +306,27 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """A message of a chat."""
+    """A message of a chat. `reasoning` is vLLM's name of `reasoning_content`."""
+
+    no_effect = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, exclude=True)
     tool_calls: list[ToolCall] = Field(default=[], fail_fast=True)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _fields_of_the_role(self) -> Self:
+        if self.reasoning_content is None:
+            self.reasoning_content = self.reasoning
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
             raise ValueError("tool_calls and reasoning_content are the assistant's")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id belongs to role tool, which needs it")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
             raise ValueError("a message without tool_calls needs content")
         return self
 
@@ -345,14 +372,11 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that JSON in UTF-8 can hold, as far as its depth goes: a response repeats it, and templates write it."""
+    """Return a schema that JSON can hold: a response repeats it, and templates write it."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
-        for each in [*level, *(key for value in level if isinstance(value, dict) for key in value)]:
-            if isinstance(each, float) and not math.isfinite(each):
-                raise PydanticCustomError("not_finite", "a schema has a number that is not finite")
-            if isinstance(each, str) and not each.isascii() and any("\ud800" <= character <= "\udfff" for character in each):
-                raise PydanticCustomError("not_text", "a schema has half a surrogate pair")
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise PydanticCustomError("not_finite", "a schema has a number that is not finite")
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         if not (level := [value for values in inner for value in values]):
             return schema
@@ -385,6 +409,8 @@ class Function(Strict):
 
 class Tool(Strict):
     """A tool: a function."""
+
+    no_effect = frozenset({"cache_control"})
 
     type: Literal["function"]
     function: Function
@@ -419,6 +445,7 @@ def template_variables(effort: Effort | None, variables: dict[str, Any]) -> dict
 class ChatRequest(Common):
     """The body of `POST /v1/chat/completions`."""
 
+    no_effect = Common.no_effect | {"prediction", "verbosity"}
     renamed: ClassVar[dict[str, str]] = {
         "max_new_tokens": "max_completion_tokens",
         "min_new_tokens": "min_tokens",
@@ -438,6 +465,7 @@ class ChatRequest(Common):
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
+    modalities: list[Literal["text"]] = []
 
 
 def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class ResponsesAssembler(ResponseAssembler[ResponsesRequest]):
             "tool_choice": choice.model_dump() if isinstance(choice, NamedFunctionTool) else choice,
             "tools": [tool.model_dump() for tool in body.tools],
             "top_p": body.top_p,
-            "truncation": body.truncation,
+            "truncation": "disabled",
             "usage": None if reason is None else self._usage(output),
             "user": body.user,
         }

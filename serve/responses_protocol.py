@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.errors import UsageError
-from outrider.runtime.structured import StructuredOutputs
 from outrider.serve.protocol import (
     MAX_TOOLS,
     CalledFunction,
@@ -26,12 +25,12 @@ from outrider.serve.protocol import (
 
 
 class InputText(Strict):
-    """A part of a message or of what a tool returned. What an answer's parts have besides their text is ignored."""
+    """A part of a message or of what a tool returned."""
+
+    no_effect = frozenset({"annotations", "cache_control", "logprobs", "parsed", "prompt_cache_breakpoint"})
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] = Field(default=[])
-    logprobs: list[Any] = Field(default=[])
 
 
 Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
@@ -42,23 +41,25 @@ def _joined(texts: Texts) -> str:
 
 
 class Item(Strict):
-    """What items have in common. Neither changes anything."""
+    """What items have in common."""
 
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    no_effect = frozenset({"id", "status"})
 
 
 class InputMessage(Item):
     """A message."""
 
+    no_effect = Item.no_effect | {"phase"}
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
-    phase: str | None = None
 
 
 class FunctionCall(Item):
     """An earlier call."""
+
+    no_effect = Item.no_effect | {"parsed_arguments"}
 
     type: Literal["function_call"]
     call_id: str
@@ -69,6 +70,8 @@ class FunctionCall(Item):
 class FunctionCallOutput(Item):
     """What an earlier call returned."""
 
+    no_effect = Item.no_effect | {"name"}
+
     type: Literal["function_call_output"]
     call_id: str
     output: Texts
@@ -77,15 +80,16 @@ class FunctionCallOutput(Item):
 class ReasoningText(Strict):
     """A part of what the model thought."""
 
-    type: Literal["reasoning_text", "summary_text"]
+    type: Literal["reasoning_text"]
     text: str
 
 
 class Reasoning(Item):
-    """What the model thought before its next message or call. The summary is ignored."""
+    """What the model thought before its next message or call. Only this server's own text of it is read."""
+
+    no_effect = Item.no_effect | {"encrypted_content", "summary"}
 
     type: Literal["reasoning"]
-    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default=[])
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default=[])
 
 
@@ -121,6 +125,8 @@ class Typed(Strict):
 class FunctionTool(Function, Typed):
     """A tool: a function."""
 
+    no_effect = frozenset({"cache_control"})
+
 
 class NamedFunctionTool(NamedFunction, Typed):
     """The function that the model has to call."""
@@ -145,14 +151,30 @@ class TextFormat(Strict):
 class TextOptions(Strict):
     """What the answer's text is like."""
 
+    no_effect = frozenset({"verbosity"})
+
     format: TextFormat | None = None
 
 
 class ReasoningOptions(Strict):
     """How much the model is to think. A summary is never made, because the output has all of it."""
 
+    no_effect = frozenset({"generate_summary", "summary"})
+
     effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+# What a client may ask to be added to a response, where nothing is missing without it: this server has no such tools, and the
+# output has what the model thinks as text.
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 def _stateless(_: Any) -> Never:
@@ -169,6 +191,7 @@ def _not_stored(store: Any) -> Any:
 class ResponsesRequest(Common):
     """The body of `POST /v1/responses`."""
 
+    no_effect = Common.no_effect | {"max_tool_calls"}
     renamed: ClassVar[dict[str, str]] = {
         "max_new_tokens": "max_output_tokens",
         "min_new_tokens": "min_tokens",
@@ -185,8 +208,8 @@ class ResponsesRequest(Common):
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions = Field(default=ReasoningOptions())
-    truncation: Literal["disabled"] = "disabled"
-    include: Annotated[list[str], Field(max_length=0)] = Field(default=[])
+    truncation: Literal["auto", "disabled"] = "disabled"  # an input that is too long is refused with either
+    include: Annotated[list[Includable], Field(max_length=16, fail_fast=True)] = Field(default=[])
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
     n: Literal[1] = 1
     response_format: None = None
@@ -201,12 +224,12 @@ class ResponsesRequest(Common):
         wanted = None if self.text is None else self.text.format
         return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
-    def structured(self) -> StructuredOutputs | None:
-        """Return what the text has to be, if that is restricted; see `Common.structured`."""
+    def format_asked(self) -> dict[str, Any]:
+        """Return what `text` says; see `Common.format_asked`."""
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.type == "text":
-            return super().structured()
-        return StructuredOutputs(json_object=True) if wanted.schema_ is None else StructuredOutputs(json=wanted.schema_)
+            return {}
+        return {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the instructions and the input as chat templates expect them, but for the arguments of calls.

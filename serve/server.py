@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 
@@ -12,6 +17,15 @@ from outrider.serve.app import create_app
 from outrider.serve.connections import HEAD_SECONDS, Connection, listen
 from outrider.serve.engine import LOGGER, EngineThread
 from outrider.serve.settings import Settings
+
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Set the handler of the signals that end a server, but for those that the parent had ignored, as nohup does."""
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 class HttpServer(uvicorn.Server):
@@ -48,6 +62,19 @@ class HttpServer(uvicorn.Server):
         """Begin to serve, and say where."""
         await super().startup(sockets)
         LOGGER.info(f"running on {self.url}")
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """End in order at a signal: uvicorn would then pass it on to the handler before, and the process would end by it."""
+        if threading.current_thread() is threading.main_thread():
+            handle_signals(self.handle_exit)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end. A second SIGINT comes from a person who does not want to wait for the answers."""
+        if self.should_exit and sig == signal.SIGINT:
+            self._engine.end()
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers finish, but no longer than that."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import queue
 import resource
@@ -29,6 +28,7 @@ from outrider.runtime.chat_template import ChatTemplate
 from outrider.runtime.grammar import Bools, GrammarError, LocalGrammars, LocalMatcher, rehearse
 from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import PromptTooLongError, Text
+from outrider.serve.arguments import arguments_of
 
 TEMPLATE_SECONDS = 5.0  # for small conversations in the template
 JOB_SECONDS = 10.0  # for the prompts of one request; all of these are seconds of the processor, so a busy machine ends nothing
@@ -315,18 +315,9 @@ def _prompts(text: Text, job: Job) -> list[list[int]]:
 
 def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with the arguments of its tool calls as values, as templates expect them."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise UsageError(
-                f"the arguments of the call {call['id']!r} are not an object in JSON", "send what the model wrote", param="chat"
-            )
-        calls.append(call | {"function": function | {"arguments": arguments}})
+    calls = [
+        call | {"function": call["function"] | {"arguments": arguments_of(call)}} for call in message.get("tool_calls", ())
+    ]
     return message | {"tool_calls": calls} if calls else message
 
 

@@ -53,12 +53,10 @@ class Worker:
         """Send a message, and return its reply to come, or `WorkerEndedError`.
 
         Raises:
-            UsageError: it is not text, or nested too deep.
+            UsageError: it is nested too deep.
         """
         try:
             line = msgspec.json.encode(message)
-        except UnicodeEncodeError as error:
-            raise UsageError("the prompt is not UTF-8 text", "convert it to UTF-8", param="prompt") from error
         except RecursionError as error:
             raise UsageError(
                 "the prompt has too many lists and objects within each other", "make it flat", param="chat"

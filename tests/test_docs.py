@@ -81,6 +81,19 @@ def test_the_reference_has_every_http_parameter() -> None:
         assert re.search(rf"`{name}[`:]", page), name
 
 
+def test_the_reference_lists_what_is_accepted_without_effect() -> None:
+    import outrider.serve.responses_protocol  # noqa: F401  # its kinds count, too
+    from outrider.serve.protocol import Strict
+
+    def fields(kind: type[Strict]) -> set[str]:
+        return set(kind.no_effect).union(*map(fields, kind.__subclasses__()))
+
+    page = (ROOT / "docs" / "reference" / "http-api.md").read_text()
+    section = page.partition("### Accepted without effect")[2].partition("\n### ")[0]
+    assert len(fields(Strict)) > 20
+    assert {name for name in fields(Strict) if f"`{name}`" not in section} == set()
+
+
 def test_the_reference_has_every_metric() -> None:
     from outrider.serve.metrics import Metrics
 

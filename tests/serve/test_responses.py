@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel
 
 from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.runtime.generation import Outrider
@@ -120,6 +121,41 @@ def test_text_of_a_schema(client: openai.OpenAI) -> None:
     assert done.text.format.type == "json_schema"
 
 
+def test_what_agents_send_changes_nothing(client: openai.OpenAI) -> None:
+    sent: dict[str, Any] = {
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "x",
+        "text": {"verbosity": "low"},
+        "truncation": "auto",
+        "reasoning": {"summary": "auto"},
+        "max_tool_calls": 3,
+    }
+    done = ask(client, **sent)
+    assert (done.output_text, done.truncation) == (ask(client).output_text, "disabled")
+    for _ in ask(client, **sent, stream=True, stream_options={"include_obfuscation": False}):
+        pass
+
+
+def test_a_cut_call_and_what_the_official_client_makes_of_answers_go_back(client: openai.OpenAI) -> None:
+    class Order(BaseModel):
+        drink: Literal["coffee", "tea"]
+
+    asked: Any = {"model": "target", "input": HI, "temperature": 0}
+    tool = openai.pydantic_function_tool(Order, name="order")["function"]
+    calling: Any = asked | {"tools": [{"type": "function", **tool}], "tool_choice": "required"}
+    with client.responses.stream(**calling) as stream:
+        outputs: list[Any] = [stream.get_final_response().output]
+    outputs += [client.responses.parse(**calling).output, client.responses.parse(**asked, text_format=Order).output]
+    outputs.append(ask(client, tools=TOOLS, tool_choice={"type": "function", "name": "order"}, max_output_tokens=20).output)
+    assert outputs[-1][0].arguments
+    for items in (*outputs, *([each.model_dump(warnings=False) for each in output] for output in outputs)):
+        result = {"type": "message", "role": "user", "content": "Well?"}
+        assert (
+            ask(client, input=[{"role": "user", "content": HI}, *items, result], max_output_tokens=1).usage.output_tokens == 1
+        )
+
+
+JSON = {"format": {"type": "json_object"}}
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "stored": ({"store": True}, "store", "keeps no answers"),
     "previous": ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no answers"),
@@ -145,8 +181,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "unevaluated",
     ),
     "both": ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "tools", "cannot be told"),
+    "two forms": ({"text": JSON, "structured_outputs": {"regex": "a"}}, "structured_outputs", "2 kinds"),
+    "an earlier form": ({"text": JSON, "guided_choice": ["a"]}, "structured_outputs", "2 kinds"),
     "a long answer": ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-    "unknown": ({"prompt_cache_key": "x"}, "prompt_cache_key", "no parameter"),
+    "unknown": ({"context_management": []}, "context_management", "no parameter"),
+    "logprobs": ({"include": ["message.output_text.logprobs"]}, "include", "reasoning.encrypted_content"),
     "no effort": ({"reasoning": {"effort": "much"}}, "reasoning", "'high'"),
     "arguments": (
         {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},

@@ -24,13 +24,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from outrider.serve.app import create_app
-from outrider.serve.bodies import count_values
+from outrider.serve.bodies import check_text, count_values
 from outrider.serve.engine import EngineThread
+from outrider.serve.errors import ApiError
 from outrider.serve.protocol import ChatRequest, CompletionRequest
 from outrider.serve.settings import Settings
 from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
 from outrider.tests.support import run_here
 
+HALF_TEXTS = st.lists(st.sampled_from([*'\ud83d\ude00\udfff\\"/d8u', "ud83d", "\\ud83d", "\U0001f600"]), max_size=5).map(
+    "".join
+)
 MANY = 30_000
 PROMPT_TYPES = "prompt: Input should be text, a list of texts, a list of token ids, or a list of such lists"
 SHORT = json.dumps({"prompt": "Once", "max_tokens": 2}).encode()
@@ -292,7 +296,6 @@ def test_head_requests(server: Server) -> None:
         ("completions", {"prompt": [1.0]}, "prompt", PROMPT_TYPES),
         ("completions", {"prompt": ["a", [1]]}, "prompt", PROMPT_TYPES),
         ("completions", {"prompt": [[1], [2, "a"]]}, "prompt", "prompt.1.1: Input should be a valid integer"),
-        ("completions", {"prompt": "x", "\ud800": 1}, "?", "this server has no parameter ?"),
         ("completions", {"prompt": "x", "stop": "a" * 1001}, "stop", "text of 1 to 1,000 characters"),
         (
             "chat/completions",
@@ -360,6 +363,40 @@ def test_a_text_is_one_value_whatever_it_has(server: Server, text: str) -> None:
     prompt = text * (900_000 // len(json.dumps(text, ensure_ascii=False)))
     status, _, answer = fetch(f"{server.url}/v1/completions", json.dumps({"prompt": prompt}, ensure_ascii=False).encode())
     assert (status, json.loads(answer)["error"]["code"]) == (400, "context_length_exceeded"), answer
+
+
+# In each place a text that is not any: as a value, deep in one, and as a name.
+HALVES: list[tuple[str, dict[str, Any]]] = [
+    ("v1/completions", {"prompt": "\ud800"}),
+    ("v1/completions", {"prompt": "x", "\ud800": 1}),
+    ("v1/completions", {"prompt": "x", "stop": ["a", "\ud83d\ud83d\ude00"]}),
+    ("v1/completions", {"prompt": "x", "model": "\ude00\ud83d"}),
+    ("v1/chat/completions", {"messages": [{"role": "user", "content": "x", "annotations": "\udfff"}]}),
+    ("v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": ["\udc00"]}}),
+    ("v1/responses", {"input": "x", "user": "\ud800"}),
+    ("v1/responses", {"input": "x", "metadata": {"\ud800": "a"}}),
+    ("v1/responses", {"input": "x", "instructions": "\\\ud83d\\\ude00"}),
+    ("tokenize", {"prompt": "\ud800"}),
+    ("detokenize", {"tokens": [1], "model": "\ud800"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), HALVES)
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(server: Server, path: str, body: dict[str, Any]) -> None:
+    status, _, answer = fetch(f"{server.url}/{path}", json.dumps(body).encode())
+    assert (status, json.loads(answer)["error"]["code"]) == (400, "invalid_text"), answer
+
+
+@given(st.recursive(st.integers() | HALF_TEXTS, lambda inner: st.lists(inner) | st.dictionaries(HALF_TEXTS, inner)))
+def test_what_counts_as_half_a_pair(document: Any) -> None:
+    body = json.dumps(document).encode()
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        with pytest.raises(ApiError, match="half a surrogate pair"):
+            check_text(body)
+    else:
+        check_text(body)
 
 
 def values(document: Any) -> int:

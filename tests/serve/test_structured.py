@@ -150,6 +150,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({"structured_outputs": {}}, "0 kinds"),
     "two": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "2 kinds"),
     "two forms": ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "2 kinds"),
+    "one form twice": ({"structured_outputs": {"json": SCHEMA}, "guided_json": {"type": "integer"}}, "2 kinds .*: json, json"),
+    "two schemas": ({"response_format": json_schema(SCHEMA), "guided_json": {"type": "integer"}}, "2 kinds .*: json, json"),
     "a minimum length": ({"structured_outputs": {"regex": "a+"}, "min_tokens": 5}, "min_tokens"),
     "too many states": ({"structured_outputs": {"regex": "(a{1000}){1000}b"}}, "complex|longer"),
     "an explosion": (
