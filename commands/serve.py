@@ -54,6 +54,11 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
 @click.option(
     "--drain", type=click.IntRange(min=0), default=30, show_default=True, help="Seconds for answers to finish after a signal."
 )
+@click.option(
+    "--share-prefixes",
+    is_flag=True,
+    help="Let clients share what was read of their prompts; by default only those of one key do.",
+)
 @click.option("--log-prompts", is_flag=True, help="Log prompts; by default no text of a request is logged.")
 @click.option("--allow-special-tokens", is_flag=True, help="Let text of chat messages become special tokens.")
 @click.option("--ray", is_flag=True, help="Run replicas in the Ray cluster at $RAY_ADDRESS, or in a local one.")
@@ -83,6 +88,7 @@ def command(
     max_body: int,
     timeout: float,
     drain: int,
+    share_prefixes: bool,
     log_prompts: bool,
     allow_special_tokens: bool,
     ray: bool,
@@ -119,6 +125,7 @@ def command(
         max_bytes=max_body,
         max_choices=max_choices,
         max_prompt=max_prompt,
+        share_prefixes=share_prefixes,
         log_prompts=log_prompts,
         allow_special_tokens=allow_special_tokens,
     )

@@ -65,6 +65,7 @@ class Scheduler:
         max_waiting: int = 64,
         k: int | str = AUTO,
         drafter: str | None = None,
+        share_prefixes: bool = False,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -73,6 +74,8 @@ class Scheduler:
         Args:
             max_waiting: requests that may wait for a slot.
             k, drafter: as in `Outrider.generate`, for all requests.
+            share_prefixes: whether what was read of one owner's prompts is used for those of others, which tells how long the
+                beginning is that they have in common.
             policy: what chooses for each round; None is what k and drafter ask for.
             clock: returns seconds.
 
@@ -84,6 +87,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self._decoder = outrider.decoder
         self._slots = outrider.decoder.slots
+        self._slots.across_owners = share_prefixes
         self._drafters = outrider.allowed_drafters(k, drafter)
         self._policy = policy or outrider.policy_for(k, drafter)
         self._clock = clock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,8 +23,8 @@ class Slot:
     """A place in the caches, and the tokens whose entries it holds.
 
     `tokens` are those of the request that has the slot or had it last; the first `cached` of them are in the target's cache, at
-    their own index. Whatever a rejected token left behind them is overwritten by the next round, which writes from a smaller
-    position.
+    their own index. No text of another `owner` goes on from them. Whatever a rejected token left behind them is overwritten by
+    the next round, which writes from a smaller position.
     """
 
     def __init__(self, index: int):
@@ -35,18 +35,19 @@ class Slot:
     def empty(self) -> None:
         """Forget the text."""
         self.tokens: list[int] = []
+        self.owner: Hashable = None
         self.cached = 0
         self.branch = 0  # how many tokens at the beginning another text has in common with it, at most
         self.reused = 0  # how many tokens at the beginning several requests had in common
         self.used = 0  # when the text was used last, by a count of such events
 
-    def shared(self, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt the slot's caches hold."""
-        return min(self.common(prompt), self.cached)
+    def shared(self, prompt: list[int], owner: Hashable) -> int:
+        """Return how many tokens at the beginning of a prompt the slot's caches hold for its owner."""
+        return min(self.common(prompt, owner), self.cached)
 
-    def common(self, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt are those of the text, read or not."""
-        limit, at, tokens = min(len(self.tokens), len(prompt)), 0, self.tokens
+    def common(self, prompt: list[int], owner: Hashable) -> int:
+        """Return how many tokens at the beginning of a prompt are those of the text, read or not, if both have one owner."""
+        limit, at, tokens = min(len(self.tokens), len(prompt)) if owner == self.owner else 0, 0, self.tokens
         while at < limit and tokens[at : at + COMPARED] == prompt[at : at + COMPARED]:
             at += COMPARED
         return next((index for index in range(at, limit) if tokens[index] != prompt[index]), limit)
@@ -77,6 +78,7 @@ class Slots:
         self._chunk = max_prompt_chunk
         self._slots = [Slot(index) for index in range(target.batch)]
         self._clock = count(1)
+        self.across_owners = False  # whether texts of one owner may go on from those of another
         self.evicted = 0  # tokens that were worth keeping and were overwritten, so far
         self.launched = False  # whether something was launched outside of rounds that may still run
 
@@ -95,7 +97,7 @@ class Slots:
 
     def admit(self, request: Request, free: Sequence[Slot]) -> Slot:
         """Give a request the free slot in which it does least harm, with what any slot holds of its prompt."""
-        harm = self._harm(request.prompt)
+        harm = self._harm(request.prompt, self._owner(request))
         slot = min(free, key=harm.__getitem__)
         self.evicted += harm[slot].lost
         self.begin(slot, request)
@@ -103,14 +105,18 @@ class Slots:
         self.share(request)
         return slot
 
-    def _harm(self, prompt: list[int]) -> dict[Slot, Harm]:
+    def _owner(self, request: Request) -> Hashable:
+        return None if self.across_owners else request.owner
+
+    def _harm(self, prompt: list[int], owner: Hashable) -> dict[Slot, Harm]:
         """Return what it does to each slot's content if a prompt is read there. What the prompt goes on from is not lost, and
         neither is what another slot holds."""
-        held = sorted(self._slots, key=lambda slot: slot.tokens[: slot.cached])  # what has most in common is adjacent
-        kept = {slot: self.reusable(slot, prompt) for slot in held}
+        # What has most in common is adjacent.
+        held = sorted(self._slots, key=lambda slot: (hash(slot.owner), slot.tokens[: slot.cached]))
+        kept = {slot: self.reusable(slot, prompt, owner) for slot in held}
         reusable = dict(kept)
         for one, other in pairwise(held):
-            common = one.shared(other.tokens[: other.cached])
+            common = one.shared(other.tokens[: other.cached], other.owner)
             kept[one] = max(kept[one], self._usable(other, common))
             kept[other] = max(kept[other], self._usable(one, common))
         return {
@@ -120,9 +126,9 @@ class Slots:
             for slot in held
         }
 
-    def reusable(self, slot: Slot, prompt: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt the target need not read again, as a slot holds them."""
-        length = max(min(slot.shared(prompt), len(prompt) - 1), 0)
+    def reusable(self, slot: Slot, prompt: list[int], owner: Hashable) -> int:
+        """Return how many tokens at the beginning of an owner's prompt the target need not read again, as a slot holds them."""
+        length = max(min(slot.shared(prompt, owner), len(prompt) - 1), 0)
         if not slot.finite:  # a token that leads to NaN spoils all of its chunk, so only whole chunks may be shared
             length -= length % self._chunk
         return self._usable(slot, length)
@@ -130,20 +136,21 @@ class Slots:
     def _usable(self, slot: Slot, length: int) -> int:
         """Return after how many of the first `length` tokens in a slot's cache another text can go on. Recurrent layers can
         only go on from where their state is, most often the end of the text, or where there is a snapshot of it."""
-        return max(self._target.usable(slot.index, length), self._snapshots.longest(slot.tokens, length))
+        return max(self._target.usable(slot.index, length), self._snapshots.longest(slot, length))
 
     def begin(self, slot: Slot, request: Request) -> None:
         """Give a slot to a request, which goes on from what its caches hold of the prompt."""
-        shared, slot.cached = slot.shared(request.tokens), self.reusable(slot, request.tokens)
+        owner = self._owner(request)
+        shared, slot.cached = slot.shared(request.tokens, owner), self.reusable(slot, request.tokens, owner)
         for drafter in self._drafters.values():
             drafter.truncate(slot.index, shared)
         slot.branch = 0
         for other in self._slots:
-            common = other.common(request.tokens)
+            common = other.common(request.tokens, owner)
             slot.branch = max(slot.branch, common)
             if other is not slot:
                 other.branch = max(other.branch, common)
-        slot.tokens, slot.finite = request.tokens, False
+        slot.tokens, slot.owner, slot.finite = request.tokens, owner, False
         self._snapshots.restore(slot)
         slot.reused = slot.cached if slot.cached >= MIN_SHARED else 0
         request.slot = slot
@@ -153,8 +160,8 @@ class Slots:
         slot = request.slot
         assert slot is not None
         others = [other for other in self._slots if other is not slot]
-        source = max(others, key=lambda other: self.reusable(other, slot.tokens), default=slot)
-        length = self.reusable(source, slot.tokens)
+        source = max(others, key=lambda other: self.reusable(other, slot.tokens, slot.owner), default=slot)
+        length = self.reusable(source, slot.tokens, slot.owner)
         copied = length - slot.cached
         if copied < MIN_SHARED:
             return
@@ -171,7 +178,7 @@ class Slots:
     def catch_up(self, slot: Slot, drafter: Drafter, chunks: int | None) -> None:
         """Let a drafter process a text, or at most so many chunks of it, after what it has processed of it in other slots."""
         for other in self._slots:
-            if other is not slot and other.finite and (shared := other.shared(slot.tokens)) >= MIN_SHARED:
+            if other is not slot and other.finite and (shared := other.shared(slot.tokens, slot.owner)) >= MIN_SHARED:
                 drafter.copy(other.index, slot.index, shared)
         drafter.catch_up(slot.index, slot.tokens, chunks)
         self.launched = True
@@ -201,12 +208,18 @@ class Slots:
 
     def move(self, source: Slot, gap: Slot, free: Sequence[Slot]) -> None:
         """Move what a slot holds to a free one, whose own content goes to another free one if less is lost there."""
-        harm = self._harm([])
+        harm = self._harm([], None)
         spare = min(free, key=harm.__getitem__)
         self.evicted += harm[spare].lost
         if harm[gap].worth and spare is not gap:
             self._copy(gap, spare)
-            spare.tokens, spare.cached, spare.reused, spare.used = gap.tokens, gap.cached, gap.reused, gap.used
+            spare.tokens, spare.owner, spare.cached, spare.reused, spare.used = (
+                gap.tokens,
+                gap.owner,
+                gap.cached,
+                gap.reused,
+                gap.used,
+            )
         self._copy(source, gap)
         source.index, gap.index = gap.index, source.index
         self._slots[source.index], self._slots[gap.index] = source, gap

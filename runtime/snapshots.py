@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,16 @@ class Snapshot:
 
     def __init__(self, place: int):
         self.place = place
+        self.owner: Hashable = None
         self.text: list[int] = []  # of the request that it was taken from, which may have grown since
         self.length = 0
         self.shared = False  # whether several requests had these tokens in common
         self.used = 0
 
-    def begins(self, tokens: list[int]) -> bool:
-        """Return whether a text begins with these tokens."""
-        return 0 < self.length <= len(tokens) and self.text[: self.length] == tokens[: self.length]
+    def begins(self, slot: Slot) -> bool:
+        """Return whether a slot's text begins with these tokens, and has the same owner."""
+        known = 0 < self.length <= len(slot.tokens) and self.owner == slot.owner
+        return known and self.text[: self.length] == slot.tokens[: self.length]
 
 
 class Snapshots:
@@ -35,15 +38,15 @@ class Snapshots:
         self._all = [Snapshot(place) for place in range(target.places)]
         self._clock = count(1)
 
-    def longest(self, tokens: list[int], limit: int) -> int:
-        """Return after how many of the first `limit` tokens of a text there is a snapshot; 0 is its beginning."""
-        return max((each.length for each in self._all if each.length <= limit and each.begins(tokens)), default=0)
+    def longest(self, slot: Slot, limit: int) -> int:
+        """Return after how many of the first `limit` tokens of a slot's text there is a snapshot; 0 is its beginning."""
+        return max((each.length for each in self._all if each.length <= limit and each.begins(slot)), default=0)
 
     def restore(self, slot: Slot) -> None:
         """Give a slot the state after the tokens that its caches hold, if it has another one."""
         if self._target.usable(slot.index, slot.cached) == slot.cached:
             return
-        (snapshot,) = (each for each in self._all if each.length == slot.cached and each.begins(slot.tokens))
+        (snapshot,) = (each for each in self._all if each.length == slot.cached and each.begins(slot))
         self._target.restore(snapshot.place, slot.index, snapshot.length)
         snapshot.shared, snapshot.used = True, next(self._clock)
 
@@ -52,9 +55,10 @@ class Snapshots:
         least recently; those that several requests had in common make room only for others of these."""
 
         def worth(each: Snapshot) -> tuple[bool, bool, int]:
-            return any(other.shared(each.text[: each.length]) == each.length > 0 for other in slots), each.shared, each.used
+            text = each.text[: each.length]
+            return any(other.shared(text, each.owner) == each.length > 0 for other in slots), each.shared, each.used
 
-        known = [each for each in self._all if each.length == slot.cached and each.begins(slot.tokens)]
+        known = [each for each in self._all if each.length == slot.cached and each.begins(slot)]
         if not self._all or known:
             return
         snapshot = min(self._all, key=worth)
@@ -62,7 +66,8 @@ class Snapshots:
         if held and common and not shared:
             return
         self._target.snapshot(slot.index, snapshot.place)
-        snapshot.text, snapshot.length, snapshot.shared, snapshot.used = slot.tokens, slot.cached, shared, next(self._clock)
+        snapshot.text, snapshot.owner, snapshot.length = slot.tokens, slot.owner, slot.cached
+        snapshot.shared, snapshot.used = shared, next(self._clock)
 
     def drop(self, slot: Slot) -> None:
         """Forget those that were taken from a slot's request, whose state may contain NaN."""

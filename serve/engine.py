@@ -75,7 +75,8 @@ class EngineThread:
 
         def load() -> Scheduler:
             outrider = Outrider.load(settings.bundle, device=settings.device, slots=None)
-            return Scheduler(outrider, max_waiting=settings.max_waiting, k=settings.k, drafter=settings.drafter)
+            waiting, share = settings.max_waiting, settings.share_prefixes
+            return Scheduler(outrider, max_waiting=waiting, k=settings.k, drafter=settings.drafter, share_prefixes=share)
 
         return cls(settings.bundle, load, Metrics(), settings.timeout)
 

@@ -22,5 +22,6 @@ class Settings:
     max_bytes: int = 1 << 20  # of a request's body
     max_choices: int = 16  # per request: prompts times n
     max_prompt: int | None = None  # tokens; None is the bundle's capacity
+    share_prefixes: bool = False  # whether clients share what was read of their prompts
     log_prompts: bool = False
     allow_special_tokens: bool = False  # whether text of chat messages may be special tokens

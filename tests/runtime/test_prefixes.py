@@ -192,7 +192,9 @@ def test_a_wrong_copy_changes_tokens(
     target = batched.sessions["target"]
     if fault == "a token too many":
         share = Slots.reusable
-        monkeypatch.setattr(Slots, "reusable", lambda self, slot, prompt: min(share(self, slot, prompt) + 1, len(prompt) - 1))
+        monkeypatch.setattr(
+            Slots, "reusable", lambda self, slot, prompt, owner: min(share(self, slot, prompt, owner) + 1, len(prompt) - 1)
+        )
     else:
         monkeypatch.setattr(target, "copy", faulty(fault, target.copy))
     assert wrong(serve(Scheduler(batched, k=0), texts, ARRIVALS), alone) > 0
@@ -203,8 +205,8 @@ def test_a_slot_shares_what_its_caches_hold_and_no_more() -> None:
     slot, text = Slot(0), [*range(200)]
     slot.tokens, slot.cached = text, 150
     for same in (0, 1, 63, 64, 65, 128, 149, 150, 151, 200):
-        assert slot.shared([*text[:same], 999, *text]) == min(same, 150)
-        assert slot.shared(text[:same]) == min(same, 150)
+        assert slot.shared([*text[:same], 999, *text], None) == min(same, 150)
+        assert slot.shared(text[:same], None) == min(same, 150)
 
 
 def run(scheduler: Scheduler, *requests: Request) -> None:
@@ -237,6 +239,21 @@ def test_requests_that_come_together_read_what_they_have_in_common_once(
     drafter = drafters.get(batched.drafters[0])
     assert 0 < rows["target"] <= longest + tails
     assert 0 < rows[drafter.role] <= longest + tails  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_owners_share_prefixes_only_if_they_are_to(batched: Outrider, texts: list[list[int]], share: bool) -> None:
+    """Neither what is being read nor what was, and the answers are the same."""
+    scheduler = Scheduler(batched, k=4, share_prefixes=share)
+    params = SamplingParams(max_new_tokens=8)
+    together = [scheduler.submit(texts[0], params, owner) for owner in ("one", "other")]
+    run(scheduler, *together)
+    after = [scheduler.submit(texts[0], params, owner) for owner in ("third", "one")]
+    run(scheduler, *after)
+    cached = [request.stats.cached_tokens >= MIN_SHARED for request in (*together, *after)]
+    assert cached[1:] == [share, share, True]
+    assert share or not cached[0]
+    assert len({tuple(request.tokens) for request in (*together, *after)}) == 1
 
 
 def test_a_request_copies_from_one_that_was_moved_or_is_cancelled(
