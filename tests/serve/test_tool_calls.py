@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a bad name": ({"tools": tool(name="a b")}, "tools", "name"),
     "a custom tool": ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "type"),
     "many": ({"tools": tool() * 129}, "tools", "128"),
-    "a keyword": ({"tools": tool(parameters={"type": "object", "unevaluatedProperties": False})}, "tools", "unevaluated"),
+    "a keyword": ({"tools": tool(strict=True, parameters={"type": "object", "not": {}})}, "tools", "keyword not"),
     "a bad schema": ({"tools": tool(parameters={"type": "object", "properties": {"a": {"type": "thing"}}})}, "tools", "thing"),
     "no object": ({"tools": tool(parameters={"type": "string"})}, "tools", "those of an object"),
     "a deep schema": ({"tools": tool(parameters=nested(60))}, "tools", "deep"),
@@ -270,7 +270,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "half",
     ),
     "no number": ({"tools": tool(parameters=PARAMETERS | {"a": HUGE}), "tool_choice": "none"}, "tools", "not finite"),
-    "a large schema": ({"tools": tool(parameters=PARAMETERS | {"description": "x" * 300_000})}, "tools", "characters"),
+    "a large schema": ({"tools": tool(parameters={"properties": {"a": {"const": "x" * 300_000}}})}, "tools", "characters"),
     "a format": ({"tools": tool(), "response_format": {"type": "json_object"}}, "tools", "cannot be told"),
     "a bad format": (
         {"tools": tool(), "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "b"}}}},
