@@ -65,7 +65,7 @@ def enforced(schema: Any, strict: bool, root: bool = True) -> Any:
                 f"the keyword {key} of a schema {_why(key)}", "leave it out, or change it", param="structured_outputs"
             )
     made = over(kept, lambda inner: enforced(inner, strict, root=False))
-    _refuse_exhausted_patterns(made)
+    _exhaust_patterns(made)
     further = [*made["allOf"]] if isinstance(made.get("allOf"), list) else []
     if made.get("minProperties") == 1 and isinstance(names := made.get("properties"), dict) and 0 < len(names) <= _MOST_NAMES:
         del made["minProperties"]
@@ -165,18 +165,26 @@ def _why(key: str) -> str:
     return "is not supported" if key in _NOT_ENFORCED else "is not known"
 
 
-def _refuse_exhausted_patterns(schema: Mapping[str, Any]) -> None:
-    """Refuse patterns of names that named properties may be all matches of: no name would be left, which a grammar cannot say.
+def _exhaust_patterns(schema: dict[str, Any]) -> None:
+    """Take away patterns of names of which named properties are all matches: a grammar cannot say that no name is left.
 
     Raises:
-        UsageError: a pattern is anchored on both sides, and of a limited length.
+        UsageError: a pattern is anchored on both sides and of a limited length, so it could be one of these.
     """
-    patterns = schema.get("patternProperties")
-    for pattern in patterns if schema.get("properties") and isinstance(patterns, dict) else ():
+    patterns, named = schema.get("patternProperties"), schema.get("properties")
+    if not isinstance(patterns, dict) or not isinstance(named, dict) or not named:
+        return
+    for pattern, value in [*patterns.items()]:
         plain = re.sub(r"(?s)\\.|\[[^\]]*(?:\]|$)", "", pattern)
-        if "^" in plain and "$" in plain and not any(each in plain for each in ("*", "+", ",}")):
+        if (alone := re.fullmatch(r"\^([\w -]*)\$", pattern)) is not None:
+            if (name := alone[1]) in named:
+                named[name] = {"allOf": [named[name], value]}
+                del patterns[pattern]
+        elif "^" in plain and "$" in plain and not any(each in plain for each in ("*", "+", ",}")):
             raise UsageError(
                 f"the pattern {pattern[:100]!r} of patternProperties may match no more names than properties has",
                 "name these in properties instead",
                 param="structured_outputs",
             )
+    if not patterns:
+        del schema["patternProperties"]

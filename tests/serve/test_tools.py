@@ -454,6 +454,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"b": 1},
     ),
     "minProperties": ({"properties": TWO, "minProperties": 1}, {}),
+    "patternProperties": (
+        {"properties": {"a": {"type": "integer"}, "b": {}}, "patternProperties": {"^b$": {"maximum": 1}}, "required": ["a"]},
+        {"a": 1, "b": 2},
+    ),
 }
 VALUES: dict[str, tuple[dict[str, Any], Any]] = {
     "format": ({"type": "string", "format": "date"}, "not a date"),
