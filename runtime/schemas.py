@@ -104,29 +104,37 @@ def resolved(root: Any, reference: str) -> Any:
 
 
 def _refuse_cycles(root: Any) -> None:
-    """Refuse references that lead back to themselves, of which nothing would be a value.
+    """Refuse references that lead back to themselves without going into a value.
 
     Raises:
-        UsageError: there are some.
+        UsageError: there are some, or too many lead to further ones.
     """
-    done: set[str] = set()
+    done: dict[str, bool] = {}
 
     def follow(schema: Any) -> None:
         if not isinstance(schema, dict):
             return
-        chain: set[str] = set()
-        at = schema
-        while isinstance(at, dict) and isinstance(reference := at.get("$ref"), str) and reference not in done:
-            if reference in chain:
+        for key in ("anyOf", "allOf", "oneOf"):
+            for inner in schema[key] if isinstance(schema.get(key), list) else ():
+                follow(inner)
+        if isinstance(reference := schema.get("$ref"), str) and not done.get(reference):
+            if reference in done:
                 raise UsageError(
                     f"the reference {reference[:100]!r} of a schema leads to itself", "correct it", param="structured_outputs"
                 )
-            chain.add(reference)
-            at = resolved(root, reference)
-        done.update(chain)
-        over(schema, follow)
+            done[reference] = False
+            follow(resolved(root, reference))
+            done[reference] = True
 
-    follow(root)
+    def everywhere(schema: Any) -> None:
+        if isinstance(schema, dict):
+            follow(schema)
+            over(schema, everywhere)
+
+    try:
+        everywhere(root)
+    except RecursionError as error:
+        raise UsageError("a schema refers to others too deep", "refer to fewer", param="structured_outputs") from error
 
 
 def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:

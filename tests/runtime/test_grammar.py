@@ -499,7 +499,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a keyword that is not supported": ({"json": {"type": "string", "not": {"const": "a"}}}, r"\bnot\b"),
     "a keyword that is not known": ({"json": {"type": "string", "maxlength": 3}}, "maxlength"),
     "a bound that is rounded": ({"json": {"type": "integer", "minimum": 1e20, "maximum": 2e20}}, "minimum"),
-    "a reference to itself": ({"json": {"$ref": "#"}}, "leads to itself"),
+    "a reference to itself": ({"json": {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}]}}}}, "leads to itself"),
+    "a chain of references": ({"json": {"$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}}}, "too deep"),
     "no further name": (
         {"json": {"properties": {"a": {}}, "additionalProperties": False, "patternProperties": {"^[a]$": {}}}},
         "may match no more names",

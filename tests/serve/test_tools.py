@@ -350,8 +350,7 @@ def drawn(name: str, source: str, choices: random.Random) -> str | None:
     matcher.consume_tokens(ids)
     while not matcher.is_error() and len(ids) < 120:
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
-        if not len(allowed):
-            return None
+        assert not matcher.is_error(), matcher.get_error()
         if 0 in allowed:
             return str(tokenizer.decode(ids, skip_special_tokens=False))
         token = int(choices.choice([*allowed]))
