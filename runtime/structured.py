@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.errors import UsageError
+from outrider.runtime.gbnf import is_lark, to_lark
+from outrider.runtime.schemas import enforced
 
 ANSWER, SAID = "outrider_answer", "outrider_said"  # names of grammars within others, apart from those that clients give
 MAX_SOURCE = 256 << 10  # characters of a grammar
@@ -89,7 +90,8 @@ SPACES: /[ \n]{{0,4}}/
             if self.json_object:
                 return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=SPACES))
             if self.json is not None:
-                return str(LLMatcher.grammar_from_json_schema(str(self.json), defaults=SPACES))
+                schema = json.dumps(enforced(json.loads(str(self.json)), strict=True))
+                return str(LLMatcher.grammar_from_json_schema(schema, defaults=SPACES))
             if self.regex is not None:
                 return str(LLMatcher.grammar_from_regex(self.regex))
             if self.choice is not None:
@@ -97,8 +99,11 @@ SPACES: /[ \n]{{0,4}}/
             assert self.grammar is not None
             if self.grammar.lstrip().startswith("{"):  # llguidance's own form already
                 return self.grammar
-            return str(LLMatcher.grammar_from_lark(any_to_lark(self.grammar)))
-        except Exception as error:  # the conversion from GBNF raises what it likes
+            source = self.grammar if is_lark(self.grammar) else to_lark(self.grammar)
+            return str(LLMatcher.grammar_from_lark(source))
+        except UsageError:
+            raise
+        except Exception as error:  # llguidance's are plain ones
             raise refused(f"the grammar cannot be read: {first_line(error)}", "correct it") from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from outrider.errors import UsageError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
+from outrider.runtime.schemas import enforced
 from outrider.runtime.structured import SAID, StructuredOutputs
 from outrider.runtime.text import TOKEN_MARK, Text, TextStream
 from outrider.serve.errors import ApiError
@@ -34,7 +35,8 @@ class Answers:
             parallel: whether several may be called.
 
         Raises:
-            ApiError: a function is there twice or not at all, or the model's calls cannot be read.
+            ApiError: a function is there twice or not at all, its schema cannot be kept to, or the model's calls cannot be
+                read.
         """
         self._text, self._end_ids = text, end_ids
         self._family, self._marks = family_of(text), marks_of(text.tokenizer)
@@ -45,12 +47,21 @@ class Answers:
         if self._tools and self._family is None:
             raise ApiError(400, "this server cannot read the tool calls of this model, or its chat template has none", "tools")
         self._required, self._parallel = choice not in ("none", "auto"), parallel
-        self._schemas = {name: function.parameters for name, function in self._tools.items()}
+        self._strict = {name for name, function in self._tools.items() if function.strict}
+        self._schemas = {name: self._enforced(function) for name, function in self._tools.items()}
         if isinstance(choice, NamedFunction):
             self._schemas = {name: schema for name, schema in self._schemas.items() if name == choice.name}
             self._parallel = False
         if self._required and not self._schemas:
             raise ApiError(400, "tool_choice asks for a tool that tools does not have", "tool_choice")
+
+    @staticmethod
+    def _enforced(function: Function) -> dict[str, Any]:
+        try:
+            schema: dict[str, Any] = enforced(function.parameters, function.strict)
+        except UsageError as error:
+            raise ApiError(400, f"{function.name}: {error}; {error.hint}", "tools") from error
+        return schema
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
@@ -73,7 +84,7 @@ class Answers:
             return None
         thought = () if self._marks is None else (self._text.tokenizer.token_to_id(self._marks[0]),)
         expression = None if said is None or required else f"@{SAID}"
-        offer = Offer(self._schemas, (*self._end_ids, *thought), required, self._parallel, expression)
+        offer = Offer(self._schemas, (*self._end_ids, *thought), required, self._parallel, expression, self._strict)
         try:
             grammar = self._family.grammar(offer)
             return StructuredOutputs(grammar=grammar) if expression is None or said is None else said.within(grammar, SAID)

@@ -392,7 +392,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Function(Strict):
-    """A function that the model may call. Its calls keep to its parameters whether `strict` is set or not."""
+    """A function that the model may call. Unless it is `strict`, its calls may ignore some keywords of its parameters."""
 
     name: ToolName
     description: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -32,7 +32,7 @@ class Offer:
     `tools` are the JSON schemas of the arguments of the tools that it may call, by name, and `never` the tokens that no text
     has: those that end an answer, and the one that opens what the model thinks, which comes before the answer. `required` says
     whether it must call a tool, `parallel` whether it may call several, and `said`, an expression, what its answer is if it
-    calls none; None is any text.
+    calls none; None is any text. Nothing in the schemas of `strict` tools may be ignored.
     """
 
     tools: Mapping[str, dict[str, Any]]
@@ -40,6 +40,7 @@ class Offer:
     required: bool = False
     parallel: bool = True
     said: str | None = None
+    strict: Collection[str] = ()
 
 
 class Family(ABC):
@@ -215,8 +216,10 @@ def json_value(schema: dict[str, Any]) -> str:
 
 def arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a call's arguments: an object, with none besides those that the tool's schema names, if it names
-    any."""
-    return {"type": "object"} | ({"additionalProperties": False} if "properties" in schema else {}) | schema
+    any in one place."""
+    elsewhere = {"anyOf", "allOf", "oneOf", "$ref"} & {*schema}
+    closed = {"additionalProperties": False} if "properties" in schema and not elsewhere else {}
+    return {"type": "object"} | closed | schema
 
 
 def one_of(expressions: Iterable[str]) -> str:

@@ -40,7 +40,7 @@ class GptOss(Family):
         """Return what the model thinks and says before a call, and a call or the last message to the user."""
         begin, end, message, channel, constrain = (f"<[{token}]>" for token in map(self.token, self.tokens))
         text = text_without(offer, *map(self.token, self.tokens))
-        form = f'" "? ({constrain} "json" | "json")?'
+        form = f'(" "? ({constrain} "json")? | " json")'  # without the space it would be part of the name
         each = []
         for name, schema in offer.tools.items():
             recipient = quoted(TO + name)  # some write it before the channel

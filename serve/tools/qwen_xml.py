@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from outrider.errors import UsageError
+from outrider.runtime.schemas import over, resolved
+from outrider.runtime.structured import MAX_SOURCE
 from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, json_value, mark, one_of, quoted, text_then_calls
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END, END, LINE_END = "\n<function=", "</function>\n", "\n</parameter>\n", "\n"
+FUNCTION, FUNCTION_END, LINE_END = "\n<function=", "</function>\n", "\n"
+VALUE_END = "\n</parameter>"  # not in a text
+END = f"{VALUE_END}\n"
+ENDING = r"/(?s:.*)\n<\/parameter>(?s:.*)/"
 MOST_NESTED = 8  # alternatives within alternatives of a schema
+MOST_SCHEMAS = 4000  # that are looked at to learn what the arguments of a tool may be
+MOST_VALUES = 1000  # of a text that is no JSON
+MOST_PROPERTIES = 20_000  # of all schemas that hold for a tool's arguments
+MOST_SHAPES = 64  # alternatives of a tool's arguments, or of a text
+# Keywords of the schema of a tool's arguments; it may ignore some more, unless it is strict. What is said of properties that it
+# does not list changes nothing: these are never written.
+OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$anchor"}
+ALTERNATIVES = {"anyOf", "allOf", "$ref"}
+IGNORED = {"patternProperties", "minProperties", "maxProperties"}
+OF_TEXT = {"type", "enum", "const", "minLength", "maxLength", "oneOf", "$defs", "definitions", "$anchor"} | ALTERNATIVES
 
 
 class QwenXml(Family):
     r"""Each call is `<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>`. A
-    value that may be text is text, as it is, and all others are JSON."""
+    value that may be text is text, as it is, and all others are JSON; so are texts of which more is said than how long they
+    are, or which they are."""
 
     tokens = (OPENING, CLOSING)
 
@@ -29,21 +46,27 @@ class QwenXml(Family):
         """Return any text, then calls, whose arguments have the order of the schema.
 
         Raises:
-            UsageError: arguments are no object, or a keyword cannot be kept in text.
+            UsageError: arguments are no object, or a keyword cannot be kept in these calls.
         """
         opening, closing = map(self.token, self.tokens)
-        line_end = quoted("\n")
-        more = f"({line_end} one)*" if offer.parallel else ""
-        lines = [text_then_calls(offer, opening), f"calls: one {more}"]
-        tools = []
+        more = f"({quoted(LINE_END)} one)*" if offer.parallel else ""
+        lines, tools, size = [text_then_calls(offer, opening), f"calls: one {more}"], [], 0
         for name, schema in offer.tools.items():
-            expressions = [quoted(f"{name}>\n")]
-            for key, each in _properties(name, schema).items():
-                rule = f"value_{len(lines)}"
-                lines.append(_value(rule, each, schema))
-                optional = "" if key in schema.get("required", ()) else "?"
-                expressions.append(f"({quoted(f'<parameter={key}>{LINE_END}')} {rule}){optional}")
-            tools.append(" ".join(expressions))
+            shapes = _shapes(name, schema, name in offer.strict)
+            texts = _texts(shapes, schema)
+            for shape in shapes:
+                expressions = [quoted(f"{name}>\n")]
+                for key, each in shape.properties.items():
+                    rule = f"value_{len(lines)}"
+                    if key in texts:
+                        lines.append(_text(rule, texts[key].pop(0)))
+                    else:
+                        lines.append(f"{rule}: {json_value(_closed(each, schema))} {quoted(END)}")
+                    if (size := size + len(lines[-1])) > MAX_SOURCE:
+                        raise UsageError("the schemas of the tools are too long", "shorten them", param="tools")
+                    optional = "" if key in shape.required else "?"
+                    expressions.append(f"({quoted(f'<parameter={key}>{LINE_END}')} {rule}){optional}")
+                tools.append(" ".join(expressions))
         lines.append(f"one: <[{opening}]> {quoted(FUNCTION)} {one_of(tools)} {quoted(FUNCTION_END)} <[{closing}]>")
         return "\n".join(lines)
 
@@ -54,12 +77,12 @@ class QwenXml(Family):
                 return
             yield Part("name", name)
             schema, before = tools.get(name, {}), "{"
+            texts = _texts(_shapes(name, schema, strict=False), schema)
             while (head := (yield from reader.word(">\n"))) is not None and head != "</function":
                 key = head.removeprefix("<parameter=")
                 yield Part("arguments", f"{before}{json.dumps(key, ensure_ascii=False)}: ")
                 before = ", "
-                text = _text(schema.get("properties", {}).get(key, {}), schema) is not None
-                if not (yield from reader.text(END) if text else reader.until(END, "arguments")):
+                if not (yield from reader.text(END) if key in texts else reader.until(END, "arguments")):
                     return
             if head is None:
                 return
@@ -68,34 +91,160 @@ class QwenXml(Family):
             yield from reader.until(mark(CLOSING), None)
 
 
-def _properties(name: str, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the schemas of a tool's arguments."""
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    known = isinstance(properties, dict) and all(isinstance(each, dict) for each in properties.values())
-    listed = known and isinstance(required, list) and all(isinstance(each, str) and each in properties for each in required)
-    if not listed or schema.get("type", "object") != "object":
-        raise UsageError(f"the parameters of {name} are not those of an object", "list them as its properties", param="tools")
-    if any(character in key for key in properties for character in "<>\n"):
+class Shape(NamedTuple):
+    """The schemas of the arguments that a call may have, and those that it must have."""
+
+    properties: dict[str, Any]
+    required: frozenset[str]
+
+
+def _shapes(name: str, schema: dict[str, Any], strict: bool) -> list[Shape]:
+    """Return what the arguments of a tool may be, as alternatives.
+
+    Raises:
+        UsageError: they are no object, or a keyword is not supported.
+    """
+    visited = itertools.count()
+
+    def alternatives(each: Any, depth: int) -> list[list[dict[str, Any]]]:
+        """Return lists of schemas without further ones in the same place; all of one list hold."""
+        if each is True:
+            return [[]]
+        kinds = each.get("type", "object") if isinstance(each, dict) else None
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise UsageError(
+                f"the parameters of {name} are not those of an object", "list them as its properties", param="tools"
+            )
+        unknown = next((key for key in each if key not in OF_ARGUMENTS | ALTERNATIVES and (strict or key not in IGNORED)), None)
+        if unknown is not None:
+            raise UsageError(
+                f"this model's calls cannot keep to {unknown} in the parameters of {name}", "leave it out", param="tools"
+            )
+        if depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
+            raise UsageError(f"the parameters of {name} are too deep", "list them as properties of one object", param="tools")
+        found = [[each]]
+        groups = [[inner] for inner in _list(each, "allOf")] + ([_list(each, "anyOf")] if "anyOf" in each else [])
+        if "$ref" in each:
+            groups.append([_target(each, schema)])
+        for group in groups:
+            others = [made for inner in group for made in alternatives(inner, depth + 1)]
+            if not 0 < len(found) * len(others) <= MOST_SHAPES:
+                raise UsageError(
+                    f"the parameters of {name} have too many alternatives, or none", "leave them out", param="tools"
+                )
+            found = [one + other for one in found for other in others]
+        return found
+
+    shapes = [_shape(name, parts) for parts in alternatives(schema, 0)]
+    if not (possible := [shape for shape in shapes if shape is not None]):
+        raise UsageError(f"no call of {name} has valid parameters", "correct its schema", param="tools")
+    return possible
+
+
+def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Shape | None:
+    """Return what arguments are for which all of some schemas hold; None if there are no such ones."""
+    keys: dict[str, None] = {}
+    required: set[str] = set()
+    for part in parts:
+        properties, needed = part.get("properties", {}), part.get("required", [])
+        known = isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
+        if not known or not isinstance(needed, list) or not all(isinstance(each, str) for each in needed):
+            raise UsageError(
+                f"the parameters of {name} are not those of an object", "list them as its properties", param="tools"
+            )
+        keys |= dict.fromkeys(properties)
+        required.update(needed)
+    if not required <= keys.keys():
+        raise UsageError(f"{name} requires parameters that it does not list", "list them as its properties", param="tools")
+    if any(character in key for key in keys for character in "<>\n"):
         raise UsageError(f"a parameter of {name} has an angle bracket or a line end", "rename it", param="tools")
-    return dict(properties)
+    if len(keys) * len(parts) > MOST_PROPERTIES:
+        raise UsageError(f"{name} has too many parameters", "leave some out", param="tools")
+    schemas = {}
+    for key in keys:
+        every = [part.get("properties", {}).get(key, part.get("additionalProperties", True)) for part in parts]
+        if False not in every:
+            more = [each for each in every if each is not True and each != {}]
+            schemas[key] = more[0] if len(more) == 1 else {"allOf": more} if more else {}
+    return Shape(schemas, frozenset(required)) if required <= schemas.keys() else None
 
 
-def _text(schema: Any, root: dict[str, Any], depth: int = 0) -> dict[str, Any] | None:
-    """Return the part of a schema that is about text, or None if a value of it cannot be text."""
-    if not isinstance(schema, dict) or depth > MOST_NESTED:
-        return None
-    kind = schema.get("type")
-    if kind == "string" or "string" in _list(schema, "type"):
-        return schema
-    if kind is None and any(isinstance(value, str) for value in _values(schema)):
-        return schema
-    alternatives = [each for key in ("anyOf", "oneOf", "allOf") for each in _list(schema, key)]
-    if isinstance(reference := schema.get("$ref"), str):
-        *_, group, name = ["", *reference.split("/")]
-        shared = root.get(group)
-        alternatives.append(shared.get(name) if isinstance(shared, dict) else None)
-    found = (_text(each, root, depth + 1) for each in alternatives)
-    return next((each for each in found if each is not None), None)
+class Text(NamedTuple):
+    """Some texts: those of a length, or those that are listed."""
+
+    values: dict[str, None] | None = None
+    least: int = 0
+    most: float = float("inf")
+
+    def both(self, other: Text) -> Text | None:
+        """Return the texts that are in both, if there are some."""
+        least, most = max(self.least, other.least), min(self.most, other.most)
+        values = other.values if self.values is None else self.values
+        if values is None:
+            return Text(None, least, most) if least <= most else None
+        others = values if other.values is None else other.values
+        values = {value: None for value in values if value in others and least <= len(value) <= most}
+        return Text(values, least, most) if values else None
+
+
+def _texts(shapes: Sequence[Shape], root: dict[str, Any]) -> dict[str, list[list[Text]]]:
+    """Return the texts that each argument may be, by shape, if it is written as text, whatever the others are."""
+    visited = itertools.count()
+
+    def any_of(schemas: list[Any], depth: int) -> list[Text] | None:
+        each = [texts(schema, depth + 1) for schema in schemas]
+        return None if None in each else [text for found in each for text in found or ()]
+
+    def texts(schema: Any, depth: int = 0) -> list[Text] | None:
+        """Return the texts that a value may be; None if something is said of them that only JSON can keep to."""
+        if schema is False:
+            return []
+        if not isinstance(schema, dict) or depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
+            return None
+        kinds = schema.get("type")
+        if isinstance(kinds, str | list) and "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+            return []
+        least, most = schema.get("minLength", 0), schema.get("maxLength", 0)
+        if not schema.keys() <= OF_TEXT or type(least) is not int or type(most) is not int:
+            return None
+        parts: list[list[Text] | None] = [[Text()]] if kinds is not None else []
+        for listed in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
+            if isinstance(listed, list):
+                values = {value: None for value in listed if isinstance(value, str)}
+                parts.append([Text(values)] if values and len(values) <= MOST_VALUES else None if values else [])
+        parts += [any_of(_list(schema, key), depth) for key in ("anyOf", "oneOf") if key in schema]
+        if "oneOf" in schema and sum(texts(each, depth + 1) != [] for each in _list(schema, "oneOf")) > 1:
+            return None
+        parts += [texts(each, depth + 1) for each in _list(schema, "allOf")]
+        parts += [texts(_target(schema, root), depth + 1)] if "$ref" in schema else []
+        found = [Text(None, least, most if "maxLength" in schema else float("inf"))]
+        for part in parts:
+            if part is None or len(found) * len(part) > MOST_SHAPES:
+                return None
+            found = [both for one in found for other in part if (both := one.both(other)) is not None]
+        return found if parts else None
+
+    known: dict[str, list[list[Text]]] = {}
+    for shape in shapes:
+        for key, schema in shape.properties.items():
+            known.setdefault(key, []).append(texts(schema) or [])
+    marks = {key for key, found in known.items() if any(_ends_early(text) for each in found for text in each)}
+    return {key: found for key, found in known.items() if all(found) and key not in marks}
+
+
+def _ends_early(text: Text) -> bool:
+    return any(VALUE_END in value for value in text.values or ())
+
+
+def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    """Return the schema that another refers to.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    if (found := resolved(root, str(schema["$ref"]))) is None:
+        raise UsageError(f"the reference {str(schema['$ref'])[:100]!r} is not found", "correct the schema", param="tools")
+    return found
 
 
 def _list(schema: dict[str, Any], key: str) -> list[Any]:
@@ -103,21 +252,38 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _values(schema: dict[str, Any]) -> list[Any]:
-    """Return the only values that a schema allows; none if it does not list them."""
-    return [schema["const"]] if "const" in schema else _list(schema, "enum")
-
-
-def _value(rule: str, schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return the rules for a value and the end of its parameter."""
-    text, end = _text(schema, root), quoted(END)
-    if text is None:
-        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{rule}: {json_value(shared | schema)} {end}"
-    if values := _values(text):
-        return f"{rule}: {one_of(quoted(value) for value in values if isinstance(value, str))} {end}"
-    least, most = text.get("minLength", 0), text.get("maxLength", "")
-    if "pattern" in text or not all(isinstance(bound, int) or bound == "" for bound in (least, most)):
-        raise UsageError("this model's calls cannot keep to a pattern", "leave it out of the schema", param="tools")
+def _text(rule: str, texts: list[Text]) -> str:
+    """Return the rules for a text and the end of its parameter."""
+    listed = [quoted(value) for text in texts for value in text.values or ()]
+    lengths = [f".{{{text.least},{'' if text.most == float('inf') else text.most}}}" for text in texts if text.values is None]
+    end = quoted(END)
+    if not lengths:
+        return f"{rule}: {one_of(listed)} {end}"
     name = rule.upper()
-    return f"{name}: (/(?s:.{{{least},{most}}})/ & ~/(?s:.*)\\n<\\/parameter>(?s:.*)/) {end}\n{rule}: {name}"
+    line = f"{name}: (/(?s:{'|'.join(dict.fromkeys(lengths))})/ & ~{ENDING}) {end}"
+    return f"{line}\n{rule}: {' | '.join([name, *(f'{each} {end}' for each in listed)])}"
+
+
+def _closed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that stands alone, with those that it refers to.
+
+    Raises:
+        UsageError: one is not there.
+    """
+    names: dict[str, str] = {}
+
+    def moved(inner: Any) -> Any:
+        if not isinstance(inner, dict):
+            return inner
+        made = over({key: value for key, value in inner.items() if key not in ("$defs", "definitions")}, moved)
+        if "$ref" in inner:
+            made["$ref"] = f"#/$defs/{names.setdefault(str(inner['$ref']), str(len(names)))}"
+        return made
+
+    made = {"$schema": root["$schema"]} if "$schema" in root else {}
+    made |= {"allOf": [schema]} if isinstance(schema, bool) else moved(schema)
+    shared: dict[str, Any] = {}
+    while len(shared) < len(names):
+        reference = [*names][len(shared)]
+        shared[names[reference]] = moved(_target({"$ref": reference}, root))
+    return made | ({"$defs": shared} if shared else {})

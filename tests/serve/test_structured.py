@@ -96,6 +96,10 @@ FORMS: dict[str, tuple[dict[str, Any], StructuredOutputs]] = {
     "object": ({"structured_outputs": {"json_object": True}}, StructuredOutputs(json_object=True)),
     "an empty regex": ({"structured_outputs": {"regex": ""}}, StructuredOutputs(regex="")),
     "grammar": ({"structured_outputs": {"grammar": 'start: "a" | "b"'}}, StructuredOutputs(grammar='start: "a" | "b"')),
+    "grammar behind lines": (
+        {"structured_outputs": {"grammar": "\n" * 200_000 + 'root ::= "a" | "b"'}},
+        StructuredOutputs(grammar='root ::= "a" | "b"'),
+    ),
     "guided_json": ({"guided_json": SCHEMA}, StructuredOutputs(json=SCHEMA)),
     "guided_regex": ({"guided_regex": "[0-9]{3}"}, StructuredOutputs(regex="[0-9]{3}")),
     "guided_choice": ({"guided_choice": ["tea", "coffee"]}, StructuredOutputs(choice=["tea", "coffee"])),
@@ -142,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown type": ({"response_format": {"type": "yaml"}}, "type"),
     "a bad regex": ({"structured_outputs": {"regex": "(a"}}, "regex"),
     "a bad grammar": ({"structured_outputs": {"grammar": "start: nothing"}}, "nothing"),
-    "an empty grammar": ({"structured_outputs": {"grammar": ""}}, "root"),
+    "an empty grammar": ({"structured_outputs": {"grammar": ""}}, "'root'"),
     "rules that overflow the stack": (
         {"structured_outputs": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"'}},
         "crashed on the grammar",

@@ -1,0 +1,198 @@
+"""JSON schemas: which of their keywords are enforced. llguidance, which compiles them, ignores those that it does not know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from outrider.errors import UsageError
+
+# fmt: off
+# Where a schema has others.
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_PLACES = frozenset({"anyOf", "allOf", "oneOf", "items", "prefixItems", "additionalItems", "additionalProperties"})
+_VALUES = frozenset({
+    "type", "enum", "const", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength",
+    "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "$ref", "$anchor",
+})
+_ANNOTATIONS = frozenset({
+    "title", "description", "default", "example", "examples", "$comment", "deprecated", "readOnly", "writeOnly",
+    "contentEncoding", "contentMediaType", "contentSchema", "discriminator", "$dynamicAnchor", "$recursiveAnchor",
+})
+# Left out unless they have to be enforced; docs/reference/http-api.md lists them.
+_NOT_ENFORCED = frozenset({
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired",
+    "dependentSchemas", "dependencies", "propertyNames", "unevaluatedProperties", "unevaluatedItems",
+})
+# fmt: on
+_REFUSED = frozenset({"$id", "$schema", "$dynamicRef", "$recursiveRef", "$vocabulary"})  # within a schema
+# Others say nothing.
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_MOST = 2**53  # beyond this, bounds are rounded
+_LOOKAROUND = re.compile(r"\(\?<?[=!]")
+_MOST_STEPS = 64  # of a reference
+_MOST_NAMES = 32  # optional properties, one of which has to be there
+
+
+def enforced(schema: Any, strict: bool, root: bool = True) -> Any:
+    """Return a schema without what is not enforced: annotations and, unless it is `strict`, some assertions and unknown
+    keywords.
+
+    Raises:
+        UsageError: a keyword cannot be enforced.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key in _ANNOTATIONS or key.startswith("x-") or _says_nothing(schema, key, value) or (root and key == "$id"):
+            continue
+        if key in _MAPS or key in _PLACES or key in _VALUES or (root and key == "$schema"):
+            if _kept_to(schema, key, value):
+                kept[key] = value
+                continue
+        elif key in _REFUSED:
+            raise UsageError(
+                f"the keyword {key} of a schema is not supported there", "leave it out", param="structured_outputs"
+            )
+        elif key not in _NOT_ENFORCED and isinstance(value, dict) and not strict:
+            kept[key] = value  # a $ref may point there
+        if strict:
+            raise UsageError(
+                f"the keyword {key} of a schema {_why(key)}", "leave it out, or change it", param="structured_outputs"
+            )
+    made = over(kept, lambda inner: enforced(inner, strict, root=False))
+    _exhaust_patterns(made)
+    further = [*made["allOf"]] if isinstance(made.get("allOf"), list) else []
+    if made.get("minProperties") == 1 and isinstance(names := made.get("properties"), dict) and 0 < len(names) <= _MOST_NAMES:
+        del made["minProperties"]
+        further.append({"anyOf": [{"required": [name]} for name in names]})
+    if not strict and "oneOf" in made:
+        further.append({"anyOf": made.pop("oneOf")})
+    made |= {"allOf": further} if further else {}
+    if root:
+        _refuse_cycles(made)
+    return made
+
+
+def over(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a schema with each of the schemas in it changed."""
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            made[key] = {name: change(inner) for name, inner in value.items()}
+        elif key in _PLACES and isinstance(value, list):
+            made[key] = [change(inner) for inner in value]
+        else:
+            made[key] = value if key in _VALUES else change(value)
+    return made
+
+
+def resolved(root: Any, reference: str) -> Any:
+    """Return the schema that a reference points to within the same document; None if there is none."""
+    found, parts = root, reference.split("/", _MOST_STEPS)
+    for part in parts[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(name)] if re.fullmatch("[0-9]{1,6}", name) and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return found if parts[0] == "#" else None
+
+
+def _refuse_cycles(root: Any) -> None:
+    """Refuse references that lead back to themselves without going into a value.
+
+    Raises:
+        UsageError: there are some, or too many lead to further ones.
+    """
+    done: dict[str, bool] = {}
+
+    def follow(schema: Any) -> None:
+        if not isinstance(schema, dict):
+            return
+        for key in ("anyOf", "allOf", "oneOf"):
+            for inner in schema[key] if isinstance(schema.get(key), list) else ():
+                follow(inner)
+        if isinstance(reference := schema.get("$ref"), str) and not done.get(reference):
+            if reference in done:
+                raise UsageError(
+                    f"the reference {reference[:100]!r} of a schema leads to itself", "correct it", param="structured_outputs"
+                )
+            done[reference] = False
+            follow(resolved(root, reference))
+            done[reference] = True
+
+    def everywhere(schema: Any) -> None:
+        if isinstance(schema, dict):
+            follow(schema)
+            over(schema, everywhere)
+
+    try:
+        everywhere(root)
+    except RecursionError as error:
+        raise UsageError("a schema refers to others too deep", "refer to fewer", param="structured_outputs") from error
+
+
+def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:
+    if key == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    if key == "minProperties":
+        names = schema.get("required")
+        return type(value) is int and value <= (len(set(map(str, names))) if isinstance(names, list) else 0)
+    if key == "propertyNames":
+        return value is True or value == {} or value == {"type": "string"}
+    return (key == "uniqueItems" and value is False) or (key.startswith("unevaluated") and value is True)
+
+
+def _kept_to(schema: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Whether a keyword that is known is enforced beside the others of a schema."""
+    if key == "pattern":
+        return not isinstance(value, str) or _LOOKAROUND.search(value) is None
+    if key in _BOUNDS:
+        return not isinstance(value, int | float) or abs(value) <= _MOST
+    if key in ("minProperties", "maxProperties"):
+        names, required = schema.get("properties"), schema.get("required")
+        named = set(names) if isinstance(names, dict) else set()
+        return (key == "minProperties" and value == 1 and len(named) <= _MOST_NAMES) or named <= set(
+            map(str, required if isinstance(required, list) else ())
+        )
+    return True
+
+
+def _why(key: str) -> str:
+    if key == "pattern":
+        return "looks around, which is not supported"
+    if key in _BOUNDS:
+        return f"is beyond {_MOST:,}"
+    if key in ("minProperties", "maxProperties"):
+        return "is not supported beside optional properties"
+    return "is not supported" if key in _NOT_ENFORCED else "is not known"
+
+
+def _exhaust_patterns(schema: dict[str, Any]) -> None:
+    """Take away patterns of names of which named properties are all matches: a grammar cannot say that no name is left.
+
+    Raises:
+        UsageError: a pattern is anchored on both sides and of a limited length, so it could be one of these.
+    """
+    patterns, named = schema.get("patternProperties"), schema.get("properties")
+    if not isinstance(patterns, dict) or not isinstance(named, dict) or not named:
+        return
+    for pattern, value in [*patterns.items()]:
+        plain = re.sub(r"(?s)\\.|\[[^\]]*(?:\]|$)", "", pattern)
+        if (alone := re.fullmatch(r"\^([\w -]*)\$", pattern)) is not None:
+            if (name := alone[1]) in named:
+                named[name] = {"allOf": [named[name], value]}
+                del patterns[pattern]
+        elif "^" in plain and "$" in plain and not any(each in plain for each in ("*", "+", ",}")):
+            raise UsageError(
+                f"the pattern {pattern[:100]!r} of patternProperties may match no more names than properties has",
+                "name these in properties instead",
+                param="structured_outputs",
+            )
+    if not patterns:
+        del schema["patternProperties"]
