@@ -98,13 +98,25 @@ def max_positions(model: PreTrainedModel) -> int | None:
     """Return the longest text that a graph of the model is right for; None if there is no limit.
 
     Where a rotary embedding depends on the length of the text ("dynamic", "longrope"), it is that up to which it does not.
+    Where it is stretched from an original length, it is at least that times the factor: recipes leave
+    `max_position_embeddings` as it was.
     """
     text, places = model.config.get_text_config(), learned_positions(model)  # the same object, except in multimodal models
     limit: int | None = getattr(text, "max_position_embeddings", None) if places is None else len(places)
     rope = getattr(text, "rope_parameters", None) or {}
     entries = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]  # one for each kind of layer, or one
+    if limit is not None and places is None:
+        limit = max(limit, min(_stretched(entry, limit) for entry in entries))
     original = [entry.get("original_max_position_embeddings") for entry in entries if _scales_by_length(entry.get("rope_type"))]
     return min([each for each in (limit, *original) if each is not None], default=None)
+
+
+def _stretched(rope: dict[str, Any], limit: int) -> int:
+    """Return the length up to which positions of a rotary embedding are within those of its training, divided by its factor."""
+    if rope.get("rope_type") not in ("yarn", "linear"):
+        return limit
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    return limit if original is None or factor is None else int(original * factor)
 
 
 def _scales_by_length(rope_type: object) -> bool:
