@@ -32,7 +32,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from outrider.errors import SourceError
 from outrider.export.draft_head import FeatureMixer, HeadCheckpoint, QwenHead, Target, load_tensors
 from outrider.export.draft_head_config import (
-    AGAIN,
     Count,
     LayerId,
     Layers,
@@ -43,7 +42,7 @@ from outrider.export.draft_head_config import (
     refuse_unknown,
 )
 from outrider.export.short_head import ShortHead
-from outrider.export.source import BLOCKS, Source
+from outrider.export.source import AGAIN, BLOCKS, Source
 
 WINDOW = "sliding_attention"
 MARKOV_KINDS = ("vanilla", "gated")

@@ -19,14 +19,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import outrider.export.mimo  # noqa: F401  # registers its classes with transformers
 from outrider.bundle.manifest import Generation
 from outrider.engines.precisions import PRECISIONS
-from outrider.errors import SourceError, UnsupportedModelError
+from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.gguf_file import GgufFile
-from outrider.export.source import Source
+from outrider.export.source import AGAIN, Source
+from outrider.runtime.chat_template import CORRECT, ChatTemplate, with_tools
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 EARLIER_SETTINGS = frozenset(
     ("_name_or_path", "auto_map", "model_type", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
 )
+DEFAULT, TOOL_USE = "default", "tool_use"  # the names of chat templates that transformers chooses by itself
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -96,13 +98,25 @@ def max_positions(model: PreTrainedModel) -> int | None:
     """Return the longest text that a graph of the model is right for; None if there is no limit.
 
     Where a rotary embedding depends on the length of the text ("dynamic", "longrope"), it is that up to which it does not.
+    Where it is stretched from an original length, it is at least that times the factor: recipes leave
+    `max_position_embeddings` as it was.
     """
     text, places = model.config.get_text_config(), learned_positions(model)  # the same object, except in multimodal models
     limit: int | None = getattr(text, "max_position_embeddings", None) if places is None else len(places)
     rope = getattr(text, "rope_parameters", None) or {}
     entries = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]  # one for each kind of layer, or one
+    if limit is not None and places is None:
+        limit = max(limit, min(_stretched(entry, limit) for entry in entries))
     original = [entry.get("original_max_position_embeddings") for entry in entries if _scales_by_length(entry.get("rope_type"))]
     return min([each for each in (limit, *original) if each is not None], default=None)
+
+
+def _stretched(rope: dict[str, Any], limit: int) -> int:
+    """Return the length up to which positions of a rotary embedding are within those of its training, divided by its factor."""
+    if rope.get("rope_type") not in ("yarn", "linear"):
+        return limit
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    return limit if original is None or factor is None else int(original * factor)
 
 
 def _scales_by_length(rope_type: object) -> bool:
@@ -146,7 +160,7 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
     if missing:
         raise SourceError(
             f"{len(missing)} weights of {source.name} are missing or have the wrong shape; the first is {missing[0]}",
-            "download the checkpoint again",
+            AGAIN,
         )
     set_experts(model)
     if file is not None:
@@ -189,11 +203,44 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise SourceError(f"{source.name} has only a slow tokenizer, without a tokenizer.json", "convert it with transformers")
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
     special = {name: str(getattr(tokenizer, name)) for name in SPECIAL_TOKENS if getattr(tokenizer, name, None)}
+    template = _chat_template(source, tokenizer.chat_template)
+    if template is not None:
+        try:
+            ChatTemplate(template, special).check()
+        except UsageError as error:
+            raise SourceError(f"{source.name}: {error}", error.hint) from error
     return TokenizerFiles(backend.to_str(), template, special, tokenizer.eos_token_id)
+
+
+def _chat_template(source: Source, given: object) -> str | None:
+    """Return the chat template of a tokenizer, made of two if there is one for tools, which is for requests with tools.
+
+    Raises:
+        SourceError: it is not text, or none of several is the default.
+    """
+    named: dict[Any, Any] = given if isinstance(given, dict) else {} if given is None else {DEFAULT: given}
+    if (file := _gguf_file(source)) is not None:
+        of_tools = file.metadata.get(f"tokenizer.chat_template.{TOOL_USE}")
+        named |= {} if of_tools is None else {TOOL_USE: of_tools}
+    elif not named and _has(source, "chat_template.json") and (of_processor := source.object("chat_template.json")):
+        named = {DEFAULT: of_processor.get("chat_template")}
+    if wrong := [repr(each)[:50] for each in named.values() if not isinstance(each, str)]:
+        raise SourceError(f"the chat template of {source.name} is {wrong[0]}, not text", CORRECT)
+    if len(named) < 2:
+        return next(iter(named.values()), None)
+    if DEFAULT not in named:
+        names = ", ".join(sorted(map(str, named)))
+        raise SourceError(f"{source.name} has the chat templates {names}, and no {DEFAULT}", f"call one of them {DEFAULT}")
+    return with_tools(named[DEFAULT], named[TOOL_USE]) if TOOL_USE in named else named[DEFAULT]
+
+
+def _has(source: Source, name: str) -> bool:
+    """Return whether a checkpoint has a file; without a connection, whether it was downloaded."""
+    try:
+        return source.file(name) is not None
+    except SourceError:
+        return False
 
 
 def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Generation:

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
-from outrider.export.draft_head_config import AGAIN, Layers, not_known
+from outrider.export.draft_head_config import Layers, not_known
 from outrider.export.short_head import ShortHead
-from outrider.export.source import Source
+from outrider.export.source import AGAIN, Source
 
 FILES, INDEX = ("model.safetensors", "pytorch_model.bin"), "model.safetensors.index.json"
 LAYERS = "layers.0."

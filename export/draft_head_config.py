@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig, Qwen3Config
 
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoint import LENGTH_DEPENDENT_ROPE
+from outrider.export.source import AGAIN
 
 THETA = 10_000.0  # of a rotary embedding whose configuration has none
-AGAIN = "download the checkpoint again"
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=1)]

@@ -25,9 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.export.checkpoint import set_experts
 from outrider.export.draft_head import DraftHead, FeatureMixer, Target, checkpoint_names, read_tensors
-from outrider.export.draft_head_config import AGAIN
 from outrider.export.mimo import MiMoConfig
-from outrider.export.source import Source
+from outrider.export.source import AGAIN, Source
 
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")  # of layers; one is run again and again
 LAYER_TYPES, MLP_TYPES = "mtp_layer_types", "mtp_mlp_layer_types"

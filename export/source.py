@@ -18,6 +18,7 @@ BLOCKS = ("dflash", "dspark")
 MTP = "mtp"  # what `--draft` calls the head in the target's own checkpoint
 NONE = "none"  # what it calls no draft at all
 MASK_TOKEN = "pard_token"  # in the configuration of a parallel draft, which thereby says what it is
+AGAIN = "download the checkpoint again"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -87,18 +88,26 @@ class Source:
         Raises:
             SourceError: it is missing, or is not a JSON object.
         """
-        if self.options:
-            return {}
-        hint = "download the checkpoint again"
-        path = self.file("config.json")
+        config = {} if self.options else self.object("config.json")
+        if config is None:
+            raise SourceError(f"{self.name} has no config.json", AGAIN)
+        return config
+
+    def object(self, name: str) -> dict[str, Any] | None:
+        """Return what one of the checkpoint's files has, an object in JSON; None if there is no such file.
+
+        Raises:
+            SourceError: it cannot be read, or has something else.
+        """
+        path = self.file(name)
         if path is None:
-            raise SourceError(f"{self.name} has no config.json", hint)
+            return None
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SourceError(f"cannot read the configuration of {self.name}: {error}", hint) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise SourceError(f"cannot read the {name} of {self.name}: {error}", AGAIN) from error
         if not isinstance(value, dict):
-            raise SourceError(f"the configuration of {self.name} is not an object", hint)
+            raise SourceError(f"the {name} of {self.name} is not an object", AGAIN)
         return value
 
     def drafting_role(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -37,6 +37,15 @@ SAMPLES: Sequence[tuple[Messages, Tools]] = (
     ([{"role": "system", "content": "0"}, *TURNS], ()),
     (CALLING, TOOLS),
 )
+MARK = "seekable"  # what probes say, with the role behind it
+CORRECT = "correct the checkpoint's template, or remove it, and export again"
+
+
+def with_tools(default: str, tools: str) -> str:
+    """Return a template that is the one of `tools` where a request has tools, and else `default`, as transformers chooses."""
+    # A template loses one line end behind it, and no spaces; these tags lose a line end behind them, and no spaces before.
+    first, second = (each.removesuffix("\n") for each in (tools, default))
+    return f"{{% if tools %}}\n{first}{{%+ else %}}\n{second}{{%+ endif %}}"
 
 
 class ChatTemplate:
@@ -61,8 +70,56 @@ class ChatTemplate:
             further: variables of this template's own, such as `enable_thinking`.
 
         Raises:
-            UsageError: the template rejects the messages, or a variable has another meaning in every template.
+            UsageError: the template rejects the messages or does not show what users say, or a variable has another meaning
+                in every template.
         """
+        self.check()
+        return self._render([*map(self._formed, messages)], tools, add_generation_prompt, further)
+
+    def check(self) -> None:
+        """Check that the template is one, and shows what users say.
+
+        Raises:
+            UsageError: it is not or does not.
+        """
+        try:
+            self._template  # noqa: B018  # compiles it
+        except Exception as error:
+            raise UsageError(f"the chat template is not one: {_reason(error)}", CORRECT, param="chat") from error
+        if self._forms.get("user") == "":
+            message = "the chat template does not show what users say, neither as text nor as a list of parts"
+            raise UsageError(message, CORRECT, param="chat")
+
+    def _formed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with its content in the form that the template reads."""
+        text = message.get("content")
+        if isinstance(text, str) and self._forms.get(message["role"]) == "parts":
+            return message | {"content": _parts(text)}
+        return message
+
+    @functools.cached_property
+    def _forms(self) -> Mapping[str, str]:
+        """How the template reads what each role says: as "text" if it shows that, or else as a list of "parts", or in neither
+        form. Roles that it rejects are absent."""
+        text = self._shown(lambda said: said)
+        parts = {} if text and all(text.values()) else self._shown(_parts)
+        return {role: "text" if text.get(role) else "parts" if parts.get(role) else "" for role in text | parts}
+
+    def _shown(self, form: Callable[[str], Any]) -> dict[str, bool]:
+        """Return for each role whether small conversations show what it says in this form; rejected ones count for nothing."""
+        shown: dict[str, bool] = {}
+        for messages, tools in ((TURNS[:1], ()), *SAMPLES):
+            roles = {message["role"] for message in messages}
+            try:
+                written = self._render([each | {"content": form(MARK + each["role"])} for each in messages], tools).lower()
+            except UsageError:
+                continue
+            shown |= {role: shown.get(role, False) or MARK + role in written for role in roles}
+        return shown
+
+    def _render(
+        self, messages: Messages, tools: Tools, add_generation_prompt: bool = True, further: Mapping[str, Any] = NOTHING
+    ) -> str:
         turns = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         variables = {**self.special_tokens, **turns, "tools": list(tools) or None, "documents": None}
         if taken := sorted(further.keys() & variables.keys()):
@@ -70,9 +127,8 @@ class ChatTemplate:
         try:
             return self._template.render({**further, **variables})
         except Exception as error:  # a template is a program and may fail in any way
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise UsageError(
-                f"the chat template rejects the messages: {reason}",
+                f"the chat template rejects the messages: {_reason(error)}",
                 "change them, or write the prompt without a template",
                 param="chat",
             ) from error
@@ -91,6 +147,14 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         """The compiled template, made when it is first needed: compiling takes longer than most renderings."""
         return _environment().from_string(self.source)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"bundle", "engines"},
     "runtime": {"backends", "bundle", "engines"},
     "calibration": {"backends", "bundle", "engines", "runtime"},
-    "export": {"backends", "bundle", "engines"},
+    "export": {"backends", "bundle", "engines", "runtime"},
     "builder": {"backends", "bundle", "calibration", "engines", "runtime"},
     "training": {"backends", "builder", "bundle", "engines", "export", "runtime"},
     "audit": {"backends", "bundle", "engines", "runtime"},

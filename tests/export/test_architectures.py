@@ -293,6 +293,20 @@ def test_a_text_is_no_longer_than_the_length_up_to_which_rotary_embeddings_stay_
     assert max_positions(hf.AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]))) == limit
 
 
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),  # Qwen's recipe
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 32}, 64),
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "linear", "factor": 4.0}, 64),  # others write 64 for what is 16 times 4
+    ],
+)
+def test_a_text_is_as_long_as_a_stretched_rotary_embedding_reaches(rope: dict[str, Any], limit: int) -> None:
+    config = hf.LlamaConfig(**{**ONE_LAYER, "max_position_embeddings": 64}, rope_parameters={"rope_theta": 10000.0, **rope})
+    assert max_positions(hf.AutoModelForCausalLM.from_config(config)) == limit
+
+
 def text(page: models_page.Table) -> str:
     """The beginning of docs/models.md, with this table."""
     lines = [

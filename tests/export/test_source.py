@@ -22,6 +22,7 @@ from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoint import load_model, load_tokenizer, read_config
 from outrider.export.pair import export_pair
 from outrider.export.source import Source
+from outrider.runtime.chat_template import with_tools
 from outrider.tests.support import llama, write_checkpoint
 
 
@@ -126,6 +127,45 @@ def test_a_bad_tokenizer_is_refused(folder: Path, damage: str) -> None:
         path.write_text(damage)
     with pytest.raises(SourceError, match="tokenizer"):
         load(folder)
+
+
+USERS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+OF_TOOLS = "{{ tools }}" + USERS
+
+
+def chat_template(folder: Path, given: Any) -> str | None:
+    """The template of a checkpoint whose tokenizer_config.json has this one."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": given}))
+    return load_tokenizer(Source.parse(str(folder))).chat_template
+
+
+def test_of_several_chat_templates_the_one_for_tools_is_for_tools(folder: Path) -> None:
+    def named(**templates: str) -> list[dict[str, str]]:
+        return [{"name": name, "template": template} for name, template in templates.items()]
+
+    assert chat_template(folder, named(rag="{{", default=USERS, tool_use=OF_TOOLS)) == with_tools(USERS, OF_TOOLS)
+    assert chat_template(folder, named(chat=USERS)) == USERS
+    with pytest.raises(SourceError, match="model has the chat templates chat, tool_use, and no default"):
+        chat_template(folder, named(chat=USERS, tool_use=OF_TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"), [(5, "is 5, not text"), ({"default": None}, "is None, not text"), ("{% for", "not one")]
+)
+def test_a_chat_template_that_is_none_is_refused(folder: Path, given: Any, problem: str) -> None:
+    with pytest.raises(SourceError, match=problem):
+        chat_template(folder, given)
+
+
+def test_a_chat_template_that_drops_what_users_say_is_refused(folder: Path) -> None:
+    with pytest.raises(SourceError, match="model: the chat template does not show what users say"):
+        chat_template(folder, "{{ messages | length }}")
+
+
+def test_a_processors_chat_template_is_read(folder: Path) -> None:
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": USERS}))
+    assert load_tokenizer(Source.parse(str(folder))).chat_template == USERS
 
 
 def neox() -> GPTNeoXForCausalLM:

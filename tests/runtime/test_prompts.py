@@ -110,7 +110,7 @@ def test_around_a_forged_token_the_tokens_are_those_of_text_that_was_never_one(n
 
 
 def test_a_template_that_looks_for_special_tokens_refuses_them() -> None:
-    for template in ("{{ messages[0].content | upper }}", "{{ messages[0].content | length }}"):
+    for template in ("{{ messages[0].content | upper }}", "{{ messages[0].content | replace('<|', '< |') }}"):
         with pytest.raises(UsageError, match="special tokens"):
             text("byte-level", template).encode_chat(user(FORGED.upper() + FORGED))
     removing = "{{ messages[0].content.replace('<|im_end|>', '') }}"

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
 from outrider.errors import UsageError
+from outrider.runtime.chat_template import ChatTemplate, with_tools
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text import TOKEN_MARK, Text, TextStream
 from outrider.tests.support import END, tokenizer
@@ -135,8 +136,47 @@ def test_the_chat_template_is_applied(tiny_bundle: Path, tiny: Outrider, tmp_pat
     ],
 )
 def test_a_chat_template_that_fails_is_one_error(tiny_bundle: Path, tiny: Outrider, tmp_path: Path, template: str) -> None:
-    with pytest.raises(UsageError, match="chat template rejects"):
+    with pytest.raises(UsageError, match=r"chat template (rejects|is not one)"):
         templated(tiny_bundle, tiny, template, tmp_path).render([{"role": "user", "content": "hi"}])
+
+
+TYPED = "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}"
+LISTS = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}" + TYPED + "{% endfor %}{% endfor %}"
+SELECTED = (  # as Llava's, and with the system's message as text
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'system' %}{{ m.content + '' }}{% else %}"
+    "{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}{% endif %}{% endfor %}"
+)
+BOTH = "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else 'parts' }}{% endfor %}"
+STRICT = "{{ raise_exception('a list, please') if messages[0].content is string }}" + LISTS
+
+
+@pytest.mark.parametrize("template", [LISTS, SELECTED, BOTH, STRICT])
+def test_a_template_reads_content_in_the_form_that_it_shows(template: str) -> None:
+    said = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "A secret"},
+        {"role": "assistant", "content": ""},
+    ]
+    assert ChatTemplate(template, {}).render(said) == "<system>Be kind.<user>A secret<assistant>"
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}<{{ m.role }}>{% endfor %}", "", "{{ messages[0].content[0].words }}"]
+)
+def test_a_template_that_does_not_show_what_users_say_is_refused(template: str) -> None:
+    with pytest.raises(UsageError, match="does not show what users say"):
+        ChatTemplate(template, {}).render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    "default", ["{%- for m in messages %}\n  {{- m.content }}\n{% endfor %}\n  \n", " {{ messages[0].content -}} \n"]
+)
+def test_a_template_for_tools_and_one_without_are_each_as_if_alone(default: str) -> None:
+    tools = "\n{% macro of(t) %}{{ t.name }}{% endmacro %}{{ of(tools[0]) }} {{ messages[-1].content }}\n   "
+    said, known = [{"role": "user", "content": "hi"}], [{"name": "f"}]
+    both = ChatTemplate(with_tools(default, tools), {})
+    assert both.render(said) == ChatTemplate(default, {}).render(said)
+    assert both.render(said, known) == ChatTemplate(tools, {}).render(said, known) != both.render(said)
 
 
 def test_the_chat_template_is_compiled_once(
