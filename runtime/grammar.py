@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from outrider.errors import EngineError
 from outrider.runtime.matching import matching
+from outrider.runtime.special_tokens import unspelled
 from outrider.runtime.structured import StructuredOutputs, first_line, refused
 
 MAX_COMPILED = 64  # grammars that are kept compiled
@@ -94,7 +95,8 @@ class LocalGrammars(Grammars):
     def tokenizer(self) -> LLTokenizer:
         """The texts of all tokens as a tree, which takes a second for 150,000 tokens, and the interpreter's lock."""
         count = max(self._vocab_rows, self._source.get_vocab_size(with_added_tokens=True))
-        return LLTokenizer(self._source.to_str(), n_vocab=count, eos_token=self._end_ids)
+        known = LLTokenizer(self._source.to_str(), n_vocab=count, eos_token=self._end_ids)
+        return LLTokenizer(unspelled(self._source, known.is_special_token), n_vocab=count, eos_token=self._end_ids)
 
     def compile(self, structured: StructuredOutputs) -> Compiled:
         """Return a grammar at its start, which is kept.

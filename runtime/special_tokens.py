@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -62,6 +62,18 @@ class Aliases:
     def protect(self, rendered: str) -> str:
         """Return a rendered chat for `tokenizer`, made from one with placeholders."""
         return self.show(_replace(rendered, self._aliases))
+
+
+def unspelled(tokenizer: Tokenizer, is_special: Callable[[int], bool]) -> str:
+    """Return a tokenizer, in JSON, that makes ordinary tokens of the texts of its special tokens, whose ids it keeps.
+
+    A grammar's text is bytes: where one token for it alone is proposed, llguidance does not take it.
+    """
+    special = [token.content for index, token in tokenizer.get_added_tokens_decoder().items() if is_special(index)]
+    description = json.loads(Aliases(tokenizer, special).tokenizer.to_str())
+    for token in description["added_tokens"]:
+        token["special"] = is_special(token["id"])
+    return json.dumps(description)
 
 
 def _replace(text: str, names: dict[str, str]) -> str:

@@ -574,6 +574,24 @@ def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.Monk
             matcher.advance(tokenizer().encode(str(letter)).ids)
 
 
+@pytest.mark.parametrize("spelled", ["<think>", "a <|im_start|> b", "<call>ab</call>", "</think> ok"])
+def test_a_grammar_may_spell_an_added_token(spelled: str) -> None:
+    """The text of a special token is written in ordinary ones."""
+    made = tokenizer()
+    made.add_special_tokens(["<think>", "</think>", "<|im_start|>"])
+    special = [made.token_to_id(each) for each in ("<think>", "</think>", "<|im_start|>")]
+    made.add_tokens(["<call>", "</call>"])
+    matcher = LocalGrammars(made, made.get_vocab_size(), [0]).begin(StructuredOutputs(choice=[spelled]))
+    said: list[int] = []
+    while not (allowed := matcher.masks([])[0])[0]:
+        assert not allowed[special].any()
+        step = matcher.forced(8) or np.flatnonzero(allowed)[:1].tolist()
+        assert matcher.valid(step) == len(step)
+        matcher.advance(step)
+        said += step
+    assert made.decode(said, skip_special_tokens=False) == spelled
+
+
 def test_strings_may_be_spelled_by_single_characters() -> None:
     """As in many grammars of JSON. Where any of them may come, all texts of a vocabulary are walked."""
     grammars = LocalGrammars(tokenizer(), tokenizer().get_vocab_size(), [0])
