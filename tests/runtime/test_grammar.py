@@ -579,7 +579,7 @@ def test_a_grammar_may_spell_an_added_token(spelled: str) -> None:
     """The text of a special token is written in ordinary ones."""
     made = tokenizer()
     made.add_special_tokens(["<think>", "</think>", "<|im_start|>"])
-    special = [made.token_to_id(each) for each in ("<think>", "</think>", "<|im_start|>")]
+    special: list[int] = [made.token_to_id(each) or 0 for each in ("<think>", "</think>", "<|im_start|>")]
     made.add_tokens(["<call>", "</call>"])
     matcher = LocalGrammars(made, made.get_vocab_size(), [0]).begin(StructuredOutputs(choice=[spelled]))
     said: list[int] = []
