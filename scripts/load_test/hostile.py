@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import socket
 import threading
@@ -20,7 +21,10 @@ GREEDY = 32  # clients that share a key and want long answers
 MEGABYTE = 1_000_000
 COMBINING = "e\u0301" * 10  # normalizing these takes a tokenizer longer than plain letters
 MANY = MEGABYTE // 4  # items of a list, each of which would be an error or a prompt of its own
-KINDS = ("huge prompts", "idle connections", "a greedy key")
+PLAIN = GRAMMAR = 16  # clients that share a key and want short answers, plain ones or by a grammar whose masks take long
+SLOW_GRAMMARS = 4  # clients whose grammars take as long to compile as they may
+SCHEMAS = 4  # clients that send small schemas, each another one, whose compiled forms take megabytes
+KINDS = ("huge prompts", "idle connections", "a greedy key", "plain clients", "a grammar key", "a slow-grammar key", "schemas")
 
 
 def _encoded(name: str, fields: dict[str, Any]) -> tuple[str, str, bytes]:
@@ -38,6 +42,17 @@ HUGE_BODIES = [
     _encoded("huge list", {"messages": [{"role": "user", "content": [1] * MANY}]}),
 ]
 GREEDY_BODY = _encoded("greedy key", {"prompt": "Once upon a time", "max_tokens": 256})
+PLAIN_BODY = _encoded("plain client", {"prompt": "Once upon a time", "max_tokens": 64})
+GRAMMAR_BODY = _encoded(
+    "grammar key",
+    {
+        "prompt": "Once upon a time",
+        "max_tokens": 64,
+        "structured_outputs": {"grammar": 'start: "' + "qz" * 45 + '" s\ns: s s | s s s | /[a-z ]/ |'},
+    },
+)
+SLOW_BODY = _encoded("slow-grammar key", {"prompt": "Hi", "guided_json": {"type": "integer", "multipleOf": 99999989}})
+FACTORS = [{"type": "integer", "multipleOf": each} for each in (7, 11, 13, 17, 19)]
 
 
 class Hostile:
@@ -48,6 +63,7 @@ class Hostile:
         self._server = server
         self._kinds = kinds
         self._stopped = threading.Event()
+        self._titles = itertools.count()
         self.replies: Counter[str] = Counter()
 
     def _post(self, name: str, path: str, body: bytes) -> None:
@@ -70,6 +86,19 @@ class Hostile:
     def _greedy(self) -> None:
         self._post(*GREEDY_BODY)
 
+    def _plain(self) -> None:
+        self._post(*PLAIN_BODY)
+
+    def _grammar(self) -> None:
+        self._post(*GRAMMAR_BODY)
+
+    def _slow_grammar(self) -> None:
+        self._post(*SLOW_BODY)
+
+    def _schema(self) -> None:
+        schema = {"title": f"{next(self._titles)}", "allOf": FACTORS}
+        self._post(*_encoded("schema", {"prompt": "Hi", "max_tokens": 4, "structured_outputs": {"json": schema}}))
+
     def _idle(self) -> None:
         connections: list[socket.socket] = []
         try:
@@ -89,7 +118,14 @@ class Hostile:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run all of them until the block ends."""
-        kinds = dict(zip(KINDS, ([self._huge] * HUGE, [self._idle], [self._greedy] * GREEDY), strict=True))
+        others = [self._huge] * HUGE, [self._idle], [self._greedy] * GREEDY
+        grammars = (
+            [self._plain] * PLAIN,
+            [self._grammar] * GRAMMAR,
+            [self._slow_grammar] * SLOW_GRAMMARS,
+            [self._schema] * SCHEMAS,
+        )
+        kinds = dict(zip(KINDS, (*others, *grammars), strict=True))
         acts = [act for kind in self._kinds for act in kinds[kind]]
         threads = [threading.Thread(target=self._repeat, args=(act,), daemon=True) for act in acts]
         for thread in threads:

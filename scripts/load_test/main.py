@@ -31,6 +31,7 @@ def main(description: str) -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--hostile", action="store_true", help="also send the requests beside hostile clients")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="kinds of them; all of them by default")
     parser.add_argument("--compare", metavar="CLIENTS", help="compare k = auto with plain decoding: 1,4,16,32")
     parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests, which are two of three")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of --compare")
@@ -43,7 +44,8 @@ def main(description: str) -> int:
     report["soak"] = soak(options.bundle, requests, options.clients)
     wrong = list(report["soak"]["wrong"])
     if options.hostile:
-        report["hostile"] = [beside(options.bundle, requests, kinds) for kinds in ((), *((kind,) for kind in KINDS), KINDS)]
+        groups = [(), *((kind,) for kind in options.kinds), tuple(options.kinds)]
+        report["hostile"] = [beside(options.bundle, requests, kinds) for kinds in groups]
         wrong += [each for row in report["hostile"] for each in row["wrong"]]
     if options.compare:
         report["compare"] = compare(options.bundle, known, options.rounds, [*map(int, options.compare.split(","))])

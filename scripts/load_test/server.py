@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,8 +49,13 @@ class Server:
 
     @property
     def memory(self) -> int:
-        """The resident memory, in bytes."""
-        return int(psutil.Process(self.process.pid).memory_info().rss)
+        """The resident memory, in bytes, with what its children have for themselves."""
+        process = psutil.Process(self.process.pid)
+        own = int(process.memory_info().rss)
+        for child in process.children(recursive=True):
+            with suppress(psutil.Error):  # it may have ended
+                own += int(child.memory_full_info().uss)
+        return own
 
     def counters(self) -> dict[str, float]:
         """Return the metrics by name and labels."""
