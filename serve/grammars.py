@@ -20,7 +20,7 @@ from outrider.errors import EngineError
 from outrider.runtime.grammar import Bools, GrammarError, Grammars, Matcher
 from outrider.runtime.matching import matching
 from outrider.runtime.structured import StructuredOutputs, refused
-from outrider.serve.worker_main import GRAMMAR_SECONDS, Advance, Begin, Compile, Drop, Masks, Reply, Valid
+from outrider.serve.worker_main import GRAMMAR_SECONDS, Advance, Begin, Compile, Masks, Reply, Valid
 from outrider.serve.workers import Worker, WorkerEndedError, Workers
 
 MAX_OWNERS = 16  # whose grammars have a worker at once
@@ -135,7 +135,7 @@ class RemoteMatcher(Matcher):
             failed.set_exception(error)
             return self._await(failed)
         self._owner.answers.add(self)
-        weakref.finalize(self, self._owner.worker.ask, Drop(self._number)).atexit = False
+        weakref.finalize(self, self._owner.worker.drop, self._number).atexit = False
         return self._await(self._owner.worker.ask(Begin(self._number, self._structured.arguments(), self._confirmed)))
 
     def _await(self, reply: Future[Reply]) -> None:

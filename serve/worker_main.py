@@ -41,7 +41,7 @@ GRAMMAR_MEMORY = 128 << 20  # bytes that the grammars of a worker may hold
 NICE, LAST = 5, 15  # the engines come first; and what has taken much comes last
 BURST, SHARE = 2.0, 0.2  # seconds of the processor and then a share of one, beyond which a worker comes last
 FORCED = 64  # tokens that a grammar forces, at most
-IDLE_SECONDS = 60.0  # after which a worker without answers ends
+IDLE_SECONDS = 60.0  # after which a worker ends
 LENGTH = struct.Struct("<I")  # before each message
 
 
@@ -204,7 +204,7 @@ class _Worker:
         threading.Thread(target=self._read, daemon=True).start()
         with suppress(queue.Empty):
             while True:
-                message = self._asked.get(timeout=None if self._answers else IDLE_SECONDS)
+                message = self._asked.get(timeout=IDLE_SECONDS)
                 if isinstance(message, Drop):
                     self._answers.pop(message.answer, None)
                     continue

@@ -41,6 +41,7 @@ class Worker:
         self._channel = channel
         self._lock = threading.Lock()
         self._asked: deque[Future[Reply]] = deque()
+        self._dropped: deque[int] = deque()
         self.ended = False
         threading.Thread(target=self._read, name="worker", daemon=True).start()
 
@@ -64,13 +65,18 @@ class Worker:
         reply: Future[Reply] = Future()
         reply.set_running_or_notify_cancel()  # it comes, though nobody may wait for it any more
         with self._lock:
-            if not isinstance(message, Drop):
-                self._asked.append(reply)
+            self._asked.append(reply)
             if self.ended:
                 self._fail(at_work=False)
             with suppress(OSError):  # then the thread that reads notices, too
+                while self._dropped:
+                    send(self._channel, msgspec.json.encode(Drop(self._dropped.popleft())))
                 send(self._channel, line)
         return reply
+
+    def drop(self, answer: int) -> None:
+        """Let the worker forget an answer, with the next message. Takes no lock, so that objects may end with it anywhere."""
+        self._dropped.append(answer)
 
     async def reply(self, message: Message) -> Reply:
         """Ask, and wait for the reply; see `ask`."""
