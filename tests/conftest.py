@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures where tests run. The process that only hands them out to others needs no torch."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("outrider.tests.fixtures")
+        for number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background or under nohup, and by servers, too
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
