@@ -194,6 +194,14 @@ def test_logprobs_are_in_the_order_of_the_tokens_and_of_likelihood() -> None:
     assert [[top["logprob"] for top in each["top_logprobs"]] for each in content] == [[-t, -t - 1] for t in tokens]
 
 
+def test_a_stop_string_of_half_a_character_at_the_end_is_no_text() -> None:
+    tokens = [*ids("Hi"), TEXT.tokenizer.token_to_id("\u00f0")]
+    asked: dict[str, Any] = {"max_tokens": len(tokens), "stop": "\ufffd"}
+    for path, fields in ((COMPLETIONS, asked), (CHAT, asked | messages()), (CHAT, asked | messages() | {"tools": [TOOL]})):
+        (choice,) = ask(Player(rounds(tokens)), path, **fields)[1]["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"] if path == CHAT else choice["text"]) == ("stop", "Hi")
+
+
 def test_calls_are_apart_from_text_whole_and_in_a_stream() -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {"zone": "a\\"}b"}}\n</tool_call>'
     tokens = [*ids(f"Let me see.\n{call}\n{call}"), 0]
