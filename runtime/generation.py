@@ -32,6 +32,7 @@ from outrider.runtime.sampling import SamplingState
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import Text, TextStream
+from outrider.runtime.token_bytes import token_bytes
 
 DEFAULT_K = 4  # where nothing chooses, the largest built k up to this: most pairs do best there
 
@@ -200,7 +201,9 @@ class Outrider:
             UsageError: it cannot be answered; see `generate`.
         """
         params.check_tokens(self.vocab_rows)
-        end_ids = [*self.manifest.generation.eos_token_ids, *params.stop_tokens]
+        special = token_bytes(self.text.tokenizer).special if params.stop_strings else {}
+        stopping = [token for token, text in special.items() if text in params.stop_strings and token < self.vocab_rows]
+        end_ids = [*self.manifest.generation.eos_token_ids, *params.stop_tokens, *stopping]
         self._check(prompt, params, end_ids)
         structured = params.structured_outputs
         grammar = None if structured is None else self.grammars.begin(structured, owner)

@@ -94,6 +94,7 @@ class Request:
             reason = "length" if self.stats.emitted == self.params.max_new_tokens else "capacity"
         if reason is not None and self._stream is not None:
             pieces += self._stream.finish()
+            reason = "stop" if self._stream.stopped else reason
         self.finish_reason = reason
         from_draft = (True,) * accepted + (False,) * own
         logprobs = None if result.logprobs is None else tuple(result.logprobs[: len(ids)])

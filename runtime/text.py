@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -9,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
-from outrider.errors import EngineError, FolderError, UsageError
+from outrider.errors import FolderError, UsageError
 from outrider.runtime import prompt_length
 from outrider.runtime.chat_template import NOTHING, ChatTemplate, Messages, Tools
 from outrider.runtime.special_tokens import Aliases, control_tokens
+from outrider.runtime.token_bytes import decode, line, panicked, token_bytes
 
-# How many of the prompt's last tokens the decoder sees. No character is longer, and the cost of decoding an incomplete run of
-# bytes grows with the square of its length.
-PROMPT_CONTEXT = 64
+PROMPT_CONTEXT = 64  # of the prompt's last tokens: the answer may end a character that they begin
 PLAIN = "\ue004"  # a character for private use, which is part of no token
 TOKEN_MARK = "\ufdd0"  # no character: stands before the text of a token, which other tokens may spell as well
 
@@ -60,7 +59,7 @@ class Text:
             path = folder / CHAT_TEMPLATE
             return cls(tokenizer, ChatTemplate(path.read_text(encoding="utf-8"), manifest.generation.special_tokens))
         except BaseException as error:  # tokenizers raises bare Exceptions
-            if not isinstance(error, Exception) and not _panicked(error):
+            if not isinstance(error, Exception) and not panicked(error):
                 raise
             raise FolderError(f"{path} cannot be read: {error}", "rebuild the bundle") from error
 
@@ -188,8 +187,16 @@ class Text:
             ) from error
 
     def token(self, token: int) -> str:
-        """Return the text of one token; U+FFFD stands for bytes that are not a whole character."""
-        return self.decode([token])
+        """Return the text of one token behind others; U+FFFD stands for bytes that are not a whole character."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token behind others.
+
+        Raises:
+            EngineError: the tokenizer fails.
+        """
+        return token_bytes(self.tokenizer).of(token)
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens, special ones included.
@@ -197,8 +204,7 @@ class Text:
         Raises:
             EngineError: the tokenizer fails.
         """
-        text: str = _decode(self.tokenizer.decode, tokens, skip_special_tokens=False)
-        return text
+        return decode(self.tokenizer, tokens)
 
     def render(
         self,
@@ -259,38 +265,13 @@ def _encode(tokenizer: Any, prompt: str, add_special_tokens: bool) -> list[int]:
     try:
         (encoded,) = tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
     except BaseException as error:
-        if not _panicked(error):
+        if not panicked(error):
             raise
-        raise UsageError(
-            f"the tokenizer fails on the prompt: {_line(error)}", "shorten or change it", param="prompt"
-        ) from error
+        raise UsageError(f"the tokenizer fails on the prompt: {line(error)}", "shorten or change it", param="prompt") from error
     tokens: list[int] = encoded.ids
     if not tokens:
         raise UsageError("the prompt has no tokens", "use a longer prompt", param="prompt")
     return tokens
-
-
-def _decode(call: Callable[..., str | None], *arguments: Any, **named: Any) -> Any:
-    """Call a method of the tokenizer that returns text.
-
-    Raises:
-        EngineError: the tokenizer fails.
-    """
-    try:
-        return call(*arguments, **named)
-    except BaseException as error:
-        if not _panicked(error):
-            raise
-        raise EngineError(f"the tokenizer fails on the answer: {_line(error)}", "export and build the bundle again") from error
-
-
-def _panicked(error: BaseException) -> bool:
-    """Whether Rust code has panicked: that is no Exception, and no module exports it."""
-    return type(error).__name__ == "PanicException"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 class TextStream:
@@ -299,14 +280,12 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...], shown: Mapping[int, str] | None = None):
         """Begin after `prompt`; `stop` are the stop strings, and `shown` the tokens that are text with a `TOKEN_MARK` before
         it, which no other text has."""
-        self._tokenizer, self._shown = tokenizer, shown or {}
-        self._decoder: Any = DecodeStream(skip_special_tokens=True)
-        self._undecoded: list[int] = []
+        self._bytes, self._shown = token_bytes(tokenizer), shown or {}
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun, self._echo = False, ""
         for token in prompt[-PROMPT_CONTEXT:]:  # the answer's first text may depend on it: a space, the rest of a character
             self._step(token)
-        self._echo: str = _decode(
-            tokenizer.decode, self._undecoded
-        )  # the part of the prompt that the decoder has yet to return
+        self._echo = "\ufffd" if self._characters.getstate()[0] else ""  # half a character, if the answer does not end it
         self.stop = stop
         self._overlaps = [0] * len(stop)  # for each, how many of its first characters the text ends with
         self._held: list[Piece] = []
@@ -318,12 +297,8 @@ class TextStream:
         stop strings."""
         pieces: list[Piece] = []
         for index, token in enumerate(tokens):
-            text = self._step(token)
-            if text is not None:
-                if self._echo:
-                    text, self._echo = text.removeprefix(self._echo), ""
-                if text:
-                    pieces.append((text, index < accepted))
+            if text := self._step(token):
+                pieces.append((text, index < accepted))
         self._from_draft = len(tokens) <= accepted
         return pieces
 
@@ -334,10 +309,18 @@ class TextStream:
         """
         self._from_draft = from_draft
         text = self._step(token)
-        if text is None:
+        return self._add(text, may_stop) if text else []
+
+    def finish(self) -> list[Piece]:
+        """Return the text still held back when generation ends, up to a stop string; half a character comes as U+FFFD."""
+        if self.stopped:
             return []
-        text, self._echo = text.removeprefix(self._echo), ""
-        self._held.append((text, from_draft))
+        pieces = self._add(self._rest(), may_stop=True)
+        return pieces if self.stopped else pieces + self._release(sum(len(text) for text, _ in self._held))
+
+    def _add(self, text: str, may_stop: bool) -> list[Piece]:
+        """Return the text that can be shown after some more."""
+        self._held.append((text, self._from_draft))
         held = "".join(piece for piece, _ in self._held)
         if not may_stop:
             return self._release(len(held))
@@ -349,33 +332,24 @@ class TextStream:
         self._overlaps = [_overlap(held, stop, before + len(text)) for stop, before in known]
         return self._release(len(held) - max(self._overlaps, default=0))
 
-    def finish(self) -> list[Piece]:
-        """Return the text still held back when generation ends without a stop string; half a character comes as U+FFFD."""
-        pieces = [] if self.stopped else self._release(sum(len(piece) for piece, _ in self._held))
-        if self._undecoded and not self.stopped:
-            rest = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True).removeprefix(self._echo)
-            pieces += [(self._unmarked(rest), self._from_draft)] if rest else []
-        return pieces
-
-    def _step(self, token: int) -> str | None:
-        """Return the text that this token completes, or None."""
+    def _step(self, token: int) -> str:
+        """Return the text that this token completes."""
         if token in self._shown:
-            before = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True) if self._undecoded else ""
-            self._undecoded.clear()
-            self._decoder = DecodeStream(skip_special_tokens=True)
-            return self._unmarked(before) + TOKEN_MARK + self._shown[token]
-        self._undecoded.append(token)
-        try:
-            text: str | None = _decode(self._decoder.step, self._tokenizer, token)
-        except EngineError:
-            raise
-        except Exception:  # the decoder raises this when later bytes change text that it has already returned
-            text = _decode(self._tokenizer.decode, self._undecoded, skip_special_tokens=True)
-            self._decoder = DecodeStream(skip_special_tokens=True)
-        if text is None:
-            return None
-        self._undecoded.clear()
+            return self._rest() + TOKEN_MARK + self._shown[token]
+        if token in self._bytes.special:
+            return ""
+        text = self._decode(self._bytes.of(token, begins=not self._begun))
+        self._begun = True
         return self._unmarked(text)
+
+    def _rest(self) -> str:
+        """Return U+FFFD for half a character that will not be completed."""
+        return self._decode(b"", final=True)
+
+    def _decode(self, added: bytes, final: bool = False) -> str:
+        if text := self._characters.decode(added, final):
+            text, self._echo = text.removeprefix(self._echo), ""
+        return text
 
     def _unmarked(self, text: str) -> str:
         return text.replace(TOKEN_MARK, "\ufffd") if self._shown else text

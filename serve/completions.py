@@ -28,7 +28,7 @@ class CompletionAssembler(ChoicesAssembler[CompletionRequest]):
 
     @functools.cached_property
     def _logprobs(self) -> list[CompletionLogprobs]:
-        return [CompletionLogprobs(self.text) for _ in self.requests]
+        return [CompletionLogprobs(self.text, request.prompt) for request in self.requests]
 
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the request's parameters, the same for each prompt."""

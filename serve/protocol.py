@@ -26,7 +26,7 @@ from outrider.runtime.request import Event
 from outrider.runtime.sampling import Logprobs
 from outrider.runtime.stats import Stats
 from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import Text
+from outrider.runtime.text import Text, TextStream
 
 # The difference between the seeds of a request's choices: 2^64 divided by the golden ratio, which spreads them out.
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -507,30 +507,42 @@ def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any] | None:
 class CompletionLogprobs:
     """The logprobs of a completion's choice, event by event."""
 
-    def __init__(self, text: Text):
+    def __init__(self, text: Text, prompt: list[int]):
         """Begin at the start of the answer."""
-        self._text = text
+        self._text, self._stream = text, TextStream(text.tokenizer, prompt, ())
         self._offset = 0
 
     def append(self, events: Sequence[Event]) -> dict[str, list[Any]]:
-        """Return the logprobs of the next events' tokens."""
+        """Return the logprobs of the next events' tokens; the token that ends a character has it whole, and special
+        tokens have no text."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, logprobs in (pair for event in events for pair in _with_logprobs(event)):
-            text = self._text.token(token)
+        pairs = [pair for event in events for pair in _with_logprobs(event)]
+        for left, (token, logprobs) in enumerate(pairs, 1 - len(pairs)):
+            pieces = self._stream.push(token, from_draft=False)
+            if not left and events[-1].finish_reason is not None:
+                pieces += self._stream.finish()
+            text = "".join(piece for piece, _ in pieces)
             columns["tokens"].append(text)
             columns["token_logprobs"].append(logprobs.logprob)
-            columns["top_logprobs"].append({self._text.token(other): value for other, value in logprobs.top})
+            columns["top_logprobs"].append(self._top(logprobs))
             columns["text_offset"].append(self._offset)
             self._offset += len(text)
         return columns
+
+    def _top(self, logprobs: Logprobs) -> dict[str, float]:
+        """Return the most likely tokens, each under a name of its own."""
+        top: dict[str, float] = {}
+        for token, value in logprobs.top:
+            name = _whole_or_bytes(self._text.token_bytes(token))
+            top[f"token_id:{token}" if name in top else name] = value
+        return top
 
 
 def chat_logprobs(text: Text, events: Sequence[Event]) -> dict[str, Any]:
     """Return the logprobs of a chat's events."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        shown = text.token(token)
-        return {"token": shown, "logprob": value, "bytes": None if "\ufffd" in shown else list(shown.encode())}
+        return {"token": text.token(token), "logprob": value, "bytes": list(text.token_bytes(token))}
 
     return {
         "content": [
@@ -539,6 +551,14 @@ def chat_logprobs(text: Text, events: Sequence[Event]) -> dict[str, Any]:
             for token, logprobs in _with_logprobs(event)
         ]
     }
+
+
+def _whole_or_bytes(token: bytes) -> str:
+    """Return the text of a token or, in OpenAI's notation, its bytes if they are not whole characters."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _with_logprobs(event: Event) -> list[tuple[int, Logprobs]]:

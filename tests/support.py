@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.backends import registry
@@ -106,6 +106,19 @@ def tokenizer(vocab_size: int = 320) -> Tokenizer:
     made.train_from_iterator(
         TEXT, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     )
+    return made
+
+
+def sentencepiece() -> Tokenizer:
+    """A tokenizer of the kind that has spaces in its tokens, one for each byte, and drops the space that begins a text."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz\u2581"]
+    vocabulary = {word: index for index, word in enumerate([*words, "\u2581a", "\u2581b", "\u2581c"])}
+    merges = [("\u2581", letter) for letter in "abc"]
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    made.add_special_tokens(["<s>"])
     return made
 
 

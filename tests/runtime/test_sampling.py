@@ -22,7 +22,7 @@ from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import Fault, named_settings, warp
 from outrider.runtime.sampling import SamplingState
-from outrider.tests.support import PAIR, prefill, reseal, run
+from outrider.tests.support import END, PAIR, prefill, reseal, run
 
 Doubles = npt.NDArray[np.float64]
 K = (1, 2, 4, 8)
@@ -184,6 +184,18 @@ def test_stop_strings_are_not_looked_for_before_the_minimum_length(trained: Outr
     late = events(trained, k=k, stop=stop, min_new_tokens=20)
     assert "".join(event.text for event in late).startswith(whole[: whole.index(stop) + len(stop)])
     assert late[-1].stats.emitted >= 20
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_text_at_it(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    reseal(bundle, generation=Generation(eos_token_ids=[1], special_tokens={}))
+    outrider = Outrider.load(bundle)
+    always: dict[str, Any] = {"logit_bias": {0: 100.0}, "max_new_tokens": 6}
+    assert len(ids(outrider, "the lazy dog", **always)) == 6
+    for k in (0, 4):
+        *_, last = events(outrider, "the lazy dog", k=k, stop=["x", END], **always)
+        assert (last.stats.emitted, last.finish_reason) == (1, "stop")
+    assert len(ids(outrider, "the lazy dog", stop=END, min_new_tokens=3, **always)) == 4
 
 
 def test_the_end_of_text_is_banned_before_the_minimum_length(tiny_bundle: Path, tmp_path: Path) -> None:

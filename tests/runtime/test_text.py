@@ -16,7 +16,7 @@ from outrider.errors import UsageError
 from outrider.runtime.chat_template import ChatTemplate, with_tools
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text import TOKEN_MARK, Text, TextStream
-from outrider.tests.support import END, tokenizer
+from outrider.tests.support import END, sentencepiece, tokenizer
 
 MIXED = "naïve café — 中文 🙂👩‍👩‍👧 done"
 
@@ -223,17 +223,38 @@ def templated(bundle: Path, loaded: Outrider, template: str, folder: Path, made:
 
 
 def test_bytes_that_were_no_character_do_not_stop_a_text() -> None:
-    """Tokenizers with a token for each byte: their decoder takes back what it has shown, which tokenizers' stream refuses."""
-    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "b": 257, "\u2581c": 258}
-    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    newline, lead = vocabulary["<0x0A>"], vocabulary["<0xE2>"]
-    for prompt in ([258], [newline, lead, 257]):
-        text = "".join(pushed(TextStream(made, prompt, ()), [newline, lead, 257, 258, lead, lead, newline, 257, 257]))
-        assert text.count("b") == 3
-        assert "c" in text
+    """Nor change what is around them, as they do where a tokenizer with a token for each byte decodes a whole text."""
+    made: Any = sentencepiece()
+    newline, lead, letter, word = map(made.token_to_id, ("<0x0A>", "<0xE2>", "b", "\u2581c"))
+    for prompt in ([word], [newline, lead, letter]):
+        texts = pushed(TextStream(made, prompt, ()), [newline, lead, letter, word, lead, lead, newline, letter, letter])
+        assert texts == ["\n", "", "\ufffdb", " c", "", "\ufffd", "\ufffd\n", "b", "b", ""]
+
+
+@pytest.mark.parametrize("made", [tokenizer(), sentencepiece()], ids=["byte-level", "sentencepiece"])
+def test_text_is_that_of_the_bytes_of_its_tokens(made: Tokenizer) -> None:
+    text, each = "a b caf\u00e9 \u4e2d\u6587 \U0001f642\u200d\U0001f469 abc", Text(made, None)
+    ids = made.encode(text).ids
+    said = b"".join(map(each.token_bytes, ids)).decode()
+    assert said.removeprefix(" ") == text == made.decode(ids)
+    assert "".join(pushed(TextStream(made, [], ()), ids)) == text
+    assert "".join(pushed(TextStream(made, ids, ()), ids)) == said
+    special = min(made.get_added_tokens_decoder())
+    assert each.token_bytes(made.get_vocab_size()) == b""
+    assert each.token(special) == made.id_to_token(special)
+
+
+def test_half_characters_hold_back_nothing_but_themselves() -> None:
+    vocabulary = {"k": 0, "a\u00f0": 1, "\u00f0": 2}  # the last is the first of four bytes
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.decoder = decoders.ByteLevel()
+    assert pushed(TextStream(made, [], ()), [0, 1, 2, 2, 0]) == ["k", "a", "\ufffd", "\ufffd", "\ufffdk", ""]
+    for stop, text in (("ka", ""), ("a\ufffd", "k"), ("\ufffdk", "ka\ufffd\ufffd")):
+        stream = TextStream(made, [], (stop,))
+        assert ("".join(pushed(stream, [0, 1, 2, 2, 0])), stream.stopped) == (text, True)
+    stream = TextStream(made, [], ("a\ufffd",))  # complete at the end only
+    assert (pushed(stream, [0, 1]), stream.stopped) == (["k", "", ""], True)
+    assert pushed(TextStream(made, [0, 2], ()), [0, 2]) == ["k", "", "\ufffd"]  # without the prompt's half character
 
 
 def test_special_tokens_that_are_shown_are_text_beside_others_that_are_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections import Counter
@@ -17,18 +18,21 @@ import pytest
 
 from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.request import Request
+from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.sampling import Logprobs, SamplingState
 from outrider.runtime.scheduler import QueueFullError
-from outrider.runtime.text import TextStream
+from outrider.runtime.stats import Stats
+from outrider.runtime.text import Text, TextStream
 from outrider.serve.app import create_app
 from outrider.serve.engine import NotReadyError, Result, TimedOutError
 from outrider.serve.metrics import Metrics
+from outrider.serve.protocol import CompletionLogprobs
 from outrider.serve.settings import Settings
 from outrider.serve.turns import Turns
 from outrider.serve.worker_main import Job
 from outrider.tests.serve.families import text_of
+from outrider.tests.support import END, sentencepiece
 
 TEXT = text_of("hermes")
 CAPACITY = 200
@@ -181,7 +185,7 @@ def test_logprobs_are_in_the_order_of_the_tokens_and_of_likelihood() -> None:
     names = [TEXT.token(token) for token in tokens]
     _, whole = ask(Player(rounds(tokens)), logprobs=2, max_tokens=90)
     found = whole["choices"][0]["logprobs"]
-    assert (found["tokens"], found["token_logprobs"]) == (names, [-token for token in tokens])
+    assert (found["tokens"], found["token_logprobs"]) == ([*names[:-1], ""], [-token for token in tokens])
     assert [[*each.items()] for each in found["top_logprobs"]] == [
         [(TEXT.token(token), -token), (TEXT.token(token + 1), -token - 1)] for token in tokens
     ]
@@ -192,6 +196,45 @@ def test_logprobs_are_in_the_order_of_the_tokens_and_of_likelihood() -> None:
     content = whole["choices"][0]["logprobs"]["content"]
     assert [(each["token"], each["logprob"]) for each in content] == [*zip(names, found["token_logprobs"], strict=True)]
     assert [[top["logprob"] for top in each["top_logprobs"]] for each in content] == [[-t, -t - 1] for t in tokens]
+
+
+def test_logprobs_of_half_characters_join_to_the_text() -> None:
+    half = TEXT.tokenizer.token_to_id("\u00f0")  # of the byte 0xF0
+    tokens = [*ids("A \U0001f642 n\u00e9"), half, 0]
+    assert TEXT.token(half) == TEXT.token(half + 1) == "\ufffd"
+    _, whole = ask(Player(rounds(tokens)), logprobs=2, max_tokens=90)
+    text, found = whole["choices"][0]["text"], whole["choices"][0]["logprobs"]
+    assert text == "A \U0001f642 n\u00e9\ufffd"
+    assert "".join(found["tokens"]) == text
+    offsets = found["text_offset"]
+    assert [text[at:end] for at, end in itertools.pairwise([*offsets, len(text)])] == found["tokens"]
+    assert [len(each) for each in found["top_logprobs"]] == [2] * len(tokens)
+    first = tokens.index(half)
+    assert (found["tokens"][first], [*found["top_logprobs"][first]]) == ("", ["bytes:\\xf0", "bytes:\\xf1"])
+    _, whole = ask(Player(rounds(tokens)), CHAT, **messages(), logprobs=True, top_logprobs=2)
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(each["bytes"]) for each in content).decode(errors="replace") == text + END
+    assert [each["bytes"] for each in content[first]["top_logprobs"]] == [[0xF0], [0xF1]]
+
+
+def test_logprobs_keep_the_spaces_of_tokens_and_tell_equal_ones_apart() -> None:
+    made: Any = sentencepiece()
+    prompt, tokens = made.encode("b").ids, made.encode("a b").ids
+    same = made.token_to_id("<0x61>"), made.token_to_id("a")
+    top = Logprobs(-1.0, tuple((token, -1.0) for token in (*same, made.token_to_id("\u2581a"))))
+    event = Event((*tokens, same[0]), (False,) * 3, (), Stats(), "length", (top, top, top))
+    found = CompletionLogprobs(Text(made, None), prompt).append([event])
+    assert (found["tokens"], found["text_offset"]) == ([" a", " b", "a"], [0, 2, 4])
+    assert [*found["top_logprobs"][0]] == ["a", f"token_id:{same[1]}", " a"]
+    assert [*found["top_logprobs"][2]] == ["a", f"token_id:{same[1]}", " a"]
+
+
+def test_a_stop_string_of_half_a_character_at_the_end_is_no_text() -> None:
+    tokens = [*ids("Hi"), TEXT.tokenizer.token_to_id("\u00f0")]
+    asked: dict[str, Any] = {"max_tokens": len(tokens), "stop": "\ufffd"}
+    for path, fields in ((COMPLETIONS, asked), (CHAT, asked | messages()), (CHAT, asked | messages() | {"tools": [TOOL]})):
+        (choice,) = ask(Player(rounds(tokens)), path, **fields)[1]["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"] if path == CHAT else choice["text"]) == ("stop", "Hi")
 
 
 def test_calls_are_apart_from_text_whole_and_in_a_stream() -> None:
