@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import transformers
 from packaging.version import InvalidVersion, Version
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import outrider.export.mimo  # noqa: F401  # registers its classes with transformers
@@ -21,7 +22,7 @@ from outrider.bundle.manifest import Generation
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.gguf_file import GgufFile
-from outrider.export.source import AGAIN, Source
+from outrider.export.source import AGAIN, CORRECT_CONFIG, Source
 from outrider.runtime.chat_template import CORRECT, ChatTemplate, with_tools
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -29,6 +30,8 @@ EARLIER_SETTINGS = frozenset(
     ("_name_or_path", "auto_map", "model_type", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
 )
 DEFAULT, TOOL_USE = "default", "tool_use"  # the names of chat templates that transformers chooses by itself
+MOST_POSITIONS, MOST_TOKENS = 2**40, 2**24
+CORRECT_TOKENIZER = "correct the checkpoint's tokenizer.json, or download it again"
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -39,9 +42,12 @@ def read_config(source: Source) -> Any:
         UnsupportedModelError: an encoder-decoder, or no language model, or one that a later transformers wrote with settings
             that this one does not know. Whatever else is unsupported fails when the model runs or is traced.
     """
+    source.config()  # checks it, as this does
+    file = _gguf_file(source)
     config = source.read("configuration", AutoConfig)
-    if (file := _gguf_file(source)) is not None:
+    if file is not None:
         file.amend(config)
+    _check_text(source, config)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
@@ -53,6 +59,28 @@ def read_config(source: Source) -> Any:
 
 def _gguf_file(source: Source) -> GgufFile | None:
     return GgufFile.read(Path(source.location, source.options["gguf_file"])) if source.options else None
+
+
+def _check_text(source: Source, config: Any) -> None:
+    """Refuse what is no configuration inside another, and numbers of it that transformers does not check."""
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # there are several
+        raise SourceError(f"{source.name}: {error}", CORRECT_CONFIG) from error
+    if not isinstance(text, PreTrainedConfig):
+        raise SourceError(f"the text_config of {source.name} is {text!r:.50}, not a configuration", CORRECT_CONFIG)
+    for entry in _rope_entries(text):
+        for key in ("original_max_position_embeddings", "factor"):
+            value = entry.get(key)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < MOST_POSITIONS):
+                raise SourceError(f"the rotary embedding of {source.name} has {key} = {value!r:.50}", CORRECT_CONFIG)
+
+
+def _rope_entries(text: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of each rotary embedding: there is one for each kind of layer, or one."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
 
 
 def _check_settings(source: Source, config: Any) -> None:
@@ -103,8 +131,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
     """
     text, places = model.config.get_text_config(), learned_positions(model)  # the same object, except in multimodal models
     limit: int | None = getattr(text, "max_position_embeddings", None) if places is None else len(places)
-    rope = getattr(text, "rope_parameters", None) or {}
-    entries = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]  # one for each kind of layer, or one
+    entries = _rope_entries(text)
     if limit is not None and places is None:
         limit = max(limit, min(_stretched(entry, limit) for entry in entries))
     original = [entry.get("original_max_position_embeddings") for entry in entries if _scales_by_length(entry.get("rope_type"))]
@@ -203,6 +230,9 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise SourceError(f"{source.name} has only a slow tokenizer, without a tokenizer.json", "convert it with transformers")
+    token, largest = max(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1), default=("", 0))
+    if largest >= MOST_TOKENS:  # what lists all ids would use up the memory
+        raise SourceError(f"{source.name} gives the token {token!r} the id {largest:,}", CORRECT_TOKENIZER)
     special = {name: str(getattr(tokenizer, name)) for name in SPECIAL_TOKENS if getattr(tokenizer, name, None)}
     template = _chat_template(source, tokenizer.chat_template)
     if template is not None:
@@ -225,7 +255,7 @@ def _chat_template(source: Source, given: object) -> str | None:
         named |= {} if of_tools is None else {TOOL_USE: of_tools}
     elif not named and _has(source, "chat_template.json") and (of_processor := source.object("chat_template.json")):
         named = {DEFAULT: of_processor.get("chat_template")}
-    if wrong := [repr(each)[:50] for each in named.values() if not isinstance(each, str)]:
+    if wrong := [repr(each)[:50] for each in named.values() if not _is_text(each)]:
         raise SourceError(f"the chat template of {source.name} is {wrong[0]}, not text", CORRECT)
     if len(named) < 2:
         return next(iter(named.values()), None)
@@ -233,6 +263,11 @@ def _chat_template(source: Source, given: object) -> str | None:
         names = ", ".join(sorted(map(str, named)))
         raise SourceError(f"{source.name} has the chat templates {names}, and no {DEFAULT}", f"call one of them {DEFAULT}")
     return with_tools(named[DEFAULT], named[TOOL_USE]) if TOOL_USE in named else named[DEFAULT]
+
+
+def _is_text(value: object) -> bool:
+    """Return whether a value of JSON is text that UTF-8 can hold: half a surrogate pair is none."""
+    return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
 
 
 def _has(source: Source, name: str) -> bool:
@@ -248,5 +283,9 @@ def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Ge
     configs = (model.generation_config, model.config, model.config.get_text_config())
     declared = [getattr(config, "eos_token_id", None) for config in configs]
     eos = next((eos for eos in (*declared, tokenizer.eos_token_id) if eos is not None), None)
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if wrong := [each for each in ids if not isinstance(each, int) or isinstance(each, bool)]:
+        raise SourceError(
+            f"texts of {model.name_or_path} end with {wrong[0]!r:.50} (eos_token_id), not a token's id", CORRECT_CONFIG
+        )
     return Generation(eos_token_ids=ids, special_tokens=tokenizer.special_tokens)

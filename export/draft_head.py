@@ -190,7 +190,7 @@ class HeadCheckpoint(ABC, Generic[M, H]):
                 )
             return torch.arange(count)
         listed = offsets.shape == (count,) and not offsets.is_floating_point()
-        ids = torch.arange(count) + (offsets.long() if listed else 0)
+        ids = offsets.long() + torch.arange(count) if listed else offsets
         if not listed or (ids.diff() <= 0).any() or not 0 <= int(ids[0]) <= int(ids[-1]) < target.vocab_rows:
             raise SourceError(
                 f"d2t of {self.name} is not a list of {count:,} tokens in ascending order below {target.vocab_rows:,}", AGAIN

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.engines.arrays import Floats
-from outrider.errors import SourceError, UnsupportedModelError
+from outrider.errors import OutriderError, SourceError, UnsupportedModelError
+from outrider.export.source import MOST
 
 # Entries of a configuration by what the file calls them; the first that a configuration has is meant.
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -101,7 +103,17 @@ class GgufFile:
 
         Raises:
             UnsupportedModelError: the file says what cannot be put into it.
+            SourceError: a value has another type than its key, or is impossible.
         """
+        try:
+            self._amend(config)
+        except OutriderError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise SourceError(f"the metadata of {self.name} are impossible: {reason[:300]}", AGAIN) from error
+
+    def _amend(self, config: Any) -> None:
         text = config.get_text_config()
         for key, value in self._own().items():
             if not ELSEWHERE.fullmatch(key):
@@ -216,6 +228,9 @@ def _read(path: Path, *_: int) -> GgufFile:
         tensors = {each.name: each for each in reader.tensors}
         found = np.array(tensors[FREQUENCIES].data, dtype=np.float32) if FREQUENCIES in tensors else None
         counts = {name: int(each.n_elements) for name, each in tensors.items()}
+        for key in ("block_count", "nextn_predict_layers"):
+            if not 0 <= (count := index(metadata.get(f"{metadata['general.architecture']}.{key}", 0))) <= MOST:
+                raise ValueError(f"{key} is {count:,}")
         file = GgufFile(path.name, str(metadata["general.architecture"]), metadata, counts, found)
     except MemoryError:
         raise

@@ -157,8 +157,12 @@ class MtpCheckpoint:
         if other := sorted(name for name in names if name.startswith(others) and name not in renamed):
             raise _not_known(source.name, f"the tensor {other[0]}")  # such as a second layer
         found = read_tensors(source, {name: names[name] for name in renamed})
-        block = (source.config().get("quantization_config") or {}).get("weight_block_size")
-        tensors = _dequantized({renamed[name]: tensor for name, tensor in found.items()}, block)
+        quantization = source.config().get("quantization_config")
+        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+        try:
+            tensors = _dequantized({renamed[name]: tensor for name, tensor in found.items()}, block)
+        except Exception as error:  # a scale without a weight or of another shape, or no block at all
+            raise SourceError(f"the MTP head of {source.name} has scales that do not fit its weights", AGAIN) from error
         return cls(source.name, tensors, _check_config(source))
 
     def build(self, target: Target) -> tuple[MtpMixer, MtpHead]:
@@ -198,13 +202,13 @@ class MtpCheckpoint:
         config = copy.deepcopy(model.config.get_text_config())
         config.num_hidden_layers = 1
         config.tie_word_embeddings = False
-        if getattr(config, "layer_types", None):
-            config.layer_types = (getattr(config, LAYER_TYPES, None) or ["full_attention"])[:1]
-        if getattr(config, "mlp_layer_types", None):
-            config.mlp_layer_types = (getattr(config, MLP_TYPES, None) or config.mlp_layer_types)[-1:]
-        if getattr(config, "first_k_dense_replace", None):
-            config.first_k_dense_replace = 0
         try:
+            if getattr(config, "layer_types", None):
+                config.layer_types = (getattr(config, LAYER_TYPES, None) or ["full_attention"])[:1]
+            if getattr(config, "mlp_layer_types", None):
+                config.mlp_layer_types = (getattr(config, MLP_TYPES, None) or config.mlp_layer_types)[-1:]
+            if getattr(config, "first_k_dense_replace", None):
+                config.first_k_dense_replace = 0
             with torch.device("meta"):
                 kind = type(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
             layer, report = kind.from_pretrained(

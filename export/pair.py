@@ -64,7 +64,7 @@ from outrider.export.quantize import pack, quantize_model
 from outrider.export.rounding import Rounding
 from outrider.export.sampler import sampler
 from outrider.export.short_head import ShortHead, frequent_tokens, propose
-from outrider.export.source import MASK_TOKEN, Source
+from outrider.export.source import CORRECT_CONFIG, MASK_TOKEN, Source
 from outrider.export.step_model import FEATURE_MIXER, feature_mixer, trace
 from outrider.export.vocabulary import check_same_vocabulary
 from outrider.progress import SILENT, Progress
@@ -310,12 +310,13 @@ def _known(model: PreTrainedModel, job: _Job, rows: int) -> torch.Tensor:
 
 def _check_numbers(name: str, rows: int, defaults: Generation, positions: int | None) -> None:
     """Refuse numbers of a configuration that no manifest may have."""
-    hint = "correct the checkpoint's config.json and generation_config.json, or download it again"
     if positions is not None and positions < 3:  # a round with one drafted token takes as many
-        raise SourceError(f"{name} has {positions} positions (max_position_embeddings); it takes at least 3", hint)
+        raise SourceError(f"{name} has {positions} positions (max_position_embeddings); it takes at least 3", CORRECT_CONFIG)
     for token in defaults.eos_token_ids:
         if not 0 <= token < rows:
-            raise SourceError(f"{name} ends texts with token {token} (eos_token_id), and has {rows:,} rows of logits", hint)
+            raise SourceError(
+                f"{name} ends texts with token {token} (eos_token_id), and has {rows:,} rows of logits", CORRECT_CONFIG
+            )
 
 
 def _head_rows(model: PreTrainedModel, job: _Job) -> int:
@@ -326,7 +327,10 @@ def _head_rows(model: PreTrainedModel, job: _Job) -> int:
         raise UnsupportedModelError(f"{name} ({type(model).__name__}) has no output head")
     rows = int(head.weight.shape[0])
     if job.tokens > rows:
-        raise UnsupportedModelError(f"{name} has {job.tokens:,} tokens but only {rows:,} rows of logits")
+        raise UnsupportedModelError(
+            f"{name} has {job.tokens:,} tokens but only {rows:,} rows of logits",
+            f"remove the tokens from {rows} on from its tokenizer, or add rows: resize_token_embeddings of transformers",
+        )
     return rows
 
 

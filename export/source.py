@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ MTP = "mtp"  # what `--draft` calls the head in the target's own checkpoint
 NONE = "none"  # what it calls no draft at all
 MASK_TOKEN = "pard_token"  # in the configuration of a parallel draft, which thereby says what it is
 AGAIN = "download the checkpoint again"
+CORRECT_CONFIG = "correct the checkpoint's config.json and generation_config.json, or download it again"
+COUNTED, MOST = ("num_", "n_layer"), 2**16
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -86,11 +89,15 @@ class Source:
         """Return the contents of config.json; of a GGUF file, which has none, nothing.
 
         Raises:
-            SourceError: it is missing, or is not a JSON object.
+            SourceError: it is missing or is no JSON object, or has so many layers, heads, experts or labels that their objects
+                would use up the memory.
         """
         config = {} if self.options else self.object("config.json")
         if config is None:
             raise SourceError(f"{self.name} has no config.json", AGAIN)
+        for key, value in _entries(config):
+            if key.startswith(COUNTED) and isinstance(value, int) and value > MOST:
+                raise SourceError(f"{self.name} has {key} = {value:,}; the most is {MOST:,}", CORRECT_CONFIG)
         return config
 
     def object(self, name: str) -> dict[str, Any] | None:
@@ -104,6 +111,7 @@ class Source:
             return None
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # JSON can spell half a character
         except (OSError, ValueError, RecursionError) as error:
             raise SourceError(f"cannot read the {name} of {self.name}: {error}", AGAIN) from error
         if not isinstance(value, dict):
@@ -130,11 +138,11 @@ class Source:
         """Call `loader.from_pretrained` on this source; every failure becomes a `SourceError` that names the source."""
         try:
             return loader.from_pretrained(self.location, **self.options, **options, trust_remote_code=False)
-        except OutriderError:
+        except (OutriderError, MemoryError):
             raise
-        except MemoryError:
-            raise
-        except Exception as error:  # the errors of transformers, safetensors, gguf and the hub client share no base class
+        except BaseException as error:  # those of transformers, safetensors, gguf and the hub client share no base class
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, which no module exports
+                raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise SourceError(
                 f"cannot read the {what} of {self.name}: {reason[:300]}",
@@ -142,3 +150,11 @@ class Source:
                 if Path(self.location).exists()
                 else "check the path, or the hub id and the connection to the hub",
             ) from error
+
+
+def _entries(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of an object in JSON and of the objects in it."""
+    for key, each in value.items():
+        yield key, each
+        if isinstance(each, dict):
+            yield from _entries(each)

@@ -97,7 +97,9 @@ def test_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("config", ["", "{", "[]", "{}", '{"model_type": "no_such_model"}', '{"model_type": 7}'])
 def test_a_bad_configuration_is_refused(folder: Path, config: str) -> None:
     (folder / "config.json").write_text(config)
-    with pytest.raises(SourceError, match="cannot read the configuration of model"):
+    with pytest.raises(
+        SourceError, match=r"cannot read the config(uration|\.json) of model|config\.json of model is not an object"
+    ):
         load(folder)
 
 
@@ -222,7 +224,7 @@ def test_a_hub_id_is_read_and_one_that_cannot_be_fetched_is_refused(tmp_path: Pa
     assert source.name == "someone/some-model"
     torch.testing.assert_close(load_model(source, "fp32").state_dict(), model.state_dict(), atol=0, rtol=0)
     assert len(load_tokenizer(source).vocabulary()) == 320
-    with pytest.raises(SourceError, match="cannot read the configuration of someone/another-model"):
+    with pytest.raises(SourceError, match=r"cannot read the file config\.json of someone/another-model"):
         read_config(Source.parse("someone/another-model"))
 
 
