@@ -8,6 +8,8 @@ distributions over what the grammar allows.
 from __future__ import annotations
 
 import functools
+import json
+import re
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,9 @@ MAX_COMPILED = 64  # grammars that are kept compiled
 LIMITS = LLParserLimits(
     step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
 )
+
+# What is not a name in Lark: comments, texts and expressions; then a token's name.
+NAME = re.compile(r"""//[^\n]*|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|(<[^\s<>"/\[\]]+>)""")
 
 Returned = TypeVar("Returned")
 Bools = npt.NDArray[np.bool_]
@@ -98,6 +103,10 @@ class LocalGrammars(Grammars):
         known = LLTokenizer(self._source.to_str(), n_vocab=count, eos_token=self._end_ids)
         return LLTokenizer(unspelled(self._source, known.is_special_token), n_vocab=count, eos_token=self._end_ids)
 
+    @functools.cached_property
+    def _special(self) -> dict[str, int]:
+        return {token.content: index for index, token in self._source.get_added_tokens_decoder().items()}
+
     def compile(self, structured: StructuredOutputs) -> Compiled:
         """Return a grammar at its start, which is kept.
 
@@ -109,7 +118,8 @@ class LocalGrammars(Grammars):
         with self._lock:
             kept = self._compiled.get(structured)
         if kept is None or kept.spoilt:
-            matcher = LLMatcher(self.tokenizer, structured.source(), log_level=0, limits=LIMITS)
+            source = _numbered(structured.source(), self._special)
+            matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise refused(f"the grammar cannot be compiled: {first_line(matcher.get_error())}", "simplify it")
             rehearse(matcher, 1)
@@ -126,6 +136,25 @@ class LocalGrammars(Grammars):
     def begin(self, structured: StructuredOutputs, owner: Hashable = None) -> LocalMatcher:
         """Return a new answer's place in a grammar; see `compile`."""
         return LocalMatcher(lambda: _Place(self.compile(structured), self._vocab_rows, self._end_ids))
+
+
+def _numbered(source: str, special: dict[str, int]) -> str:
+    """Return a grammar in llguidance's own form that names special tokens by their ids, since its tokenizer has no names."""
+
+    def numbered(lark: str) -> str:
+        return NAME.sub(lambda found: f"<[{special[found[1]]}]>" if found[1] in special else found[0], lark)
+
+    if not source.lstrip().startswith("{"):
+        return numbered(source)
+    try:
+        described = json.loads(source)
+    except (ValueError, RecursionError):  # a client's, which is refused where it is compiled
+        return source
+    grammars = described.get("grammars")
+    for each in grammars if isinstance(grammars, list) else ():
+        if isinstance(each, dict) and isinstance(lark := each.get("lark_grammar"), str):
+            each["lark_grammar"] = numbered(lark)
+    return json.dumps(described)
 
 
 @dataclass(eq=False, slots=True)
