@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from outrider.errors import OutriderError, UsageError
+from outrider.errors import FolderError, OutriderError, UsageError
 from outrider.progress import Progress
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
@@ -173,19 +173,29 @@ class Answers:
     """The answers of one target to prompts, in a file to which each is added when it is complete."""
 
     def __init__(self, path: Path, target: str, params: SamplingParams, longest: int):
-        """Read what the file has; `target` tells answers of different targets apart. An answer that an interrupted run left
-        incomplete is written again."""
+        """Read what the file has; `target` tells answers of different targets apart. From the first line on that is no whole
+        answer, as an interrupted run or a crash of the system leaves them, answers are written again.
+
+        Raises:
+            FolderError: the file is a link, or no file.
+        """
         self._path, self._params, self._longest = path, params, longest
         self._settings = f"{target} {params.max_new_tokens} {longest}"
         self.known: dict[str, list[int]] = {}
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise FolderError(f"{path} is not a file of its own", "remove it, and run again")
         if path.exists():
-            content = path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                os.truncate(path, whole)
-            for line in content[:whole].splitlines():
-                answer = msgspec.json.decode(line, type=Answer)
+            whole = 0
+            for line in path.read_bytes().splitlines(keepends=True):
+                try:
+                    answer = msgspec.json.decode(line, type=Answer)
+                except (msgspec.DecodeError, RecursionError):
+                    break
+                if not line.endswith(b"\n"):
+                    break
                 self.known[answer.key] = answer.ids
+                whole += len(line)
+            os.truncate(path, whole)
 
     def prompt(self, ids: list[int], seed: int | None) -> Prompt:
         """Return a prompt with its key; its answer is greedy without a seed."""

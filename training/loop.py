@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -167,8 +168,15 @@ def return_tensors() -> None:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the last checkpoint that was written to its end."""
-    whole = [path for path in folder.glob("checkpoint-*") if (path / FINISHED).is_file()]
+    """Return the last checkpoint that was written to its end, also if the system crashed then: files can be empty, or NULs."""
+
+    def is_whole(path: Path) -> bool:
+        try:
+            return isinstance(json.loads((path / FINISHED).read_bytes()), dict)
+        except (OSError, ValueError):
+            return False
+
+    whole = [path for path in folder.glob("checkpoint-*") if is_whole(path)]
     return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
 
 

@@ -55,7 +55,7 @@ def _read(path: Path) -> Iterator[Sample]:
                 number += 1
                 if line.strip():
                     yield msgspec.json.decode(line, type=Sample)
-    except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:  # of both, of gzip, and of UTF-8
+    except (OSError, EOFError, ValueError, RecursionError, msgspec.DecodeError) as error:  # of both, of gzip, and of UTF-8
         where = f"line {number} of {path}" if number else str(path)
         hint = 'use text, or JSON lines with {"messages": [...]}, {"prompt": "..."} or {"text": "..."}'
         raise UsageError(f"cannot read {where}: {' '.join(str(error).split())}", hint, param="texts") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,9 +101,12 @@ def test_the_last_whole_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
         (tmp_path / f"checkpoint-{step}").mkdir()
     assert last_checkpoint(tmp_path) is None
     for step in (8, 16, 96):
-        (tmp_path / f"checkpoint-{step}" / FINISHED).touch()
+        (tmp_path / f"checkpoint-{step}" / FINISHED).write_text("{}")
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-96")
-    (tmp_path / "checkpoint-100" / FINISHED).touch()
+    for damaged in (b"", bytes(20)):
+        (tmp_path / "checkpoint-100" / FINISHED).write_bytes(damaged)
+        assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-96")
+    (tmp_path / "checkpoint-100" / FINISHED).write_text("{}")
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
 
 
@@ -164,14 +167,25 @@ def test_an_answer_is_learned_with_the_token_that_ends_it_unless_it_is_cut() -> 
             assert example.drafted == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
 
 
-def test_an_answer_that_was_cut_off_is_asked_for_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda line: line[:-5], lambda line: line[:-1], lambda line: bytes(len(line)) + b"\n" + line]
+)
+def test_an_answer_that_was_cut_off_is_asked_for_again(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     """The others are not."""
     path, params = tmp_path / "answers.jsonl", SamplingParams(max_new_tokens=8)
     whole, cut_off = (Answers(path, "a target", params, 32).prompt(ids, None).key for ids in ([1, 2], [3, 4]))
     lines = [msgspec.json.encode(Answer(key, [5, 6])) + b"\n" for key in (whole, cut_off)]
-    path.write_bytes(lines[0] + lines[1][:-5])
+    path.write_bytes(lines[0] + damage(lines[1]))
     assert Answers(path, "a target", params, 32).known == {whole: [5, 6]}
     assert path.read_bytes() == lines[0]  # the next one begins a line
+
+
+def test_answers_are_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("not an answer")
+    (tmp_path / "answers.jsonl").symlink_to(tmp_path / "other")
+    with pytest.raises(FolderError, match="is not a file of its own"):
+        Answers(tmp_path / "answers.jsonl", "a target", SamplingParams(max_new_tokens=8), 32)
+    assert (tmp_path / "other").read_text() == "not an answer"
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -36,7 +36,18 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"[]", b"{}", b'{"prompt": 1}', b'{"prompt": ""}', b'{"prompt": "a", "text": "b"}', b'{"text": "\xff"}', b"\x00"],
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"prompt": 1}',
+        b'{"prompt": ""}',
+        b'{"prompt": "a", "text": "b"}',
+        b'{"text": "\xff"}',
+        b"\x00",
+        b'{"a": ' + b"[" * 200_000,
+    ],
+    ids=lambda content: content[:20],
 )
 def test_what_is_not_a_sample_is_refused_by_its_line(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
