@@ -6,15 +6,14 @@ import errno
 import io
 import os
 import sys
-import warnings
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import click
 
 import outrider
 from outrider.commands import bench, build_engine, calibrate, export, generate, inspect, plan, serve, train_draft, verify
 from outrider.commands.output import printable
-from outrider.errors import OutriderError, OutriderWarning, UsageError
+from outrider.errors import OutriderError, UsageError, show_warnings
 
 # The extra to install if a package is missing, for packages that `export,cpu` does not bring.
 EXTRAS = {
@@ -65,17 +64,8 @@ def _fail(ctx: click.Context, message: str, hint: str, code: int = 1) -> NoRetur
     ctx.exit(code)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Print our own warnings in one line, and drop those of other libraries, which are for developers."""
-    if issubclass(category, OutriderWarning):
-        click.echo(f"warning: {_one_line(str(message))}", err=True)
+def _show_warning(message: str) -> None:
+    click.echo(f"warning: {_one_line(message)}", err=True)
 
 
 def _one_line(text: str) -> str:
@@ -93,7 +83,7 @@ def main() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open until the process exits
     if sys.stdout is None:
         raise UsageError("standard output is closed", "redirect it somewhere, to /dev/null if need be")
-    warnings.showwarning = _show_warning
+    show_warnings(_show_warning)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # print a question mark for characters that the terminal lacks

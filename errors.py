@@ -13,6 +13,10 @@ OutriderError                  exit code 1: the request was valid, but it failed
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import TextIO
+
 
 class OutriderError(Exception):
     """An expected failure: what happened, in one line, and how to fix it, in another."""
@@ -78,3 +82,20 @@ class UsageError(OutriderError):
 
 class OutriderWarning(UserWarning):
     """Something works, but not as well as it could."""
+
+
+def show_warnings(show: Callable[[str], None]) -> None:
+    """Pass the text of our own warnings to `show` from now on, and drop those of other libraries, which are for developers."""
+
+    def showwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, OutriderWarning):
+            show(str(message))
+
+    warnings.showwarning = showwarning

@@ -7,15 +7,13 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from contextlib import suppress
-from typing import TextIO
 
 from pythonjsonlogger.core import RESERVED_ATTRS, LogData
 from pythonjsonlogger.json import JsonFormatter
 
-from outrider.errors import OutriderWarning
+from outrider.errors import show_warnings
 
 HELD_BYTES = 4 << 20  # of lines that wait to be written
 FLUSH_SECONDS = 1.0  # for them to be written when the process ends
@@ -114,17 +112,4 @@ class LineWriter(logging.Handler):
 def log_as_json() -> None:
     """Send all records and warnings of this process to standard error as lines of JSON."""
     logging.basicConfig(level=logging.INFO, handlers=[LineWriter(sys.stderr.fileno())], force=True)
-    warnings.showwarning = _log_warning
-
-
-def _log_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Log our own warnings; those of other libraries are for developers."""
-    if issubclass(category, OutriderWarning):
-        logging.getLogger("outrider.serve").warning(str(message))
+    show_warnings(logging.getLogger("outrider.serve").warning)
