@@ -213,13 +213,8 @@ class Slots:
         self.evicted += harm[spare].lost
         if harm[gap].worth and spare is not gap:
             self._copy(gap, spare)
-            spare.tokens, spare.owner, spare.cached, spare.reused, spare.used = (
-                gap.tokens,
-                gap.owner,
-                gap.cached,
-                gap.reused,
-                gap.used,
-            )
+            spare.tokens, spare.owner, spare.cached = gap.tokens, gap.owner, gap.cached
+            spare.reused, spare.used = gap.reused, gap.used
         self._copy(source, gap)
         source.index, gap.index = gap.index, source.index
         self._slots[source.index], self._slots[gap.index] = source, gap

@@ -110,7 +110,7 @@ class Drop(msgspec.Struct, tag=True):
     answer: int
 
 
-Message = Job | Compile | Begin | Advance | Masks | Valid | Drop
+Message = Job | Compile | Begin | Advance | Masks | Valid  # which have replies
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -197,7 +197,7 @@ class _Worker:
     def __init__(self, channel: socket.socket, text: Text, grammars: LocalGrammars):
         self._channel, self._text, self._grammars = channel, text, grammars
         self._answers: dict[int, LocalMatcher] = {}
-        self._asked: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Message | Drop] = queue.SimpleQueue()
         self._started, self._held = time.monotonic(), _resident()
 
     def run(self) -> None:
@@ -224,7 +224,7 @@ class _Worker:
         """Read messages also while one is worked on, so that the server never waits to send, and the end of it is noticed."""
         with suppress(EOFError, OSError):
             while True:
-                self._asked.put(msgspec.json.decode(receive(self._channel), type=Message))
+                self._asked.put(msgspec.json.decode(receive(self._channel), type=Message | Drop))
         os._exit(0)
 
     @staticmethod
@@ -260,8 +260,6 @@ class _Worker:
                     return Reply(masks=[*map(_packed, masks)], count=matcher.rows)
                 case Valid():
                     return Reply(count=self._answers[message.answer].valid(message.tokens))
-                case Drop():
-                    return Reply()
         except UsageError as error:
             return Reply(
                 [], error=str(error), hint=error.hint, param=error.param, too_long=isinstance(error, PromptTooLongError)
