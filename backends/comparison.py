@@ -47,10 +47,9 @@ def check_same(export: Path, engines: Engines, role: str) -> None:
     model = manifest.models[role]
     if model.precision == "bf16":
         return
-    passes = [(with_context(role, ids), at, first) for ids, at, first in _passes(engines.build, model.vocab_rows)]
     ours, theirs, unrounded = alike(engines, export, manifest)
     tolerance = PRECISIONS[model.precision].unrounded if unrounded else PRECISIONS[model.precision].fusion
-    expected, actual = (_results(each, role, passes) for each in (theirs, ours))
+    expected, actual = (_results(each, role) for each in (theirs, ours))
     for want, got in zip(expected, actual, strict=True):
         finite = np.isfinite(want)
         allowed = tolerance * max(1.0, float(np.abs(want[finite]).max(initial=0)))
@@ -89,12 +88,13 @@ def give_features(session: Session, width: int | None) -> None:
         session.set_features(np.random.default_rng(1).standard_normal(shape, dtype=np.float32))
 
 
-def _results(engines: Engines, role: str, passes: list[Pass]) -> list[Floats]:
+def _results(engines: Engines, role: str) -> list[Floats]:
     """Return the logits of the passes on one model, which leaves memory then, and the features that it has written."""
-    session = engines.session(role, engines.build.batch)
+    session = engines.session(role, engines.build.batch)  # first: a batch that has no room is refused
     give_features(session, engines.manifest.models[role].features)
     logits = []
-    for ids, positions, first in passes:
+    for ids, positions, first in _passes(engines.build, session.vocab_rows):
+        ids = with_context(role, ids)
         session.assume(positions, first)
         logits.append(session.run(ids, positions, first).copy())
         count, rows = ids.shape

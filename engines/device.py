@@ -6,10 +6,14 @@ The CPU is here; GPUs are in `engines/cuda.py`.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from ctypes import c_byte
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ import numpy.typing as npt
 from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 Launch = Callable[[], None]
 """Queues one prepared piece of work behind everything launched before it."""
 
@@ -65,6 +70,10 @@ class Device(ABC):
     synchronous: bool  # whether a launch has finished when it returns
     stream: int  # the handle of the CUDA stream that all work goes to; 0 on a CPU
     alignment: int  # the addresses of tensors are multiples of this many bytes
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes of its memory."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
@@ -176,6 +185,16 @@ class Cpu(Device):
     synchronous = True
     stream = 0
     alignment = 8
+
+    def memory(self) -> tuple[int, int]:
+        try:
+            page = os.sysconf("SC_PAGE_SIZE")
+            free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, OSError, ValueError):  # not every system reports it
+            return sys.maxsize, sys.maxsize
+        with suppress(OSError, ValueError):  # a container may have less
+            total = min(total, int(CONTAINER_LIMIT.read_text()))
+        return min(free, total), total
 
     def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
         try:

@@ -74,6 +74,21 @@ class Sizes:
         return f"a cache of {self.batch} x {self.capacity:,} positions"
 
 
+def check_memory(device: Device, sizes: Sizes, layout: Iterable[tuple[tuple[int, ...], str]]) -> None:
+    """Check that a cache fits, given the shape and type of each of its tensors, before any of them is allocated: systems hand
+    out more memory than they have, and end the process that uses it.
+
+    Raises:
+        EngineError: it does not.
+    """
+    size = sum(math.prod(shape) * DTYPES[dtype].numpy.itemsize for shape, dtype in layout)
+    if size > (total := device.memory()[1]):
+        raise EngineError(
+            f"no memory for {sizes.cache}: it takes {size:,} bytes, and there are {total:,}",
+            "build with a smaller --capacity or --batch",
+        )
+
+
 class Session(ABC):
     """A step model for `batch` sequences, and the cache that it writes in place. `seconds` is the time spent in `write`.
 
@@ -317,10 +332,12 @@ class GraphSession(Session):
         """
         self._tensors = cache_tensors(sizes.layers, sizes.features, sizes.recurrent)
         dtype, slots = PRECISIONS[precision].dtype, sizes.capacity + engine.spare_slots
-        self._cache = {  # first, because what is too large is most likely this
-            tensor.past: device.zeros((sizes.batch, *tensor.sizes(slots, sizes.recent)), tensor.dtype or dtype, sizes.cache)
-            for tensor in self._tensors
+        layout = {
+            tensor.past: ((sizes.batch, *tensor.sizes(slots, sizes.recent)), tensor.dtype or dtype) for tensor in self._tensors
         }
+        check_memory(device, sizes, layout.values())
+        # First, because what is too large is most likely this.
+        self._cache = {name: device.zeros(*each, sizes.cache) for name, each in layout.items()}
         self._positional = {tensor.past for tensor in self._tensors if tensor.positional}
         self._snapshots = {
             name: device.zeros((SNAPSHOTS * sizes.batch, *whole.shape[1:]), whole.dtype, "snapshots of recurrent states")

@@ -29,7 +29,7 @@ from outrider.engines.arrays import Floats
 from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, cache_tensors
 from outrider.engines.device import Buffer, Cpu, Launch, nothing
 from outrider.engines.precisions import DTYPES
-from outrider.engines.session import Session, Sizes
+from outrider.engines.session import Session, Sizes, check_memory
 
 BLOCK_DIM = 2  # of a cache [blocks, heads, positions of a block, width]
 FEWEST = 2  # rows of a sequence in attention, and of a pass in products
@@ -66,9 +66,9 @@ class PagedSession(Session):
         block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
         self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for a row that only keeps company
         self._block = block
-        self._memory = [  # owns what the arrays of `_cache` show
-            device.zeros((sizes.batch * self._blocks, *tensor.sizes(block, 0)), dtype, sizes.cache) for tensor in tensors
-        ]
+        layout = [((sizes.batch * self._blocks, *tensor.sizes(block, 0)), dtype) for tensor in tensors]
+        check_memory(device, sizes, layout)
+        self._memory = [device.zeros(*each, sizes.cache) for each in layout]  # owns what the arrays of `_cache` show
         self._cache = {tensor.past: buffer.view() for tensor, buffer in zip(tensors, self._memory, strict=True)}
         super().__init__(device, sizes)
         with translated("cannot bind the cache"):
