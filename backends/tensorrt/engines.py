@@ -5,6 +5,7 @@ TensorRT neither checks cache writes beyond the capacity (sessions do) nor repor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, silent_
 from outrider.backends.tensorrt.package import OTHER_BACKENDS, Package
 from outrider.backends.tensorrt.runtime_cache import cache_file
 from outrider.bundle.manifest import Build, Manifest, round_rows
-from outrider.engines.contract import Tensor
+from outrider.engines.contract import Tensor, cache_tensors, recent_rows
 from outrider.engines.cuda import Cuda
 from outrider.engines.device import Engine
-from outrider.engines.precisions import DTYPES
-from outrider.engines.session import Session
+from outrider.engines.precisions import DTYPES, PRECISIONS
+from outrider.engines.session import SNAPSHOTS, Session
 from outrider.errors import DeviceError, EngineError
 from outrider.progress import Progress
 
@@ -35,6 +36,7 @@ INVALID = {  # TensorRT-RTX's diagnostics of a plan, as sentences
     "MALFORMED_ENGINE": "the plan is truncated or corrupt",
     "CUDA_ERROR": "CUDA does not work here",
 }
+MARGIN = 0.03  # of the GPU's memory, for kernels and small buffers, where weights are streamed
 OF_THE_PLAN = {"VERSION_MISMATCH", "MALFORMED_ENGINE"}  # diagnostics that would be the same on any machine
 
 
@@ -61,13 +63,9 @@ class TensorRTEngines(GraphEngines):
         if build.version_compatible:
             self._runtime.engine_host_code_allowed = True
         self._plans = {name: self._load(name, path) for name, path in plan_paths(folder, manifest).items()}
-        sizes = [
-            plan.get_device_memory_size_for_profile_v2(index)
-            for plan in self._plans.values()
-            for index in range(plan.num_optimization_profiles)
-        ]
+        self._keep_weights()
         # Engines take turns on one stream, so one piece of memory serves every context.
-        self._scratch = device.zeros((max(sizes),), "uint8", "the engines' working memory")
+        self._scratch = device.zeros((self._scratch_size(),), "uint8", "the engines' working memory")
         self._engines: dict[str, TensorRTEngine] = {}
 
     def step_model(self, role: str) -> Engine:
@@ -111,9 +109,48 @@ class TensorRTEngines(GraphEngines):
             )
         inputs, outputs = engine_tensors(self.manifest, name)
         check_plan(path, plan, [*inputs, *outputs])
-        if getattr(plan, "streamable_weights_size", 0) > 0:  # built so, because the weights did not fit
-            plan.weight_streaming_budget_v2 = plan.get_weight_streaming_automatic_budget()
         return plan
+
+    def _scratch_size(self) -> int:
+        return max(
+            int(plan.get_device_memory_size_for_profile_v2(index))
+            for plan in self._plans.values()
+            for index in range(plan.num_optimization_profiles)
+        )
+
+    def _keep_weights(self) -> None:
+        """Keep on the GPU as many as fit of weights that are streamed: not all of them did when the plans were built."""
+        sizes = {name: int(getattr(plan, "streamable_weights_size", 0)) for name, plan in self._plans.items()}
+        streamed = {name: size for name, size in sizes.items() if size > 0}
+        free, total = self.device.memory()
+        available = free - reserved(self.manifest, self.build) - self._scratch_size() - int(MARGIN * total)
+        for name, budget in zip(streamed, weight_budgets([*streamed.values()], available), strict=True):
+            plan = self._plans[name]
+            plan.weight_streaming_budget_v2 = budget
+
+
+def reserved(manifest: Manifest, build: Build) -> int:
+    """Return the bytes of GPU memory that a full batch's caches, and logits of a round and a prompt's chunk, take."""
+    rows = 2 * (build.k[-1] + 1) + build.max_prompt_chunk  # of the target's and the draft's
+    size = rows * manifest.vocab_rows * DTYPES["float32"].numpy.itemsize
+    for model in manifest.models.values():
+        dtype, recent = PRECISIONS[model.precision].dtype, recent_rows(model.recurrent, build.k[-1])
+        for tensor in cache_tensors(model.layers, model.features, model.recurrent):
+            copies = 1 if tensor.positional else 2 + SNAPSHOTS
+            size += copies * math.prod(tensor.sizes(build.capacity, recent)) * DTYPES[tensor.dtype or dtype].numpy.itemsize
+    return build.batch * size
+
+
+def weight_budgets(streamable: Sequence[int], available: int) -> list[int]:
+    """Return the bytes of each plan's weights to keep on the GPU, which has so many available: the first plan's come first.
+
+    TensorRT's own choice is no help: its binding for Python returns 32 of the 64 bits (10.15 to 11.1).
+    """
+    budgets = []
+    for size in streamable:
+        budgets.append(max(min(size, available), 0))
+        available -= budgets[-1]
+    return budgets
 
 
 def warm(role: str, session: Session, rows: Sequence[int], progress: Progress) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
 import re
 import shutil
 import subprocess
@@ -16,7 +18,15 @@ import pytest
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.engine import choose_profile, silent_logger
-from outrider.backends.tensorrt.engines import check_gpu, check_validity, check_version, plan_paths, warm
+from outrider.backends.tensorrt.engines import (
+    check_gpu,
+    check_validity,
+    check_version,
+    plan_paths,
+    reserved,
+    warm,
+    weight_budgets,
+)
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.backends.tensorrt.runtime_cache import RuntimeCache, cache_file
@@ -27,7 +37,7 @@ from outrider.errors import DeviceError, EngineError, UsageError
 from outrider.export.pair import export_pair
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
-from outrider.tests.support import build, reseal, run_here
+from outrider.tests.support import ROOT, build, reseal, run_here
 
 pytest.importorskip("tensorrt_rtx", reason="would show what a TensorRT-RTX bundle is refused for: pip install 'outrider[rtx]'")
 K, CHUNK = [1, 2, 4, 8], 64
@@ -209,6 +219,52 @@ def test_graphs_that_are_fused_for_the_cpu_run_there_only(tiny_bundle: Path, com
 def test_the_device_option_is_only_for_onnx_runtime(tiny_export: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--device does not apply to the backend tensorrt-rtx"):
         build(tiny_export, tmp_path / "bundle", backend="tensorrt-rtx", device="cuda")
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("streamable", "available", "budgets"),
+    [
+        ([3 * GIB], 5 * GIB, [3 * GIB]),
+        ([40 * GIB, 6 * GIB], 20 * GIB, [20 * GIB, 0]),
+        ([40 * GIB, 6 * GIB], 42 * GIB, [40 * GIB, 2 * GIB]),
+        ([GIB], -GIB, [0]),
+    ],
+)
+def test_as_many_streamed_weights_stay_on_the_gpu_as_fit(streamable: list[int], available: int, budgets: list[int]) -> None:
+    assert weight_budgets(streamable, available) == budgets
+
+
+def test_the_caches_have_room_beside_streamed_weights(bundle: Path, made: Build) -> None:
+    manifest = read_manifest(bundle)
+    caches = sum(
+        2 * 4 * heads * width * made.capacity for model in manifest.models.values() for heads, width, _ in model.layers
+    )
+    logits = 4 * manifest.vocab_rows * (2 * (made.k[-1] + 1) + made.max_prompt_chunk)
+    assert reserved(manifest, made) == made.batch * (caches + logits)
+    larger = msgspec.structs.replace(made, batch=2**20)
+    assert reserved(manifest, larger) == 2**20 * (caches + logits) > 2**32
+
+
+def test_every_name_of_the_package_that_is_used_exists() -> None:
+    """Those of loading and running, too, which no test reaches without a GPU."""
+    trt = importlib.import_module("tensorrt_rtx")
+    source = "\n".join(path.read_text() for path in (ROOT / "backends" / "tensorrt").glob("*.py"))
+    names = {*re.findall(r"\btrt\.([A-Z]\w*(?:\.\w+)*)", source)}
+    of_kinds = {
+        r"\bplan": "ICudaEngine",
+        r"self\._plan": "ICudaEngine",
+        r"context\.context": "IExecutionContext",
+        "_runtime": "Runtime",
+    }
+    for variable, kind in of_kinds.items():
+        called = rf"{variable}\.((?:get|set|is|execute|infer|create|num|deserialize|streamable|weight|engine)_\w+)"
+        names |= {f"{kind}.{name}" for name in re.findall(called, source)}
+    assert {"ICudaEngine.weight_streaming_budget_v2", "IExecutionContext.execute_async_v3"} <= names
+    for name in sorted(names):
+        operator.attrgetter(name)(trt)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
