@@ -302,7 +302,9 @@ def test_while_the_source_is_read_and_cancelled(batched: Outrider, texts: list[l
 @pytest.mark.parametrize(
     "bundle",
     [
-        "trained head fp32 onnxruntime",  # whose first request is too short for its head to draft
+        "trained head int4 onnxruntime",  # whose first request is too short for its head to draft
+        pytest.param("trained head fp32 onnxruntime", marks=pytest.mark.slow),
+        pytest.param("random head int4 onnxruntime", marks=pytest.mark.slow),
         *(pytest.param(f"{each} int4 onnxruntime", marks=pytest.mark.slow) for each in ("plain block", "random parallel-head")),
     ],
     indirect=True,
