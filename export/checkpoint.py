@@ -22,6 +22,7 @@ from outrider.bundle.manifest import Generation
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.gguf_file import GgufFile
+from outrider.export.gguf_tokenizer import amend_tokenizer
 from outrider.export.source import AGAIN, CORRECT_CONFIG, Source
 from outrider.runtime.chat_template import CORRECT, ChatTemplate, with_tools
 
@@ -230,6 +231,8 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise SourceError(f"{source.name} has only a slow tokenizer, without a tokenizer.json", "convert it with transformers")
+    if (file := _gguf_file(source)) is not None:
+        amend_tokenizer(file, tokenizer)
     token, largest = max(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1), default=("", 0))
     if largest >= MOST_TOKENS:  # what lists all ids would use up the memory
         raise SourceError(f"{source.name} gives the token {token!r} the id {largest:,}", CORRECT_TOKENIZER)

@@ -1,4 +1,4 @@
-"""Configure a build over a release of TensorRT's Python bindings whose libraries are empty: names are real, nothing is computed.
+"""Configure a build over a release of TensorRT's Python bindings with empty libraries: names are real, nothing is computed.
 
 A program: the folder of `tensorrt_bindings` is on the path, and the names to look up are its arguments.
 """
@@ -26,7 +26,8 @@ class Attention:
     type = trt.LayerType.ATTENTION_INPUT
 
     def __setattr__(self, name: str, value: Any) -> None:
-        assert name == "__class__" and hasattr(value, "attention")
+        assert name == "__class__"
+        assert value.attention is not None
 
     attention = property(lambda self: Named("IAttention"))
 
@@ -58,9 +59,7 @@ def main(names: list[str]) -> None:
     for name in names:
         operator.attrgetter(name)(trt)
     past = Named("ITensor", name="past", shape=(-1, 2, 8, 4), is_shape_tensor=False)
-    network = Named(
-        "INetworkDefinition", num_inputs=1, get_input=lambda _: past, num_layers=1, get_layer=lambda _: Attention()
-    )
+    network = Named("INetworkDefinition", num_inputs=1, get_input=lambda _: past, num_layers=1, get_layer=lambda _: Attention())
     config, profile = Named("IBuilderConfig"), Named("IOptimizationProfile")
     builder = Named(
         "Builder",
@@ -72,7 +71,9 @@ def main(names: list[str]) -> None:
     import_polygraphy(TENSORRT)
     every = Options(workspace=1, optimization_level=3, version_compatible=True, hardware_compatible=True)
     cache = CacheTensor("past", "present", (2, CAPACITY_DIM, 4))
-    job = Job(TENSORRT, every, cache=[cache], capacity=8, profiles=[{"input_ids": ((1, 1), (1, 1), (1, 1))}], stream_weights=True)
+    job = Job(
+        TENSORRT, every, cache=[cache], capacity=8, profiles=[{"input_ids": ([1, 1], [1, 1], [1, 1])}], stream_weights=True
+    )
     configure(trt, job, *create(trt, None), monitor=None)
     print(trt.__version__)
 

@@ -34,7 +34,11 @@ def used(every: bool) -> list[str]:
         names |= {f"{kind}.{name}" for name in re.findall(called, source)}
     names |= {f"ICudaEngine.{name}" for name in re.findall(r'getattr\(plan, "(\w+)"', source)}
     assert {"ICudaEngine.weight_streaming_budget_v2", "IExecutionContext.execute_async_v3"} <= names
-    guarded = {"Runtime.get_engine_validity", "EngineValidity.INVALID", "EngineInvalidityDiagnostics.__members__"}  # in `check_validity`
+    guarded = {
+        "Runtime.get_engine_validity",
+        "EngineValidity.INVALID",
+        "EngineInvalidityDiagnostics.__members__",
+    }  # in `check_validity`
     guarded |= {".".join(each) for each in re.findall(r'hasattr\(trt\.(\w+), "(\w+)"\)', source)}
     return sorted(names if every else names - guarded)
 
