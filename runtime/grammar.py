@@ -50,8 +50,8 @@ class Matcher(Protocol):
     rows: int
     """how many rows of the round that is decided now have masks, the first included: what is said behind them is dropped"""
 
-    def ready(self) -> bool:
-        """Return whether the answer can take part in a round now. One that is not sits it out."""
+    def ready(self, patient: bool = True) -> bool:
+        """Return whether the answer can take part in a round now, after a moment's patience. One that is not sits it out."""
 
     def masks(self, drafted: Sequence[int]) -> list[Bools]:
         """Return which tokens, bool [V], may follow the confirmed tokens and the first 0, 1, ... of the drafted ones, as far as
@@ -181,7 +181,7 @@ class LocalMatcher(Matcher):
         self._plain = False  # whether no drafted token is followed any more
         self.rows = 1
 
-    def ready(self) -> bool:
+    def ready(self, patient: bool = True) -> bool:
         """See `Matcher.ready`."""
         return True
 

@@ -62,6 +62,7 @@ class Request:
         self.submitted = 0.0  # by the scheduler's clock, in seconds
         self.admitted: float | None = None
         self.slot: Slot | None = None
+        self.late: float | None = None  # since when its grammar keeps it from rounds
         self.cancelled = False
         self.finish_reason: str | None = None
         self.sink: Callable[[Event | OutriderError], None] | None = None  # free for whoever submits it
@@ -74,9 +75,9 @@ class Request:
         """Whether it has a slot."""
         return self.slot is not None
 
-    def ready(self) -> bool:
-        """Return whether it can take part in a round now: its grammar may be late."""
-        return self.sampling.grammar is None or self.sampling.grammar.ready()
+    def ready(self, patient: bool = True) -> bool:
+        """Return whether it can take part in a round now, after a moment's patience: its grammar may be late."""
+        return self.sampling.grammar is None or self.sampling.grammar.ready(patient)
 
     @property
     def remaining(self) -> int:

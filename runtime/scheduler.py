@@ -37,6 +37,7 @@ class Plan(NamedTuple):
 
 NOTHING = Plan(None, [])
 PAUSE = 0.002  # seconds, when all requests wait for what their grammars allow
+MAX_LATE = 0.5  # seconds that an answer waits for its grammar in a slot that another request could use
 
 
 @dataclass(slots=True)
@@ -229,10 +230,11 @@ class Scheduler:
         return self._postprocess(self._run(plan))
 
     def _schedule(self) -> Plan:
+        self._preempt()
         while self._waiting and self._free:
             request = self._next()
-            request.admitted = self._clock()
-            request.acceptance = self._policy.begin()
+            if request.admitted is None:
+                request.admitted, request.acceptance = self._clock(), self._policy.begin()
             slot = self._slots.admit(request, self._free)
             self._free.remove(slot)
             self._running.append(request)
@@ -240,18 +242,47 @@ class Scheduler:
                 self._reading.append(request)
         if self._free and len(self._running) > 1:
             self._close_gaps()
-        decoding = [request for request in self._running if request not in self._reading and request.ready()]
+        decoding: list[Request] = []
+        for request in self._running:
+            if request in self._reading:
+                continue
+            if request.ready():
+                request.late = None
+                decoding.append(request)
+            elif request.late is None:
+                request.late = self._clock()
         if not self._reading:
             return Plan(None, decoding)
         reading = self._reading[0]
         self._reading.rotate(-1)  # long prompts do not hold up short ones
         return Plan(reading, decoding)
 
+    def _preempt(self) -> None:
+        """Put an answer whose grammar is late back into the queue, with its tokens, if another request could use its slot."""
+        if self._free or not any(request.ready(patient=False) for request in self._waiting):
+            return
+        since = self._clock() - MAX_LATE
+        late = [request for request in self._running if request.late is not None and request.late <= since]
+        if late:
+            running = Counter(request.owner for request in self._running)
+            request = max(late, key=lambda each: running[each.owner])
+            self._release(request)
+            request.late = None
+            self._waiting.appendleft(request)
+
     def _next(self) -> Request:
-        """Take a request from the queue: of the owner that runs the fewest, among these of the one whose turn was first, and of
-        that owner's requests the most urgent."""
+        """Take a request from the queue, one whose grammar is late only if there is no other: of the owner that runs the
+        fewest, among these of the one whose turn was first, and of that owner's requests the most urgent."""
         running = Counter(request.owner for request in self._running)
-        request = min(self._waiting, key=lambda each: (running[each.owner], self._turns.get(each.owner, -1), each.priority))
+        request = min(
+            self._waiting,
+            key=lambda each: (
+                not each.ready(patient=False),
+                running[each.owner],
+                self._turns.get(each.owner, -1),
+                each.priority,
+            ),
+        )
         self._waiting.remove(request)
         present = {each.owner for each in (*self._waiting, *self._running)}
         turn = max(self._turns.values(), default=-1) + 1
@@ -291,7 +322,8 @@ class Scheduler:
             return error
         if not request.slot.unread:
             self._reading.remove(request)
-            request.stats.prompt_seconds = self._clock() - (request.admitted or 0.0)
+            if not request.stats.emitted:  # or else it was preempted, and its answer is read again as well
+                request.stats.prompt_seconds = self._clock() - (request.admitted or 0.0)
         return None
 
     def _round(self, requests: list[Request]) -> list[tuple[Request, RoundResult | EngineError]]:

@@ -97,11 +97,12 @@ class Slots:
 
     def admit(self, request: Request, free: Sequence[Slot]) -> Slot:
         """Give a request the free slot in which it does least harm, with what any slot holds of its prompt."""
-        harm = self._harm(request.prompt, self._owner(request))
+        harm = self._harm(request.tokens, self._owner(request))
         slot = min(free, key=harm.__getitem__)
         self.evicted += harm[slot].lost
         self.begin(slot, request)
-        request.stats.cached_tokens = slot.cached
+        if not request.stats.emitted:
+            request.stats.cached_tokens = slot.cached
         self.share(request)
         return slot
 
@@ -172,8 +173,9 @@ class Slots:
         slot.cached = slot.reused = length
         self._snapshots.restore(slot)
         source.reused, source.used = max(source.reused, length), next(self._clock)
-        request.stats.cached_tokens += copied
-        request.stats.copied_tokens += copied
+        if not request.stats.emitted:
+            request.stats.cached_tokens += copied
+            request.stats.copied_tokens += copied
 
     def catch_up(self, slot: Slot, drafter: Drafter, chunks: int | None) -> None:
         """Let a drafter process a text, or at most so many chunks of it, after what it has processed of it in other slots."""
@@ -186,6 +188,7 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Take a slot from its request. Its caches keep their tokens, unless they may contain NaN."""
         slot.used = next(self._clock)
+        slot.tokens = list(slot.tokens)  # the request may go on in another slot
         if not slot.finite:
             self.clear(slot)
 

@@ -1,12 +1,13 @@
-"""Grammars of answers, whose masks workers compute: one worker for each owner of requests.
+"""Grammars of answers, whose masks workers compute: one worker for each owner of requests, and one that tries new grammars.
 
-What a client's grammar takes in time and memory is its worker's. The engines wait for a mask for a moment, and not at all where
+What a client's grammar takes in time and memory is its workers'. The engines wait for a mask for a moment, and not at all where
 the owner's masks have been late: then an answer drafts nothing, and sits out rounds until its mask has come.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import threading
 import time
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 
 from outrider.errors import EngineError
@@ -23,7 +25,8 @@ from outrider.runtime.structured import StructuredOutputs, refused
 from outrider.serve.worker_main import GRAMMAR_SECONDS, Advance, Begin, Compile, Masks, Reply, Valid
 from outrider.serve.workers import Worker, WorkerEndedError, Workers
 
-MAX_OWNERS = 16  # whose grammars have a worker at once
+MAX_OWNERS = 16  # whose grammars have workers at once
+MAX_TRIED = 64  # grammars of an owner that are not tried again
 PATIENCE = 0.02  # seconds that the engines wait for a mask
 PENALTY, MAX_PENALTY = 1.0, 16.0  # seconds without waiting, after a mask that was late; each time twice as many
 # How often an answer's worker may end: twice while it works on that answer, which then is most likely the reason, or more often
@@ -36,10 +39,12 @@ class GrammarBusyError(GrammarError):
 
 
 class Owner:
-    """An owner's worker, and how patient the engines are with it."""
+    """An owner's workers, and how patient the engines are with them."""
 
     def __init__(self, worker: Worker):
-        self.worker = worker
+        self.worker = worker  # of its answers
+        self.trial: Worker | None = None  # of grammars that may take too long, which no answer is to wait for
+        self.tried: dict[bytes, None] = {}  # digests of grammars, the latest last
         self.answers: weakref.WeakSet[RemoteMatcher] = weakref.WeakSet()
         self.used = time.monotonic()
         self._impatient, self._penalty = 0.0, PENALTY
@@ -48,6 +53,17 @@ class Owner:
     def patience(self) -> float:
         """The seconds to wait."""
         return 0.0 if time.monotonic() < self._impatient else PATIENCE
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request needs the workers now."""
+        return not (self.answers or self.worker.busy or (self.trial is not None and self.trial.busy))
+
+    def close(self) -> None:
+        """End the workers."""
+        self.worker.close()
+        if self.trial is not None:
+            self.trial.close()
 
     def late(self) -> None:
         """Note that a mask did not come in time."""
@@ -80,16 +96,22 @@ class RemoteGrammars(Grammars):
             if owner is None or owner.worker.ended:
                 self._owners = {key: each for key, each in self._owners.items() if not each.worker.ended}
                 if len(self._owners) >= MAX_OWNERS:
-                    idle = [key for key, each in self._owners.items() if not each.answers and not each.worker.busy]
+                    idle = [key for key, each in self._owners.items() if each.idle]
                     if not idle:
                         raise GrammarBusyError("the grammars of other requests leave no room", "try again in a moment")
-                    self._owners.pop(min(idle, key=lambda key: self._owners[key].used)).worker.close()
+                    self._owners.pop(min(idle, key=lambda key: self._owners[key].used)).close()
                 owner = self._owners[key] = Owner(self._workers.fork())
             owner.used = time.monotonic()
             return owner
 
+    def _trial(self, owner: Owner) -> Worker:
+        with self._lock:
+            if owner.trial is None or owner.trial.ended:
+                owner.trial = self._workers.fork()
+            return owner.trial
+
     async def compile(self, structured: StructuredOutputs, key: Hashable) -> None:
-        """Compile a grammar and try its masks, in its owner's worker.
+        """Compile a grammar and try its masks, unless its owner has just done so.
 
         Raises:
             UsageError: it cannot be compiled, or takes too long, or no token can end a text.
@@ -97,16 +119,25 @@ class RemoteGrammars(Grammars):
         """
         if not self.end_ids:
             raise refused("this bundle has no token that ends a text", "export a checkpoint that names its eos_token_id")
+        message = Compile(structured.arguments())
+        digest = hashlib.sha256(msgspec.json.encode(message)).digest()
+        owner = await asyncio.to_thread(self.owner, key)
+        if owner.tried.pop(digest, False) is None:
+            owner.tried[digest] = None
+            return
+        trial = await asyncio.to_thread(self._trial, owner)
         started = time.monotonic()
         try:
-            owner = await asyncio.to_thread(self.owner, key)
-            reply = await owner.worker.reply(Compile(structured.arguments()))
+            reply = await trial.reply(message)
         except WorkerEndedError as error:
             if time.monotonic() - started >= GRAMMAR_SECONDS:
                 raise refused(f"the grammar takes longer than {GRAMMAR_SECONDS:g} seconds to compile", "simplify it") from error
             raise refused("the process that compiles grammars has crashed on the grammar", "simplify it") from error
         if reply.error:
             raise refused(reply.error, reply.hint)
+        owner.tried[digest] = None
+        while len(owner.tried) > MAX_TRIED:
+            del owner.tried[next(iter(owner.tried))]
 
     def begin(self, structured: StructuredOutputs, owner: Hashable = None) -> RemoteMatcher:
         """Return a new answer's place in a grammar, which the owner's worker is told of."""
@@ -145,9 +176,11 @@ class RemoteMatcher(Matcher):
         self._masks: list[Bools] = []  # after the first 0, 1, ... of these
         self.rows = 1
 
-    def ready(self) -> bool:
-        """See `Matcher.ready`. Wait for a moment, and begin anew if the worker has ended."""
+    def ready(self, patient: bool = True) -> bool:
+        """See `Matcher.ready`. Begin again if the worker has ended."""
         if not self._coming.done():
+            if not patient:
+                return False
             try:
                 self._coming.exception(self._owner.patience)
             except TimeoutError:

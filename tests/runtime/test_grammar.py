@@ -35,7 +35,7 @@ from outrider.runtime.reference import named_settings, warp
 from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.sampling import SamplingState
-from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.scheduler import MAX_LATE, Scheduler
 from outrider.runtime.structured import StructuredOutputs
 from outrider.tests.deferred import deferred
 from outrider.tests.support import PAIR, build, prefill, tokenizer
@@ -520,7 +520,7 @@ class LateMatcher(LocalMatcher):
 
     asked = 0
 
-    def ready(self) -> bool:
+    def ready(self, patient: bool = True) -> bool:
         """See `Matcher.ready`."""
         type(self).asked += 1
         return self.asked % 3 > 0
@@ -554,6 +554,61 @@ def test_masks_that_are_late_change_nothing(
             answers[request] += event.token_ids
     assert [*answers.values()] == want
     assert LateMatcher.asked > 0
+
+
+class StuckMatcher(LocalMatcher):
+    """A matcher that is not ready while the class is stuck."""
+
+    stuck = False
+
+    def ready(self, patient: bool = True) -> bool:
+        """See `Matcher.ready`."""
+        return not self.stuck
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_an_answer_whose_masks_do_not_come_gives_its_slot_to_another_request(
+    trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """It goes on later from the tokens that it has, in any slot, and gets the same text."""
+    outrider = Outrider.load(trained_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4), slots=2)
+    prompt = outrider.text.encode(PROMPT, chat=False)
+    structured = [GRAMMARS["schema"], GRAMMARS["branches"], None, None]
+    params = [SamplingParams(max_new_tokens=40, structured_outputs=each, seed=7, temperature=1.0) for each in structured]
+    want = [tokens(list(outrider.generate(prompt, each, k=0))) for each in params]
+    monkeypatch.setattr("outrider.runtime.grammar.LocalMatcher", StuckMatcher)
+    now = [0.0]
+    scheduler = Scheduler(outrider, k=4, drafter=drafter, clock=lambda: now[0])
+    late = scheduler.submit_all([(prompt, each) for each in params[:2]], "late")
+    answers: dict[Request, list[int]] = {request: [] for request in late}
+
+    def step() -> None:
+        for request, event in scheduler.step():
+            assert isinstance(event, Event)
+            answers[request] += event.token_ids
+
+    while not all(answers.values()):
+        step()
+    cached = [request.stats.cached_tokens for request in late]
+    monkeypatch.setattr(StuckMatcher, "stuck", True)
+    others = scheduler.submit_all([(prompt, each) for each in params[2:]], "other")
+    answers |= {request: [] for request in others}
+    for _ in range(3):
+        step()
+    assert [request.running for request in others] == [False, False]
+    now[0] += MAX_LATE
+    step()
+    assert [request.running for request in (*late, *others)].count(True) == 2
+    assert any(request.running for request in others)
+    while any(request.finish_reason is None for request in others):
+        step()
+    assert all(request.finish_reason is None for request in late)
+    monkeypatch.setattr(StuckMatcher, "stuck", False)
+    while scheduler.busy:
+        step()
+    assert [*answers.values()] == want
+    assert [request.stats.cached_tokens for request in late] == cached
+    assert [request.stats.emitted for request in late] == [len(answers[request]) for request in late]
 
 
 def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.MonkeyPatch) -> None:

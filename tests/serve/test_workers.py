@@ -49,6 +49,7 @@ def workers() -> Iterator[Workers]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", hasty)
         patch.setattr("outrider.serve.prompts.JOB_SECONDS", LIMITS["JOB_SECONDS"])
+        patch.setattr(serve_grammars, "GRAMMAR_SECONDS", LIMITS["GRAMMAR_SECONDS"])
         made.start(Text(tokenizer(), ChatTemplate(TEMPLATE, {})), VOCABULARY, [0])
         yield made
         made.close()
@@ -152,6 +153,37 @@ def test_a_grammar_is_tried(grammars: RemoteGrammars) -> None:
         asyncio.run(grammars.compile(StructuredOutputs(grammar="start: ("), "owner"))
 
 
+def test_a_grammar_is_not_tried_again(grammars: RemoteGrammars, workers: Workers) -> None:
+    asyncio.run(grammars.compile(LETTERS, "owner"))
+    for child in children(workers):
+        os.kill(child.pid, signal.SIGSTOP)
+    asyncio.run(asyncio.wait_for(grammars.compile(LETTERS, "owner"), 5))
+
+
+def test_a_grammar_that_is_tried_holds_up_no_answer(grammars: RemoteGrammars, workers: Workers) -> None:
+    """Its process ends by a limit, and not the one of its owner's answers."""
+
+    async def beside() -> float:
+        trying = asyncio.create_task(
+            grammars.compile(StructuredOutputs(json={"type": "integer", "multipleOf": 99999989}), "owner")
+        )
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        matcher.advance(ids("ab"))
+        assert (await asyncio.to_thread(wait, matcher)).masks([])[0].any()
+        taken = time.monotonic() - began
+        assert not trying.done()
+        with pytest.raises(UsageError, match="longer than"):
+            await trying
+        return taken
+
+    matcher = grammars.begin(LETTERS, "owner")
+    wait(matcher)
+    (child,) = children(workers)
+    assert asyncio.run(beside()) < 0.3
+    assert child.is_running()
+
+
 def test_masks_are_those_of_this_process(grammars: RemoteGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind drafted tokens that are in the grammar, that leave it, and that were rejected."""
     monkeypatch.setattr(serve_grammars, "PATIENCE", 10.0)
@@ -212,9 +244,9 @@ def test_the_memory_of_an_owners_grammars_is_bounded(grammars: RemoteGrammars, w
 
     for title in range(6):
         asyncio.run(grammars.compile(schema(title), "owner"))
-    (child,) = children(workers)
     assert workers.process is not None
-    assert child.memory_info().rss < psutil.Process(workers.process.pid).memory_info().rss + (48 << 20)
+    for child in children(workers):
+        assert child.memory_info().rss < psutil.Process(workers.process.pid).memory_info().rss + (48 << 20)
     begun, failed = list[RemoteMatcher](), ""
     for title in range(100, 110):
         matcher = grammars.begin(schema(title), "owner")
