@@ -27,6 +27,7 @@ HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
 STICKY = 0.97  # another k must promise to take no more than this share of the time per token
 PROBING = 0.02  # share of the time of plain decoding that may be spent on trying a drafter again
 PROBING_OTHERS = 0.005  # and of the time of a drafter that may be spent on trying another one
+MOST_FOR_OTHERS = 1.25  # rounds of plain decoding that one may take to draft proposals, where not all sequences have one
 USEFUL = 0.25  # acceptance below which even less may be spent
 LONG_STEP = 0.4  # milliseconds of a draft step; asking whether to draft another token takes up to a tenth of this
 REVIEW = 4  # rounds without a drafter on the device after which steady choices are compared again; comparing takes time, too
@@ -188,6 +189,7 @@ class AdaptivePolicy(Policy):
         """Return the choice among proposals from the host that saves the most time in this one round, compared with emitting
         as many tokens by the best steady choice; `PLAIN` if none saves any."""
         best_choice, best_saving = PLAIN, 0.0
+        most = MOST_FOR_OTHERS * self._time(PLAIN, batch)
         for name in self._on_host:
             if not any(name in sequence.offers for sequence in batch.sequences):
                 continue
@@ -198,9 +200,10 @@ class AdaptivePolicy(Policy):
                     key = proposer, proposal.evidence, min(len(proposal.tokens), sequence.remaining - 1)
                     proposals[key] = proposals.get(key, 0) + 1
             rates = [(self.by_evidence(who, evidence).rate, limit, n) for (who, evidence, limit), n in proposals.items()]
+            some = sum(proposals.values()) < batch.size
             for choice, time in self._proposal_times[name]:
                 saved = _emitted(batch.size, rates, choice.k) * self._per_token - time
-                if saved > best_saving:
+                if saved > best_saving and not (some and time > most):
                     best_choice, best_saving = choice, saved
         return best_choice
 

@@ -1,7 +1,8 @@
-"""Grammars of answers, whose masks workers compute: one worker for each owner of requests, and one that tries new grammars.
+"""Grammars of answers, whose masks workers compute: one worker for each owner of requests. New grammars are tried in
+workers of their own, so that no answer waits for one that takes too long.
 
-What a client's grammar takes in time and memory is its workers'. The engines wait for a mask for a moment, and not at all where
-the owner's masks have been late: then an answer drafts nothing, and sits out rounds until its mask has come.
+What a client's grammar takes in time and memory is its worker's. The engines wait for masks a moment at a time, and a
+share of the time: beyond that an answer drafts nothing, and sits out rounds until its mask has come.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from outrider.errors import EngineError
 from outrider.runtime.grammar import Bools, GrammarError, Grammars, Matcher
 from outrider.runtime.matching import matching
 from outrider.runtime.structured import StructuredOutputs, refused
-from outrider.serve.worker_main import GRAMMAR_SECONDS, Advance, Begin, Compile, Masks, Reply, Valid
+from outrider.serve.worker_main import BURST, GRAMMAR_SECONDS, SHARE, Advance, Begin, Compile, Masks, Reply, Valid
 from outrider.serve.workers import Worker, WorkerEndedError, Workers
 
-MAX_OWNERS = 16  # whose grammars have workers at once
+MAX_OWNERS = 16  # whose grammars have a worker at once
 MAX_TRIED = 64  # grammars of an owner that are not tried again
 PATIENCE = 0.02  # seconds that the engines wait for a mask
-PENALTY, MAX_PENALTY = 1.0, 16.0  # seconds without waiting, after a mask that was late; each time twice as many
+WAITING = 0.1  # of the time, in which the engines may wait for masks, for those of all owners together
+SAVED = 0.1  # seconds of this that an owner may save up
 # How often an answer's worker may end: twice while it works on that answer, which then is most likely the reason, or more often
 # while it works on others.
 ENDS, AT_WORK = 4, 3
@@ -39,38 +41,35 @@ class GrammarBusyError(GrammarError):
 
 
 class Owner:
-    """An owner's workers, and how patient the engines are with them."""
+    """An owner's worker, and how patient the engines are with it."""
 
     def __init__(self, worker: Worker):
-        self.worker = worker  # of its answers
-        self.trial: Worker | None = None  # of grammars that may take too long, which no answer is to wait for
+        self.worker = worker
         self.tried: dict[bytes, None] = {}  # digests of grammars, the latest last
+        self._since, self._trying = time.monotonic(), 0.0
         self.answers: weakref.WeakSet[RemoteMatcher] = weakref.WeakSet()
         self.used = time.monotonic()
-        self._impatient, self._penalty = 0.0, PENALTY
+        self._left, self._counted = SAVED, self.used
 
-    @property
-    def patience(self) -> float:
-        """The seconds to wait."""
-        return 0.0 if time.monotonic() < self._impatient else PATIENCE
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request needs the workers now."""
-        return not (self.answers or self.worker.busy or (self.trial is not None and self.trial.busy))
-
-    def close(self) -> None:
-        """End the workers."""
-        self.worker.close()
-        if self.trial is not None:
-            self.trial.close()
-
-    def late(self) -> None:
-        """Note that a mask did not come in time."""
+    def patience(self, owners: int) -> float:
+        """Return the seconds to wait for a mask, where there are so many owners."""
         now = time.monotonic()
-        if now >= self._impatient:
-            self._penalty = PENALTY if now > self._impatient + MAX_PENALTY else min(2 * self._penalty, MAX_PENALTY)
-            self._impatient = now + self._penalty
+        self._left = min(self._left + (now - self._counted) * WAITING / owners, SAVED)
+        self._counted = now
+        return max(min(self._left, PATIENCE), 0.0)
+
+    def waited(self, seconds: float) -> None:
+        """Note how long the engines have waited for a mask."""
+        self._left -= seconds
+
+    @property
+    def greedy(self) -> bool:
+        """Whether its trials have taken so much time that they come last."""
+        return self._trying > BURST + SHARE * (time.monotonic() - self._since)
+
+    def took(self, seconds: float) -> None:
+        """Note how long a trial has taken."""
+        self._trying += seconds
 
 
 class RemoteGrammars(Grammars):
@@ -81,7 +80,7 @@ class RemoteGrammars(Grammars):
         self.vocab_rows, self.end_ids = vocab_rows, frozenset(end_ids)
         self.numbers = itertools.count()  # of answers
         self._workers = workers
-        self._owners: dict[Hashable, Owner] = {}
+        self.owners: dict[Hashable, Owner] = {}
         self._lock = threading.Lock()
 
     def owner(self, key: Hashable) -> Owner:
@@ -92,23 +91,17 @@ class RemoteGrammars(Grammars):
             EngineError: the worker does not start.
         """
         with self._lock:
-            owner = self._owners.get(key)
+            owner = self.owners.get(key)
             if owner is None or owner.worker.ended:
-                self._owners = {key: each for key, each in self._owners.items() if not each.worker.ended}
-                if len(self._owners) >= MAX_OWNERS:
-                    idle = [key for key, each in self._owners.items() if each.idle]
+                self.owners = {key: each for key, each in self.owners.items() if not each.worker.ended}
+                if len(self.owners) >= MAX_OWNERS:
+                    idle = [key for key, each in self.owners.items() if not each.answers and not each.worker.busy]
                     if not idle:
                         raise GrammarBusyError("the grammars of other requests leave no room", "try again in a moment")
-                    self._owners.pop(min(idle, key=lambda key: self._owners[key].used)).close()
-                owner = self._owners[key] = Owner(self._workers.fork())
+                    self.owners.pop(min(idle, key=lambda key: self.owners[key].used)).worker.close()
+                owner = self.owners[key] = Owner(self._workers.fork())
             owner.used = time.monotonic()
             return owner
-
-    def _trial(self, owner: Owner) -> Worker:
-        with self._lock:
-            if owner.trial is None or owner.trial.ended:
-                owner.trial = self._workers.fork()
-            return owner.trial
 
     async def compile(self, structured: StructuredOutputs, key: Hashable) -> None:
         """Compile a grammar and try its masks, unless its owner has just done so.
@@ -119,20 +112,23 @@ class RemoteGrammars(Grammars):
         """
         if not self.end_ids:
             raise refused("this bundle has no token that ends a text", "export a checkpoint that names its eos_token_id")
-        message = Compile(structured.arguments())
-        digest = hashlib.sha256(msgspec.json.encode(message)).digest()
         owner = await asyncio.to_thread(self.owner, key)
+        arguments = structured.arguments()
+        digest = hashlib.sha256(msgspec.json.encode(arguments)).digest()
         if owner.tried.pop(digest, False) is None:
             owner.tried[digest] = None
             return
-        trial = await asyncio.to_thread(self._trial, owner)
+        trial = await asyncio.to_thread(self._workers.fork)
         started = time.monotonic()
         try:
-            reply = await trial.reply(message)
+            reply = await trial.reply(Compile(arguments, owner.greedy))
         except WorkerEndedError as error:
             if time.monotonic() - started >= GRAMMAR_SECONDS:
                 raise refused(f"the grammar takes longer than {GRAMMAR_SECONDS:g} seconds to compile", "simplify it") from error
             raise refused("the process that compiles grammars has crashed on the grammar", "simplify it") from error
+        finally:
+            owner.took(time.monotonic() - started)
+            trial.close()
         if reply.error:
             raise refused(reply.error, reply.hint)
         owner.tried[digest] = None
@@ -179,18 +175,27 @@ class RemoteMatcher(Matcher):
     def ready(self, patient: bool = True) -> bool:
         """See `Matcher.ready`. Begin again if the worker has ended."""
         if not self._coming.done():
-            if not patient:
-                return False
-            try:
-                self._coming.exception(self._owner.patience)
-            except TimeoutError:
-                self._owner.late()
+            if not patient or not self._in_time(self._coming):
                 return False
         error = self._coming.exception()
         if isinstance(error, WorkerEndedError):
             self._ends += AT_WORK if error.at_work else 1
             self._begin()
             return self._coming.done()
+        return True
+
+    @property
+    def _patience(self) -> float:
+        return self._owner.patience(len(self._grammars.owners))
+
+    def _in_time(self, reply: Future[Reply]) -> bool:
+        began = time.monotonic()
+        try:
+            reply.exception(self._patience)
+        except TimeoutError:
+            return False
+        finally:
+            self._owner.waited(time.monotonic() - began)
         return True
 
     def _first(self) -> Reply:
@@ -211,14 +216,11 @@ class RemoteMatcher(Matcher):
 
     def _try(self, message: Masks | Valid) -> Reply | None:
         """Return the reply to what is about drafted tokens, if it comes in time; until the next round nothing is asked then."""
-        if self._plain or self._late or not self._owner.patience:
+        if self._plain or self._late or not self._patience:
             return None
-        try:
-            return self._checked(self._owner.worker.ask(message).result(self._owner.patience))
-        except TimeoutError:
-            self._owner.late()
-        except WorkerEndedError:
-            pass
+        reply = self._owner.worker.ask(message)
+        if self._in_time(reply) and not isinstance(reply.exception(), WorkerEndedError):
+            return self._checked(reply.result())
         self._late = True
         return None
 
@@ -242,7 +244,7 @@ class RemoteMatcher(Matcher):
     def forced(self, limit: int) -> list[int]:
         """See `Matcher.forced`."""
         forced = self._first().forced
-        return forced[:limit] if self._owner.patience and not self._plain else []
+        return forced[:limit] if self._patience and not self._plain else []
 
     def valid(self, tokens: list[int]) -> int:
         """See `Matcher.valid`."""

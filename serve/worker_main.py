@@ -72,6 +72,7 @@ class Compile(msgspec.Struct, tag=True):
     """A grammar to compile and to rehearse."""
 
     structured: dict[str, Any]  # the arguments of `StructuredOutputs`
+    last: bool  # whether its owner's other grammars have taken much of the processor
 
 
 class Begin(msgspec.Struct, tag=True):
@@ -247,6 +248,7 @@ class _Worker:
                 case Job():
                     return Reply(_prompts(self._text, message))
                 case Compile():
+                    os.nice((LAST - os.nice(0)) * message.last)
                     rehearse(self._grammars.compile(StructuredOutputs(**message.structured)).matcher, REHEARSED)
                     return Reply()
                 case Begin():

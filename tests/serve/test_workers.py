@@ -155,9 +155,12 @@ def test_a_grammar_is_tried(grammars: RemoteGrammars) -> None:
 
 def test_a_grammar_is_not_tried_again(grammars: RemoteGrammars, workers: Workers) -> None:
     asyncio.run(grammars.compile(LETTERS, "owner"))
-    for child in children(workers):
-        os.kill(child.pid, signal.SIGSTOP)
-    asyncio.run(asyncio.wait_for(grammars.compile(LETTERS, "owner"), 5))
+    assert workers.process is not None
+    workers.process.send_signal(signal.SIGSTOP)  # it would have to be forked
+    try:
+        asyncio.run(asyncio.wait_for(grammars.compile(LETTERS, "owner"), 5))
+    finally:
+        workers.process.send_signal(signal.SIGCONT)
 
 
 def test_a_grammar_that_is_tried_holds_up_no_answer(grammars: RemoteGrammars, workers: Workers) -> None:
@@ -187,6 +190,7 @@ def test_a_grammar_that_is_tried_holds_up_no_answer(grammars: RemoteGrammars, wo
 def test_masks_are_those_of_this_process(grammars: RemoteGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind drafted tokens that are in the grammar, that leave it, and that were rejected."""
     monkeypatch.setattr(serve_grammars, "PATIENCE", 10.0)
+    monkeypatch.setattr(serve_grammars, "SAVED", 10.0)
     remote, local = grammars.begin(LETTERS, "owner"), LocalGrammars(tokenizer(), VOCABULARY, [0]).begin(LETTERS)
     steps = [("", "abbab"), ("ab", "ba"), ("b", "xab"), ("b", ""), ("ababab", "abx")]
     for said, drafted in steps:
@@ -236,6 +240,30 @@ def test_a_mask_that_is_late_is_not_waited_for(grammars: RemoteGrammars, workers
     assert np.array_equal(wait(slow).masks([])[0], want.masks([])[0])
 
 
+def test_the_engines_wait_for_masks_in_a_share_of_the_time(grammars: RemoteGrammars, workers: Workers) -> None:
+    """However many owners there are."""
+    slow = [wait(grammars.begin(LETTERS, owner)) for owner in "abc"]
+    before = children(workers)
+    for child in before:
+        os.kill(child.pid, signal.SIGSTOP)
+    try:
+        for each in slow:
+            each.advance(ids("ab"))
+            while each.ready() or grammars.owners[each._key].patience(3) > 0:  # what it had saved up
+                pass
+        waited, began = 0.0, time.monotonic()
+        while (passed := time.monotonic() - began) < 0.8:
+            for each in slow:
+                asked = time.monotonic()
+                assert not each.ready()
+                waited += time.monotonic() - asked
+            time.sleep(0.005)
+        assert waited < 0.4 * passed
+    finally:
+        for child in before:
+            os.kill(child.pid, signal.SIGCONT)
+
+
 def test_the_memory_of_an_owners_grammars_is_bounded(grammars: RemoteGrammars, workers: Workers) -> None:
     """Those that nobody uses any more make room; if that is not enough, the one that comes last fails, and the others go on."""
 
@@ -243,10 +271,10 @@ def test_the_memory_of_an_owners_grammars_is_bounded(grammars: RemoteGrammars, w
         return StructuredOutputs(json={"title": str(title), "allOf": FACTORS})
 
     for title in range(6):
-        asyncio.run(grammars.compile(schema(title), "owner"))
+        wait(grammars.begin(schema(title), "owner")).masks([])
+    (child,) = children(workers)
     assert workers.process is not None
-    for child in children(workers):
-        assert child.memory_info().rss < psutil.Process(workers.process.pid).memory_info().rss + (48 << 20)
+    assert child.memory_info().rss < psutil.Process(workers.process.pid).memory_info().rss + (48 << 20)
     begun, failed = list[RemoteMatcher](), ""
     for title in range(100, 110):
         matcher = grammars.begin(schema(title), "owner")
