@@ -174,9 +174,8 @@ class RemoteMatcher(Matcher):
 
     def ready(self, patient: bool = True) -> bool:
         """See `Matcher.ready`. Begin again if the worker has ended."""
-        if not self._coming.done():
-            if not patient or not self._in_time(self._coming):
-                return False
+        if not self._coming.done() and (not patient or not self._in_time(self._coming)):
+            return False
         error = self._coming.exception()
         if isinstance(error, WorkerEndedError):
             self._ends += AT_WORK if error.at_work else 1
