@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from outrider.backends.base import Engines
-from outrider.backends.open import open_reference
+from outrider.backends.onnxruntime.package import package_version
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import CONTEXT, PAST_FEATURES
+from outrider.engines.device import Cpu
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.session import Session
 from outrider.errors import EngineError
@@ -29,9 +31,18 @@ def alike(engines: Engines, export: Path, manifest: Manifest) -> tuple[Engines, 
     Raises:
         EngineError: ONNX Runtime is not installed, or refuses the graphs.
     """
-    reference, ours = open_reference(export, manifest, engines.build), engines.unrounded()
+    reference, ours = _reference(export, manifest, engines.build), engines.unrounded()
     theirs = reference.unrounded()
     return (engines, reference, False) if ours is None or theirs is None else (ours, theirs, True)
+
+
+def _reference(export: Path, manifest: Manifest, build: Build) -> Engines:
+    """Return an export's own graphs on the CPU, which the engines of every backend are compared with."""
+    package_version()
+    from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
+
+    plain = msgspec.structs.replace(build, backend="onnxruntime", device="cpu", rewrites={})
+    return OnnxRuntimeEngines(export, manifest, plain, Cpu())
 
 
 def check_same(export: Path, engines: Engines, role: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from outrider.backends import registry
 from outrider.backends.base import Engines
 from outrider.bundle.folder import check_files, read_manifest
@@ -46,13 +44,3 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
         EngineError: the backend is unknown, not installed, or does not run here.
     """
     return registry.get(build.backend).open(folder, manifest, build, device)
-
-
-def open_reference(export: Path, manifest: Manifest, build: Build) -> Engines:
-    """Return an export's own graphs on the CPU, which the engines of every backend are compared with.
-
-    Raises:
-        EngineError: ONNX Runtime is not installed, or refuses them.
-    """
-    plain = msgspec.structs.replace(build, backend=registry.REFERENCE.name, device="cpu", rewrites={})
-    return registry.REFERENCE.open(export, manifest, plain, "cpu")

@@ -21,7 +21,8 @@ from outrider.runtime.grammar import GrammarError
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
 from outrider.runtime.rounds import RoundResult, Stop
-from outrider.runtime.slots import Slot, Slots
+from outrider.runtime.slot import Slot
+from outrider.runtime.slots import Slots
 
 
 class Runner(Protocol):

@@ -2,142 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import time
-from collections.abc import Hashable, Iterator, Sequence
-from numbers import Integral
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-from outrider.backends.base import Engines
-from outrider.backends.open import open_engines, read_bundle
-from outrider.bundle.folder import checking, unchanged
-from outrider.engines.device import Engine
-from outrider.engines.session import Session
 from outrider.errors import OutriderError, UsageError
-from outrider.progress import SILENT, Progress
-from outrider.runtime import drafters
-from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.choice import AUTO
-from outrider.runtime.costs import Costs
-from outrider.runtime.decoder import Decoder
-from outrider.runtime.drafters.base import NONE, DeviceDrafter, Resources
-from outrider.runtime.grammar import Grammars, LocalGrammars
-from outrider.runtime.launches import Launches
+from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import DEFAULTS, SamplingParams
-from outrider.runtime.policy import FixedPolicy, Policy
 from outrider.runtime.request import Event, Request
-from outrider.runtime.rounds import Observer, Rounds
-from outrider.runtime.sampling import SamplingState
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import Text, TextStream
-from outrider.runtime.token_bytes import token_bytes
-
-DEFAULT_K = 4  # where nothing chooses, the largest built k up to this: most pairs do best there
 
 __all__ = ["Event", "Outrider", "SamplingParams", "StructuredOutputs"]
 
 
-class Outrider:
+class Outrider(LoadedBundle):
     """A loaded bundle. It runs one generation at a time, and starting another ends the one before; see `Scheduler` for many."""
-
-    def __init__(
-        self,
-        engines: Engines,
-        text: Text,
-        slots: int = 1,
-        *,
-        policy: Policy | None = None,
-        observer: Observer | None = None,
-    ):
-        """Set up generation on a bundle's engines.
-
-        Args:
-            slots: sequences to make caches for.
-            policy: what chooses where k is "auto"; None is an `AdaptivePolicy`.
-            observer: sees every result, and may replace it.
-        """
-        self.engines = engines
-        self.manifest = engines.manifest
-        self.build = engines.build
-        self.text = text
-        self.sessions = engines.sessions(slots)
-        self.samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
-        self.vocab_rows = self.sessions["target"].vocab_rows
-        self.drafters = drafters.available(self.manifest)
-        self.grammars: Grammars = LocalGrammars(text.tokenizer, self.vocab_rows, self.manifest.generation.eos_token_ids)
-        self._current: list[Scheduler | None] = [None]  # what `generate` runs, on these caches
-        self._assemble(policy or self.adaptive_policy(), observer)
-
-    def _assemble(self, policy: Policy, observer: Observer | None) -> None:
-        """Put the loop together over the loaded engines."""
-        target, device, build = self.sessions["target"], self.engines.device, self.build
-        resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k)
-        loaded = {name: drafters.get(name)(resources) for name in self.drafters}
-        on_device = [drafter for drafter in loaded.values() if isinstance(drafter, DeviceDrafter)]
-        launches = Launches(device, target, self.samplers, on_device, build.k[-1])
-        parts: list[Engine | Session] = [*self.samplers.values(), *self.sessions.values()]
-        self.rounds = Rounds(device, launches, record=all(part.recordable for part in parts), observer=observer)
-        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk, engine_seconds=self.engine_seconds)
-        self.policy = policy
-
-    @classmethod
-    def load(
-        cls, bundle: str | Path, progress: Progress = SILENT, *, device: str | None = None, slots: int | None = 1
-    ) -> Outrider:
-        """Check every file of a bundle and load its engines.
-
-        Args:
-            device: one of the backend's `devices`; None is what the bundle was built on.
-            slots: sequences to make caches for, at most the batch that the bundle was built for; None is all of them.
-
-        Raises:
-            FolderError: the bundle is missing, damaged, of a newer schema, or was replaced meanwhile.
-            EngineError: its backend is not installed, does not run here, or refuses an engine.
-            UsageError: the backend does not run on that device, or the bundle was built for fewer slots.
-        """
-        with unchanged(Path(bundle)) as folder:
-            manifest, build = read_bundle(folder)
-            slots = build.batch if slots is None else slots
-            if not 1 <= slots <= build.batch:
-                raise UsageError(
-                    f"this bundle was built for a batch of {build.batch}, not {slots}", f"build it with --batch {slots}"
-                )
-            with checking(folder, manifest, progress):
-                loaded = cls(open_engines(folder, manifest, build, device), Text.load(folder, manifest), slots)
-            loaded.engines.prepare(loaded.sessions, progress)
-            return loaded
-
-    def observed(self, observer: Observer, policy: Policy | None = None) -> Outrider:
-        """Return the same loaded models and caches with an observer, and perhaps another policy. Use one of the two at a
-        time."""
-        self._current[:] = [None]  # what runs now would continue on caches that are not its own
-        other = copy.copy(self)
-        other._assemble(policy or self.policy, observer)
-        return other
-
-    def adaptive_policy(self) -> AdaptivePolicy:
-        """Return a policy that has learned nothing yet."""
-        stopping = self.engines.device.synchronous
-        return AdaptivePolicy(lambda batch: Costs(self.manifest, self.build, batch), self.drafters, stopping)
-
-    def __enter__(self) -> Outrider:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free the device's memory. The bundle cannot be used any more."""
-        self._current[:] = [None]
-        del self.decoder, self.rounds, self.sessions, self.samplers, self.engines
-        gc.collect()  # launches hold buffers, and some hold each other
-
-    @property
-    def default_k(self) -> int:
-        """The k to use where nothing chooses: the largest built one up to 4, or else the smallest."""
-        return max((k for k in self.build.k if k <= DEFAULT_K), default=min(self.build.k))
 
     def generate(
         self,
@@ -182,10 +62,10 @@ class Outrider:
     def _events(self, request: Request, k: int | str, drafter: str | None) -> Iterator[Event]:
         paused = 0.0  # the time between events is the caller's
         scheduler = Scheduler(self, k=k, drafter=drafter, clock=lambda: time.perf_counter() - paused)
-        self._current[:] = [scheduler]
+        self.lease.holder = scheduler
         scheduler.enqueue([request])
         while request.finish_reason is None:
-            if self._current[0] is not scheduler:
+            if self.lease.holder is not scheduler:
                 raise UsageError("another generation was started on this bundle", "finish one before starting the next")
             for _, result in scheduler.step():
                 if isinstance(result, OutriderError):
@@ -193,87 +73,3 @@ class Outrider:
                 began = time.perf_counter()
                 yield result
                 paused += time.perf_counter() - began
-
-    def request(self, prompt: list[int], params: SamplingParams, owner: Hashable = None) -> Request:
-        """Return a new request of an owner; anything that identifies one will do.
-
-        Raises:
-            UsageError: it cannot be answered; see `generate`.
-        """
-        params.check_tokens(self.vocab_rows)
-        special = token_bytes(self.text.tokenizer).special if params.stop_strings else {}
-        stopping = [token for token, text in special.items() if text in params.stop_strings and token < self.vocab_rows]
-        end_ids = [*self.manifest.generation.eos_token_ids, *params.stop_tokens, *stopping]
-        self._check(prompt, params, end_ids)
-        structured = params.structured_outputs
-        grammar = None if structured is None else self.grammars.begin(structured, owner)
-        sampling = SamplingState(params, prompt, end_ids, self.vocab_rows, grammar)
-        stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
-        return Request(prompt, params, sampling, stream, self.build.capacity)
-
-    def allowed_drafters(self, k: int | str, drafter: str | None) -> list[str]:
-        """Return the drafters that may be used with these arguments of `generate`."""
-        if k == 0:
-            return []
-        if drafter is None:
-            return self.drafters if k == AUTO else self.drafters[:1]
-        return self.drafters if drafter == AUTO else [drafter]
-
-    def policy_for(self, k: int | str, drafter: str | None) -> Policy:
-        """Return what chooses with these arguments of `generate`."""
-        if not isinstance(k, int):
-            return self.policy
-        return FixedPolicy(self.allowed_drafters(k, drafter)[0] if k else NONE, k)
-
-    def check_drafting(self, k: int | str, drafter: str | None) -> None:
-        """Raise `UsageError` if the bundle has no such k or drafter."""
-        if k != AUTO and (type(k) is not int or (k != 0 and k not in self.build.k)):
-            built = ", ".join(str(size) for size in [0, *self.build.k])
-            raise UsageError(
-                f"k = {k} was not built into this bundle; it has k = {built}",
-                f"choose one of these or {AUTO}, or build the bundle again with this k",
-                param="k",
-            )
-        if drafter not in (None, AUTO) and drafters.get(str(drafter)).name not in self.drafters:
-            label = drafters.get(str(drafter)).label
-            raise UsageError(
-                f"this bundle has no {label}", "leave the drafter out, or export the target with one", param="drafter"
-            )
-        if drafter == AUTO and k != AUTO:
-            raise UsageError(
-                f"the drafter is {AUTO} but k is {k}",
-                f"leave k out, or choose a drafter: {', '.join(self.drafters)}",
-                param="drafter",
-            )
-
-    def _check(self, tokens: list[int], params: SamplingParams, end_ids: list[int]) -> None:
-        capacity = self.build.capacity
-        if not tokens:
-            raise UsageError("the prompt is empty", "pass at least one token", param="prompt")
-        if not all(isinstance(token, Integral) and 0 <= token < self.vocab_rows for token in tokens):
-            raise UsageError(
-                f"the prompt has a token id outside 0..{self.vocab_rows - 1}", "use the bundle's own tokenizer", param="prompt"
-            )
-        if len(tokens) > capacity:
-            raise UsageError(
-                f"the prompt has {len(tokens):,} tokens; the bundle's capacity is {capacity:,}",
-                "shorten it, or build the bundle with a larger capacity",
-                param="prompt",
-            )
-        room = capacity - len(tokens) + 1
-        if params.min_new_tokens > room:
-            raise UsageError(
-                f"min_new_tokens is {params.min_new_tokens}, but after this prompt the bundle's capacity leaves {room}",
-                "ask for fewer, or build the bundle with a larger capacity",
-                param="min_new_tokens",
-            )
-        if params.min_new_tokens and len(set(end_ids)) == self.vocab_rows:
-            raise UsageError(
-                "every token is a stop token, and min_new_tokens bans them all",
-                "remove some stop tokens",
-                param="stop_token_ids",
-            )
-
-    def engine_seconds(self) -> float:
-        """Return the time that the engines' own runs have taken so far."""
-        return self.rounds.seconds + sum(session.seconds for session in self.sessions.values())

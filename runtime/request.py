@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError
 from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.rounds import RoundResult
 from outrider.runtime.sampling import Logprobs, SamplingState
+from outrider.runtime.slot import Slot
 from outrider.runtime.stats import Stats
 from outrider.runtime.text import Piece, TextStream
-
-if TYPE_CHECKING:
-    from outrider.runtime.slots import Slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.runtime.choice import AUTO
+from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import Policy
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds import RoundResult
-
-if TYPE_CHECKING:
-    from outrider.runtime.generation import Outrider
 
 
 class QueueFullError(OutriderError):
@@ -61,7 +59,7 @@ class Scheduler:
 
     def __init__(
         self,
-        outrider: Outrider,
+        bundle: LoadedBundle,
         *,
         max_waiting: int = 64,
         k: int | str = AUTO,
@@ -70,7 +68,7 @@ class Scheduler:
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Schedule on all slots of `outrider`, which must not generate otherwise meanwhile.
+        """Schedule on all slots of a loaded bundle, which must not generate otherwise meanwhile.
 
         Args:
             max_waiting: requests that may wait for a slot.
@@ -83,14 +81,14 @@ class Scheduler:
         Raises:
             UsageError: the bundle has no such k or drafter.
         """
-        outrider.check_drafting(k, drafter)
-        self.outrider = outrider
+        bundle.check_drafting(k, drafter)
+        self.bundle = bundle
         self.max_waiting = max_waiting
-        self._decoder = outrider.decoder
-        self._slots = outrider.decoder.slots
+        self._decoder = bundle.decoder
+        self._slots = bundle.decoder.slots
         self._slots.across_owners = share_prefixes
-        self._drafters = outrider.allowed_drafters(k, drafter)
-        self._policy = policy or outrider.policy_for(k, drafter)
+        self._drafters = bundle.allowed_drafters(k, drafter)
+        self._policy = policy or bundle.policy_for(k, drafter)
         self._clock = clock
         self.displaced: list[Request] = []  # lost their place in the queue to another owner's; for the caller to take
         self._waiting: deque[Request] = deque()
@@ -121,7 +119,7 @@ class Scheduler:
     @property
     def load(self) -> Load:
         """How busy the scheduler is now."""
-        capacity = self.outrider.build.capacity
+        capacity = self.bundle.build.capacity
         used = sum(len(request.tokens) for request in self._running) / (len(self._slots) * capacity)
         return Load(len(self._running), len(self._waiting), used, *self._last, self._slots.evicted)
 
@@ -171,7 +169,7 @@ class Scheduler:
                     "leave out the rule or the seed",
                     param="rule",
                 )
-        return self.enqueue([self.outrider.request(prompt, params, owner) for prompt, params in requests], owner, priority)
+        return self.enqueue([self.bundle.request(prompt, params, owner) for prompt, params in requests], owner, priority)
 
     def enqueue(self, requests: Sequence[Request], owner: Hashable = None, priority: int = 0) -> list[Request]:
         """Queue requests that were checked, all of them or none; see `submit_all`.
@@ -302,9 +300,9 @@ class Scheduler:
         if plan.read is not None and (error := self._read(plan.read)) is not None:
             results.append((plan.read, error))
         if plan.round:
-            engines = self.outrider.engine_seconds()
+            engines = self.bundle.engine_seconds()
             results += self._round(plan.round)
-            engines = self.outrider.engine_seconds() - engines
+            engines = self.bundle.engine_seconds() - engines
             for request in plan.round:
                 request.stats.engine_seconds += engines
             drafted = (len(result.drafted) for _, result in results if isinstance(result, RoundResult))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from itertools import count
-from typing import TYPE_CHECKING
 
 from outrider.engines.session import Session
-
-if TYPE_CHECKING:
-    from outrider.runtime.slots import Slot, Slots
+from outrider.runtime.slot import Slot
 
 
 class Snapshot:
@@ -50,7 +47,7 @@ class Snapshots:
         self._target.restore(snapshot.place, slot.index, snapshot.length)
         snapshot.shared, snapshot.used = True, next(self._clock)
 
-    def take(self, slot: Slot, slots: Slots, shared: bool) -> None:
+    def take(self, slot: Slot, slots: Iterable[Slot], shared: bool) -> None:
         """Keep the state of a slot. It takes the place of one that no slot has the entries for, else of the one that was used
         least recently; those that several requests had in common make room only for others of these."""
 

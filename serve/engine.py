@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from outrider.bundle.folder import FolderWatch
 from outrider.errors import EngineError, FolderError, OutriderError
-from outrider.runtime.generation import Outrider
+from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.scheduler import QueueFullError, Scheduler
@@ -74,7 +74,7 @@ class EngineThread:
         """Return a thread that serves the bundle of these settings."""
 
         def load() -> Scheduler:
-            outrider = Outrider.load(settings.bundle, device=settings.device, slots=None)
+            outrider = LoadedBundle.load(settings.bundle, device=settings.device, slots=None)
             waiting, share = settings.max_waiting, settings.share_prefixes
             return Scheduler(outrider, max_waiting=waiting, k=settings.k, drafter=settings.drafter, share_prefixes=share)
 
@@ -113,13 +113,13 @@ class EngineThread:
         return self._scheduler
 
     @property
-    def outrider(self) -> Outrider:
+    def outrider(self) -> LoadedBundle:
         """The loaded bundle.
 
         Raises:
             NotReadyError: see `scheduler`.
         """
-        return self.scheduler.outrider
+        return self.scheduler.bundle
 
     def turn(self, turns: Turns, owner: Hashable) -> AbstractAsyncContextManager[None]:
         """Return an owner's turn with what comes before its request is queued; see `Turns.of`.
@@ -196,7 +196,7 @@ class EngineThread:
             if watch.replaced():
                 raise FolderError(f"{self._bundle} was replaced while it was being loaded", "restart the server")
             warm_up(scheduler)
-            outrider = scheduler.outrider
+            outrider = scheduler.bundle
             end_ids = outrider.manifest.generation.eos_token_ids
             self.workers.start(outrider.text, outrider.vocab_rows, end_ids)
             outrider.grammars = self.grammars = RemoteGrammars(self.workers, outrider.vocab_rows, end_ids)

@@ -32,7 +32,7 @@ ACTIVITIES = {
     "training": ["outrider.training.loop:fit"],
     "audits": ["outrider.audit.audit:audit"],
     "decoding": ["outrider.runtime.scheduler:Scheduler.step"],
-    "opening engines": ["outrider.runtime.generation:Outrider.__init__"],
+    "opening engines": ["outrider.runtime.loaded:LoadedBundle.__init__"],
 }
 IMPORTING, PROCESSES, REST = "importing", "processes that are started", "the rest"
 

@@ -15,8 +15,7 @@ import pytest
 
 from outrider.audit.engines import compare_engines
 from outrider.backends.open import open_bundle, open_engines
-from outrider.backends.tensorrt.backend import plan_file
-from outrider.backends.tensorrt.package import RTX
+from outrider.backends.tensorrt.package import RTX, plan_file
 from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError
 from outrider.runtime.generation import Event, Outrider

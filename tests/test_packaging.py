@@ -10,6 +10,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,20 @@ def test_imports_go_one_way(folder: str) -> None:
             if parts[0] == "outrider" and len(parts) > 1 and parts[1] in (*FOLDERS, "tests", "scripts", "cli"):
                 assert parts[1] in allowed, f"{path} imports {module}"
             assert parts[0] not in FOLDERS, f"{path} imports {module} past the package"
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    """At any distance, for types alone as well. Drafters still reach back to what runs them."""
+    files = {
+        f"outrider.{'.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')}": path
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    graph = {name: imports(path) & files.keys() - {name} for name, path in files.items()}
+    for name in graph:
+        if name.startswith("outrider.runtime.drafters."):
+            graph[name] -= {f"outrider.runtime.{each}" for each in ("buffers", "costs", "launches")}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the files
 
 
 def test_only_export_and_training_import_torch() -> None:

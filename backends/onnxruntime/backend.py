@@ -8,14 +8,12 @@ from pathlib import Path
 import msgspec
 
 from outrider.backends.base import Backend, BuildSpec, Engines
+from outrider.backends.onnxruntime.package import EXTRA, MASK_FREE, package_version
 from outrider.bundle.manifest import Build, Manifest, Model, graph_files
 from outrider.engines.device import Cpu, Device
 from outrider.engines.precisions import BATCH_INVARIANT_BLOCK, PRECISIONS
-from outrider.errors import EngineError, OutriderWarning, UsageError
+from outrider.errors import OutriderWarning, UsageError
 from outrider.progress import Progress
-
-EXTRA = "cpu"
-MASK_FREE = "attention without a mask"  # the name of a rewrite for CUDA, which runs on the CPU, too
 
 
 class OnnxRuntimeBackend(Backend):
@@ -61,20 +59,6 @@ def _check_block(target: Model) -> None:
             OutriderWarning,
             stacklevel=3,
         )
-
-
-def package_version() -> str:
-    """Return the release of ONNX Runtime that is installed.
-
-    Raises:
-        EngineError: none is.
-    """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise EngineError(f"onnxruntime cannot be imported: {error}", f"pip install 'outrider[{EXTRA}]'") from error
-    version: str = onnxruntime.__version__
-    return version
 
 
 def _device(name: str) -> Device:

@@ -8,7 +8,7 @@ from pathlib import Path
 from outrider.backends.base import Backend, BuildSpec, Engines, Option, required_rows
 from outrider.backends.tensorrt.job import Facts, Job
 from outrider.backends.tensorrt.options import RTX_OPTIONS, TENSORRT_OPTIONS, Options
-from outrider.backends.tensorrt.package import RTX, TENSORRT, Package
+from outrider.backends.tensorrt.package import RTX, TENSORRT, Package, plan_file
 from outrider.backends.tensorrt.process import build_plan, facts
 from outrider.backends.tensorrt.profiles import all_profiles, step_rows_profiled
 from outrider.bundle.manifest import ROLES, Build, Manifest, Model, damaged, graph_files, round_rows
@@ -96,11 +96,6 @@ class TensorRTBackend(Backend):
                 spans = {(rows, rows) for rows in required_rows(name, build)}
             if not spans <= set(build.rows(name)):
                 raise damaged(f"profiles of the {name} are missing - at `$.build.profiles`")
-
-
-def plan_file(name: str) -> str:
-    """Return the path inside a bundle of the plan of one of `ENGINES`."""
-    return f"{name}/model.plan" if name in ROLES else f"sampler/{name}.plan"
 
 
 def _cache(model: Model) -> list[CacheTensor]:

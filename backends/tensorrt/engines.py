@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
-from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, silent_logger
-from outrider.backends.tensorrt.package import OTHER_BACKENDS, Package
+from outrider.backends.tensorrt.package import OTHER_BACKENDS, Package, plan_file
 from outrider.backends.tensorrt.runtime_cache import cache_file
 from outrider.bundle.manifest import Build, Manifest, round_rows
 from outrider.engines.contract import Tensor, cache_tensors, recent_rows

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from outrider.bundle.manifest import ROLES
 from outrider.errors import EngineError
 
 
@@ -46,3 +47,8 @@ OTHER_BACKENDS = "on this GPU, use a bundle built with --backend onnxruntime --d
 
 RTX = Package("tensorrt-rtx", "tensorrt_rtx", "TensorRT-RTX", "rtx", True, RTX_CAPABILITIES, RTX_GPUS)
 TENSORRT = Package("tensorrt", "tensorrt", "TensorRT", "tensorrt", builds_anywhere=False)
+
+
+def plan_file(name: str) -> str:
+    """Return the path inside a bundle of the plan of one of `ENGINES`."""
+    return f"{name}/model.plan" if name in ROLES else f"sampler/{name}.plan"

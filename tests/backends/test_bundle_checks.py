@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.backends import registry
-from outrider.backends.tensorrt.backend import plan_file
+from outrider.backends.tensorrt.package import plan_file
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bundle.manifest import MANIFEST, decode_manifest
 from outrider.engines.contract import SAMPLERS

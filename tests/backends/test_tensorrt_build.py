@@ -16,10 +16,9 @@ import onnx
 import psutil
 import pytest
 
-from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.job import PROGRESS_PARTS, Job
 from outrider.backends.tensorrt.options import Options
-from outrider.backends.tensorrt.package import RTX
+from outrider.backends.tensorrt.package import RTX, plan_file
 from outrider.backends.tensorrt.process import build_plan
 from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.bundle.folder import check_files, read_manifest

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.backends.tensorrt.backend import plan_file
 from outrider.backends.tensorrt.engine import choose_profile, silent_logger
 from outrider.backends.tensorrt.engines import (
     check_gpu,
@@ -25,7 +24,7 @@ from outrider.backends.tensorrt.engines import (
     warm,
     weight_budgets,
 )
-from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT
+from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, plan_file
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.backends.tensorrt.runtime_cache import RuntimeCache, cache_file
 from outrider.bundle.folder import check_files, read_manifest

@@ -22,7 +22,8 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Request
 from outrider.runtime.scheduler import Scheduler
-from outrider.runtime.slots import MIN_SHARED, Slot, Slots
+from outrider.runtime.slot import Slot
+from outrider.runtime.slots import MIN_SHARED, Slots
 from outrider.tests.deferred import deferred
 from outrider.tests.support import BROKEN, build, reseal
 

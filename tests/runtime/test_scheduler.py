@@ -103,7 +103,7 @@ ARRIVALS = st.lists(
 
 def play(scheduler: Scheduler, arrivals: list[Arrival]) -> list[tuple[Arrival, Request, list[Event]]]:
     """Run requests that come and go as the schedule says, until all are done."""
-    encode = scheduler.outrider.text.encode
+    encode = scheduler.bundle.text.encode
     came: list[tuple[Arrival, Request, list[Event]]] = []
     left = sorted(arrivals, key=lambda each: each[0])
     step = 0

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 
-from outrider.backends.onnxruntime.backend import MASK_FREE
+from outrider.backends.onnxruntime.package import MASK_FREE
 from outrider.backends.rewriting.graphs import load
 from outrider.backends.rewriting.matching import Op, refused, sliding_window, source
 from outrider.bundle.manifest import WEIGHTS
