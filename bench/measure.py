@@ -24,10 +24,10 @@ from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
 from outrider.runtime.choice import AUTO
-from outrider.runtime.costs import Costs
 from outrider.runtime.drafters.base import DeviceDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.round_costs import RoundCosts
 
 WARM_TOKENS = 8
 
@@ -88,7 +88,7 @@ def measure(
         most = min(max_new_tokens, loaded.build.capacity - len(ids) + 1)
         traces.append(trace(loaded, prompt.workload, ids, answer.tokens, most))
         progress.advance(1)
-    costs = Costs(loaded.manifest, msgspec.structs.replace(loaded.build, costs=stopwatch.costs()))
+    costs = RoundCosts(loaded.manifest, msgspec.structs.replace(loaded.build, costs=stopwatch.costs()))
     manifest, build = loaded.manifest, loaded.build
     texts, summaries = summarize(traces, answers, costs)
     return Results(

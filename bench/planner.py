@@ -11,9 +11,10 @@ from typing import NamedTuple
 from outrider.bench.simulator import Trace, replay
 from outrider.errors import UsageError
 from outrider.runtime import drafters
-from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.costs import expected_tokens
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.policy import FixedPolicy
+from outrider.runtime.round_costs import RoundCosts
 
 BETTER = 0.1  # the share of rejections that the hypothetical better draft turns into acceptances
 CHEAPER = 0.5  # the costs of the hypothetical cheaper draft, relative to the draft's
@@ -71,7 +72,7 @@ class Prediction:
     better_draft: float  # the speed-up with a draft whose rejections are fewer by the share `BETTER`
 
 
-def at_rate(costs: Costs, drafter: str, rate: float, end: int) -> list[Prediction]:
+def at_rate(costs: RoundCosts, drafter: str, rate: float, end: int) -> list[Prediction]:
     """Predict plain decoding and each built k around position `end`, if every drafted token is accepted with probability `rate`
     provided that all before it were. The time that the drafter takes to read the prompt is left out."""
     predictions, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
@@ -83,7 +84,7 @@ def at_rate(costs: Costs, drafter: str, rate: float, end: int) -> list[Predictio
     return predictions
 
 
-def of_traces(costs: Costs, drafter: str, traces: Sequence[Trace]) -> list[Prediction]:
+def of_traces(costs: RoundCosts, drafter: str, traces: Sequence[Trace]) -> list[Prediction]:
     """Predict each workload, plain and at each built k, by replaying recorded texts. The time in which the drafter
     reads the prompt is included."""
     if not all(drafter in trace.agrees for trace in traces):

@@ -18,13 +18,13 @@ from outrider.errors import EngineError
 from outrider.runtime import drafters
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.buffers import Lane
-from outrider.runtime.costs import Costs
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Resources
 from outrider.runtime.matching import matching
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Policy
 from outrider.runtime.request import Request
+from outrider.runtime.round_costs import RoundCosts
 from outrider.runtime.rounds import RoundResult, Stop
 from outrider.runtime.sampling import SamplingState
 
@@ -114,7 +114,7 @@ class SimulatedSession(Session):
 class SimulatedRounds:
     """Rounds whose results come from a record, and whose times come from the costs."""
 
-    def __init__(self, trace: Trace, costs: Costs, clock: Clock):
+    def __init__(self, trace: Trace, costs: RoundCosts, clock: Clock):
         self._trace, self._costs, self._clock = trace, costs, clock
 
     def run(
@@ -140,7 +140,7 @@ class SimulatedRounds:
         return [RoundResult(drafter if drafted else NONE, drafted, emitted, None)]
 
 
-def simulated_drafters(names: Sequence[str], costs: Costs, clock: Clock) -> dict[str, Drafter]:
+def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: Clock) -> dict[str, Drafter]:
     """Return drafters whose models only take time to catch up."""
     made: dict[str, Drafter] = {}
     for name in names:
@@ -154,7 +154,7 @@ def simulated_drafters(names: Sequence[str], costs: Costs, clock: Clock) -> dict
     return made
 
 
-def replay(trace: Trace, costs: Costs, policy: Policy) -> float:
+def replay(trace: Trace, costs: RoundCosts, policy: Policy) -> float:
     """Return the milliseconds that the answer would have taken after the target has read the prompt."""
     clock = Clock()
     target = SimulatedSession(lambda rows, end: None)
@@ -174,7 +174,7 @@ def replay(trace: Trace, costs: Costs, policy: Policy) -> float:
     return clock.milliseconds
 
 
-def oracle(trace: Trace, costs: Costs, names: Sequence[str] | None = None) -> float:
+def oracle(trace: Trace, costs: RoundCosts, names: Sequence[str] | None = None) -> float:
     """Return the fewest milliseconds that a policy could take if it knew what will be accepted and its drafters caught up for
     free."""
     names = drafters.names() if names is None else names
@@ -201,7 +201,7 @@ def oracle(trace: Trace, costs: Costs, names: Sequence[str] | None = None) -> fl
 
 
 def compare(
-    traces: Sequence[Trace], costs: Costs, names: Sequence[str], early_stopping: bool = True
+    traces: Sequence[Trace], costs: RoundCosts, names: Sequence[str], early_stopping: bool = True
 ) -> dict[str, dict[str, float]]:
     """Return the milliseconds of each workload's traces, by policy: each fixed k, the adaptive ones, and `oracle`.
 

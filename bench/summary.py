@@ -9,9 +9,9 @@ from statistics import geometric_mean
 from outrider.bench.results import Mode, Part, Percentiles, PromptResult, Summary
 from outrider.bench.simulator import Trace, replay
 from outrider.runtime import drafters
-from outrider.runtime.costs import Costs
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.policy import FixedPolicy
+from outrider.runtime.round_costs import RoundCosts
 from outrider.runtime.stats import Stats
 
 PLAIN = Mode(drafter=NONE, k=0)
@@ -43,7 +43,7 @@ Answers = dict[Mode, list[list[Answer]]]
 """Answers by mode, round and prompt."""
 
 
-def summarize(traces: Sequence[Trace], answers: Answers, costs: Costs) -> tuple[list[PromptResult], list[Summary]]:
+def summarize(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> tuple[list[PromptResult], list[Summary]]:
     """Return the results of each mode on each prompt, and on each workload."""
     plain = answers[PLAIN]
     texts = [
@@ -60,7 +60,7 @@ def summarize(traces: Sequence[Trace], answers: Answers, costs: Costs) -> tuple[
     return texts, summaries
 
 
-def parts(traces: Sequence[Trace], answers: Answers, costs: Costs) -> list[Part]:
+def parts(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> list[Part]:
     """Return where the time of a round goes, for each mode with a fixed k, in the middle of the texts."""
     middle = sum(len(each.prompt) + len(each.tokens) // 2 for each in traces) // len(traces)
     return [
@@ -77,7 +77,7 @@ def _total(answers: list[Answer]) -> Stats:
     return total
 
 
-def _text(prompt: int, mode: Mode, trace: Trace, taken: list[Answer], plain: list[Answer], costs: Costs) -> PromptResult:
+def _text(prompt: int, mode: Mode, trace: Trace, taken: list[Answer], plain: list[Answer], costs: RoundCosts) -> PromptResult:
     total = _total(taken)
     predicted = None
     if isinstance(mode.k, int):
@@ -130,7 +130,7 @@ def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[l
     )
 
 
-def _part(mode: Mode, costs: Costs, end: int, taken: list[Answer]) -> Part:
+def _part(mode: Mode, costs: RoundCosts, end: int, taken: list[Answer]) -> Part:
     k = int(mode.k)
     total = _total(taken)
     engines = {

@@ -198,7 +198,7 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
     from outrider.backends.open import open_bundle
     from outrider.bench.planner import at_rate
     from outrider.runtime import drafters
-    from outrider.runtime.costs import Costs
+    from outrider.runtime.round_costs import RoundCosts
 
     manifest, build = open_bundle(bundle)
     if not build.costs:
@@ -219,7 +219,7 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
         raise UsageError(
             "this bundle's acceptance was not measured", f"pass --rate or --bench, or run outrider calibrate {bundle}"
         )
-    end, costs = min(position or build.capacity // 4, build.capacity), Costs(manifest, build)
+    end, costs = min(position or build.capacity // 4, build.capacity), RoundCosts(manifest, build)
     return _Plan(_together([at_rate(costs, name, each, end) for name, each in rates.items()]), rates, rate is None)
 
 
@@ -235,8 +235,8 @@ def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: 
     from outrider.bench.results import read
     from outrider.bench.simulator import compare
     from outrider.runtime import drafters
-    from outrider.runtime.costs import Costs
     from outrider.runtime.drafters.base import NONE
+    from outrider.runtime.round_costs import RoundCosts
 
     results = read(bench)
     models = [Path(model.source).name for model in manifest.models.values()]
@@ -246,7 +246,7 @@ def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: 
             f" {' and '.join(models)}",
             "use a report of the same models",
         )
-    costs = Costs(manifest, build)
+    costs = RoundCosts(manifest, build)
     measured: dict[str, dict[str, dict[str, float]]] = {}
     for summary in results.summaries:
         if summary.mode.drafter in (NONE, *names):

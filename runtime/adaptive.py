@@ -13,11 +13,12 @@ from typing import NamedTuple
 from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
 from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.costs import expected_tokens
 from outrider.runtime.drafters.base import FORCED, NONE
 from outrider.runtime.matching import matching
 from outrider.runtime.pace import Pace
 from outrider.runtime.policy import Policy, SequenceView
+from outrider.runtime.round_costs import RoundCosts
 from outrider.runtime.rounds import RoundResult
 
 FORCED_PRIOR = 0.95  # acceptance to assume of tokens that spell what a grammar forces: the target may spell it otherwise
@@ -63,7 +64,7 @@ class Batch(NamedTuple):
 class AdaptivePolicy(Policy):
     """Chooses by what rounds cost here, and by what was accepted of late in these requests and in earlier ones."""
 
-    def __init__(self, costs: Callable[[int], Costs], names: Sequence[str], early_stopping: bool):
+    def __init__(self, costs: Callable[[int], RoundCosts], names: Sequence[str], early_stopping: bool):
         """Choose among the drafters with these names.
 
         Args:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
+from cachetools import LRUCache
 
 from outrider.engines.arrays import Floats
-from outrider.engines.device import Arena, Buffer, Device, Launch
+from outrider.engines.contract import EDITS, SETTINGS
+from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, Layout, host_buffer
 from outrider.engines.session import Session
-from outrider.runtime.drafters.base import DeviceDrafter
 from outrider.runtime.sampling import SamplingState
 
 VERIFIER = -1
+MAX_CACHED = 512  # launches, and lists of them; each holds bindings of an engine
 Array = npt.NDArray[Any]
 
 
@@ -59,8 +62,8 @@ class RoundBuffers:
     In a round of N lanes the tensors [N, ...] lie at the beginning of each buffer, without gaps.
     """
 
-    def __init__(self, device: Device, target: Session, drafters: Sequence[DeviceDrafter], max_k: int):
-        """Lay out the buffers for rounds of up to `max_k` drafted tokens."""
+    def __init__(self, device: Device, target: Session, samplers: Mapping[str, Engine], inputs: Sequence[Layout], max_k: int):
+        """Lay out the buffers for rounds of up to `max_k` drafted tokens, with the inputs of drafters."""
         self.device = device
         self.target = target
         self.vocab_rows = target.vocab_rows
@@ -77,14 +80,40 @@ class RoundBuffers:
             "committed": one,
             "verifying": ((batch * rows * 3,), "float32"),
         }
-        for drafter in drafters:
-            layout |= drafter.layout(batch, max_k)
+        for each in inputs:
+            layout |= each
         self.inputs = Arena(device, layout)
         statuses = {f"status {row}": one for row in range(max_k)}
         self.outputs = Arena(device, {"accepted": one, "tokens": many, "drafted": many, "status": one, **statuses})
         self._target_logits = device.zeros((batch * rows, self.vocab_rows), "float32", "the logits of a round")
         self._q = device.zeros((rows * batch, self.vocab_rows), "float32", "the draft's probabilities")
         self._columns: dict[tuple[str, int, int], tuple[Buffer, list[Launch]]] = {}
+        self.samplers = samplers
+        limits = [engine.max_candidates for engine in samplers.values() if engine.max_candidates]
+        self.max_candidates = min([self.vocab_rows, *limits])
+        self._tables: dict[int, Arena] = {}  # by their number of edits
+        self._launches: LRUCache[tuple[Any, ...], Launch] = LRUCache(MAX_CACHED)
+
+    # Launches that drafters make, too
+
+    def cached(self, key: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
+        """Return the launch with this key, which is made when it is first asked for."""
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = make()
+        return launch
+
+    def sampler(self, name: str, tensors: dict[str, Buffer], shape: Shape) -> Launch:
+        """Bind a run of a sampler to these tensors and, unless the round is greedy, to the requests' tables."""
+        if not shape.greedy:
+            table = self._tables[shape.edits].device
+            tensors = tensors | {
+                "settings": table["settings"].part(0, shape.batch, len(SETTINGS)),
+                "edit_ids": table["edit_ids"].part(0, shape.batch, shape.edits),
+                "edits": table["edits"].part(0, shape.batch, shape.edits, len(EDITS)),
+                "candidates": host_buffer(np.array([shape.candidates], dtype=np.int64)),
+            }
+        return self.samplers[name].bind(tensors)
 
     # Buffers that drafters write
 

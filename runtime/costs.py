@@ -1,16 +1,15 @@
-"""What rounds take, predicted from the costs of their passes in a bundle's manifest."""
+"""What passes take, by the costs in a bundle's manifest."""
 
 from __future__ import annotations
 
 import copy
 from bisect import bisect_left
 from collections.abc import Collection
+from typing import Self
 
 import numpy as np
 
 from outrider.bundle.manifest import Build, Manifest
-from outrider.runtime import drafters
-from outrider.runtime.drafters.base import FORCED
 
 GUESSED_ROW = 0.03  # of a pass of one row: what each further row adds, where nothing was measured
 
@@ -22,7 +21,7 @@ def expected_tokens(rate: float, k: int) -> float:
 
 
 class Costs:
-    """Milliseconds of passes and rounds of `batch` sequences.
+    """Milliseconds of passes of `batch` sequences.
 
     Where nothing was measured (`measured` is False), a pass of the target takes 1 and everything else what the sizes of the
     models suggest. Only ratios mean something then.
@@ -36,7 +35,6 @@ class Costs:
         self._windows = build.windows
         self._last_window = len(build.windows) - 1
         self._known: dict[tuple[str, int, int], float] = {}  # by engine, rows and window
-        self._rounds: dict[tuple[str, int, int, int, bool, int], float] = {}  # by the arguments of `round`, the end as a window
         self._tables: dict[str, dict[int, tuple[list[int], list[float]]]] = {}  # by engine and window: rows and medians
         sizes = {role: model.parameters for role, model in manifest.models.items()}
         self._guessed = {role: size / sizes["target"] for role, size in sizes.items()}
@@ -49,10 +47,10 @@ class Costs:
                 if (at := sorted((c for c in of_batch if c.window == window), key=lambda c: c.rows))
             }
 
-    def scaled(self, engines: Collection[str], factor: float) -> Costs:
+    def scaled(self, engines: Collection[str], factor: float) -> Self:
         """Return the same costs, but with these engines taking `factor` times as long."""
         other = copy.copy(self)
-        other._known, other._rounds = {}, {}
+        other._known = {}
         other._guessed = {role: size * (factor if role in engines else 1) for role, size in self._guessed.items()}
         other._tables = self._tables | {
             name: {at: (rows, [time * factor for time in times]) for at, (rows, times) in self._tables[name].items()}
@@ -70,9 +68,10 @@ class Costs:
         between the measured ones interpolated, and rows beyond them extrapolated from the last ones."""
         if role not in self._tables:
             return self._guessed[role] * (1 + GUESSED_ROW * (rows - 1))
-        return self._interpolated(role, rows, self._windows[self._window(end)])
+        return self._interpolated(role, rows, self._windows[self.window(end)])
 
-    def _window(self, end: int) -> int:
+    def window(self, end: int) -> int:
+        """Return the index of the smallest window that holds position `end`, or else of the last one."""
         return min(bisect_left(self._windows, end), self._last_window)
 
     def _interpolated(self, name: str, rows: int, window: int) -> float:
@@ -96,19 +95,3 @@ class Costs:
     def verification(self, rows: int, end: int, greedy: bool) -> float:
         """Return the time of the target's pass and the verifier's run."""
         return self.step("target", rows, end) + self.sampler("greedy_verifier" if greedy else "verifier", rows)
-
-    def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool, begun: int = 0) -> float:
-        """Return the time of a round that drafts so many tokens, verified in a pass that was built for k and ends at position
-        `end`; for `begun` see `Drafter.cost`."""
-        key = drafter, drafted, k, self._window(end), greedy, begun
-        time = self._rounds.get(key)
-        if time is None:
-            time = self.verification(k + 1, end, greedy)
-            if drafted and drafter != FORCED:
-                time += drafters.get(drafter).cost(self, drafted, end, greedy, begun)
-            self._rounds[key] = time
-        return time
-
-    def catch_up(self, drafter: str, tokens: int, end: int) -> float:
-        """Return the time that a drafter takes to process so many pending tokens."""
-        return drafters.get(drafter).catch_up_cost(self, tokens, end) if tokens > 0 else 0.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from cachetools import LRUCache
@@ -11,11 +10,9 @@ from cachetools import LRUCache
 from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer, in_sequence
 from outrider.engines.session import Session
-from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
+from outrider.runtime.buffers import MAX_CACHED, Lane, RoundBuffers, Shape, Step
 from outrider.runtime.drafters.base import NONE, DeviceDrafter
 from outrider.runtime.sampling import ACCEPTING, DRAWING, Logprobs, SamplingState
-
-MAX_CACHED = 512  # launches, and lists of them; each holds bindings of an engine
 
 # For a slot that takes no part in a round: greedy, and one edit that changes nothing.
 NO_EDITS = np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1, len(EDITS)), dtype=np.float32)
@@ -29,15 +26,11 @@ class Launches(RoundBuffers):
         self, device: Device, target: Session, samplers: Mapping[str, Engine], drafters: Sequence[DeviceDrafter], max_k: int
     ):
         """Prepare rounds of up to `max_k` drafted tokens."""
-        super().__init__(device, target, drafters, max_k)
-        self.samplers = samplers
+        layouts = [drafter.layout(target.batch, max_k) for drafter in drafters]
+        super().__init__(device, target, samplers, layouts, max_k)
         self._drafters = {drafter.name: drafter for drafter in drafters}
-        limits = [engine.max_candidates for engine in samplers.values() if engine.max_candidates]
-        self.max_candidates = min([self.vocab_rows, *limits])
-        self._tables: dict[int, Arena] = {}  # by their number of edits
         self._sent: list[tuple[object, bool]] = []  # the tables that the device has, and by which rule they accept
         self._logprobs: dict[int, Arena] = {}
-        self._launches: LRUCache[tuple[Any, ...], Launch] = LRUCache(MAX_CACHED)
         self._steps: LRUCache[Shape, list[Step]] = LRUCache(MAX_CACHED)
         for drafter in drafters:
             drafter.attach(self)
@@ -162,13 +155,6 @@ class Launches(RoundBuffers):
             self._steps[shape] = steps
         return steps
 
-    def cached(self, key: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
-        """Return the launch with this key, which is made when it is first asked for."""
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launches[key] = make()
-        return launch
-
     def _target_pass(self, shape: Shape) -> Launch:
         on_device = shape.drafter in self._drafters
 
@@ -224,18 +210,6 @@ class Launches(RoundBuffers):
             return drafted, []
         narrow = self.device.zeros((batch, rows), "int64", "the buffers of a round")
         return narrow, [self.device.copy_columns(narrow, 0, drafted, 0, rows)]
-
-    def sampler(self, name: str, tensors: dict[str, Buffer], shape: Shape) -> Launch:
-        """Bind a run of a sampler to these tensors and, unless the round is greedy, to the requests' tables."""
-        if not shape.greedy:
-            table = self._tables[shape.edits].device
-            tensors = tensors | {
-                "settings": table["settings"].part(0, shape.batch, len(SETTINGS)),
-                "edit_ids": table["edit_ids"].part(0, shape.batch, shape.edits),
-                "edits": table["edits"].part(0, shape.batch, shape.edits, len(EDITS)),
-                "candidates": host_buffer(np.array([shape.candidates], dtype=np.int64)),
-            }
-        return self.samplers[name].bind(tensors)
 
     def _logprobs_run(self, shape: Shape, top: int) -> Launch:
         batch, rows, most = shape.batch, shape.rows, self.batch * (self.max_k + 1)

@@ -20,7 +20,6 @@ from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.choice import AUTO
-from outrider.runtime.costs import Costs
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import NONE, DeviceDrafter, Resources
 from outrider.runtime.grammar import Grammars, LocalGrammars
@@ -28,6 +27,7 @@ from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Policy
 from outrider.runtime.request import Request
+from outrider.runtime.round_costs import RoundCosts
 from outrider.runtime.rounds import Observer, Rounds
 from outrider.runtime.sampling import SamplingState
 from outrider.runtime.text import Text, TextStream
@@ -122,7 +122,7 @@ class LoadedBundle:
     def adaptive_policy(self) -> AdaptivePolicy:
         """Return a policy that has learned nothing yet."""
         stopping = self.engines.device.synchronous
-        return AdaptivePolicy(lambda batch: Costs(self.manifest, self.build, batch), self.drafters, stopping)
+        return AdaptivePolicy(lambda batch: RoundCosts(self.manifest, self.build, batch), self.drafters, stopping)
 
     def __enter__(self) -> Self:
         return self

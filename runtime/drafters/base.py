@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from outrider.engines.device import Buffer, Layout
 from outrider.engines.session import Session
+from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
+from outrider.runtime.costs import Costs
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
-    from outrider.runtime.buffers import Lane, Shape, Step
-    from outrider.runtime.costs import Costs
-    from outrider.runtime.launches import Launches
 
 NONE = "none"  # stands for a drafter where a round drafts nothing
 FORCED = "grammar"  # and where it drafts what grammars force next
@@ -135,7 +134,7 @@ class DeviceDrafter(Drafter):
         """Return the inputs that the host writes before a round, by name; they travel in the round's one upload."""
 
     @abstractmethod
-    def attach(self, launches: Launches) -> None:
+    def attach(self, buffers: RoundBuffers) -> None:
         """Take the buffers of the rounds that the drafter will be part of."""
 
     @abstractmethod

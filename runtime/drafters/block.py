@@ -15,8 +15,8 @@ from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.drafters.parallel import ParallelHeadDrafter
 
 if TYPE_CHECKING:
+    from outrider.runtime.buffers import RoundBuffers
     from outrider.runtime.costs import Costs
-    from outrider.runtime.launches import Launches
 
 
 class BlockDrafter(ParallelHeadDrafter):
@@ -50,14 +50,14 @@ class BlockDrafter(ParallelHeadDrafter):
     def layout(self, batch: int, max_k: int) -> Layout:
         return {**super().layout(batch, max_k), self._tensor("anchor"): ((batch,), "int64")}
 
-    def attach(self, launches: Launches) -> None:
-        super().attach(launches)
-        self._markov = launches.samplers.get(MARKOV)
+    def attach(self, buffers: RoundBuffers) -> None:
+        super().attach(buffers)
+        self._markov = buffers.samplers.get(MARKOV)
         self._own: dict[int, _OwnHeads] = {}  # by drafted token
 
     def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:
         super().fill(lanes, shape)
-        anchors = self._launches.inputs.host[self._tensor("anchor")]
+        anchors = self._buffers.inputs.host[self._tensor("anchor")]
         anchors[: len(lanes)] = [lane.tokens[-1] if lane.sampling is not None else 0 for lane in lanes]
 
     def _source(self, row: int, shape: Shape) -> tuple[int, ...]:
@@ -69,15 +69,15 @@ class BlockDrafter(ParallelHeadDrafter):
         if self._markov is None:
             return logits, before
         assert isinstance(self._session, GraphSession)
-        batch, launches, own = shape.batch, self._launches, self._heads_of(row)
+        batch, buffers, own = shape.batch, self._buffers, self._heads_of(row)
         rows = self._first_rows(shape.context, shape.drafted)
         states = self._session.block_state(batch, rows)
         width = states.shape[2]
         at = (rows - shape.drafted + row) * width
-        copy = launches.device.copy_columns(own.state.part(0, batch, width), 0, states.part(0, batch, rows * width), at, width)
-        anchor = launches.inputs.device[self._tensor("anchor")].part(0, batch, 1)
-        token = launches.token(row - 1, shape)[0] if row else anchor
-        bias = launches.cached(
+        copy = buffers.device.copy_columns(own.state.part(0, batch, width), 0, states.part(0, batch, rows * width), at, width)
+        anchor = buffers.inputs.device[self._tensor("anchor")].part(0, batch, 1)
+        token = buffers.token(row - 1, shape)[0] if row else anchor
+        bias = buffers.cached(
             (self.name, MARKOV, row, *super()._source(row, shape), batch),
             lambda: own.bind(self._markov, logits, token, batch),
         )
@@ -87,7 +87,7 @@ class BlockDrafter(ParallelHeadDrafter):
         assert isinstance(self._session, GraphSession)
         if row not in self._own:
             width = self._session.block_state(1, 1).shape[2]
-            self._own[row] = _OwnHeads(self._launches.device, self._launches.batch, self._session.vocab_rows, width)
+            self._own[row] = _OwnHeads(self._buffers.device, self._buffers.batch, self._session.vocab_rows, width)
         return self._own[row]
 
     def confidence(self, row: int, shape: Shape) -> float:
@@ -100,7 +100,7 @@ class BlockDrafter(ParallelHeadDrafter):
         if self._markov is None:
             return logits, confidences
         assert isinstance(self._session, GraphSession)
-        device, own = self._launches.device, self._heads_of(0)
+        device, own = self._buffers.device, self._heads_of(0)
         states = device.read(self._session.block_state(1, len(ids)))[0, -len(before) :]
         row = device.zeros((1, 1, logits.shape[1]), "float32", "a pass")
         token = device.zeros((1, 1), "int64", "a pass")

@@ -38,11 +38,11 @@ class HeadDrafter(StepDrafter):
 
     def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:
         super().fill(lanes, shape)
-        host = self._launches.inputs.host
+        host = self._buffers.inputs.host
         for step in range(shape.drafted):
             places = host[self._tensor("next feature", step)]
             for index, lane in enumerate(lanes):
                 places[index] = len(lane.tokens) - self.shift + step if lane.k else self._session.spare_feature
 
     def _feature_positions(self, row: int, shape: Shape) -> Buffer:
-        return self._launches.inputs.device[self._tensor("next feature", row)].part(0, shape.batch)
+        return self._buffers.inputs.device[self._tensor("next feature", row)].part(0, shape.batch)

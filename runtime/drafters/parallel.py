@@ -16,8 +16,8 @@ from outrider.runtime.drafters.base import Resources
 from outrider.runtime.drafters.step import StepDrafter, top_probability
 
 if TYPE_CHECKING:
+    from outrider.runtime.buffers import RoundBuffers
     from outrider.runtime.costs import Costs
-    from outrider.runtime.launches import Launches
 
 
 class ParallelDrafter(StepDrafter):
@@ -114,9 +114,9 @@ class ParallelHeadDrafter(ParallelDrafter):
     def layout(self, batch: int, max_k: int) -> Layout:
         return {**super().layout(batch, max_k), self._tensor("spare feature"): ((batch,), "int64")}
 
-    def attach(self, launches: Launches) -> None:
-        super().attach(launches)
-        launches.inputs.host[self._tensor("spare feature")][:] = self._session.spare_feature
+    def attach(self, buffers: RoundBuffers) -> None:
+        super().attach(buffers)
+        buffers.inputs.host[self._tensor("spare feature")][:] = self._session.spare_feature
 
     def _feature_positions(self, row: int, shape: Shape) -> Buffer:
-        return self._launches.inputs.device[self._tensor("spare feature")].part(0, shape.batch)
+        return self._buffers.inputs.device[self._tensor("spare feature")].part(0, shape.batch)

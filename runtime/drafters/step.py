@@ -17,8 +17,8 @@ from outrider.runtime.sampling import DRAFTING, DRAWING
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
+    from outrider.runtime.buffers import RoundBuffers
     from outrider.runtime.costs import Costs
-    from outrider.runtime.launches import Launches
 
 
 def top_probability(logits: Floats, scratch: Floats) -> float:
@@ -175,17 +175,17 @@ class StepDrafter(DeviceDrafter):
     def _tensor(self, name: str, row: int | None = None) -> str:
         return f"{self.name} {name}" if row is None else f"{self.name} {name} {row}"
 
-    def attach(self, launches: Launches) -> None:
-        self._launches = launches
+    def attach(self, buffers: RoundBuffers) -> None:
+        self._buffers = buffers
         self._scratch = np.empty(self._session.vocab_rows, dtype=np.float32)
-        host, device, rows = launches.inputs.host, launches.device, range(launches.max_k)
+        host, device, rows = buffers.inputs.host, buffers.device, range(buffers.max_k)
         self._ids = host[self._tensor("ids")]
         self._positions: list[Int64s] = [host[self._tensor("position", row)] for row in rows]
         self._uniforms = [host[self._tensor("uniforms", row)] for row in rows]
         for row in rows:
             host[self._tensor("first_row", row)][0] = row
         width = self._session.vocab_rows
-        sizes = [launches.batch * most for most in self._most_logits(launches.max_k)]
+        sizes = [buffers.batch * most for most in self._most_logits(buffers.max_k)]
         self._logits = [device.zeros((size, width), "float32", "the logits of a round") for size in sizes]
         self._rows: dict[int, Buffer] = {}  # by drafted token, where its logits cannot be read in their place
 
@@ -234,7 +234,7 @@ class StepDrafter(DeviceDrafter):
         for row in range(shape.drafted):
             if self._place(row, shape)[0] == row:  # else an earlier step gives the logits
                 steps.append(Step(self._step(row, shape)))
-            steps.append(Step(self._sampler(row, shape), self._launches.outputs.host[f"status {row}"], row))
+            steps.append(Step(self._sampler(row, shape), self._buffers.outputs.host[f"status {row}"], row))
         return steps
 
     def _step(self, row: int, shape: Shape) -> Launch:
@@ -242,14 +242,14 @@ class StepDrafter(DeviceDrafter):
         rows, of_logits = 1 if row else self._first_rows(shape.context, shape.drafted), self._place(row, shape)[-1]
 
         def make() -> Launch:
-            launches, session = self._launches, self._session
-            inputs = launches.inputs.device
-            ids = launches.token(row - 1, shape)[0] if row else inputs[self._tensor("ids")].part(0, shape.batch, rows)
+            buffers, session = self._buffers, self._session
+            inputs = buffers.inputs.device
+            ids = buffers.token(row - 1, shape)[0] if row else inputs[self._tensor("ids")].part(0, shape.batch, rows)
             positions = inputs[self._tensor("position", row)].part(0, shape.batch)
             logits = self._logits[row].part(0, shape.batch, of_logits, session.vocab_rows)
             return session.bind(ids, positions, logits, shape.window, shape.first, self._feature_positions(row, shape))
 
-        return self._launches.cached((self.name, "step", row, rows, of_logits, shape.window, shape.first, shape.batch), make)
+        return self._buffers.cached((self.name, "step", row, rows, of_logits, shape.window, shape.first, shape.batch), make)
 
     def _feature_positions(self, row: int, shape: Shape) -> Buffer | None:
         """Return where a step writes the feature that the next one reads, if it does."""
@@ -258,7 +258,7 @@ class StepDrafter(DeviceDrafter):
     def _last_logits(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
         """The logits [B, 1, V] that a token is drawn from, and the launches that bring them there."""
         step, at, rows = self._place(row, shape)
-        whole, width, device = self._logits[step], self._session.vocab_rows, self._launches.device
+        whole, width, device = self._logits[step], self._session.vocab_rows, self._buffers.device
         if rows == 1:
             return whole.part(0, shape.batch, 1, width), []
         if shape.batch == 1:
@@ -266,43 +266,43 @@ class StepDrafter(DeviceDrafter):
             if logits.address % device.alignment == 0:
                 return logits, []
         if row not in self._rows:
-            self._rows[row] = device.zeros((self._launches.batch, width), "float32", "the buffers of a round")
+            self._rows[row] = device.zeros((self._buffers.batch, width), "float32", "the buffers of a round")
         own, matrix = self._rows[row].part(0, shape.batch, width), whole.part(0, shape.batch, rows * width)
         return own.part(0, shape.batch, 1, width), [device.copy_columns(own, 0, matrix, at * width, width)]
 
     def _sampler(self, row: int, shape: Shape) -> Launch:
         """The run of the sampler that draws a token from the logits of a step."""
-        launches = self._launches
+        buffers = self._buffers
 
         def make() -> Launch:
             logits, before = self._last_logits(row, shape)
-            token, after = launches.token(row, shape)
+            token, after = buffers.token(row, shape)
             tensors = {
                 "logits": logits,
                 "token": token,
-                "status": launches.outputs.device[f"status {row}"].part(0, shape.batch),
+                "status": buffers.outputs.device[f"status {row}"].part(0, shape.batch),
             }
             if not shape.greedy:
-                q, keep = launches.q_row(row, shape)
+                q, keep = buffers.q_row(row, shape)
                 after = after + keep
                 tensors |= {
-                    "drafted": launches.drafted_matrix(shape),
-                    "first_row": launches.inputs.device[self._tensor("first_row", row)],
-                    "uniforms": launches.inputs.device[self._tensor("uniforms", row)].part(0, shape.batch, 2),
+                    "drafted": buffers.drafted_matrix(shape),
+                    "first_row": buffers.inputs.device[self._tensor("first_row", row)],
+                    "uniforms": buffers.inputs.device[self._tensor("uniforms", row)].part(0, shape.batch, 2),
                     "q": q,
                 }
-            return in_sequence([*before, launches.sampler(DRAFT_SAMPLERS[shape.greedy], tensors, shape), *after])
+            return in_sequence([*before, buffers.sampler(DRAFT_SAMPLERS[shape.greedy], tensors, shape), *after])
 
         source = self._source(row, shape)
         key = (self.name, "sampler", row, *source, shape.batch, shape.greedy, shape.edits, shape.candidates)
-        return launches.cached(key, make)
+        return buffers.cached(key, make)
 
     def _source(self, row: int, shape: Shape) -> tuple[int, ...]:
         """Return what rounds have in common whose sampler reads the logits of a token in the same place."""
         return self._place(row, shape)
 
     def logits(self, row: int, shape: Shape, lane: int) -> Floats:
-        logits: Floats = self._launches.device.read(self._last_logits(row, shape)[0])[lane, 0]
+        logits: Floats = self._buffers.device.read(self._last_logits(row, shape)[0])[lane, 0]
         return logits
 
     def row_logits(self, row: int, shape: Shape, lane: int) -> Buffer:
@@ -312,7 +312,7 @@ class StepDrafter(DeviceDrafter):
 
     def confidence(self, row: int, shape: Shape) -> float:
         if not shape.greedy:
-            return float(self._launches.q_view(row).max())
+            return float(self._buffers.q_view(row).max())
         return top_probability(self.logits(row, shape, 0), self._scratch)
 
     def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:

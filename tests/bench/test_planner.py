@@ -15,9 +15,10 @@ from outrider.bench.simulator import Trace, compare, oracle, replay
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import MANIFEST
 from outrider.errors import UsageError
-from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.costs import expected_tokens
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.policy import FixedPolicy
+from outrider.runtime.round_costs import RoundCosts
 from outrider.tests.runtime.test_policy import K, costs, flips, text
 from outrider.tests.support import run_here
 
@@ -121,7 +122,7 @@ def test_a_replay_pays_for_rejected_tokens() -> None:
     assert accepted == pytest.approx(8 * round_of_four + reading, rel=0.02)
 
 
-def like(trace: Trace, prediction: Prediction, table: Costs) -> float:
+def like(trace: Trace, prediction: Prediction, table: RoundCosts) -> float:
     """What a text takes if its rounds accept as they do where it breaks even."""
     assert prediction.break_even is not None
     reading = table.catch_up("model", len(trace.prompt) - 2, 64)
@@ -195,7 +196,7 @@ def test_a_bundles_plan(trained_bundle: Path, tmp_path: Path) -> None:
     assert [each["k"] for each in predictions] == [0, *manifest.build.k]
     assert plan["best"][""]["k"] == max(predictions, key=lambda each: each["speedup"])["k"]
     assert (predictions[0]["speedup"], predictions[0]["break_even"]) == (1, None)
-    table = Costs(manifest, manifest.build)
+    table = RoundCosts(manifest, manifest.build)
     assert predictions[1]["speedup"] == pytest.approx(at_rate(table, "model", 0.7, manifest.build.capacity // 4)[1].speedup)
     own = json.loads(run_here("plan", trained_bundle, "--json").stdout)["predictions"]
     rate = manifest.build.acceptance["model"]

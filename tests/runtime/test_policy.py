@@ -18,11 +18,12 @@ from outrider.bundle.manifest import Cost
 from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.costs import Costs, expected_tokens
+from outrider.runtime.costs import expected_tokens
 from outrider.runtime.drafters.base import FORCED, NONE, Proposal
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Offer, Policy, SequenceView
+from outrider.runtime.round_costs import RoundCosts
 from outrider.runtime.rounds import RoundResult
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
@@ -30,7 +31,7 @@ K = [1, 2, 4, 8]
 MODEL, NGRAM = "model", "ngram"
 
 
-def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0, acceptance: float | None = None) -> Costs:
+def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0, acceptance: float | None = None) -> RoundCosts:
     """A pass of the target takes `target` and `row` more for each further row."""
 
     def table(of: Callable[[int], float]) -> list[Cost]:
@@ -45,10 +46,10 @@ def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0, acceptance:
     )
     models = {"target": SimpleNamespace(parameters=6), "draft": SimpleNamespace(parameters=1)}
     manifest: Any = SimpleNamespace(models=models)
-    return Costs(manifest, build)
+    return RoundCosts(manifest, build)
 
 
-def adaptive(table: Costs, names: Sequence[str] = (MODEL,), early_stopping: bool = False) -> AdaptivePolicy:
+def adaptive(table: RoundCosts, names: Sequence[str] = (MODEL,), early_stopping: bool = False) -> AdaptivePolicy:
     return AdaptivePolicy(lambda _: table, names, early_stopping)
 
 
@@ -87,11 +88,11 @@ def flips(rate: float, count: int = 400, seed: int = 0) -> list[bool]:
     return [chance.random() < rate for _ in range(count)]
 
 
-def best_fixed(trace: Trace, table: Costs) -> float:
+def best_fixed(trace: Trace, table: RoundCosts) -> float:
     return min(replay(trace, table, FixedPolicy(MODEL, k)) for k in [0, *K])
 
 
-def second(policy: AdaptivePolicy, trace: Trace, table: Costs) -> float:
+def second(policy: AdaptivePolicy, trace: Trace, table: RoundCosts) -> float:
     """What a text takes the second time: from a server's first request it learns."""
     replay(trace, table, policy)
     return replay(trace, table, policy)
@@ -319,7 +320,7 @@ def test_a_short_answer_does_not_hold_up_others_while_its_prompt_is_read_for_the
 def test_without_measured_costs_it_goes_by_what_rounds_take() -> None:
     build: Any = SimpleNamespace(k=K, max_prompt_chunk=16, windows=[64], costs={}, acceptance={})
     manifest: Any = SimpleNamespace(models={"target": SimpleNamespace(parameters=10), "draft": SimpleNamespace(parameters=1)})
-    policy = adaptive(Costs(manifest, build))
+    policy = adaptive(RoundCosts(manifest, build))
     kinds, acceptance = [], policy.begin()
     for at in range(300):
         sequence = view(policy, 40 + at, acceptance=acceptance)
@@ -349,10 +350,10 @@ def test_expected_tokens_are_the_closed_form() -> None:
             assert expected_tokens(rate, k) == pytest.approx((1 - rate ** (k + 1)) / (1 - rate))
 
 
-class Busy(Costs):
+class Busy(RoundCosts):
     """A machine whose rounds take `slower` times as long now and then; `quiet` is what they would have taken."""
 
-    def __init__(self, of: Costs, seed: int, slower: float):
+    def __init__(self, of: RoundCosts, seed: int, slower: float):
         self.__dict__.update(of.__dict__)
         self._chance, self._slower, self._left, self.quiet = random.Random(seed), slower, 0, 0.0
 
@@ -393,7 +394,7 @@ DEARER = [0.6, 1.5, 2.5]
 def test_costs_of_another_machine_are_put_right(dearer: float, rate: float, stops: bool) -> None:
     """Rounds that check drafted tokens take another share of what the costs say than plain decoding does."""
 
-    class Other(Costs):
+    class Other(RoundCosts):
         def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool, begun: int = 0) -> float:
             return super().round(drafter, drafted, k, end, greedy, begun) * (dearer if k else 1.0)
 
@@ -417,7 +418,7 @@ WORKLOADS = {
 }
 
 
-def several(draft: float = 10.0) -> Costs:
+def several(draft: float = 10.0) -> RoundCosts:
     """Milliseconds as measured with them, or with another draft model."""
 
     def table(one: float, more: float) -> list[Cost]:
@@ -427,7 +428,7 @@ def several(draft: float = 10.0) -> Costs:
     made = {"target": table(33, 2), "draft": table(draft, 0.5), "parallel-draft": table(10, 1.2), "head": table(1.2, 0.05)}
     build: Any = SimpleNamespace(k=[1, 2, 3, 4], max_prompt_chunk=32, windows=[4096], costs=made, acceptance={})
     manifest: Any = SimpleNamespace(models={role: SimpleNamespace(parameters=1) for role in made})
-    return Costs(manifest, build)
+    return RoundCosts(manifest, build)
 
 
 def answer(workload: str, rates: Sequence[float], seed: int, count: int = 64) -> Trace:

@@ -1,0 +1,41 @@
+"""What rounds take, predicted from the costs of their passes and by their drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Self
+
+from outrider.bundle.manifest import Build, Manifest
+from outrider.runtime import drafters
+from outrider.runtime.costs import Costs
+from outrider.runtime.drafters.base import FORCED
+
+
+class RoundCosts(Costs):
+    """Milliseconds of rounds of `batch` sequences."""
+
+    def __init__(self, manifest: Manifest, build: Build, batch: int = 1):
+        super().__init__(manifest, build, batch)
+        self._rounds: dict[tuple[str, int, int, int, bool, int], float] = {}  # by the arguments of `round`, the end as a window
+
+    def scaled(self, engines: Collection[str], factor: float) -> Self:
+        """See `Costs.scaled`."""
+        other = super().scaled(engines, factor)
+        other._rounds = {}
+        return other
+
+    def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool, begun: int = 0) -> float:
+        """Return the time of a round that drafts so many tokens, verified in a pass that was built for k and ends at position
+        `end`; for `begun` see `Drafter.cost`."""
+        key = drafter, drafted, k, self.window(end), greedy, begun
+        time = self._rounds.get(key)
+        if time is None:
+            time = self.verification(k + 1, end, greedy)
+            if drafted and drafter != FORCED:
+                time += drafters.get(drafter).cost(self, drafted, end, greedy, begun)
+            self._rounds[key] = time
+        return time
+
+    def catch_up(self, drafter: str, tokens: int, end: int) -> float:
+        """Return the time that a drafter takes to process so many pending tokens."""
+        return drafters.get(drafter).catch_up_cost(self, tokens, end) if tokens > 0 else 0.0
