@@ -137,7 +137,7 @@ class SimulatedRounds:
         emitted = following[: accepted + 1] + [-1] * (accepted == len(following))  # what follows the record is not known
         end = len(lane.tokens) + rows - 1
         self._clock.milliseconds += self._costs.round(drafter, len(drafted), rows - 1, end, True, lane.k)
-        return [RoundResult(drafter if drafted else NONE, drafted, emitted, None)]
+        return [RoundResult(lane.drafter if drafted else NONE, drafted, emitted, None)]
 
 
 def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: Clock) -> dict[str, Drafter]:

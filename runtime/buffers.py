@@ -26,6 +26,7 @@ class Lane(NamedTuple):
 
     tokens: list[int]  # the confirmed ones
     sampling: SamplingState | None  # None for a padding lane
+    drafter: str  # whose tokens it drafts; in a round of proposals, each lane may have another's
     k: int  # tokens to draft
     proposed: list[int]  # these, where a drafter proposed them on the host
     position: int  # the cache entry that the target's first row writes

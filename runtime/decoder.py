@@ -86,9 +86,6 @@ class Decoder:
         decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
         milliseconds = 1000 * (self.clock() - started)
         results = [result for slot in slots if (result := decided[slot.index - first]) is not None]
-        for index, (view, result) in enumerate(zip(views, results, strict=True)):
-            if isinstance(result, RoundResult) and result.drafted and choice.drafter not in view.offers:
-                results[index] = result._replace(drafter=self._drafting(choice, view))
         done = [result if isinstance(result, RoundResult) else None for result in results]
         if any(done):
             if stop is not None and done[0] is not None:
@@ -188,11 +185,13 @@ class Decoder:
     ) -> tuple[list[Lane], int]:
         """Return the lanes of a round, one for each slot from the first to the last one in use, and the first slot."""
         first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
-        lanes = [Lane([], None, 0, [], slot.cached) for slot in self.slots.between(first, last)]
+        lanes = [Lane([], None, NONE, 0, [], slot.cached) for slot in self.slots.between(first, last)]
         for request, slot, view, count in zip(requests, slots, views, counts, strict=True):
-            proposal = view.offers[self._drafting(choice, view)].proposal if count else None
+            drafter = self._drafting(choice, view) if count else NONE
+            proposal = view.offers[drafter].proposal if count else None
             proposed = [] if proposal is None else proposal.tokens[:count]
-            lanes[slot.index - first] = Lane(request.tokens, request.sampling, count, proposed, len(request.tokens) - 1)
+            position = len(request.tokens) - 1
+            lanes[slot.index - first] = Lane(request.tokens, request.sampling, drafter, count, proposed, position)
         return lanes, first
 
     def _stop(self, policy: Policy, choice: Choice, views: Sequence[SequenceView], confidences: list[float]) -> Stop | None:

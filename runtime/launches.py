@@ -87,7 +87,7 @@ class Launches(RoundBuffers):
         ids = host["input_ids"][: batch * rows].reshape(batch, rows)
         positions, counts = host["positions"], host["drafted_count"]
         drafter = self._drafters.get(shape.drafter)
-        for index, (tokens, sampling, k, proposed, position) in enumerate(lanes):
+        for index, (tokens, sampling, _, k, proposed, position) in enumerate(lanes):
             positions[index], counts[index] = position, k
             if sampling is None:
                 ids[index] = 0

@@ -130,7 +130,7 @@ class Rounds:
             begin = index * (launches.max_k + 1)
             drafted = launches.outputs.host["drafted"][begin : begin + count].tolist()
         logprobs = None if top is None else launches.logprobs(shape, index, len(tokens), top)
-        result = RoundResult(shape.drafter if count else NONE, drafted if count else [], tokens, logprobs)
+        result = RoundResult(lane.drafter if count else NONE, drafted if count else [], tokens, logprobs)
         return result if self.observer is None else self.observer(launches, shape, index, lane, result)
 
     def _decide(self, lanes: Sequence[Lane], shape: Shape, stop: Stop | None) -> tuple[Shape, dict[int, EngineError]]:
