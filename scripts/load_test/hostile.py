@@ -96,7 +96,10 @@ class Hostile:
         self._post(*SLOW_BODY)
 
     def _schema(self) -> None:
-        schema = {"title": f"{next(self._titles)}", "allOf": FACTORS}
+        self._post_schema(FACTORS)
+
+    def _post_schema(self, factors: Sequence[dict[str, Any]]) -> None:
+        schema = {"title": f"{next(self._titles)}", "allOf": factors}
         self._post(*_encoded("schema", {"prompt": "Hi", "max_tokens": 4, "structured_outputs": {"json": schema}}))
 
     def _idle(self) -> None:
@@ -110,6 +113,19 @@ class Hostile:
         self._stopped.wait(2)
         for each in connections:
             each.close()
+
+    def post_schemas(self, count: int) -> None:
+        """Send so many small schemas, each another one, from two threads, and wait for their answers."""
+
+        def work() -> None:
+            for _ in range(count // 2):
+                self._post_schema(FACTORS[:3])
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def _repeat(self, act: Callable[[], None]) -> None:
         while not self._stopped.is_set():

@@ -32,6 +32,7 @@ def main(description: str) -> int:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--hostile", action="store_true", help="also send the requests beside hostile clients")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="kinds of them; all of them by default")
+    parser.add_argument("--schemas", type=int, metavar="COUNT", help="also send requests with so many distinct schemas")
     parser.add_argument("--compare", metavar="CLIENTS", help="compare k = auto with plain decoding: 1,4,16,32")
     parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests, which are two of three")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of --compare")
@@ -47,6 +48,8 @@ def main(description: str) -> int:
         groups = [(), *((kind,) for kind in options.kinds), tuple(options.kinds)]
         report["hostile"] = [beside(options.bundle, requests, kinds) for kinds in groups]
         wrong += [each for row in report["hostile"] for each in row["wrong"]]
+    if options.schemas:
+        report["schemas"] = schemas(options.bundle, options.schemas)
     if options.compare:
         report["compare"] = compare(options.bundle, known, options.rounds, [*map(int, options.compare.split(","))])
     print(json.dumps(report, indent=1))
@@ -103,6 +106,19 @@ def beside(bundle: Path, requests: list[Case], kinds: tuple[str, ...]) -> dict[s
         "replies": dict(hostile.replies),
         **figures(answers, seconds),
     }
+
+
+def schemas(bundle: Path, count: int) -> dict[str, Any]:
+    """Send requests with distinct schemas in ten parts, and return the server's memory after each, and what they got."""
+    server = Server(bundle)
+    try:
+        hostile, memory = Hostile(server, ()), []
+        for _ in range(10):
+            hostile.post_schemas(count // 10)
+            memory.append(server.memory)
+    finally:
+        server.stop()
+    return {"memory": memory, "replies": dict(hostile.replies)}
 
 
 def compare(bundle: Path, known: list[Case], rounds: int, loads: list[int]) -> list[dict[str, Any]]:
