@@ -265,6 +265,7 @@ class Scheduler:
             running = Counter(request.owner for request in self._running)
             request = max(late, key=lambda each: running[each.owner])
             self._release(request)
+            request.tokens = list(request.tokens)  # the slot keeps the others, which end here
             request.late = None
             self._waiting.appendleft(request)
 

@@ -147,7 +147,6 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Take a slot from its request. Its caches keep their tokens, unless they may contain NaN."""
         slot.used = next(self._clock)
-        slot.tokens = list(slot.tokens)  # the request may go on in another slot
         if not slot.finite:
             self.clear(slot)
 
