@@ -14,6 +14,7 @@ from outrider.errors import UnsupportedModelError
 from outrider.export.gguf_file import AGAIN, GgufFile
 
 START = "tokenizer."
+TEXTS = f"{START}chat_template", f"{START}huggingface.", f"{START}rwkv.world"  # for other readers, or read with the template
 BYTE_PAIRS, SENTENCEPIECE = "gpt2", "llama"  # values of tokenizer.ggml.model
 # What transformers or this module reads, or another part of export, or what only other tasks than writing on need.
 READ = {
@@ -42,12 +43,10 @@ def amend_tokenizer(file: GgufFile, tokenizer: Any) -> None:
     Raises:
         UnsupportedModelError: the file says what cannot be put into it.
     """
-    for key, value in file.metadata.items():
-        name = key.removeprefix(f"{START}ggml.")
-        text = key.startswith((f"{START}chat_template", f"{START}huggingface.", f"{START}rwkv.world"))
-        if key.startswith(START) and not text and name not in READ | UNUSED:
+    said = {key.removeprefix(f"{START}ggml."): value for key, value in file.metadata.items() if key.startswith(START)}
+    for name, value in said.items():
+        if name not in READ | UNUSED and not name.startswith(TEXTS):
             raise _unknown(file, name, value)
-    said = {key.removeprefix(f"{START}ggml."): value for key, value in file.metadata.items()}
     backend = tokenizer.backend_tokenizer
     if said.get("model") == BYTE_PAIRS:
         pre = said.get("pre")

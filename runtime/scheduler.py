@@ -257,11 +257,11 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Put an answer whose grammar is late back into the queue, with its tokens, if another request could use its slot."""
-        if self._free or not any(request.ready(patient=False) for request in self._waiting):
+        if self._free or not self._waiting:
             return
         since = self._clock() - MAX_LATE
         late = [request for request in self._running if request.late is not None and request.late <= since]
-        if late:
+        if late and any(request.ready(patient=False) for request in self._waiting):
             running = Counter(request.owner for request in self._running)
             request = max(late, key=lambda each: running[each.owner])
             self._release(request)

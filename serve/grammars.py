@@ -23,7 +23,7 @@ from outrider.errors import EngineError
 from outrider.runtime.grammar import Bools, GrammarError, Grammars, Matcher
 from outrider.runtime.matching import matching
 from outrider.runtime.structured import StructuredOutputs, refused
-from outrider.serve.worker_main import BURST, GRAMMAR_SECONDS, SHARE, Advance, Begin, Compile, Masks, Reply, Valid
+from outrider.serve.worker_main import GRAMMAR_SECONDS, Advance, Begin, Compile, Masks, Reply, Valid, takes_much
 from outrider.serve.workers import Worker, WorkerEndedError, Workers
 
 MAX_OWNERS = 16  # whose grammars have a worker at once
@@ -65,7 +65,7 @@ class Owner:
     @property
     def greedy(self) -> bool:
         """Whether its trials have taken so much time that they come last."""
-        return self._trying > BURST + SHARE * (time.monotonic() - self._since)
+        return takes_much(self._trying, self._since)
 
     def took(self, seconds: float) -> None:
         """Note how long a trial has taken."""

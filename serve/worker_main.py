@@ -188,6 +188,11 @@ def main() -> None:
         os.close(files[0])
 
 
+def takes_much(seconds: float, since: float) -> bool:
+    """Return whether what has taken so many seconds since then, by `time.monotonic`, is to come last."""
+    return seconds > BURST + SHARE * (time.monotonic() - since)
+
+
 def _limit(seconds: float) -> None:
     """End this process after so many seconds of the processor; 0 lifts the limit. The system does it, so nothing that runs can
     prevent it."""
@@ -215,7 +220,7 @@ class _Worker:
                 full = not isinstance(message, Job) and self._is_full()
                 if full:
                     reply = Reply(error="the grammars of your requests take too much memory", hint="simplify them")
-                if time.process_time() > BURST + SHARE * (time.monotonic() - self._started):
+                if takes_much(time.process_time(), self._started):
                     os.nice(LAST - os.nice(0))
                 send(self._channel, msgspec.msgpack.encode(reply))
                 if full:  # what else it has goes on in another worker

@@ -11,12 +11,11 @@ from outrider.bundle.manifest import READS_MASKS
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
 from outrider.engines.device import Buffer, Layout
-from outrider.runtime.buffers import Shape
+from outrider.runtime.buffers import RoundBuffers, Shape
 from outrider.runtime.drafters.base import Resources
 from outrider.runtime.drafters.step import StepDrafter, top_probability
 
 if TYPE_CHECKING:
-    from outrider.runtime.buffers import RoundBuffers
     from outrider.runtime.costs import Costs
 
 

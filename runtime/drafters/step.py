@@ -11,13 +11,12 @@ import numpy as np
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.engines.device import Buffer, Launch, Layout, in_sequence
-from outrider.runtime.buffers import Lane, Shape, Step
+from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
 from outrider.runtime.sampling import DRAFTING, DRAWING
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
-    from outrider.runtime.buffers import RoundBuffers
     from outrider.runtime.costs import Costs
 
 
