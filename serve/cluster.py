@@ -22,6 +22,7 @@ import logging
 import os
 import random
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, ControllerOptions, HTTPOptions, RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.schema import ProxyStatus
 
 from outrider.errors import EngineError, UsageError
 from outrider.serve.ingress import Ingress
@@ -38,9 +40,9 @@ from outrider.serve.server import handle_signals
 from outrider.serve.settings import Settings
 
 APPLICATION = "outrider"
-# By default Ray's controller kills a proxy that is not ready within 5 seconds, while `serve.start` waits a minute for that very
-# one. On a busy machine a proxy needs longer.
-CONTROLLER = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+PROXY_WAIT = 300  # seconds for a proxy to start; a quiet machine takes 5, but one that is busy took more than 60
+# By default Ray's controller kills a proxy that is not ready within 5 seconds, while `serve.start` waits a minute for that one.
+CONTROLLER = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_WAIT)}
 INGRESSES = 2  # so that one is left when the other is lost
 UPSCALE_DELAY = 10.0  # seconds that requests must have been waiting; loading a bundle takes about as long
 LOGGER = logging.getLogger("outrider.serve")
@@ -150,11 +152,7 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
                 f"this machine has too few cores for {replicas} replicas with {cpus} each", "ask for fewer, or set RAY_ADDRESS"
             )
         try:
-            serve.start(
-                proxy_location="EveryNode",
-                http_options=HTTPOptions(host=host, port=port),
-                controller_options=ControllerOptions(runtime_env={"env_vars": CONTROLLER}),
-            )
+            _start_proxies(host, port)
         except (RayError, TimeoutError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise EngineError(
@@ -170,6 +168,21 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
             serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _start_proxies(host: str, port: int) -> None:
+    deadline = time.monotonic() + PROXY_WAIT
+    try:
+        serve.start(
+            proxy_location="EveryNode",
+            http_options=HTTPOptions(host=host, port=port),
+            controller_options=ControllerOptions(runtime_env={"env_vars": CONTROLLER}),
+        )
+    except TimeoutError:  # after a minute, which Ray has no option for; the proxies are starting all the same
+        while set(states := serve.status().proxies.values()) != {ProxyStatus.HEALTHY}:
+            if ProxyStatus.UNHEALTHY in states or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def _wait_for_signal() -> None:

@@ -10,6 +10,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ from outrider.tests.support import COMMAND, run
 
 PROMPTS = [f"Customer: I need a {what}." for what in ("flight", "taxi", "table", "room", "film", "doctor", "train", "band")]
 TOKENS = 80
+# On a busy machine, proxies take longer than Ray waits for them.
+BUSY = [sys.executable, "-c", f"from ray.serve._private import api; api.HTTP_PROXY_TIMEOUT = 0.1; {COMMAND[-1]}"]
 
 
 def free_port() -> int:
@@ -68,8 +71,8 @@ class Deployed(Served):
         super().__init__()
         self.cluster = cluster
 
-    def deploy(self, bundle: Path, *options: str) -> None:
-        command = [*COMMAND, "serve", str(bundle), "--ray", "--port", str(self.port), "--drain", "60", *options]
+    def deploy(self, bundle: Path, *options: str, command: list[str] = COMMAND) -> None:
+        command = [*command, "serve", str(bundle), "--ray", "--port", str(self.port), "--drain", "60", *options]
         done = subprocess.run(
             command, env={**os.environ, "RAY_ADDRESS": self.cluster.address}, capture_output=True, text=True, timeout=600
         )
@@ -100,7 +103,8 @@ def deployed(bundle: Path, pytestconfig: pytest.Config) -> Iterator[Deployed]:
             cluster.add_node(**node)
             cluster.wait_for_nodes()
         deployed = Deployed(cluster)
-        deployed.deploy(bundle, "--replicas", "2", "--max-waiting", "8")  # with 8 slots, there are 16 places at each ingress
+        # With 8 slots, there are 16 places at each ingress.
+        deployed.deploy(bundle, "--replicas", "2", "--max-waiting", "8", command=BUSY)
         deployed.wait_for_replicas(2)
         yield deployed
     finally:
