@@ -10,21 +10,23 @@ from outrider.runtime.slot import Slot
 
 
 class Snapshot:
-    """The state after the first `length` tokens of a text, which another text can go on from where some slot has their keys and
-    values."""
+    """The state after a text, which another text can go on from where some slot has the keys and values."""
 
     def __init__(self, place: int):
         self.place = place
         self.owner: Hashable = None
-        self.text: list[int] = []  # of the request that it was taken from, which may have grown since
-        self.length = 0
+        self.text: list[int] = []  # empty if there is none
         self.shared = False  # whether several requests had these tokens in common
         self.used = 0
 
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return len(self.text)
+
     def begins(self, slot: Slot) -> bool:
-        """Return whether a slot's text begins with these tokens, and has the same owner."""
-        known = 0 < self.length <= len(slot.tokens) and self.owner == slot.owner
-        return known and self.text[: self.length] == slot.tokens[: self.length]
+        """Return whether a slot's text begins with this one, and has the same owner."""
+        return self.length > 0 and self.owner == slot.owner and self.text == slot.tokens[: self.length]
 
 
 class Snapshots:
@@ -52,8 +54,7 @@ class Snapshots:
         least recently; those that several requests had in common make room only for others of these."""
 
         def worth(each: Snapshot) -> tuple[bool, bool, int]:
-            text = each.text[: each.length]
-            return any(other.shared(text, each.owner) == each.length > 0 for other in slots), each.shared, each.used
+            return any(other.shared(each.text, each.owner) == each.length > 0 for other in slots), each.shared, each.used
 
         known = [each for each in self._all if each.length == slot.cached and each.begins(slot)]
         if not self._all or known:
@@ -63,11 +64,11 @@ class Snapshots:
         if held and common and not shared:
             return
         self._target.snapshot(slot.index, snapshot.place)
-        snapshot.text, snapshot.owner, snapshot.length = slot.tokens, slot.owner, slot.cached
+        snapshot.text, snapshot.owner = slot.tokens[: slot.cached], slot.owner
         snapshot.shared, snapshot.used = shared, next(self._clock)
 
     def drop(self, slot: Slot) -> None:
-        """Forget those that were taken from a slot's request, whose state may contain NaN."""
+        """Forget those of a slot's text, whose states may contain NaN."""
         for each in self._all:
-            if each.text is slot.tokens:
-                each.length = 0
+            if each.begins(slot):
+                each.text = []

@@ -315,6 +315,32 @@ def test_requests_that_come_together_share_a_prefix(batched: tuple[Outrider, Out
         assert index == 0 or len(text) == len(want)
 
 
+def test_nothing_goes_on_from_the_snapshots_of_a_request_that_fails(
+    batched: tuple[Outrider, Outrider], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their states may be what it failed for, and another slot has the keys and values that belong to them."""
+    many, _ = batched
+    prompt, params = prefixed(many)[0]
+    scheduler, run = Scheduler(many, k=0), Rounds.run
+    failing, other = (scheduler.submit(prompt, params) for _ in range(2))
+
+    def faulty(self: Rounds, lanes: Sequence[Lane], *rest: Any, **named: Any) -> object:
+        if any(lane.tokens is failing.tokens for lane in lanes):
+            raise EngineError("it broke", "hint it")
+        return run(self, lanes, *rest, **named)
+
+    monkeypatch.setattr(Rounds, "run", faulty)
+    failed = []
+    while scheduler.busy:
+        failed += [request for request, result in scheduler.step() if isinstance(result, EngineError)]
+    assert failed == [failing]
+    assert other.finish_reason == "length"
+    again = scheduler.submit(prompt, params)
+    while scheduler.busy:
+        scheduler.step()
+    assert again.stats.cached_tokens == 0
+
+
 @pytest.mark.parametrize("fault", ["no state", "that of another place"])
 def test_a_wrong_state_changes_tokens(batched: tuple[Outrider, Outrider], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the test above would notice. Some places have states that are nearly the right one."""
