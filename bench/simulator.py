@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engines.device import Buffer, Cpu, Launch, nothing
+from outrider.engines.device import Cpu, Launch, nothing
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime import drafters
@@ -83,16 +83,7 @@ class SimulatedSession(Session):
         rows = np.shape(np.asarray(input_ids))[1]
         self._spend(rows, int(np.asarray(positions)[0]) + rows)
 
-    def bind(
-        self,
-        input_ids: Buffer,
-        positions: Buffer,
-        logits: Buffer,
-        window: int,
-        first: int = 0,
-        feature_positions: Buffer | None = None,
-        commits: object = None,
-    ) -> Launch:
+    def bind(self, buffers: object) -> Launch:
         return nothing
 
     def share_features(self, target: Session) -> None:

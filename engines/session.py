@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,26 @@ class Sizes:
         return f"a cache of {self.batch} x {self.capacity:,} positions"
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The buffers of a pass of N sequences with S rows each."""
+
+    input_ids: Buffer
+    """int64 [N, S], ids below `vocab_rows`"""
+    positions: Buffer
+    """int64 [N], the index at which each sequence's first row is written"""
+    logits: Buffer
+    """float32 [N, S, V], filled for every row; or [N, R, V] for the last R, where the session `skips_logits`"""
+    window: int
+    """what `Session.window` returned"""
+    first: int = 0
+    """the slot of the first sequence; the others follow it"""
+    feature_positions: Buffer | None = None
+    """int64 [N], for a draft head: where each sequence's last row writes its output"""
+    commits: tuple[Buffer, Buffer] | None = None
+    """`pending` and `committed` of a model with recurrent layers, int64 [N], which `Session.advance` writes"""
+
+
 def check_memory(device: Device, sizes: Sizes, layout: Iterable[tuple[tuple[int, ...], str]]) -> None:
     """Check that a cache fits, given the shape and type of each of its tensors, before any of them is allocated: systems hand
     out more memory than they have, and end the process that uses it.
@@ -132,27 +152,8 @@ class Session(ABC):
         self._passes.clear()
 
     @abstractmethod
-    def bind(
-        self,
-        input_ids: Buffer,
-        positions: Buffer,
-        logits: Buffer,
-        window: int,
-        first: int = 0,
-        feature_positions: Buffer | None = None,
-        commits: tuple[Buffer, Buffer] | None = None,
-    ) -> Launch:
-        """Prepare a pass over the caller's buffers.
-
-        Args:
-            input_ids: int64 [N, S], ids below `vocab_rows`.
-            positions: int64 [N], the index at which each sequence's first row is written.
-            logits: float32 [N, S, V], filled for every row; or [N, R, V] for the last R, where the session `skips_logits`.
-            window: what `window` returned.
-            first: the slot of the first sequence; the others follow it.
-            feature_positions: int64 [N], for a draft head: where each sequence's last row writes its output.
-            commits: `pending` and `committed` of a model with recurrent layers, int64 [N], which `advance` writes.
-        """
+    def bind(self, buffers: Pass) -> Launch:
+        """Prepare a pass over the caller's buffers."""
 
     def advance(
         self, first: int, positions: Int64s, rows: int, certain: Sequence[int], pending: Int64s, committed: Int64s
@@ -266,24 +267,23 @@ class Session(ABC):
         launch = self._passes.get(key)
         if launch is None:
             memory = memory or self.device.zeros((1,), "float32", "no logits")
-            launch = self._passes[key] = self.bind(
-                self._arena.device[INPUT_IDS].part(0, batch, rows),
-                self._arena.device[POSITIONS].part(0, batch),
+            arena = self._arena.device
+            buffers = Pass(
+                arena[INPUT_IDS].part(0, batch, rows),
+                arena[POSITIONS].part(0, batch),
                 memory.part(0, batch, logits_rows, self.vocab_rows),
                 window,
                 first,
-                self._arena.device[FEATURE_POSITIONS].part(0, batch) if self.reads_features else None,
-                *([] if self.recurrence is None else [self._commits(batch)]),
+                arena[FEATURE_POSITIONS].part(0, batch) if self.reads_features else None,
+                None if self.recurrence is None else (arena[PENDING].part(0, batch), arena[COMMITTED].part(0, batch)),
             )
+            launch = self._passes[key] = self.bind(buffers)
         self.device.synchronize()  # the previous pass may still be reading the arrays
         commits = self._arena.host[PENDING], self._arena.host[COMMITTED]
         self.advance(first, positions, rows, [rows] * batch if certain is None else certain, *commits)
         self._arena.host[INPUT_IDS][: input_ids.size] = input_ids.reshape(-1)
         self._arena.host[POSITIONS][:batch] = positions
         return launch
-
-    def _commits(self, batch: int) -> tuple[Buffer, Buffer]:
-        return self._arena.device[PENDING].part(0, batch), self._arena.device[COMMITTED].part(0, batch)
 
     def write(
         self,
@@ -397,72 +397,45 @@ class GraphSession(Session):
         self._fewest_rows = 2
         self.unbind()
 
-    def bind(
-        self,
-        input_ids: Buffer,
-        positions: Buffer,
-        logits: Buffer,
-        window: int,
-        first: int = 0,
-        feature_positions: Buffer | None = None,
-        commits: tuple[Buffer, Buffer] | None = None,
-    ) -> Launch:
-        if input_ids.shape[0] * input_ids.shape[1] < self._fewest_rows:
-            return self._paired(input_ids, positions, logits, window, first, commits)
-        return self._bound(input_ids, positions, logits, window, first, feature_positions, commits)
+    def bind(self, buffers: Pass) -> Launch:
+        count, rows = buffers.input_ids.shape
+        return self._paired(buffers) if count * rows < self._fewest_rows else self._bound(buffers)
 
-    def _bound(
-        self,
-        input_ids: Buffer,
-        positions: Buffer,
-        logits: Buffer,
-        window: int,
-        first: int,
-        feature_positions: Buffer | None = None,
-        commits: tuple[Buffer, Buffer] | None = None,
-    ) -> Launch:
+    def _bound(self, buffers: Pass) -> Launch:
         tensors = {
-            INPUT_IDS: input_ids,
-            POSITIONS: positions,
-            KEY_POSITIONS: self._key_positions.part(0, window),
-            LOGITS: logits,
+            INPUT_IDS: buffers.input_ids,
+            POSITIONS: buffers.positions,
+            KEY_POSITIONS: self._key_positions.part(0, buffers.window),
+            LOGITS: buffers.logits,
         }
-        if feature_positions is not None:
-            tensors[FEATURE_POSITIONS] = feature_positions
-        if commits is not None:
-            tensors[PENDING], tensors[COMMITTED] = commits
-        count, rows = input_ids.shape
+        if buffers.feature_positions is not None:
+            tensors[FEATURE_POSITIONS] = buffers.feature_positions
+        if buffers.commits is not None:
+            tensors[PENDING], tensors[COMMITTED] = buffers.commits
+        count, rows = buffers.input_ids.shape
         if self._block_state is not None:
             tensors[BLOCK_STATE] = self.block_state(count, rows)
         copies: list[Launch] = []
         for tensor in self._tensors:  # past and present are the same memory, or the engine would copy the cache
             whole = self._features if tensor.past == PAST_FEATURES else self._cache[tensor.past]
             assert whole is not None
-            past = tensors[tensor.past] = tensors[tensor.present] = self._slots(whole, first, count)
+            past = tensors[tensor.past] = tensors[tensor.present] = self._slots(whole, buffers.first, count)
             if tensor.past in self._apart:
-                present = tensors[tensor.present] = self._slots(self._apart[tensor.past], first, count)
+                present = tensors[tensor.present] = self._slots(self._apart[tensor.past], buffers.first, count)
                 size = past.nbytes // past.itemsize
                 copies.append(self.device.copy_columns(past.part(0, 1, size), 0, present.part(0, 1, size), 0, size))
         return in_sequence([self.engine.bind(tensors), *copies])
 
-    def _paired(
-        self,
-        input_ids: Buffer,
-        positions: Buffer,
-        logits: Buffer,
-        window: int,
-        first: int,
-        commits: tuple[Buffer, Buffer] | None,
-    ) -> Launch:
+    def _paired(self, buffers: Pass) -> Launch:
         """Prepare a pass of one row, with a second one behind it. What that writes is overwritten, or lies in a spare slot."""
-        rows, width = self._fewest_rows, self.vocab_rows
+        rows, width, logits = self._fewest_rows, self.vocab_rows, buffers.logits
         if self._pair is None:
             memory = "the logits of a pass"
             self._pair = self.device.zeros((1, rows), "int64", memory), self.device.zeros((rows, width), "float32", memory)
         ids, both = self._pair
-        launches = [self.device.copy_columns(ids, 0, input_ids, 0, 1)]
+        launches = [self.device.copy_columns(ids, 0, buffers.input_ids, 0, 1)]
         wanted = rows if logits.shape[1] else 0
-        launches.append(self._bound(ids, positions, both.part(0, 1, wanted, width), window, first, commits=commits))
+        launches.append(self._bound(replace(buffers, input_ids=ids, logits=both.part(0, 1, wanted, width))))
         if wanted:
             launches.append(self.device.copy_columns(logits.part(0, 1, width), 0, both.part(0, 1, wanted * width), 0, width))
         return in_sequence(launches)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from cachetools import LRUCache
 
 from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer, in_sequence
-from outrider.engines.session import Session
+from outrider.engines.session import Pass, Session
 from outrider.runtime.buffers import MAX_CACHED, Lane, RoundBuffers, Shape, Step
 from outrider.runtime.drafters.base import NONE, DeviceDrafter
 from outrider.runtime.sampling import ACCEPTING, DRAWING, Logprobs, SamplingState
@@ -162,11 +163,11 @@ class Launches(RoundBuffers):
             ids = self.inputs.device["input_ids"].part(0, shape.batch, shape.rows)
             positions = self.inputs.device["positions"].part(0, shape.batch)
             logits = self._target_logits.part(0, shape.batch, shape.rows, self.vocab_rows)
-            commits: list[tuple[Buffer, Buffer]] = []
+            buffers = Pass(ids, positions, logits, shape.window, shape.first)
             if self.target.recurrence is not None:
                 pending, committed = (self.inputs.device[name].part(0, shape.batch) for name in ("pending", "committed"))
-                commits.append((pending, committed))
-            launches = [self.target.bind(ids, positions, logits, shape.window, shape.first, None, *commits)]
+                buffers = replace(buffers, commits=(pending, committed))
+            launches = [self.target.bind(buffers)]
             if on_device:
                 launches.insert(0, self.device.copy_columns(ids, 1, self.drafted_matrix(shape), 0, shape.drafted))
             return in_sequence(launches)

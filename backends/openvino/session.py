@@ -29,7 +29,7 @@ from outrider.engines.arrays import Floats
 from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, cache_tensors
 from outrider.engines.device import Buffer, Cpu, Launch, nothing
 from outrider.engines.precisions import DTYPES
-from outrider.engines.session import Session, Sizes, check_memory
+from outrider.engines.session import Pass, Session, Sizes, check_memory
 
 BLOCK_DIM = 2  # of a cache [blocks, heads, positions of a block, width]
 FEWEST = 2  # rows of a sequence in attention, and of a pass in products
@@ -89,7 +89,7 @@ class PagedSession(Session):
         """
         ids, positions, features = (self.device.zeros(shape, "int64", "a pass") for shape in ((1, 1), (1,), (1,)))
         logits = self.device.zeros((1, 1, self.vocab_rows), "float32", "a pass")
-        self.bind(ids, positions, logits, self.windows[0], 0, features if self.reads_features else None)()
+        self.bind(Pass(ids, positions, logits, self.windows[0], 0, features if self.reads_features else None))()
         self.clear(0)
 
     def share_features(self, target: Session) -> None:
@@ -101,20 +101,12 @@ class PagedSession(Session):
         assert self._features is not None
         self._features[:, : features.shape[1]] = self._feature_dtype.encode(features)
 
-    def bind(
-        self,
-        input_ids: Buffer,
-        positions: Buffer,
-        logits: Buffer,
-        window: int,
-        first: int = 0,
-        feature_positions: Buffer | None = None,
-        commits: tuple[Buffer, Buffer] | None = None,
-    ) -> Launch:
-        sequences, rows = input_ids.shape
+    def bind(self, buffers: Pass) -> Launch:
+        first, logits, feature_positions = buffers.first, buffers.logits, buffers.feature_positions
+        sequences, rows = buffers.input_ids.shape
         answered = logits.shape[1]
         alone = sequences * rows < FEWEST
-        ids, starts = input_ids.view().reshape(-1, 1), positions.view()
+        ids, starts = buffers.input_ids.view().reshape(-1, 1), buffers.positions.view()
         output = logits.view().reshape(sequences * answered, 1, self.vocab_rows)
         tensors, update = self._inputs(sequences, FEWEST if alone else rows, starts, first)
         if alone:
@@ -126,8 +118,6 @@ class PagedSession(Session):
         tensors[LOGITS_ROWS] = _tensor(np.repeat(wanted, FEWEST) if single else wanted)
         result, request = _tensor(computed), self._request
         before, after = self._feature_copies(tensors, sequences, rows, starts, first, feature_positions)
-
-        buffers = input_ids, positions, logits, feature_positions
 
         def launch() -> None:
             assert buffers  # keeps their memory alive as long as the launch

@@ -11,6 +11,7 @@ import numpy as np
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.engines.device import Buffer, Launch, Layout, in_sequence
+from outrider.engines.session import Pass
 from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
 from outrider.runtime.sampling import DRAFTING, DRAWING
@@ -246,7 +247,8 @@ class StepDrafter(DeviceDrafter):
             ids = buffers.token(row - 1, shape)[0] if row else inputs[self._tensor("ids")].part(0, shape.batch, rows)
             positions = inputs[self._tensor("position", row)].part(0, shape.batch)
             logits = self._logits[row].part(0, shape.batch, of_logits, session.vocab_rows)
-            return session.bind(ids, positions, logits, shape.window, shape.first, self._feature_positions(row, shape))
+            written = self._feature_positions(row, shape)
+            return session.bind(Pass(ids, positions, logits, shape.window, shape.first, written))
 
         return self._buffers.cached((self.name, "step", row, rows, of_logits, shape.window, shape.first, shape.batch), make)
 

@@ -18,7 +18,8 @@ from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
 from outrider.audit.texts import Mode
 from outrider.bundle.manifest import sampler_file
-from outrider.engines.device import Buffer, Launch
+from outrider.engines.device import Launch
+from outrider.engines.session import Pass
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.progress import SILENT
@@ -246,14 +247,14 @@ def test_a_near_tie_that_the_number_of_rows_explains_passes_counted_and_bounded(
         fixed = isinstance(policy, FixedPolicy)
         return decode(self, requests, policy, *rest)
 
-    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, *others: Any) -> Launch:
-        launch = bind(input_ids, positions, logits, *others)
+    def other_kernel(buffers: Pass) -> Launch:
+        launch = bind(buffers)
 
         def run() -> None:
             launch()
-            row = place - int(positions.view()[0])
-            if fixed and input_ids.shape[1] == 5 and 0 <= row < width:
-                values = logits.view()[0, row]
+            row = place - int(buffers.positions.view()[0])
+            if fixed and buffers.input_ids.shape[1] == 5 and 0 <= row < width:
+                values = buffers.logits.view()[0, row]
                 values[values.argmax()] = values.min()
 
         return run

@@ -15,7 +15,8 @@ from outrider.audit.audit import CONTROLLED, MASKED, SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
 from outrider.commands.verify import command
-from outrider.engines.device import Buffer, Launch
+from outrider.engines.device import Launch
+from outrider.engines.session import Pass
 from outrider.errors import EngineError
 from outrider.runtime.buffers import Lane
 from outrider.runtime.generation import Outrider
@@ -129,15 +130,15 @@ def test_a_near_tie_that_the_number_of_sequences_explains_is_shown_counted_and_b
     bind = session.bind
     place = len(batched.text.encode(PROMPTS[0], chat=False)) + 9
 
-    def other_kernel(input_ids: Buffer, positions: Buffer, logits: Buffer, *others: Any) -> Launch:
-        launch = bind(input_ids, positions, logits, *others)
+    def other_kernel(buffers: Pass) -> Launch:
+        launch = bind(buffers)
 
         def run() -> None:
             launch()
-            count, rows = input_ids.shape
-            for lane, at in enumerate(positions.view().tolist()):
-                if count > 1 and 0 <= place - at < rows <= logits.shape[1]:
-                    values = logits.view()[lane, place - at]
+            count, rows = buffers.input_ids.shape
+            for lane, at in enumerate(buffers.positions.view().tolist()):
+                if count > 1 and 0 <= place - at < rows <= buffers.logits.shape[1]:
+                    values = buffers.logits.view()[lane, place - at]
                     values[values.argmax()] = values.min()
 
         return run

@@ -30,7 +30,7 @@ from outrider.backends.openvino.rewrite import rewrite
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import model_file
 from outrider.engines.arrays import Floats, Int64s
-from outrider.engines.session import Session
+from outrider.engines.session import Pass, Session
 from outrider.errors import DeviceError, EngineError, OutriderWarning, UsageError
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
@@ -107,7 +107,7 @@ def check_bits(session: Session, same: Callable[[Floats, Floats], None] = np.tes
         ids, position = device.zeros((1, 5), "int64", "ids"), device.zeros((1,), "int64", "position")
         device.write(ids, TEXT[:, 100:105])
         device.write(position, np.array([100]))
-        session.bind(ids, position, last, window=128)()
+        session.bind(Pass(ids, position, last, window=128))()
         same(device.read(last)[0], want[5 - answered : 5])
 
 

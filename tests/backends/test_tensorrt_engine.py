@@ -29,7 +29,8 @@ from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.backends.tensorrt.runtime_cache import RuntimeCache, cache_file
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.bundle.manifest import Build
-from outrider.engines.device import Buffer, Launch
+from outrider.engines.device import Launch
+from outrider.engines.session import Pass
 from outrider.errors import DeviceError, EngineError, UsageError
 from outrider.export.pair import export_pair
 from outrider.progress import SILENT
@@ -325,9 +326,9 @@ def test_every_shape_of_a_round_is_run_at_load_and_leaves_nothing_in_the_cache(t
         session, shapes = outrider.sessions["target"], list[tuple[int, ...]]()
         bind = session.bind
 
-        def watched(input_ids: Buffer, *others: Any, **named: Any) -> Launch:
-            shapes.append((*input_ids.shape, others[2]))
-            return bind(input_ids, *others, **named)
+        def watched(buffers: Pass) -> Launch:
+            shapes.append((*buffers.input_ids.shape, buffers.window))
+            return bind(buffers)
 
         session.bind = watched  # type: ignore[method-assign]
         warm("target", session, [1, 2, 5], SILENT)

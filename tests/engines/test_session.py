@@ -15,8 +15,8 @@ import pytest
 
 from outrider.backends.open import open_bundle, open_engines
 from outrider.engines.contract import window_buckets
-from outrider.engines.device import Buffer, Launch
-from outrider.engines.session import Session
+from outrider.engines.device import Launch
+from outrider.engines.session import Pass, Session
 from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -102,9 +102,9 @@ def test_what_only_writes_the_cache_leaves_logits_out(bundle: Path, monkeypatch:
     writes, runs = (engines.session("target", batch=1) for _ in range(2))
     bound, bind = list[tuple[int, ...]](), writes.bind
 
-    def noted(ids: Buffer, positions: Buffer, logits: Buffer, *others: Any, **named: Any) -> Launch:
-        bound.append(logits.shape)
-        return bind(ids, positions, logits, *others, **named)
+    def noted(buffers: Pass) -> Launch:
+        bound.append(buffers.logits.shape)
+        return bind(buffers)
 
     monkeypatch.setattr(writes, "bind", noted)
     writes.write(IDS, at(0))
@@ -116,7 +116,7 @@ def test_what_only_writes_the_cache_leaves_logits_out(bundle: Path, monkeypatch:
     ids, position = device.zeros(IDS.shape, "int64", "ids"), device.zeros((1,), "int64", "position")
     last = device.zeros((1, 2, writes.vocab_rows), "float32", "the last two rows' logits")
     device.write(ids, IDS)
-    writes.bind(ids, position, last, window=64)()
+    writes.bind(Pass(ids, position, last, window=64))()
     np.testing.assert_allclose(device.read(last), want[:, -2:], atol=1e-5)
 
 

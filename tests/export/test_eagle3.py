@@ -20,7 +20,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.cli import main
 from outrider.engines.contract import cache_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu
-from outrider.engines.session import GraphSession, Sizes
+from outrider.engines.session import GraphSession, Pass, Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
 from outrider.export.draft_head import Target
 from outrider.export.eagle3 import Eagle3Checkpoint
@@ -164,7 +164,7 @@ def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
         given = device.zeros((1, len(rows)), "int64", "a step")
         logits = device.zeros((1, len(rows), weights.VOCAB), "float32", "a step")
         given.view()[:], position.view()[:], to.view()[:] = rows, at, at + len(rows)
-        session.bind(given, position, logits, session.window(len(rows), at, at), 0, to)()
+        session.bind(Pass(given, position, logits, session.window(len(rows), at, at), feature_positions=to))()
         return logits.view()[0, -1, known].copy(), written()[0, at + len(rows)]
 
     def same(got: tuple[np.ndarray, np.ndarray], logits: np.ndarray, feature: np.ndarray) -> None:

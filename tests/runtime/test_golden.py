@@ -21,7 +21,8 @@ from outrider.audit.controls import RandomPolicy, Watch
 from outrider.backends.open import open_engines
 from outrider.bundle.folder import read_manifest
 from outrider.engines.contract import PAST_FEATURES
-from outrider.engines.device import Buffer, Launch
+from outrider.engines.device import Launch
+from outrider.engines.session import Pass
 from outrider.export.pair import export_pair
 from outrider.runtime import drafters
 from outrider.runtime.drafters.step import StepDrafter
@@ -301,13 +302,11 @@ def test_the_draft_runs_two_rows_and_then_single_ones(
     runs: list[tuple[int, int]] = []
     bind = session.bind
 
-    def watched(
-        input_ids: Buffer, positions: Buffer, logits: Buffer, window: int, first: int = 0, features: Buffer | None = None
-    ) -> Launch:
-        launch = bind(input_ids, positions, logits, window, first, features)
+    def watched(buffers: Pass) -> Launch:
+        launch = bind(buffers)
 
         def run() -> None:
-            runs.append((int(positions.view()[0]), input_ids.shape[1]))
+            runs.append((int(buffers.positions.view()[0]), buffers.input_ids.shape[1]))
             launch()
 
         return run
