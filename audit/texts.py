@@ -154,7 +154,7 @@ def near_choices(
     sampling.advance(before)
     settings, edits = named_settings(sampling.settings[0]), edits_of(*sampling.table())
     uniforms = sampling.uniforms(sampling.emitted, 1)[:, ACCEPTING.start : DRAWING.stop]
-    allowed = np.array(True if sampling.grammar is None else sampling.grammar.masks([])[0])
+    allowed = np.array(True if sampling.grammar is None else sampling.grammar.masks([])[0][0])
     # In fp32 a uniform may fall on the other side of a boundary, or a token may fall out of the nucleus.
     readings = [
         (settings | {"top_p": min(settings["top_p"] * (1 + wider), 1.0)}, np.clip(uniforms + shift, 0, 1))

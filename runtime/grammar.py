@@ -47,15 +47,16 @@ class GrammarError(EngineError):
 class Matcher(Protocol):
     """One answer's grammar: what may follow its confirmed tokens, and drafted ones behind them."""
 
-    rows: int
-    """how many rows of the round that is decided now have masks, the first included: what is said behind them is dropped"""
-
     def ready(self, patient: bool = True) -> bool:
         """Return whether the answer can take part in a round now, after a moment's patience. One that is not sits it out."""
 
-    def masks(self, drafted: Sequence[int]) -> list[Bools]:
-        """Return which tokens, bool [V], may follow the confirmed tokens and the first 0, 1, ... of the drafted ones, as far as
-        these are in the grammar and do not end the text. The first is always there.
+    def masks(self, drafted: Sequence[int]) -> tuple[list[Bools], int]:
+        """Return what may follow the confirmed tokens and the drafted ones.
+
+        Returns:
+            which tokens, bool [V], may follow the first 0, 1, ... of the drafted ones, as far as these are in the grammar and
+            do not end the text; the first is always there. And how many rows of the round count: one more than are drafted,
+            or fewer where some of these were not followed.
 
         Raises:
             GrammarError: a limit is exceeded, or no token may follow the confirmed ones.
@@ -179,17 +180,15 @@ class LocalMatcher(Matcher):
         self._place = begin()
         self._confirmed: list[int] = []
         self._plain = False  # whether no drafted token is followed any more
-        self.rows = 1
 
     def ready(self, patient: bool = True) -> bool:
         """See `Matcher.ready`."""
         return True
 
-    def masks(self, drafted: Sequence[int]) -> list[Bools]:
+    def masks(self, drafted: Sequence[int]) -> tuple[list[Bools], int]:
         """See `Matcher.masks`."""
         masks = self._try(lambda place: place.masks(drafted), bool(drafted)) or self._place.masks([])
-        self.rows = 1 if self._plain else len(drafted) + 1
-        return masks
+        return masks, 1 if self._plain else len(drafted) + 1
 
     def forced(self, limit: int) -> list[int]:
         """See `Matcher.forced`."""

@@ -8,9 +8,12 @@ from outrider.runtime.buffers import VERIFIER, Lane, Shape
 from outrider.runtime.launches import Launches
 
 
-def mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> None:
+def mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> int:
     """Set to minus infinity what may not follow a lane's drafted tokens: the logits of the drafted token in that row, or all
     rows of the target's pass. A row that follows a token outside the grammar cannot matter, and stays as it is.
+
+    Returns:
+        how many rows of the round count; see `Matcher.masks`.
 
     Raises:
         GrammarError: the masks take more than they may, or leave no token.
@@ -20,9 +23,10 @@ def mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> 
     assert grammar is not None
     drafted = launches.drafted(shape, index)
     drafted = drafted[: min(lane.k, shape.drafted) if row == VERIFIER else row]
-    masks = grammar.masks(drafted)[0 if row == VERIFIER else row :]
+    masks, rows = grammar.masks(drafted)
+    masks = masks[0 if row == VERIFIER else row :]
     if not masks:
-        return
+        return rows
     if row == VERIFIER:
         buffer = launches.target_rows(shape, index, len(masks))
     else:
@@ -37,3 +41,4 @@ def mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> 
             np.copyto(values, -np.inf, where=~allowed)
     if not device.synchronous:  # otherwise its memory is the host's
         device.write(buffer, logits)
+    return rows

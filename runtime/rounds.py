@@ -115,16 +115,15 @@ class Rounds:
         """
         shape = self.launches.shape(lanes, first, rows, drafter)
         self.launches.fill(lanes, shape)
-        shape, failed = self._decide(lanes, shape, stop if self.device.synchronous else None)
-        return [failed.get(index) or self._result(index, lane, shape) for index, lane in enumerate(lanes)]
+        shape, failed, masked = self._decide(lanes, shape, stop if self.device.synchronous else None)
+        return [failed.get(index) or self._result(index, lane, shape, masked.get(index)) for index, lane in enumerate(lanes)]
 
-    def _result(self, index: int, lane: Lane, shape: Shape) -> RoundResult | None:
+    def _result(self, index: int, lane: Lane, shape: Shape, masked: int | None) -> RoundResult | None:
         if lane.sampling is None:
             return None
         launches = self.launches
         tokens, count, top = launches.emitted(shape, index), min(lane.k, shape.drafted), lane.sampling.params.logprobs
-        if (grammar := lane.sampling.grammar) is not None:
-            tokens = tokens[: grammar.rows]  # where drafted tokens are not followed, later rows have no mask
+        tokens = tokens[:masked]
         drafted = lane.proposed
         if launches.on_device(shape) is not None:
             begin = index * (launches.max_k + 1)
@@ -133,22 +132,26 @@ class Rounds:
         result = RoundResult(lane.drafter if count else NONE, drafted if count else [], tokens, logprobs)
         return result if self.observer is None else self.observer(launches, shape, index, lane, result)
 
-    def _decide(self, lanes: Sequence[Lane], shape: Shape, stop: Stop | None) -> tuple[Shape, dict[int, EngineError]]:
+    def _decide(
+        self, lanes: Sequence[Lane], shape: Shape, stop: Stop | None
+    ) -> tuple[Shape, dict[int, EngineError], dict[int, int]]:
         """Launch a round's steps until all is decided. Where top_k or top_p reach beyond the candidates, go on from there with
         more of them.
 
         Returns:
-            the shape that the round had in the end, and the lanes that failed.
+            the shape that the round had in the end; the lanes that failed; and of those with a grammar, how many rows count.
         """
         steps, begin = self.launches.steps(shape), 0
         active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]
         failed: dict[int, EngineError] = {}
-        masked = [index for index in active if (sampling := lanes[index].sampling) is not None and sampling.grammar is not None]
+        masked = {
+            index: 1 for index in active if (sampling := lanes[index].sampling) is not None and sampling.grammar is not None
+        }
 
         def mask_row(row: int) -> None:
             for index in [index for index in masked if index in active]:
                 try:
-                    mask(self.launches, row, shape, index, lanes[index])
+                    masked[index] = mask(self.launches, row, shape, index, lanes[index])
                 except GrammarError as error:
                     active.remove(index)
                     failed[index] = error
@@ -180,7 +183,7 @@ class Rounds:
             else:
                 for index in undecided:
                     decide_on_host(self.launches, row, shape, index, lanes[index])
-        return shape, failed
+        return shape, failed, masked
 
     def _advance(
         self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None, masks: Masks | None

@@ -170,7 +170,6 @@ class RemoteMatcher(Matcher):
         self._late = False  # whether the masks behind drafted tokens are
         self._ahead: list[int] = []  # drafted tokens
         self._masks: list[Bools] = []  # after the first 0, 1, ... of these
-        self.rows = 1
 
     def ready(self, patient: bool = True) -> bool:
         """See `Matcher.ready`. Begin again if the worker has ended."""
@@ -223,22 +222,22 @@ class RemoteMatcher(Matcher):
         self._late = True
         return None
 
-    def masks(self, drafted: Sequence[int]) -> list[Bools]:
+    def masks(self, drafted: Sequence[int]) -> tuple[list[Bools], int]:
         """See `Matcher.masks`."""
         self._first()
         drafted = list(drafted)
         count = matching(self._ahead, drafted)
         del self._ahead[count:], self._masks[count + 1 :]
-        self.rows = len(drafted) + 1
+        rows = len(drafted) + 1
         if len(drafted) > count and self._masks[count][drafted[count]] and drafted[count] not in self._grammars.end_ids:
             reply = self._try(Masks(self._number, drafted, count + 1))
             if reply is None or reply.count == 1:
                 self._plain |= reply is not None
-                self.rows = 1 if self._plain else count + 1
+                rows = 1 if self._plain else count + 1
             else:
                 self._masks += self._unpacked(reply)
                 self._ahead = drafted[: len(self._masks) - 1]
-        return self._masks[: self.rows]
+        return self._masks[:rows], rows
 
     def forced(self, limit: int) -> list[int]:
         """See `Matcher.forced`."""

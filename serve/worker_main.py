@@ -262,9 +262,8 @@ class _Worker:
                 case Advance():
                     return self._next(self._answers[message.answer], message.tokens)
                 case Masks():
-                    matcher = self._answers[message.answer]
-                    masks = matcher.masks(message.drafted)[message.known :]
-                    return Reply(masks=[*map(_packed, masks)], count=matcher.rows)
+                    masks, rows = self._answers[message.answer].masks(message.drafted)
+                    return Reply(masks=[*map(_packed, masks[message.known :])], count=rows)
                 case Valid():
                     return Reply(count=self._answers[message.answer].valid(message.tokens))
         except UsageError as error:
@@ -281,7 +280,7 @@ class _Worker:
     def _next(matcher: LocalMatcher, tokens: Sequence[int]) -> Reply:
         matcher.advance(tokens)
         forced = matcher.forced(FORCED)
-        return Reply(masks=[*map(_packed, matcher.masks([]))], forced=forced)
+        return Reply(masks=[*map(_packed, matcher.masks([])[0])], forced=forced)
 
 
 def _packed(mask: Bools) -> bytes:

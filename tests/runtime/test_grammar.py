@@ -192,7 +192,7 @@ def test_plain_masked_text_is_that_of_transformers_with_the_mask(bundles: dict[s
     for at, token in enumerate(answer):
         matcher = outrider.grammars.begin(GRAMMARS[name])
         matcher.advance(answer[:at])
-        (allowed,) = matcher.masks([])
+        (allowed,), _ = matcher.masks([])
         assert token == np.where(allowed, logits[at], -np.inf).argmax()
 
 
@@ -230,7 +230,7 @@ def test_where_the_mask_leaves_one_token_it_is_forced(bundles: dict[str, Outride
     matcher, ends = bundles["trained"].grammars.begin(GRAMMARS[name]), bundles["trained"].manifest.generation.eos_token_ids
     left_one = 0
     for token in answer:
-        (mask,) = matcher.masks([])
+        (mask,), _ = matcher.masks([])
         if mask.sum() == 1 and token not in ends:
             assert matcher.forced(K[-1])[0] == token
             left_one += 1
@@ -362,7 +362,8 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
         assert [answer(k, *each) for each in ways] == plain
     assert begun["anew"] > usual * len(modes)  # some answers needed more than one matcher
     # The control: no row behind such a token is masked.
-    monkeypatch.setattr(LocalMatcher, "rows", property(lambda _: 1 + K[-1], lambda *_: None), raising=False)
+    masks = LocalMatcher.masks
+    monkeypatch.setattr(LocalMatcher, "masks", lambda self, drafted: (masks(self, drafted)[0], 1 + K[-1]))
     assert [answer(4, *each) for each in ways] != plain
 
 
@@ -401,7 +402,7 @@ def expected(outrider: Outrider, structured: StructuredOutputs) -> list[float]:
         matcher = outrider.grammars.begin(structured)
         try:
             matcher.advance(answer)
-            (allowed,) = matcher.masks([])
+            (allowed,), _ = matcher.masks([])
         except GrammarError:
             chances[FAILED] += chance
             continue
@@ -525,13 +526,13 @@ class LateMatcher(LocalMatcher):
         type(self).asked += 1
         return self.asked % 3 > 0
 
-    def masks(self, drafted: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
+    def masks(self, drafted: Sequence[int]) -> tuple[list[npt.NDArray[np.bool_]], int]:
         """See `Matcher.masks`."""
         type(self).asked += 1
-        masks = super().masks(drafted)
+        masks, rows = super().masks(drafted)
         if self.asked % 2:
-            self.rows = 1
-        return masks[: self.rows]
+            rows = 1
+        return masks[:rows], rows
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
@@ -625,7 +626,7 @@ def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.Monk
             first.advance(tokenizer().encode(str(letter)).ids)
     for matcher in (second, grammars.begin(structured)):
         for letter in letters[:10]:
-            assert matcher.masks([])[0].any()
+            assert matcher.masks([])[0][0].any()
             matcher.advance(tokenizer().encode(str(letter)).ids)
 
 
@@ -638,7 +639,7 @@ def test_a_grammar_may_spell_an_added_token(spelled: str) -> None:
     made.add_tokens(["<call>", "</call>"])
     matcher = LocalGrammars(made, made.get_vocab_size(), [0]).begin(StructuredOutputs(choice=[spelled]))
     said: list[int] = []
-    while not (allowed := matcher.masks([])[0])[0]:
+    while not (allowed := matcher.masks([])[0][0])[0]:
         assert not allowed[special].any()
         step = matcher.forced(8) or np.flatnonzero(allowed)[:1].tolist()
         assert matcher.valid(step) == len(step)
@@ -652,5 +653,5 @@ def test_strings_may_be_spelled_by_single_characters() -> None:
     grammars = LocalGrammars(tokenizer(), tokenizer().get_vocab_size(), [0])
     matcher = grammars.begin(StructuredOutputs(grammar='start: "\\"" char* "\\""\nchar: /[^"\\\\]/ | "\\\\" /["nrt]/'))
     for token in tokenizer().encode('"a\\"b"').ids:
-        assert matcher.masks([])[0][token]
+        assert matcher.masks([])[0][0][token]
         matcher.advance([token])

@@ -173,7 +173,7 @@ def test_a_grammar_that_is_tried_holds_up_no_answer(grammars: RemoteGrammars, wo
         await asyncio.sleep(0.1)
         began = time.monotonic()
         matcher.advance(ids("ab"))
-        assert (await asyncio.to_thread(wait, matcher)).masks([])[0].any()
+        assert (await asyncio.to_thread(wait, matcher)).masks([])[0][0].any()
         taken = time.monotonic() - began
         assert not trying.done()
         with pytest.raises(UsageError, match="longer than"):
@@ -198,10 +198,9 @@ def test_masks_are_those_of_this_process(grammars: RemoteGrammars, monkeypatch: 
             each.advance(ids(said))
         wait(remote)
         for count in range(len(ids(drafted)) + 1):
-            pair = [each.masks(ids(drafted)[:count]) for each in (remote, local)]
-            assert len(pair[0]) == len(pair[1])
-            assert all(np.array_equal(*each) for each in zip(*pair, strict=True))
-            assert remote.rows == local.rows
+            (got, rows), (want, same) = (each.masks(ids(drafted)[:count]) for each in (remote, local))
+            assert (len(got), rows) == (len(want), same)
+            assert all(np.array_equal(*each) for each in zip(got, want, strict=True))
         assert remote.valid(ids(drafted)) == local.valid(ids(drafted))
         assert remote.forced(8) == local.forced(8)
 
@@ -209,11 +208,11 @@ def test_masks_are_those_of_this_process(grammars: RemoteGrammars, monkeypatch: 
 def test_an_answer_goes_on_when_its_worker_has_died(grammars: RemoteGrammars, workers: Workers) -> None:
     matcher = grammars.begin(LETTERS, "owner")
     matcher.advance(ids("ab"))
-    want = wait(matcher).masks([])[0]
+    want = wait(matcher).masks([])[0][0]
     for child in children(workers):
         child.kill()
     matcher.advance([])
-    assert np.array_equal(wait(matcher).masks([])[0], want)
+    assert np.array_equal(wait(matcher).masks([])[0][0], want)
 
 
 def test_a_mask_that_is_late_is_not_waited_for(grammars: RemoteGrammars, workers: Workers) -> None:
@@ -225,8 +224,8 @@ def test_a_mask_that_is_late_is_not_waited_for(grammars: RemoteGrammars, workers
         os.kill(child.pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
-        masks = slow.masks(ids("abab"))
-        assert (len(masks), slow.rows) == (1, 1)
+        masks, rows = slow.masks(ids("abab"))
+        assert (len(masks), rows) == (1, 1)
         assert slow.valid(ids("ab")) == 0
         assert slow.forced(4) == []
         slow.advance(ids("ab"))
@@ -237,7 +236,7 @@ def test_a_mask_that_is_late_is_not_waited_for(grammars: RemoteGrammars, workers
             os.kill(child.pid, signal.SIGCONT)
     want = LocalGrammars(tokenizer(), VOCABULARY, [0]).begin(LETTERS)
     want.advance(ids("ab"))
-    assert np.array_equal(wait(slow).masks([])[0], want.masks([])[0])
+    assert np.array_equal(wait(slow).masks([])[0][0], want.masks([])[0])
 
 
 def test_the_engines_wait_for_masks_in_a_share_of_the_time(grammars: RemoteGrammars, workers: Workers) -> None:
@@ -288,7 +287,7 @@ def test_the_memory_of_an_owners_grammars_is_bounded(grammars: RemoteGrammars, w
     assert begun
     for matcher in begun:
         matcher.advance([])
-        assert wait(matcher).masks([])[0].any()
+        assert wait(matcher).masks([])[0][0].any()
 
 
 def test_what_takes_much_of_the_processor_comes_last(grammars: RemoteGrammars, workers: Workers) -> None:
@@ -305,7 +304,7 @@ def test_a_step_that_takes_too_long_ends_its_answer_alone(grammars: RemoteGramma
     with pytest.raises(GrammarError, match=r"too long|too complex"):
         wait(slow).masks([])
     other.advance(ids("ab"))
-    assert wait(other).masks([])[0].any()
+    assert wait(other).masks([])[0][0].any()
 
 
 def test_the_owners_of_grammars_are_not_too_many(grammars: RemoteGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,4 +314,4 @@ def test_the_owners_of_grammars_are_not_too_many(grammars: RemoteGrammars, monke
     with pytest.raises(GrammarBusyError):
         wait(grammars.begin(LETTERS, "c")).masks([])
     begun.pop()
-    assert wait(grammars.begin(LETTERS, "c")).masks([])[0].any()
+    assert wait(grammars.begin(LETTERS, "c")).masks([])[0][0].any()
