@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.buffers import Lane, Shape
-from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.drafters.base import FORCED
 from outrider.runtime.launches import Launches
 from outrider.runtime.policy import SequenceView
@@ -137,12 +138,13 @@ class RandomPolicy(AdaptivePolicy):
         self._random = random.Random(seed)
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
-        self.early_stopping = self.may_stop
+        self._stopping = self.may_stop
         names = {name for sequence in sequences for name in sequence.offers}
         sizes = self.sizes(max(sequence.remaining for sequence in sequences))
         return self._random.choice(
             [PLAIN, *(Choice(name, k) for name in (*self.names, FORCED) if name in names for k in sizes)]
         )
 
-    def keep_drafting(self, confidences: list[float], choice: Choice, sequence: SequenceView) -> bool:
-        return self._random.random() < 0.7
+    def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
+        stop = super().early_stop(choice, sequence)
+        return stop and stop._replace(least=[math.inf if self._random.random() > 0.7 else -math.inf for _ in stop.least])

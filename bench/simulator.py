@@ -18,6 +18,7 @@ from outrider.errors import EngineError
 from outrider.runtime import drafters
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.buffers import Lane
+from outrider.runtime.choice import EarlyStop
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Resources
 from outrider.runtime.matching import matching
@@ -25,7 +26,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Policy
 from outrider.runtime.request import Request
 from outrider.runtime.round_costs import RoundCosts
-from outrider.runtime.rounds import RoundResult, Stop
+from outrider.runtime.rounds import RoundResult
 from outrider.runtime.sampling import SamplingState
 
 VOCABULARY = 2**31  # larger than every token id of a record
@@ -109,26 +110,27 @@ class SimulatedRounds:
         self._trace, self._costs, self._clock = trace, costs, clock
 
     def run(
-        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
+        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
     ) -> list[RoundResult | EngineError | None]:
         """Decide on a round of one sequence; see `Rounds.run`."""
         (lane,), trace = lanes, self._trace
         at = len(lane.tokens) - len(trace.prompt)
-        count, following = lane.k, trace.tokens[at:]
+        count, following, confidences = lane.k, trace.tokens[at:], list[float]()
         if lane.proposed:
             accepted, drafted = matching(lane.proposed, following), lane.proposed
         else:
-            for index, confidence in enumerate(trace.confidences[drafter][at : at + count - 1] if stop is not None else ()):
+            for confidence in trace.confidences[drafter][at : at + count - 1] if stop is not None else ():
                 assert stop is not None
-                if (shorter := stop(confidence)) is not None:
-                    count, rows = index + 1, shorter
+                confidences.append(confidence)
+                if (shorter := stop.after(confidences)) is not None:
+                    count, rows = len(confidences), shorter
                     break
             accepted = trace.accepted(drafter, at, count) if count else 0
             drafted = following[:accepted] + [-1] * (count - accepted)
         emitted = following[: accepted + 1] + [-1] * (accepted == len(following))  # what follows the record is not known
         end = len(lane.tokens) + rows - 1
         self._clock.milliseconds += self._costs.round(drafter, len(drafted), rows - 1, end, True, lane.k)
-        return [RoundResult(lane.drafter if drafted else NONE, drafted, emitted, None)]
+        return [RoundResult(lane.drafter if drafted else NONE, drafted, emitted, None, confidences)]
 
 
 def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: Clock) -> dict[str, Drafter]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from outrider.runtime.choice import step_of
 from outrider.runtime.costs import expected_tokens
 
 FADING = 0.985  # what the counts keep in a round that did not use the drafter
@@ -84,17 +85,14 @@ class Confidence:
         self._accepted = [0.0] * self.BINS
         self._examined = [0.0] * self.BINS
 
-    def rate(self, confidence: float, rate: float) -> float:
-        """Return the acceptance rate of tokens of such confidence, where `rate` is that of all."""
-        at = self._bin(confidence)
-        return (self._accepted[at] + self.WEIGHT * rate) / (self._examined[at] + self.WEIGHT)
+    def rates(self, rate: float) -> list[float]:
+        """Return the acceptance rate of tokens by confidence, as in `EarlyStop`, where `rate` is that of all."""
+        seen = zip(self._accepted, self._examined, strict=True)
+        return [(accepted + self.WEIGHT * rate) / (examined + self.WEIGHT) for accepted, examined in seen]
 
-    def observe(self, confidences: list[float], accepted: int) -> None:
+    def observe(self, confidences: Sequence[float], accepted: int) -> None:
         """Add a round's drafted tokens, of which the first `accepted` were accepted."""
         for index, confidence in enumerate(confidences[: accepted + 1]):
-            at = self._bin(confidence)
+            at = step_of(confidence, self.BINS)
             self._accepted[at] = self._accepted[at] * self.MEMORY + (index < accepted)
             self._examined[at] = self._examined[at] * self.MEMORY + 1
-
-    def _bin(self, confidence: float) -> int:
-        return min(int(confidence * self.BINS), self.BINS - 1)

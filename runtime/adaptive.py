@@ -7,12 +7,13 @@ before it were. The policy takes the choice with the least time per token, plain
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
-from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.costs import expected_tokens
 from outrider.runtime.drafters.base import FORCED, NONE
 from outrider.runtime.matching import matching
@@ -94,6 +95,7 @@ class AdaptivePolicy(Policy):
         self._age = 0  # rounds since the steady choices were compared
         self._built = 0  # sizes that they were compared for
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
+        self._stopping = False  # whether the last round may have stopped early
         self._probe_again = NONE  # the drafter of the last round, if that was a probe that paid off
 
     def begin(self) -> dict[str, Acceptance]:
@@ -101,7 +103,7 @@ class AdaptivePolicy(Policy):
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         batch = Batch.of(sequences)
-        self.early_stopping = False
+        self._stopping = False
         if batch.new or batch.size != self._batch.size:
             self._previous, self._probe_again = None, NONE  # other requests do not continue with these ones' choice
         self._batch = batch
@@ -119,7 +121,7 @@ class AdaptivePolicy(Policy):
         if probe != PLAIN or best == PLAIN:
             return probe
         if self.may_stop and batch.size == 1 and self._long_steps(best, batch):
-            self.early_stopping = True  # `keep_drafting` decides where it ends
+            self._stopping = True
             if not self._one_pass(best):
                 return Choice(best.drafter, sizes[-1])
         return best
@@ -128,8 +130,8 @@ class AdaptivePolicy(Policy):
         return choice != PLAIN and drafters.get(choice.drafter).one_pass
 
     def _long_steps(self, choice: Choice, batch: Batch) -> bool:
-        """Whether what one more token takes, a draft step or a row to verify, is so much longer than the host takes to ask
-        `keep_drafting` that asking can pay off."""
+        """Whether what one more token takes, a draft step or a row to verify, is so much longer than the host takes to look at
+        its confidence that stopping early can pay off."""
         costs, kind = self.costs(1), drafters.get(choice.drafter)
         if self._one_pass(choice):
             most, least = (costs.verification(rows, batch.end, batch.greedy) for rows in (choice.k + 1, 1))
@@ -275,25 +277,24 @@ class AdaptivePolicy(Policy):
             self._by_evidence[name, evidence] = Acceptance(self._history[name], HISTORY_MEMORY, HISTORY_WEIGHT)
         return self._by_evidence[name, evidence]
 
-    def keep_drafting(self, confidences: list[float], choice: Choice, sequence: SequenceView) -> bool:
-        """Return whether the tokens that further drafting is expected to add are worth more, at the time that a token takes
+    def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
+        """Stop where the tokens that further drafting is expected to add are worth less, at the time that a token takes
         otherwise, than it costs."""
-        rate = sequence.acceptance[choice.drafter].rate
-        chance, confidence = rate, self._confidence[choice.drafter]
-        for each in confidences:
-            chance *= confidence.rate(each, rate)
+        if not self._stopping:
+            return None
         costs, name, end, greedy = self.costs(1), choice.drafter, sequence.length, sequence.greedy
-        ratio, gain, drafted = self.pace.ratio(choice), 0.0, len(confidences)
-        size = costs.size(drafted)
-        now = costs.round(name, drafted, size, end + size, greedy, choice.k)
-        limit = min(choice.k, sequence.remaining - 1)
-        for count in range(drafted + 1, limit + 1):  # one more token, or two, ...: the cost of a pass grows in steps
-            gain += chance * self._per_token
-            size = costs.size(count)
-            if gain > (costs.round(name, count, size, end + size, greedy, choice.k) - now) * ratio:
-                return True
-            chance *= rate
-        return False
+        rate, ratio = sequence.acceptance[name].rate, self.pace.ratio(choice)
+        sizes = [costs.size(count) for count in range(min(choice.k, sequence.remaining - 1) + 1)]
+        times = [ratio * costs.round(name, count, size, end + size, greedy, choice.k) for count, size in enumerate(sizes)]
+        least = []
+        for drafted, now in enumerate(times):
+            worth, chance, lowest = 0.0, self._per_token, math.inf
+            for time in times[drafted + 1 :]:  # one more token, or two, ...: the cost of a pass grows in steps
+                worth += chance
+                chance *= rate
+                lowest = min(lowest, (time - now) / worth if worth else math.inf)
+            least.append(lowest)
+        return EarlyStop(rate, self._confidence[name].rates(rate), least, [size + 1 for size in sizes])
 
     def observe(
         self,
@@ -301,12 +302,11 @@ class AdaptivePolicy(Policy):
         sequences: Sequence[SequenceView],
         results: Sequence[RoundResult | None],
         milliseconds: float,
-        confidences: list[float],
     ) -> None:
         done = [result for result in results if result is not None]
         drafted = max((len(result.drafted) for result in done), default=0)
         if choice.drafter in self._confidence and len(sequences) == 1 and done:
-            self._confidence[choice.drafter].observe(confidences, done[0].accepted)
+            self._confidence[choice.drafter].observe(done[0].confidences, done[0].accepted)
         all_accepted = all(result.accepted == len(result.drafted) for result in done)
         emitted = sum(len(result.tokens) for result in done)
         if choice.drafter in self._confidence:
@@ -318,7 +318,7 @@ class AdaptivePolicy(Policy):
             if result is not None:
                 self._observe_sequence(choice, sequence, result)
         size = drafted if len(sequences) == 1 else choice.k
-        begun = self._previous.k if self.early_stopping and self._previous else 0
+        begun = self._previous.k if self._stopping and self._previous else 0
         predicted = self._predicted(choice, size, Batch.of(sequences), begun)
         self.pace.observe(milliseconds / predicted, choice, len(sequences))
 

@@ -15,12 +15,12 @@ from typing import Protocol
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.buffers import Lane
-from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.drafters.base import FORCED, NONE, DeviceDrafter, Drafter, Proposal
 from outrider.runtime.grammar import GrammarError
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import RoundResult, Stop
+from outrider.runtime.rounds import RoundResult
 from outrider.runtime.slot import Slot
 from outrider.runtime.slots import Slots
 
@@ -29,7 +29,7 @@ class Runner(Protocol):
     """What runs the rounds: `Rounds`, or a simulation."""
 
     def run(
-        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
+        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
     ) -> list[RoundResult | EngineError | None]:
         """Run one round; see `Rounds.run`."""
 
@@ -79,8 +79,7 @@ class Decoder:
         views = [self._view(request, slot, names, batched) for request, slot in zip(requests, slots, strict=True)]
         choice, counts = self._plan(policy, requests, slots, views, chunks)
         lanes, first = self._lanes(choice, requests, slots, views, counts)
-        confidences: list[float] = []
-        stop = self._stop(policy, choice, views, confidences)
+        stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
         self.slots.synchronize()  # what was launched before must not count towards the time of this round
         started = self.clock()
         decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
@@ -91,7 +90,7 @@ class Decoder:
             if stop is not None and done[0] is not None:
                 count = len(done[0].drafted)
                 choice = Choice(choice.drafter, self._size(count)) if count else PLAIN
-            policy.observe(choice, views, done, milliseconds, confidences)
+            policy.observe(choice, views, done, milliseconds)
         for index, (request, slot, result) in enumerate(zip(requests, slots, done, strict=True)):
             if result is not None:
                 try:
@@ -193,17 +192,6 @@ class Decoder:
             position = len(request.tokens) - 1
             lanes[slot.index - first] = Lane(request.tokens, request.sampling, drafter, count, proposed, position)
         return lanes, first
-
-    def _stop(self, policy: Policy, choice: Choice, views: Sequence[SequenceView], confidences: list[float]) -> Stop | None:
-        """Return what ends drafting early, for a round of one request whose policy asks for it."""
-        if len(views) > 1 or not (policy.early_stopping and choice.drafter in self._on_device):
-            return None
-
-        def stop(confidence: float) -> int | None:
-            confidences.append(confidence)
-            return None if policy.keep_drafting(confidences, choice, views[0]) else self._size(len(confidences)) + 1
-
-        return stop
 
     def _commit(self, choice: Choice, request: Request, slot: Slot, result: RoundResult) -> None:
         request.sampling.advance(result.tokens)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from outrider.runtime.acceptance import Acceptance
-from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.drafters.base import FORCED, Proposal
 from outrider.runtime.rounds import RoundResult
 
@@ -41,7 +41,6 @@ class Policy(ABC):
     """Decides on each round of one or several sequences that share its passes."""
 
     names: list[str]  # the drafters that it may choose
-    early_stopping = False  # whether `keep_drafting` is to be asked in the round that was chosen last, of one sequence
 
     def begin(self) -> dict[str, Acceptance]:
         """Return the estimates of acceptance, by drafter, that a new request starts with."""
@@ -55,9 +54,9 @@ class Policy(ABC):
         """Return whether the chosen drafter is to process what is pending of a sequence, to draft for that one, too."""
         return True
 
-    def keep_drafting(self, confidences: list[float], choice: Choice, sequence: SequenceView) -> bool:
-        """Return whether a round that has drafted some tokens with such confidences is to draft another one."""
-        return True
+    def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
+        """Return where the round that was chosen last, of one sequence, stops drafting; None is at its end."""
+        return None
 
     def observe(  # noqa: B027
         self,
@@ -65,7 +64,6 @@ class Policy(ABC):
         sequences: Sequence[SequenceView],
         results: Sequence[RoundResult | None],
         milliseconds: float,
-        confidences: list[float],
     ) -> None:
         """Learn from a round.
 
@@ -73,7 +71,6 @@ class Policy(ABC):
             choice: what was run; its k is that of the pass.
             results: one for each sequence; None where it failed.
             milliseconds: the time that the round took, without catching up.
-            confidences: the drafter's, of the tokens that `keep_drafting` was asked about.
         """
 
 

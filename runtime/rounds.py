@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.engines.device import Device, Launch
 from outrider.errors import EngineError, OutriderWarning
 from outrider.runtime.buffers import VERIFIER, Array, Lane, Shape, Step
+from outrider.runtime.choice import EarlyStop
 from outrider.runtime.drafters.base import NONE
 from outrider.runtime.grammar import GrammarError
 from outrider.runtime.host_sampler import decide_on_host, put_drafted
@@ -34,13 +35,6 @@ from outrider.runtime.sampling import Logprobs
 MAX_RECORDED = 64  # rounds kept recorded; each holds some memory of the device
 RECORD_AT = 3  # rounds of a shape after which it is recorded: that takes two more, and many shapes are never seen again
 
-Stop = Callable[[float], "int | None"]
-"""Takes the drafter's confidence in each token but the last; returns the rows of the target's pass if drafting is to stop
-there, or None to go on."""
-
-Masks = Callable[[int], None]
-"""Writes the masks of the grammars over the logits that the sampler of a row reads."""
-
 
 class RoundResult(NamedTuple):
     """What a round decided for one sequence."""
@@ -49,6 +43,7 @@ class RoundResult(NamedTuple):
     drafted: list[int]
     tokens: list[int]  # the accepted ones, and one of the target's own
     logprobs: list[Logprobs] | None  # of each token, where the request asks for them
+    confidences: Sequence[float] = ()  # the drafter's, in the drafted tokens, where it might have stopped behind them
 
     @property
     def accepted(self) -> int:
@@ -78,6 +73,30 @@ class Segment(NamedTuple):
     end: int
 
 
+class Progress:
+    """A round under way."""
+
+    def __init__(self, lanes: Sequence[Lane], shape: Shape, stop: EarlyStop | None):
+        self.lanes = lanes
+        self.shape = shape
+        self.stop = stop
+        self.active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]  # lanes that have not failed
+        self.failed: dict[int, EngineError] = {}
+        # How many rows count of each lane with a grammar.
+        self.rows = {at: 1 for at in self.active if (state := lanes[at].sampling) is not None and state.grammar is not None}
+        self.confidences: list[float] = []
+
+    def fail(self, index: int, error: EngineError) -> None:
+        """Leave a lane out of the rest of the round; the others go on."""
+        self.active.remove(index)
+        self.failed[index] = error
+
+    def decided(self, step: Step) -> bool:
+        """Return whether a step's sampler has decided for all lanes."""
+        status = step.status
+        return status is None or all(status[index] == DECIDED for index in self.active)
+
+
 class Rounds:
     """Runs rounds of the sequences in the sessions' slots. `seconds` is the time that launches took, waiting included."""
 
@@ -97,7 +116,7 @@ class Rounds:
         return MappingProxyType(self._recorded)
 
     def run(
-        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: Stop | None = None
+        self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
     ) -> list[RoundResult | EngineError | None]:
         """Draft tokens after the confirmed ones of each lane, and decide on them by one target pass of `rows` rows. Rows
         beyond the drafted tokens are padding, and their logits are not used.
@@ -105,7 +124,7 @@ class Rounds:
         Args:
             lanes: one for each slot from `first` on.
             drafter: the drafter of all lanes that draft.
-            stop: ends drafting early; used with one lane, on a device whose launches are done when they return.
+            stop: where drafting may end early; used with one lane, on a device whose launches are done when they return.
 
         Returns:
             for each lane its result, or why there is none; None for a slot that takes no part.
@@ -115,86 +134,71 @@ class Rounds:
         """
         shape = self.launches.shape(lanes, first, rows, drafter)
         self.launches.fill(lanes, shape)
-        shape, failed, masked = self._decide(lanes, shape, stop if self.device.synchronous else None)
-        return [failed.get(index) or self._result(index, lane, shape, masked.get(index)) for index, lane in enumerate(lanes)]
+        progress = Progress(lanes, shape, stop if self.device.synchronous else None)
+        self._decide(progress)
+        return [progress.failed.get(index) or self._result(progress, index) for index in range(len(lanes))]
 
-    def _result(self, index: int, lane: Lane, shape: Shape, masked: int | None) -> RoundResult | None:
+    def _result(self, progress: Progress, index: int) -> RoundResult | None:
+        lane, shape, launches = progress.lanes[index], progress.shape, self.launches
         if lane.sampling is None:
             return None
-        launches = self.launches
         tokens, count, top = launches.emitted(shape, index), min(lane.k, shape.drafted), lane.sampling.params.logprobs
-        tokens = tokens[:masked]
+        tokens = tokens[: progress.rows.get(index)]
         drafted = lane.proposed
         if launches.on_device(shape) is not None:
             begin = index * (launches.max_k + 1)
             drafted = launches.outputs.host["drafted"][begin : begin + count].tolist()
         logprobs = None if top is None else launches.logprobs(shape, index, len(tokens), top)
-        result = RoundResult(lane.drafter if count else NONE, drafted if count else [], tokens, logprobs)
+        name = lane.drafter if count else NONE
+        result = RoundResult(name, drafted if count else [], tokens, logprobs, progress.confidences)
         return result if self.observer is None else self.observer(launches, shape, index, lane, result)
 
-    def _decide(
-        self, lanes: Sequence[Lane], shape: Shape, stop: Stop | None
-    ) -> tuple[Shape, dict[int, EngineError], dict[int, int]]:
+    def _decide(self, progress: Progress) -> None:
         """Launch a round's steps until all is decided. Where top_k or top_p reach beyond the candidates, go on from there with
-        more of them.
-
-        Returns:
-            the shape that the round had in the end; the lanes that failed; and of those with a grammar, how many rows count.
-        """
-        steps, begin = self.launches.steps(shape), 0
-        active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]
-        failed: dict[int, EngineError] = {}
-        masked = {
-            index: 1 for index in active if (sampling := lanes[index].sampling) is not None and sampling.grammar is not None
-        }
-
-        def mask_row(row: int) -> None:
-            for index in [index for index in masked if index in active]:
-                try:
-                    masked[index] = mask(self.launches, row, shape, index, lanes[index])
-                except GrammarError as error:
-                    active.remove(index)
-                    failed[index] = error
-
-        write_masks = mask_row if masked else None
-        while active and (pause := self._advance(shape, steps, begin, active, stop, write_masks)) is not None:
+        more of them."""
+        launches, lanes, begin = self.launches, progress.lanes, 0
+        while progress.active and (pause := self._advance(progress, begin)) is not None:
+            shape, steps = progress.shape, launches.steps(progress.shape)
             row, status = steps[pause.at].row, steps[pause.at].status
             begin = pause.at + 1
             if pause.rows is not None:
-                shape, stop = self.launches.shorten(shape, row + 1, pause.rows), None
-                steps = self.launches.steps(shape)
+                progress.shape, progress.stop = launches.shorten(shape, row + 1, pause.rows), None
                 continue
             assert status is not None
-            drafter = self.launches.on_device(shape)
+            drafter = launches.on_device(shape)
             if drafter is not None and drafter.overwritten and row != VERIFIER and not self.device.synchronous:
                 for step in [step for step in steps[1 : pause.at] if step.status is None]:
                     step.launch()
-            for index in [index for index in active if status[index] not in (DECIDED, MORE_CANDIDATES)]:
-                active.remove(index)  # the others go on
-                failed[index] = not_finite()
+            for index in [index for index in progress.active if status[index] not in (DECIDED, MORE_CANDIDATES)]:
+                progress.fail(index, not_finite())
                 if row != VERIFIER:
-                    put_drafted(self.launches, row, shape, index, 0)  # any token will do for the passes that follow
-            undecided = [index for index in active if status[index] == MORE_CANDIDATES]
-            if undecided and shape.candidates < self.launches.max_candidates:
+                    put_drafted(launches, row, shape, index, 0)  # any token will do for the passes that follow
+            undecided = [index for index in progress.active if status[index] == MORE_CANDIDATES]
+            if undecided and shape.candidates < launches.max_candidates:
                 larger = (size for size in CANDIDATES if shape.candidates < size)
-                candidates = min(next(larger, self.launches.vocab_rows), self.launches.max_candidates)
-                shape = shape._replace(candidates=candidates)
-                steps, begin = self.launches.steps(shape), pause.at
+                candidates = min(next(larger, launches.vocab_rows), launches.max_candidates)
+                progress.shape, begin = shape._replace(candidates=candidates), pause.at
             else:
                 for index in undecided:
-                    decide_on_host(self.launches, row, shape, index, lanes[index])
-        return shape, failed, masked
+                    decide_on_host(launches, row, shape, index, lanes[index])
 
-    def _advance(
-        self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None, masks: Masks | None
-    ) -> Pause | None:
+    def _mask(self, progress: Progress, row: int) -> None:
+        """Write the masks of the grammars over the logits that the sampler of a row reads."""
+        for index in [index for index in progress.rows if index in progress.active]:
+            try:
+                progress.rows[index] = mask(self.launches, row, progress.shape, index, progress.lanes[index])
+            except GrammarError as error:
+                progress.fail(index, error)
+
+    def _advance(self, progress: Progress, begin: int) -> Pause | None:
         """Launch the steps from `begin` on, up to the first whose sampler did not decide for an active lane, or at which
         drafting is to stop. Return None once all have run and decided."""
         if self.device.synchronous:
-            return self._advance_one_by_one(shape, steps, begin, active, stop, masks)
+            return self._advance_one_by_one(progress, begin)
+        shape, steps = progress.shape, self.launches.steps(progress.shape)
         target, fresh = self._target_step(steps), begin == 0
         waits = [target] if self.launches.target.recurrence is not None else []  # its pass changes the state: never twice
-        waits += [] if masks is None else [target + 1]
+        waits += [target + 1] if progress.rows else []
         for end in [*(end for end in waits if end > begin), len(steps)]:
             started = time.perf_counter()
             segment = Segment(shape, begin, end)
@@ -206,36 +210,36 @@ class Rounds:
                 replay()
                 self.device.synchronize()
             self.seconds += time.perf_counter() - started
-            if (pause := next((at for at in range(begin, end) if not _decided(steps[at], active)), None)) is not None:
+            if (pause := next((at for at in range(begin, end) if not progress.decided(steps[at])), None)) is not None:
                 return Pause(pause)
             if fresh and self.record and replay is None:
                 self._seen[segment] += 1
                 if self._seen[segment] == RECORD_AT:
                     self._record(segment, steps[begin:end])
-            if masks is not None and end == target + 1:
-                masks(VERIFIER)
+            if end == target + 1:
+                self._mask(progress, VERIFIER)
             begin = end
         return None
 
-    def _advance_one_by_one(
-        self, shape: Shape, steps: list[Step], begin: int, active: list[int], stop: Stop | None, masks: Masks | None
-    ) -> Pause | None:
-        clock = time.perf_counter
+    def _advance_one_by_one(self, progress: Progress, begin: int) -> Pause | None:
+        clock, shape, stop = time.perf_counter, progress.shape, progress.stop
+        steps = self.launches.steps(shape)
         for at in range(begin, len(steps)):
             step = steps[at]
-            if masks is not None and step.status is not None:
-                masks(step.row)
+            if progress.rows and step.status is not None:
+                self._mask(progress, step.row)
             started = clock()
             step.launch()
             self.seconds += clock() - started
             if step.status is None:
                 continue
-            if not _decided(step, active):
+            if not progress.decided(step):
                 return Pause(at)
             if stop is not None and 0 <= step.row < shape.drafted - 1:
                 drafter = self.launches.on_device(shape)
                 assert drafter is not None
-                if (rows := stop(drafter.confidence(step.row, shape))) is not None:
+                progress.confidences.append(drafter.confidence(step.row, shape))
+                if (rows := stop.after(progress.confidences)) is not None:
                     return Pause(at, rows)
         return None
 
@@ -291,8 +295,3 @@ def not_finite() -> EngineError:
         "the model's logits contain NaN or infinity",
         "check the checkpoint; an fp16 export may overflow where fp32 or bf16 does not",
     )
-
-
-def _decided(step: Step, active: list[int]) -> bool:
-    status = step.status
-    return status is None or all(status[index] == DECIDED for index in active)

@@ -17,7 +17,7 @@ from outrider.bench.simulator import Trace, oracle, replay
 from outrider.bundle.manifest import Cost
 from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.adaptive import AdaptivePolicy
-from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.costs import expected_tokens
 from outrider.runtime.drafters.base import FORCED, NONE, Proposal
 from outrider.runtime.generation import Outrider
@@ -72,7 +72,7 @@ def view(
 
 def observe(policy: Policy, choice: Choice, sequence: SequenceView, drafted: int, accepted: int, milliseconds: float) -> None:
     result = RoundResult(choice.drafter if drafted else NONE, [0] * drafted, [0] * (accepted + 1), None)
-    policy.observe(choice, [sequence], [result], milliseconds, [])
+    policy.observe(choice, [sequence], [result], milliseconds)
 
 
 def text(agrees: list[bool], prompt: int = 40) -> Trace:
@@ -205,7 +205,7 @@ def test_speculation_that_loses_at_high_load_turns_itself_off(row: float, least:
             accepted = next((i for i in range(choice.k) if chance.random() >= 0.8), choice.k)
             results.append(RoundResult(choice.drafter, [0] * choice.k, [0] * (accepted + 1), None))
             tokens += accepted + 1
-        policy.observe(choice, sequences, results, time, [])
+        policy.observe(choice, sequences, results, time)
         taken += time
     assert least <= (tokens / taken) / (8 / table.round(NONE, 0, 0, 40, True)) <= most
 
@@ -575,14 +575,14 @@ def test_a_round_stops_drafting_where_the_draft_is_unsure(trained: Outrider, mon
 
     monkeypatch.setattr(trained.decoder, "clock", clock)
     asked: list[tuple[float, bool]] = []
-    keep_drafting = AdaptivePolicy.keep_drafting
+    after = EarlyStop.after
 
-    def noted(self: AdaptivePolicy, confidences: list[float], choice: Choice, sequence: SequenceView) -> bool:
-        going_on = keep_drafting(self, confidences, choice, sequence)
-        asked.append((confidences[-1], going_on))
-        return going_on
+    def noted(self: EarlyStop, confidences: Sequence[float]) -> int | None:
+        rows = after(self, confidences)
+        asked.append((confidences[-1], rows is None))
+        return rows
 
-    monkeypatch.setattr(AdaptivePolicy, "keep_drafting", noted)
+    monkeypatch.setattr(EarlyStop, "after", noted)
     for _ in range(3):
         events = list(trained.generate(PROMPT, SamplingParams(max_new_tokens=120), drafter="model"))
     drafted = events[-1].stats.drafted_at
@@ -605,8 +605,8 @@ def test_a_slow_spell_is_forgotten(stops: bool) -> None:
         for at in range(rounds):
             sequence = view(policy, 40 + at, acceptance=acceptance)
             choice = policy.choose([sequence])
-            most = choice.k if stops else 1
-            ends = (n for n in range(1, most) if not policy.keep_drafting([0.5] * n, choice, sequence))
+            stop = policy.early_stop(choice, sequence)
+            ends = (n for n in range(1, choice.k) if stop is not None and stop.after([0.5] * n) is not None)
             drafted = next(ends, choice.k)
             size = next(k for k in [0, *K] if k >= drafted)
             accepted = next((i for i in range(drafted) if chance.random() >= 0.8), drafted)

@@ -505,12 +505,12 @@ def test_measured_times_of_batched_rounds_are_forgotten(batched: Outrider) -> No
     drafting = Choice("model", 2)
     drafted, plain = RoundResult("model", [5, 6], [5, 7], None), RoundResult(NONE, [], [5], None)
     usual, predicted = policy.time(drafting, sequences), policy.time(PLAIN, sequences)
-    policy.observe(drafting, sequences, [drafted] * 3, 100 * usual, [])
+    policy.observe(drafting, sequences, [drafted] * 3, 100 * usual)
     assert policy.time(drafting, sequences) == usual
-    policy.observe(drafting, sequences, [drafted] * 3, 2 * usual, [])
+    policy.observe(drafting, sequences, [drafted] * 3, 2 * usual)
     assert policy.time(drafting, sequences) == pytest.approx(2 * usual, rel=0.1)
     for _ in range(6000):
-        policy.observe(PLAIN, sequences, [plain] * 3, predicted, [])
+        policy.observe(PLAIN, sequences, [plain] * 3, predicted)
     assert policy.time(drafting, sequences) == pytest.approx(usual, rel=0.03)
 
 
