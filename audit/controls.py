@@ -11,7 +11,7 @@ import numpy as np
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.choice import PLAIN, Choice, EarlyStop
-from outrider.runtime.drafters.base import FORCED
+from outrider.runtime.drafters import companions
 from outrider.runtime.launches import Launches
 from outrider.runtime.policy import SequenceView
 from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
@@ -142,7 +142,7 @@ class RandomPolicy(AdaptivePolicy):
         names = {name for sequence in sequences for name in sequence.offers}
         sizes = self.sizes(max(sequence.remaining for sequence in sequences))
         return self._random.choice(
-            [PLAIN, *(Choice(name, k) for name in (*self.names, FORCED) if name in names for k in sizes)]
+            [PLAIN, *(Choice(name, k) for name in (*self.names, *companions()) if name in names for k in sizes)]
         )
 
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:

@@ -15,14 +15,13 @@ from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
 from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.costs import expected_tokens
-from outrider.runtime.drafters.base import FORCED, NONE
+from outrider.runtime.drafters.base import NONE
 from outrider.runtime.matching import matching
 from outrider.runtime.pace import Pace
 from outrider.runtime.policy import Policy, SequenceView
 from outrider.runtime.round_costs import RoundCosts
 from outrider.runtime.rounds import RoundResult
 
-FORCED_PRIOR = 0.95  # acceptance to assume of tokens that spell what a grammar forces: the target may spell it otherwise
 MEASURED_TOKENS = 20.0  # the weight of the acceptance in the bundle's manifest: one odd request must not overrule it
 REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's own acceptance; the weight is that of earlier requests
 HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of all requests before it
@@ -75,11 +74,10 @@ class AdaptivePolicy(Policy):
         self.costs = functools.cache(costs)
         self.names = list(names)
         self.may_stop = early_stopping
-        kinds = {name: drafters.get(name) for name in names}
+        kinds = {name: drafters.get(name) for name in (*names, *drafters.companions())}
         self._on_device = drafters.on_device(names)
-        self._on_host = [*(name for name in names if name not in self._on_device), FORCED]
+        self._on_host = [name for name in kinds if name not in self._on_device]
         self._history = {name: Acceptance(kind.prior, HISTORY_MEMORY, HISTORY_WEIGHT) for name, kind in kinds.items()}
-        self._history[FORCED] = Acceptance(FORCED_PRIOR, HISTORY_MEMORY, HISTORY_WEIGHT)
         for name, rate in self.costs(1).acceptance.items():
             if name in self._history:
                 self._history[name].recall(rate, MEASURED_TOKENS)

@@ -16,7 +16,7 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.buffers import Lane
 from outrider.runtime.choice import PLAIN, Choice, EarlyStop
-from outrider.runtime.drafters.base import FORCED, NONE, DeviceDrafter, Drafter, Proposal
+from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter
 from outrider.runtime.grammar import GrammarError
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
@@ -108,21 +108,18 @@ class Decoder:
         return SequenceView(length, emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
 
     def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> dict[str, Offer]:
-        """Return what drafters and the grammar can do for a request."""
+        """Return what drafters can do for a request."""
         offers, index, tokens, grammar = {}, slot.index, request.tokens, request.sampling.grammar
-        forced = [] if grammar is None or not names else grammar.forced(self._k[-1])
-        if forced:
-            offers[FORCED] = Offer(0, Proposal(forced, FORCED))
         for name in names:
             drafter = self.drafters[name]
             if not drafter.can_draft(len(tokens), batched):
                 continue
             if name in self._on_device:
                 offers[name] = Offer(drafter.pending(index, tokens), None)
-            elif (proposal := drafter.propose(index, tokens, self._k[-1])) is not None:
-                if grammar is not None:
+            elif (proposal := drafter.propose(index, tokens, self._k[-1], grammar)) is not None:
+                if grammar is not None and not proposal.allowed:
                     proposal = proposal._replace(tokens=proposal.tokens[: grammar.valid(proposal.tokens)])
-                if len(proposal.tokens) > len(forced):
+                if proposal.tokens:
                     offers[name] = Offer(drafter.pending(index, tokens), proposal)
         return offers
 

@@ -78,7 +78,7 @@ class LoadedBundle:
         """Put the loop together over the loaded engines."""
         target, device, build = self.sessions["target"], self.engines.device, self.build
         resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k)
-        loaded = {name: drafters.get(name)(resources) for name in self.drafters}
+        loaded = {name: drafters.get(name)(resources) for name in (*drafters.companions(), *self.drafters)}
         on_device = [drafter for drafter in loaded.values() if isinstance(drafter, DeviceDrafter)]
         launches = Launches(device, target, self.samplers, on_device, build.k[-1])
         parts: list[Engine | Session] = [*self.samplers.values(), *self.sessions.values()]
@@ -159,12 +159,14 @@ class LoadedBundle:
         return Request(prompt, params, sampling, stream, self.build.capacity)
 
     def allowed_drafters(self, k: int | str, drafter: str | None) -> list[str]:
-        """Return the drafters that may be used with these arguments of `generate`."""
+        """Return the drafters that may be used with these arguments of `generate`, the one to prefer first."""
         if k == 0:
             return []
         if drafter is None:
-            return self.drafters if k == AUTO else self.drafters[:1]
-        return self.drafters if drafter == AUTO else [drafter]
+            chosen = self.drafters if k == AUTO else self.drafters[:1]
+        else:
+            chosen = self.drafters if drafter == AUTO else [drafter]
+        return [*chosen, *drafters.companions()]
 
     def policy_for(self, k: int | str, drafter: str | None) -> Policy:
         """Return what chooses with these arguments of `generate`."""

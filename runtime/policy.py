@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
+from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.choice import PLAIN, Choice, EarlyStop
-from outrider.runtime.drafters.base import FORCED, Proposal
+from outrider.runtime.drafters.base import Proposal
 from outrider.runtime.rounds import RoundResult
 
 
@@ -75,15 +77,17 @@ class Policy(ABC):
 
 
 class FixedPolicy(Policy):
-    """Always uses the same drafter and k; what grammars force where that drafter has nothing better to offer, which costs no
-    drafting; or plain decoding."""
+    """Always uses the same drafter and k; a companion's proposals, which cost no drafting, where all sequences have some or
+    that drafter offers nothing; or plain decoding."""
 
     def __init__(self, drafter: str, k: int):
-        self._choice = Choice(drafter, k) if k else PLAIN
         self.names = [drafter] if k else []
+        self._companions = drafters.companions() if k else []
+        self._k = k
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         offers = [sequence.offers for sequence in sequences]
-        if any(self._choice.drafter in each for each in offers) and not all(FORCED in each for each in offers):
-            return self._choice
-        return Choice(FORCED, self._choice.k) if any(FORCED in each for each in offers) else PLAIN
+        everywhere = (name for name in self._companions if all(name in each for each in offers))
+        anywhere = (name for name in (*self.names, *self._companions) if any(name in each for each in offers))
+        name = next(chain(everywhere, anywhere), None)
+        return PLAIN if name is None else Choice(name, self._k)

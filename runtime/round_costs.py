@@ -8,7 +8,6 @@ from typing import Self
 from outrider.bundle.manifest import Build, Manifest
 from outrider.runtime import drafters
 from outrider.runtime.costs import Costs
-from outrider.runtime.drafters.base import FORCED
 
 
 class RoundCosts(Costs):
@@ -31,7 +30,7 @@ class RoundCosts(Costs):
         time = self._rounds.get(key)
         if time is None:
             time = self.verification(k + 1, end, greedy)
-            if drafted and drafter != FORCED:
+            if drafted:
                 time += drafters.get(drafter).cost(self, drafted, end, greedy, begun)
             self._rounds[key] = time
         return time

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from outrider.errors import UsageError
 from outrider.runtime.drafters.base import DeviceDrafter, Drafter
 from outrider.runtime.drafters.block import BlockDrafter
+from outrider.runtime.drafters.grammar import GrammarDrafter
 from outrider.runtime.drafters.head import HeadDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
@@ -33,8 +34,13 @@ def unregister(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Return the names of all drafters, in order of preference."""
-    return list(_REGISTRY)
+    """Return the names of the drafters that may be chosen, in order of preference."""
+    return [name for name, drafter in _REGISTRY.items() if not drafter.companion]
+
+
+def companions() -> list[str]:
+    """Return the names of the drafters that draft beside any other one."""
+    return [name for name, drafter in _REGISTRY.items() if drafter.companion]
 
 
 def get(name: str) -> type[Drafter]:
@@ -44,13 +50,13 @@ def get(name: str) -> type[Drafter]:
         UsageError: no drafter has this name.
     """
     if name not in _REGISTRY:
-        raise UsageError(f"there is no drafter {name!r}", f"use one of {', '.join(_REGISTRY)}", param="drafter")
+        raise UsageError(f"there is no drafter {name!r}", f"use one of {', '.join(names())}", param="drafter")
     return _REGISTRY[name]
 
 
 def available(manifest: Manifest) -> list[str]:
-    """Return the names of the drafters that a bundle can use, in order of preference."""
-    return [name for name, drafter in _REGISTRY.items() if drafter.available(manifest)]
+    """Return the names of the drafters that may be chosen for a bundle, in order of preference."""
+    return [name for name in names() if get(name).available(manifest)]
 
 
 def on_device(names: Iterable[str]) -> list[str]:
@@ -64,3 +70,4 @@ register(ParallelHeadDrafter)
 register(ParallelDrafter)
 register(ModelDrafter)
 register(NgramDrafter)
+register(GrammarDrafter)

@@ -20,12 +20,12 @@ from outrider.engines.device import Buffer, Layout
 from outrider.engines.session import Session
 from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
 from outrider.runtime.costs import Costs
+from outrider.runtime.grammar import Matcher
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
 
 NONE = "none"  # stands for a drafter where a round drafts nothing
-FORCED = "grammar"  # and where it drafts what grammars force next
 
 
 class Proposal(NamedTuple):
@@ -33,6 +33,7 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     evidence: Hashable  # proposals with equal evidence are expected to be accepted equally often
+    allowed: bool = False  # whether all of them are known to be in the request's grammar
 
 
 class Resources(NamedTuple):
@@ -52,6 +53,7 @@ class Drafter(ABC):
 
     name: ClassVar[str]
     label: ClassVar[str]  # in tables and reports
+    companion: ClassVar[bool] = False  # whether it drafts beside any other one, and is not chosen by name
     one_pass: ClassVar[bool] = False  # whether all tokens of a round are drafted together; fewer may be verified
     prior: ClassVar[float] = 0.5  # acceptance rate to assume before anything was observed, 0..1
     engines: ClassVar[tuple[str, ...]] = ()  # the bundle's engines that only this drafter runs
@@ -68,8 +70,9 @@ class Drafter(ABC):
         """Return whether a text of so many confirmed tokens is long enough to draft after it, alone or in a batch."""
         return True
 
-    def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
-        """Propose up to `k` tokens to follow the confirmed `tokens` of a slot, or None."""
+    def propose(self, slot: int, tokens: list[int], k: int, grammar: Matcher | None) -> Proposal | None:
+        """Propose up to `k` tokens to follow the confirmed `tokens` of a slot, or None. `grammar` is what the request's text
+        has to be in."""
         return None
 
     def truncate(self, slot: int, length: int) -> None:  # noqa: B027

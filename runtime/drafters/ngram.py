@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.runtime.drafters.base import Drafter, Proposal, Resources
+from outrider.runtime.grammar import Matcher
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
@@ -74,7 +75,7 @@ class NgramDrafter(Drafter):
     def truncate(self, slot: int, length: int) -> None:
         self._indexes[slot].truncate(length)
 
-    def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
+    def propose(self, slot: int, tokens: list[int], k: int, grammar: Matcher | None) -> Proposal | None:
         index = self._indexes[slot]
         index.extend(tokens[len(index) :])
         return index.propose(k)

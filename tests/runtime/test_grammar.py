@@ -26,7 +26,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from outrider.audit.controls import RandomPolicy
 from outrider.errors import OutriderError, UsageError
 from outrider.runtime.buffers import VERIFIER
-from outrider.runtime.drafters.base import FORCED
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.grammar import GrammarError, LocalGrammars, LocalMatcher, rehearse
 from outrider.runtime.masks import mask
@@ -219,8 +218,8 @@ def test_drafts_are_masked_as_the_target_is(bundles: dict[str, Outrider], monkey
 def test_what_the_grammar_forces_is_drafted_without_a_drafter(bundles: dict[str, Outrider]) -> None:
     for k in (4, 8, "auto"):
         stats = run(bundles["trained"], "forces", k)[-1].stats
-        assert stats.rounds_by_drafter[FORCED] >= stats.rounds - 2
-        assert stats.accepted_by_drafter[FORCED] >= 0.8 * (stats.emitted - stats.rounds)
+        assert stats.rounds_by_drafter["grammar"] >= stats.rounds - 2
+        assert stats.accepted_by_drafter["grammar"] >= 0.8 * (stats.emitted - stats.rounds)
     assert run(bundles["trained"], "forces", 0)[-1].stats.drafted == 0
 
 
@@ -252,7 +251,8 @@ def test_forced_tokens_are_drafted_for_free_in_batches(trained_bundles: Callable
         while scheduler.busy:
             for _, event in scheduler.step():
                 assert not isinstance(event, OutriderError)
-        assert first.stats.rounds_by_drafter[FORCED] >= first.stats.rounds - 1  # of the last one, the end is all that is left
+        forced = first.stats.rounds_by_drafter["grammar"]
+        assert forced >= first.stats.rounds - 1  # of the last one, the end is all that is left
 
 
 def test_requests_with_and_without_grammars_share_rounds(trained_bundles: Callable[..., Path]) -> None:

@@ -19,7 +19,7 @@ from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.costs import expected_tokens
-from outrider.runtime.drafters.base import FORCED, NONE, Proposal
+from outrider.runtime.drafters.base import NONE, Proposal
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Offer, Policy, SequenceView
@@ -28,7 +28,7 @@ from outrider.runtime.rounds import RoundResult
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
 K = [1, 2, 4, 8]
-MODEL, NGRAM = "model", "ngram"
+MODEL, NGRAM, GRAMMAR = "model", "ngram", "grammar"
 
 
 def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0, acceptance: float | None = None) -> RoundCosts:
@@ -629,30 +629,30 @@ def test_a_request_does_not_begin_with_the_last_ones_probe() -> None:
     assert policy.choose([view(policy, 900, 100, pending=898, emitted=0)]) == PLAIN
 
 
-@pytest.mark.parametrize(("draft", "rate", "chosen"), [(3.0, 0.6, FORCED), (0.1, 0.9, MODEL)])
+@pytest.mark.parametrize(("draft", "rate", "chosen"), [(3.0, 0.6, GRAMMAR), (0.1, 0.9, MODEL)])
 def test_one_forced_token_is_drafted_for_free_where_a_draft_brings_no_more(draft: float, rate: float, chosen: str) -> None:
     policy = adaptive(costs(draft, acceptance=rate))
     sequence = view(policy)
-    sequence = sequence._replace(offers={FORCED: Offer(0, Proposal([5], FORCED)), **sequence.offers})
+    sequence = sequence._replace(offers={GRAMMAR: Offer(0, Proposal([5], None)), **sequence.offers})
     assert policy.choose([sequence]).drafter == chosen
 
 
 def test_a_fixed_drafter_leaves_forced_tokens_to_the_grammar() -> None:
     policy = FixedPolicy(MODEL, 4)
     free = view(policy)
-    forced = free._replace(offers={FORCED: Offer(0, Proposal([5], FORCED)), **free.offers})
-    late = free._replace(offers={FORCED: Offer(0, Proposal([5], FORCED))})
-    assert policy.choose([forced]) == policy.choose([forced, late]) == Choice(FORCED, 4)
+    forced = free._replace(offers={GRAMMAR: Offer(0, Proposal([5], None)), **free.offers})
+    late = free._replace(offers={GRAMMAR: Offer(0, Proposal([5], None))})
+    assert policy.choose([forced]) == policy.choose([forced, late]) == Choice(GRAMMAR, 4)
     assert policy.choose([free, late]) == policy.choose([free, forced]) == Choice(MODEL, 4)
-    assert policy.choose([late, free._replace(offers={})]) == Choice(FORCED, 4)
+    assert policy.choose([late, free._replace(offers={})]) == Choice(GRAMMAR, 4)
     assert FixedPolicy(NONE, 0).choose([free._replace(offers={})]) == PLAIN
 
 
 def test_spellings_that_the_target_refuses_are_proposed_no_longer() -> None:
     policy = adaptive(costs(3.0))
     sequence = view(policy)
-    sequence = sequence._replace(offers={FORCED: Offer(0, Proposal([5], FORCED))})
-    assert policy.choose([sequence]) == Choice(FORCED, 1)
+    sequence = sequence._replace(offers={GRAMMAR: Offer(0, Proposal([5], None))})
+    assert policy.choose([sequence]) == Choice(GRAMMAR, 1)
     for _ in range(20):
-        observe(policy, Choice(FORCED, 1), sequence, 1, 0, 6.1)
+        observe(policy, Choice(GRAMMAR, 1), sequence, 1, 0, 6.1)
     assert policy.choose([sequence]) == PLAIN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.bundle.manifest import Manifest
 from outrider.runtime.drafters.base import Drafter, Proposal
+from outrider.runtime.grammar import Matcher
 
 
 class Repeat(Drafter):
@@ -16,5 +17,5 @@ class Repeat(Drafter):
     def available(cls, manifest: Manifest) -> bool:
         return True
 
-    def propose(self, slot: int, tokens: list[int], k: int) -> Proposal | None:
+    def propose(self, slot: int, tokens: list[int], k: int, grammar: Matcher | None) -> Proposal | None:
         return Proposal(tokens[-1:] * k, None)

@@ -1,0 +1,28 @@
+"""Drafting what a request's grammar forces: the tokens that spell the only text that may follow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.runtime.drafters.base import Drafter, Proposal
+from outrider.runtime.grammar import Matcher
+
+if TYPE_CHECKING:
+    from outrider.bundle.manifest import Manifest
+
+
+class GrammarDrafter(Drafter):
+    """Proposes what the grammar forces next. The target may spell it in other tokens."""
+
+    name = "grammar"
+    label = "grammar"
+    companion = True
+    prior = 0.95
+
+    @classmethod
+    def available(cls, manifest: Manifest) -> bool:
+        return True
+
+    def propose(self, slot: int, tokens: list[int], k: int, grammar: Matcher | None) -> Proposal | None:
+        forced = [] if grammar is None else grammar.forced(k)
+        return Proposal(forced, None, allowed=True) if forced else None
