@@ -8,15 +8,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from outrider.engines.arrays import Floats
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.drafters import companions
 from outrider.runtime.launches import Launches
+from outrider.runtime.logprobs import Logprobs
 from outrider.runtime.policy import SequenceView
 from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
 from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING, Logprobs, SamplingState
+from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING, SamplingState
 
 CHECKED = 4  # the reference checks one in this many decisions
 CLOSE = 1e-4  # how much fp32 may change a probability
@@ -45,7 +47,7 @@ class Watch:
         settings, edits = named_settings(sampling.settings[0]), edits_of(*sampling.table())
         self.emitted += len(emitted)
         self.decided.append((len(result.drafted), emitted))
-        logits = launches.target_logits(shape, index)
+        logits = launches.device.read(launches.target_rows(shape, index, shape.rows))
         for row, token in enumerate(emitted):
             x = edit(logits[row].astype(np.float64), settings, edits, emitted[:row], row)
             self.excluded += excluded(x, settings, token)
@@ -72,6 +74,10 @@ class Decision:
     def __init__(self, launches: Launches, shape: Shape, index: int, sampling: SamplingState):
         self._launches, self._shape, self._index, self._sampling = launches, shape, index, sampling
 
+    def _target_logits(self, rows: int) -> Floats:
+        """Return the target's logits [rows, V]."""
+        return self._launches.device.read(self._launches.target_rows(self._shape, self._index, rows))
+
     def drawn_so(self, drafted: list[int], row: int, settings: dict[str, float]) -> bool:
         """Return whether the reference would draw the token of this row from the same q."""
         launches, shape, sampling = self._launches, self._shape, self._sampling
@@ -88,7 +94,7 @@ class Decision:
         """Return the tokens that the reference emits."""
         count, sampling = len(drafted), self._sampling
         return verify(
-            self._launches.target_logits(self._shape, self._index)[: count + 1].astype(np.float64),
+            self._target_logits(count + 1).astype(np.float64),
             drafted,
             self._launches.q(count, self._shape, self._index).astype(np.float64),
             settings,
@@ -99,7 +105,7 @@ class Decision:
 
     def wrong(self, logprobs: list[Logprobs], tokens: list[int]) -> bool:
         """Return whether a logprob differs from the one computed in float64."""
-        x = self._launches.target_logits(self._shape, self._index)[: len(tokens)].astype(np.float64)
+        x = self._target_logits(len(tokens)).astype(np.float64)
         normal = x - x.max(axis=1, keepdims=True)
         normal -= np.log(np.exp(normal).sum(axis=1, keepdims=True))
         claimed = [(row, *pair) for row, each in enumerate(logprobs) for pair in ((tokens[row], each.logprob), *each.top)]

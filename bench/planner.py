@@ -11,8 +11,8 @@ from typing import NamedTuple
 from outrider.bench.simulator import Trace, replay
 from outrider.errors import UsageError
 from outrider.runtime import drafters
+from outrider.runtime.choice import NONE
 from outrider.runtime.costs import expected_tokens
-from outrider.runtime.drafters.base import NONE
 from outrider.runtime.policy import FixedPolicy
 from outrider.runtime.round_costs import RoundCosts
 

@@ -11,8 +11,7 @@ import msgspec
 from outrider.bench.simulator import Trace
 from outrider.errors import UsageError
 from outrider.runtime import drafters
-from outrider.runtime.choice import AUTO
-from outrider.runtime.drafters.base import NONE
+from outrider.runtime.choice import AUTO, NONE
 
 SCHEMA = 5
 MIN_ROUNDS = 5  # that each of two compared reports needs

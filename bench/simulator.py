@@ -18,9 +18,9 @@ from outrider.errors import EngineError
 from outrider.runtime import drafters
 from outrider.runtime.adaptive import AdaptivePolicy
 from outrider.runtime.buffers import Lane
-from outrider.runtime.choice import EarlyStop
+from outrider.runtime.choice import NONE, EarlyStop
 from outrider.runtime.decoder import Decoder
-from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter, Resources
+from outrider.runtime.drafters.base import DeviceDrafter, Drafter, Resources
 from outrider.runtime.matching import matching
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Policy

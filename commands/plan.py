@@ -235,7 +235,7 @@ def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: 
     from outrider.bench.results import read
     from outrider.bench.simulator import compare
     from outrider.runtime import drafters
-    from outrider.runtime.drafters.base import NONE
+    from outrider.runtime.choice import NONE
     from outrider.runtime.round_costs import RoundCosts
 
     results = read(bench)

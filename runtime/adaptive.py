@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from outrider.runtime import drafters
 from outrider.runtime.acceptance import Acceptance, Confidence
-from outrider.runtime.choice import PLAIN, Choice, EarlyStop
+from outrider.runtime.choice import NONE, PLAIN, Choice, EarlyStop
 from outrider.runtime.costs import expected_tokens
-from outrider.runtime.drafters.base import NONE
 from outrider.runtime.matching import matching
 from outrider.runtime.pace import Pace
 from outrider.runtime.policy import Policy, SequenceView

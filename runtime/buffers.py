@@ -11,9 +11,11 @@ import numpy.typing as npt
 from cachetools import LRUCache
 
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import EDITS, SETTINGS
+from outrider.engines.contract import DECIDED, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, Layout, host_buffer
 from outrider.engines.session import Session
+from outrider.errors import EngineError
+from outrider.runtime.choice import EarlyStop
 from outrider.runtime.sampling import SamplingState
 
 VERIFIER = -1
@@ -30,6 +32,7 @@ class Lane(NamedTuple):
     k: int  # tokens to draft
     proposed: list[int]  # these, where a drafter proposed them on the host
     position: int  # the cache entry that the target's first row writes
+    missing: int = 0  # how many of the last tokens the drafter on the device has not processed
 
 
 class Shape(NamedTuple):
@@ -55,6 +58,31 @@ class Step:
     launch: Launch
     status: Array | None = None  # int64 [B], on the host
     row: int = VERIFIER  # of the drafted token
+
+
+class Progress:
+    """A round under way."""
+
+    def __init__(self, lanes: Sequence[Lane], shape: Shape, stop: EarlyStop | None):
+        self.lanes = lanes
+        self.shape = shape
+        self.stop = stop
+        self.active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]  # lanes that have not failed
+        self.failed: dict[int, EngineError] = {}
+        # How many rows count of each lane with a grammar.
+        self.rows = {at: 1 for at in self.active if (state := lanes[at].sampling) is not None and state.grammar is not None}
+        self.confidences: list[float] = []
+        self.stops_with: int | None = None  # rows of the target's pass, where drafting is to stop at the last step that ran
+
+    def fail(self, index: int, error: EngineError) -> None:
+        """Leave a lane out of the rest of the round; the others go on."""
+        self.active.remove(index)
+        self.failed[index] = error
+
+    def decided(self, step: Step) -> bool:
+        """Return whether a step's sampler has decided for all lanes."""
+        status = step.status
+        return status is None or all(status[index] == DECIDED for index in self.active)
 
 
 class RoundBuffers:
@@ -86,7 +114,7 @@ class RoundBuffers:
         self.inputs = Arena(device, layout)
         statuses = {f"status {row}": one for row in range(max_k)}
         self.outputs = Arena(device, {"accepted": one, "tokens": many, "drafted": many, "status": one, **statuses})
-        self._target_logits = device.zeros((batch * rows, self.vocab_rows), "float32", "the logits of a round")
+        self.target_logits = device.zeros((batch * rows, self.vocab_rows), "float32", "the logits of a round")
         self._q = device.zeros((rows * batch, self.vocab_rows), "float32", "the draft's probabilities")
         self._columns: dict[tuple[str, int, int], tuple[Buffer, list[Launch]]] = {}
         self.samplers = samplers
@@ -167,8 +195,4 @@ class RoundBuffers:
 
     def target_rows(self, shape: Shape, lane: int, count: int) -> Buffer:
         """Return where the target's logits [count, V] of a lane's first rows lie."""
-        return self._target_logits.part(lane * shape.rows * self.vocab_rows, count, self.vocab_rows)
-
-    def target_logits(self, shape: Shape, lane: int) -> Floats:
-        """Return the target's logits [S, V] of a lane."""
-        return self.device.read(self.target_rows(shape, lane, shape.rows))
+        return self.target_logits.part(lane * shape.rows * self.vocab_rows, count, self.vocab_rows)

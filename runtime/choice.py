@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.runtime.drafters.base import NONE
-
+NONE = "none"  # stands for a drafter where a round drafts nothing
 AUTO = "auto"  # stands for a k or a drafter that is chosen for every round
 
 

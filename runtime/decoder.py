@@ -15,8 +15,8 @@ from typing import Protocol
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.buffers import Lane
-from outrider.runtime.choice import PLAIN, Choice, EarlyStop
-from outrider.runtime.drafters.base import NONE, DeviceDrafter, Drafter
+from outrider.runtime.choice import NONE, PLAIN, Choice, EarlyStop
+from outrider.runtime.drafters.base import DeviceDrafter, Drafter
 from outrider.runtime.grammar import GrammarError
 from outrider.runtime.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
@@ -53,7 +53,7 @@ class Decoder:
         self.rounds = rounds
         self.drafters = drafters
         self.slots = Slots(target, drafters, max_prompt_chunk)
-        self._on_device = {name for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
+        self._on_device = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
         self._k = sorted({0, *k})
         self.clock = clock
         self._engine_seconds = engine_seconds
@@ -187,7 +187,9 @@ class Decoder:
             proposal = view.offers[drafter].proposal if count else None
             proposed = [] if proposal is None else proposal.tokens[:count]
             position = len(request.tokens) - 1
-            lanes[slot.index - first] = Lane(request.tokens, request.sampling, drafter, count, proposed, position)
+            on_device = self._on_device.get(drafter)
+            missing = 0 if on_device is None else on_device.missing(slot.index, request.tokens)
+            lanes[slot.index - first] = Lane(request.tokens, request.sampling, drafter, count, proposed, position, missing)
         return lanes, first
 
     def _commit(self, choice: Choice, request: Request, slot: Slot, result: RoundResult) -> None:

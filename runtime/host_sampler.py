@@ -5,11 +5,47 @@ from __future__ import annotations
 import numpy as np
 
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import DECIDED
+from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
+from outrider.errors import EngineError
 from outrider.runtime import reference
-from outrider.runtime.buffers import VERIFIER, Lane, Shape
+from outrider.runtime.buffers import VERIFIER, Lane, Progress, Shape
 from outrider.runtime.launches import Launches
 from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING
+
+
+def not_finite() -> EngineError:
+    """Return the error for logits that contain NaN or infinity."""
+    return EngineError(
+        "the model's logits contain NaN or infinity",
+        "check the checkpoint; an fp16 export may overflow where fp32 or bf16 does not",
+    )
+
+
+def resolve(launches: Launches, progress: Progress, at: int) -> int:
+    """Decide what the sampler of the step `at` did not. Where top_k or top_p reach beyond the candidates, the round goes on
+    from there with more of them; lanes whose logits are not finite fail.
+
+    Returns:
+        the index of the step that the round goes on with.
+    """
+    shape, steps, synchronous = progress.shape, launches.steps(progress.shape), launches.device.synchronous
+    row, status, drafter = steps[at].row, steps[at].status, launches.on_device(shape)
+    assert status is not None
+    if drafter is not None and drafter.overwritten and row != VERIFIER and not synchronous:
+        for step in [step for step in steps[1:at] if step.status is None]:
+            step.launch()
+    for index in [index for index in progress.active if status[index] not in (DECIDED, MORE_CANDIDATES)]:
+        progress.fail(index, not_finite())
+        if row != VERIFIER:
+            put_drafted(launches, row, shape, index, 0)  # any token will do for the passes that follow
+    undecided = [index for index in progress.active if status[index] == MORE_CANDIDATES]
+    if undecided and shape.candidates < launches.max_candidates:
+        larger = (size for size in CANDIDATES if shape.candidates < size)
+        progress.shape = shape._replace(candidates=min(next(larger, launches.vocab_rows), launches.max_candidates))
+        return at
+    for index in undecided:
+        decide_on_host(launches, row, shape, index, progress.lanes[index])
+    return at + 1
 
 
 def decide_on_host(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> None:
@@ -19,13 +55,13 @@ def decide_on_host(launches: Launches, row: int, shape: Shape, index: int, lane:
     assert sampling is not None
     settings = reference.named_settings(sampling.settings[0])
     edits = reference.edits_of(*sampling.table())
-    drafted = launches.drafted(shape, index)
+    drafted = drafted_tokens(launches, shape, index)
     if drafter is None and shape.drafted:
         settings |= {"exact_match": 1.0}
     if row == VERIFIER:
         count = min(lane.k, shape.drafted)
         uniforms = sampling.uniforms(sampling.emitted, count + 1)[:, ACCEPTING.start : DRAWING.stop]
-        logits = launches.target_logits(shape, index).astype(np.float64)
+        logits = launches.device.read(launches.target_rows(shape, index, shape.rows)).astype(np.float64)
         q = launches.q(count, shape, index).astype(np.float64)
         tokens = reference.verify(logits, drafted[:count], q, settings, uniforms, edits)
         put_verdict(launches, shape, index, tokens)
@@ -34,6 +70,14 @@ def decide_on_host(launches: Launches, row: int, shape: Shape, index: int, lane:
         p = reference.draft(drafter.logits(row, shape, index), launches.vocab_rows, settings, edits, drafted[:row])
         uniforms = sampling.uniforms(sampling.emitted + row, 1)[0, DRAWING if sampling.exact else DRAFTING]
         put_drafted(launches, row, shape, index, reference.draw(p, uniforms), p.astype(np.float32))
+
+
+def drafted_tokens(launches: Launches, shape: Shape, lane: int) -> list[int]:
+    """Return the drafted tokens of a lane, and whatever lies behind them."""
+    proposed = launches.inputs.device["proposed"].part(0, shape.batch, shape.rows)
+    matrix = proposed if launches.on_device(shape) is None else launches.drafted_matrix(shape)
+    tokens: list[int] = launches.device.read(matrix)[lane].tolist()
+    return tokens
 
 
 def put_drafted(launches: Launches, row: int, shape: Shape, lane: int, token: int, q: Floats | None = None) -> None:

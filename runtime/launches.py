@@ -9,11 +9,13 @@ import numpy as np
 from cachetools import LRUCache
 
 from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
-from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, host_buffer, in_sequence
+from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, in_sequence
 from outrider.engines.session import Pass, Session
 from outrider.runtime.buffers import MAX_CACHED, Lane, RoundBuffers, Shape, Step
-from outrider.runtime.drafters.base import NONE, DeviceDrafter
-from outrider.runtime.sampling import ACCEPTING, DRAWING, Logprobs, SamplingState
+from outrider.runtime.choice import NONE
+from outrider.runtime.drafters.base import DeviceDrafter
+from outrider.runtime.logprobs import LogprobsRuns
+from outrider.runtime.sampling import ACCEPTING, DRAWING, SamplingState
 
 # For a slot that takes no part in a round: greedy, and one edit that changes nothing.
 NO_EDITS = np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1, len(EDITS)), dtype=np.float32)
@@ -31,7 +33,7 @@ class Launches(RoundBuffers):
         super().__init__(device, target, samplers, layouts, max_k)
         self._drafters = {drafter.name: drafter for drafter in drafters}
         self._sent: list[tuple[object, bool]] = []  # the tables that the device has, and by which rule they accept
-        self._logprobs: dict[int, Arena] = {}
+        self.logprobs = LogprobsRuns(self)
         self._steps: LRUCache[Shape, list[Step]] = LRUCache(MAX_CACHED)
         for drafter in drafters:
             drafter.attach(self)
@@ -54,7 +56,7 @@ class Launches(RoundBuffers):
             first,
             len(lanes),
             drafter if drafted else NONE,
-            device_drafter.context_rows(lanes, first) if device_drafter is not None and drafted else 0,
+            device_drafter.context_rows(lanes) if device_drafter is not None and drafted else 0,
             drafted,
             rows,
             self.target.window(rows, min(positions), max(positions)),
@@ -88,7 +90,7 @@ class Launches(RoundBuffers):
         ids = host["input_ids"][: batch * rows].reshape(batch, rows)
         positions, counts = host["positions"], host["drafted_count"]
         drafter = self._drafters.get(shape.drafter)
-        for index, (tokens, sampling, _, k, proposed, position) in enumerate(lanes):
+        for index, (tokens, sampling, _, k, proposed, position, _) in enumerate(lanes):
             positions[index], counts[index] = position, k
             if sampling is None:
                 ids[index] = 0
@@ -152,7 +154,7 @@ class Launches(RoundBuffers):
             steps.append(Step(self._target_pass(shape)))
             steps.append(Step(self._verifier(shape), self.outputs.host["status"]))
             if shape.top is not None:
-                steps.append(Step(self._logprobs_run(shape, shape.top)))
+                steps.append(Step(self.logprobs.run(shape)))
             self._steps[shape] = steps
         return steps
 
@@ -162,7 +164,7 @@ class Launches(RoundBuffers):
         def make() -> Launch:
             ids = self.inputs.device["input_ids"].part(0, shape.batch, shape.rows)
             positions = self.inputs.device["positions"].part(0, shape.batch)
-            logits = self._target_logits.part(0, shape.batch, shape.rows, self.vocab_rows)
+            logits = self.target_logits.part(0, shape.batch, shape.rows, self.vocab_rows)
             buffers = Pass(ids, positions, logits, shape.window, shape.first)
             if self.target.recurrence is not None:
                 pending, committed = (self.inputs.device[name].part(0, shape.batch) for name in ("pending", "committed"))
@@ -182,7 +184,7 @@ class Launches(RoundBuffers):
         def make() -> Launch:
             drafted, before = self._drafted_rows(shape, on_device)
             tensors = {
-                "logits": self._target_logits.part(0, batch, rows, self.vocab_rows),
+                "logits": self.target_logits.part(0, batch, rows, self.vocab_rows),
                 "drafted": drafted,
                 "drafted_count": self.inputs.device["drafted_count"].part(0, batch),
                 "accepted": self.outputs.device["accepted"].part(0, batch),
@@ -211,50 +213,6 @@ class Launches(RoundBuffers):
             return drafted, []
         narrow = self.device.zeros((batch, rows), "int64", "the buffers of a round")
         return narrow, [self.device.copy_columns(narrow, 0, drafted, 0, rows)]
-
-    def _logprobs_run(self, shape: Shape, top: int) -> Launch:
-        batch, rows, most = shape.batch, shape.rows, self.batch * (self.max_k + 1)
-
-        def make() -> Launch:
-            if top not in self._logprobs:
-                layout = {
-                    "logprobs": ((most,), "float32"),
-                    "top_ids": ((most * top,), "int64"),
-                    "top_logprobs": ((most * top,), "float32"),
-                }
-                self._logprobs[top] = Arena(self.device, layout)
-            arena = self._logprobs[top]
-            tensors = {
-                "logits": self._target_logits.part(0, batch, rows, self.vocab_rows),
-                "tokens": self.outputs.device["tokens"].part(0, batch, rows),
-                "candidates": host_buffer(np.array([top], dtype=np.int64)),
-                "logprobs": arena.device["logprobs"].part(0, batch, rows),
-                "top_ids": arena.device["top_ids"].part(0, batch, rows, top),
-                "top_logprobs": arena.device["top_logprobs"].part(0, batch, rows, top),
-            }
-            return in_sequence([self.samplers["logprobs"].bind(tensors), arena.download])
-
-        return self.cached(("logprobs", batch, rows, top), make)
-
-    # What the last round computed
-
-    def logprobs(self, shape: Shape, lane: int, count: int, top: int) -> list[Logprobs]:
-        """Return the logprobs of a lane's first `count` tokens, with those of the `top` most likely ones."""
-        assert shape.top is not None
-        host, logprobs = self._logprobs[shape.top].host, []
-        for row in range(lane * shape.rows, lane * shape.rows + count):
-            best = slice(row * shape.top, row * shape.top + top)
-            pairs = zip(host["top_ids"][best].tolist(), host["top_logprobs"][best].tolist(), strict=True)
-            allowed = tuple(pair for pair in pairs if pair[1] > -np.inf)  # a grammar may leave fewer tokens
-            logprobs.append(Logprobs(float(host["logprobs"][row]), allowed))
-        return logprobs
-
-    def drafted(self, shape: Shape, lane: int) -> list[int]:
-        """Return the drafted tokens of a lane, and whatever lies behind them."""
-        on_device = shape.drafter in self._drafters
-        proposed = self.inputs.device["proposed"].part(0, shape.batch, shape.rows)
-        tokens: list[int] = self.device.read(self.drafted_matrix(shape) if on_device else proposed)[lane].tolist()
-        return tokens
 
     def shorten(self, shape: Shape, drafted: int, rows: int) -> Shape:
         """Return the round of one sequence under way with fewer drafted tokens, where the device's memory is the host's."""

@@ -19,9 +19,9 @@ from outrider.errors import UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
 from outrider.runtime.adaptive import AdaptivePolicy
-from outrider.runtime.choice import AUTO
+from outrider.runtime.choice import AUTO, NONE
 from outrider.runtime.decoder import Decoder
-from outrider.runtime.drafters.base import NONE, DeviceDrafter, Resources
+from outrider.runtime.drafters.base import DeviceDrafter, Resources
 from outrider.runtime.grammar import Grammars, LocalGrammars
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.runtime.buffers import VERIFIER, Lane, Shape
+from outrider.runtime.buffers import VERIFIER, Lane, Progress, Shape
+from outrider.runtime.grammar import GrammarError
+from outrider.runtime.host_sampler import drafted_tokens
 from outrider.runtime.launches import Launches
 
 
-def mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> int:
+def mask_row(launches: Launches, progress: Progress, row: int) -> None:
+    """Write the masks of all lanes with a grammar over the logits that the sampler of a row reads, and note how many rows of
+    the round count. A lane whose masks cannot be had fails."""
+    for index in [index for index in progress.rows if index in progress.active]:
+        try:
+            progress.rows[index] = _mask(launches, row, progress.shape, index, progress.lanes[index])
+        except GrammarError as error:
+            progress.fail(index, error)
+
+
+def _mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> int:
     """Set to minus infinity what may not follow a lane's drafted tokens: the logits of the drafted token in that row, or all
     rows of the target's pass. A row that follows a token outside the grammar cannot matter, and stays as it is.
 
@@ -21,7 +33,7 @@ def mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> 
     assert lane.sampling is not None
     grammar, device = lane.sampling.grammar, launches.device
     assert grammar is not None
-    drafted = launches.drafted(shape, index)
+    drafted = drafted_tokens(launches, shape, index)
     drafted = drafted[: min(lane.k, shape.drafted) if row == VERIFIER else row]
     masks, rows = grammar.masks(drafted)
     masks = masks[0 if row == VERIFIER else row :]

@@ -12,6 +12,7 @@ from outrider.errors import UsageError
 from outrider.runtime.structured import StructuredOutputs
 
 RULES = ("rejection", "exact-match")
+NO_TRUNCATION = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}
 MAX_STOP = 1000  # characters of a stop string: each new token is searched for all of them, while other requests wait
 
 # For each number: its type, a check, and the check in words. The command line takes type and words from here.
@@ -92,6 +93,17 @@ class SamplingParams:
     def exact(self) -> bool:
         """Whether the rule is exact-match."""
         return self.rule == "exact-match" or (self.rule is None and self.seed is not None)
+
+    def setting(self, name: str, vocab_rows: int) -> float:
+        """Return one of `contract.SETTINGS`, for logits [vocab_rows]."""
+        if self.temperature == 0 and name in NO_TRUNCATION:
+            return NO_TRUNCATION[name]  # truncation never removes the most likely token
+        if name == "exact_match":
+            return self.exact
+        if name == "top_k":
+            return min(max(self.top_k, 0), vocab_rows)
+        value: float = getattr(self, name)
+        return value
 
     def check_tokens(self, vocab_rows: int) -> None:
         """Raise `UsageError` if a token id is not below `vocab_rows`, the number of rows of the target's logits."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from outrider.errors import OutriderError
 from outrider.runtime.acceptance import Acceptance
+from outrider.runtime.logprobs import Logprobs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import Logprobs, SamplingState
+from outrider.runtime.sampling import SamplingState
 from outrider.runtime.slot import Slot
 from outrider.runtime.stats import Stats
 from outrider.runtime.text import Piece, TextStream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,15 +15,6 @@ DRAWS = 64  # positions whose random numbers are drawn at once
 DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # the uses of a position's five numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural logarithms of the target's probabilities in one position, before bias, penalties and truncation; with a grammar,
-    among the tokens that it allows."""
-
-    logprob: float  # of the token itself
-    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
-
-
 class SamplingState:
     """The samplers' view of one request, from its prompt to its last token."""
 
@@ -35,7 +25,7 @@ class SamplingState:
         self.params = params
         self.grammar = grammar
         self.end_ids = frozenset(end_ids)
-        self.settings = np.array([[_setting(params, name, vocab_rows) for name in SETTINGS]], dtype=np.float32)
+        self.settings = np.array([[params.setting(name, vocab_rows) for name in SETTINGS]], dtype=np.float32)
         self.exact = params.exact
         self.candidates = 1
         if self.setting("top_k") > 0:
@@ -107,15 +97,7 @@ class SamplingState:
         self._table = None
 
 
-NO_TRUNCATION = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}
-
-
-def _setting(params: SamplingParams, name: str, vocab_rows: int) -> float:
-    if params.temperature == 0 and name in NO_TRUNCATION:
-        return NO_TRUNCATION[name]  # truncation never removes the most likely token
-    if name == "exact_match":
-        return params.exact
-    if name == "top_k":
-        return min(max(params.top_k, 0), vocab_rows)
-    value: float = getattr(params, name)
-    return value
+def top_probability(logits: Floats, scratch: Floats) -> float:
+    """Return softmax's probability of the likeliest token, 1 / sum(exp(x - max x)); both arrays are float32 [V]."""
+    np.subtract(logits, logits.max(), out=scratch)
+    return float(1 / np.exp(scratch, out=scratch).sum())

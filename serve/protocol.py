@@ -21,9 +21,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from outrider.errors import UsageError
+from outrider.runtime.logprobs import Logprobs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.sampling import Logprobs
 from outrider.runtime.stats import Stats
 from outrider.runtime.structured import StructuredOutputs
 from outrider.runtime.text import Text, TextStream

@@ -195,8 +195,8 @@ def test_serve_asks_for_keys_where_strangers_can_reach_it(tmp_path: Path, monkey
 
 
 def test_generated_json_has_every_field_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.runtime.logprobs import Logprobs
     from outrider.runtime.request import Event
-    from outrider.runtime.sampling import Logprobs
     from outrider.runtime.stats import Stats
 
     stats = Stats(prompt_tokens=2)

@@ -20,7 +20,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.rounds import RECORD_AT
+from outrider.runtime.recording import RECORD_AT
 from outrider.runtime.scheduler import Scheduler
 from outrider.scripts.gpu_check.stages.exports import EXPORTS
 from outrider.tests.support import BROKEN, build, reseal
@@ -88,17 +88,17 @@ def test_engines_compute_what_onnx_runtime_does(bundles: dict[str, Path], export
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings: dict[str, Any]) -> None:
     rounds = loaded.rounds
-    if not rounds.record:
+    if not rounds.recorder.enabled:
         pytest.skip("runs of ONNX Runtime are not recorded")
-    rounds.record = False
+    rounds.recorder.enabled = False
     plain = {k: tokens(loaded, k, **settings) for k in (0, *K)}
-    rounds.record = True
+    rounds.recorder.enabled = True
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a round that cannot be recorded
         for _ in range(RECORD_AT + 2):  # the last two times all is replayed, after every other shape was recorded
             assert {k: tokens(loaded, k, **settings) for k in (0, *K)} == plain
-            recorded = dict(rounds.recorded)
-    assert recorded == rounds.recorded
+            recorded = dict(rounds.recorder.recorded)
+    assert recorded == rounds.recorder.recorded
     assert {segment.shape.rows for segment in recorded} == {k + 1 for k in (0, *K)}
 
 

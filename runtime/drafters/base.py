@@ -25,8 +25,6 @@ from outrider.runtime.grammar import Matcher
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
 
-NONE = "none"  # stands for a drafter where a round drafts nothing
-
 
 class Proposal(NamedTuple):
     """Tokens that a drafter has ready before the round."""
@@ -127,9 +125,12 @@ class DeviceDrafter(Drafter):
 
     overwritten: ClassVar[bool] = False  # whether the target's pass writes over what draft steps read of one another
 
-    def context_rows(self, lanes: Sequence[Lane], first: int) -> int:
-        """Return how many confirmed tokens the first draft step reads in a round of the slots from `first` on; part of the
-        round's shape."""
+    def missing(self, slot: int, tokens: list[int]) -> int:
+        """Return how many of the last confirmed tokens the drafter has not processed."""
+        return 0
+
+    def context_rows(self, lanes: Sequence[Lane]) -> int:
+        """Return how many confirmed tokens the first draft step of a round reads; part of the round's shape."""
         return 0
 
     @abstractmethod

@@ -32,7 +32,7 @@ class ModelDrafter(StepDrafter):
     def contexts(cls, k: Sequence[int]) -> list[int]:
         return [1, CONTEXT]
 
-    def context_rows(self, lanes: Sequence[Lane], first: int) -> int:
+    def context_rows(self, lanes: Sequence[Lane]) -> int:
         return min(CONTEXT, len(lanes[0].tokens)) if len(lanes) == 1 else CONTEXT
 
     def _kept(self, drafted: list[int]) -> list[int]:

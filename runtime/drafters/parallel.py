@@ -13,7 +13,8 @@ from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
 from outrider.engines.device import Buffer, Layout
 from outrider.runtime.buffers import RoundBuffers, Shape
 from outrider.runtime.drafters.base import Resources
-from outrider.runtime.drafters.step import StepDrafter, top_probability
+from outrider.runtime.drafters.step import StepDrafter
+from outrider.runtime.sampling import top_probability
 
 if TYPE_CHECKING:
     from outrider.runtime.costs import Costs

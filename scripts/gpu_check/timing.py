@@ -50,12 +50,12 @@ def time_bundle(report: Report, name: str, loaded: Outrider, prompt: str, rate: 
 
     A backend that records rounds is timed both recorded and as plain launches. `rate` is the GPU's copy bandwidth in GB/s.
     """
-    recordings = (True, False) if loaded.rounds.record else (False,)
+    recordings = (True, False) if loaded.rounds.recorder.enabled else (False,)
     variants = [(k, record) for k in (0, *loaded.build.k) for record in recordings]
     results: dict[tuple[int, bool], list[Figures]] = {variant: [] for variant in variants}
     for _ in range(REPEATS + 1):  # the first is a warm-up
         for k, record in variants:
-            loaded.rounds.record = record
+            loaded.rounds.recorder.enabled = record
             results[k, record].append(time_text(loaded, prompt, k))
     plain = statistics.median(speed for _, speed, _ in results[variants[0]][1:])
     for (k, record), runs in results.items():

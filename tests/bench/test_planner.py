@@ -15,8 +15,8 @@ from outrider.bench.simulator import Trace, compare, oracle, replay
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import MANIFEST
 from outrider.errors import UsageError
+from outrider.runtime.choice import NONE
 from outrider.runtime.costs import expected_tokens
-from outrider.runtime.drafters.base import NONE
 from outrider.runtime.policy import FixedPolicy
 from outrider.runtime.round_costs import RoundCosts
 from outrider.tests.runtime.test_policy import K, costs, flips, text

@@ -11,7 +11,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Generation
 from outrider.errors import EngineError, UsageError
 from outrider.export.pair import export_pair
-from outrider.runtime.drafters.base import NONE
+from outrider.runtime.choice import NONE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Scheduler

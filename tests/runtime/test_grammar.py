@@ -28,7 +28,7 @@ from outrider.errors import OutriderError, UsageError
 from outrider.runtime.buffers import VERIFIER
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.grammar import GrammarError, LocalGrammars, LocalMatcher, rehearse
-from outrider.runtime.masks import mask
+from outrider.runtime.masks import mask_row
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.reference import named_settings, warp
 from outrider.runtime.request import Request
@@ -211,7 +211,7 @@ def test_drafts_are_masked_as_the_target_is(bundles: dict[str, Outrider], monkey
         for name in GRAMMARS:
             stats = run(bundles["self"], name, k)[-1].stats
             assert stats.rejected == 0, (name, k)
-    monkeypatch.setattr("outrider.runtime.rounds.mask", lambda _, row, *rest: mask(_, row, *rest) if row == VERIFIER else None)
+    monkeypatch.setattr("outrider.runtime.rounds.mask_row", lambda *rest: mask_row(*rest) if rest[-1] == VERIFIER else None)
     assert run(bundles["self"], "forbids", 4)[-1].stats.rejected > 0
 
 
@@ -288,7 +288,7 @@ def test_a_device_that_runs_ahead_waits_once_for_a_mask(
         for k in (0, 4, "ngram"):
             assert tokens(run(queued, name, k, **sampling)) == want[name]
         assert tokens(list(queued.generate(PROMPT, free, k=4))) == want_free
-    segments = set(queued.rounds.recorded)
+    segments = set(queued.rounds.recorder.recorded)
     whole = {
         segment
         for segment in segments

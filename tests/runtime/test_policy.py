@@ -17,9 +17,9 @@ from outrider.bench.simulator import Trace, oracle, replay
 from outrider.bundle.manifest import Cost
 from outrider.runtime.acceptance import Acceptance
 from outrider.runtime.adaptive import AdaptivePolicy
-from outrider.runtime.choice import PLAIN, Choice, EarlyStop
+from outrider.runtime.choice import NONE, PLAIN, Choice, EarlyStop
 from outrider.runtime.costs import expected_tokens
-from outrider.runtime.drafters.base import NONE, Proposal
+from outrider.runtime.drafters.base import Proposal
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import FixedPolicy, Offer, Policy, SequenceView

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,10 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.host_sampler import decide_on_host
 from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.rounds import RECORD_AT
+from outrider.runtime.recording import RECORD_AT
+from outrider.runtime.rounds import Rounds
 from outrider.tests.deferred import Deferred, DeferredEngine, deferred
-from outrider.tests.support import BROKEN, build, llama, reseal, write_checkpoint
+from outrider.tests.support import BROKEN, ROOT, build, llama, reseal, write_checkpoint
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -87,7 +90,7 @@ def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monke
         decided.append(row)
         decide_on_host(launches, row, shape, index, lane)
 
-    monkeypatch.setattr("outrider.runtime.rounds.decide_on_host", noted)
+    monkeypatch.setattr("outrider.runtime.host_sampler.decide_on_host", noted)
     for prompt in ("the quick", [5]):
         answer(queued, prompt, 4, **SETTINGS["flat"])
     assert watch.checked > 100
@@ -119,7 +122,7 @@ def test_each_k_and_window_is_recorded_once(bundle: Path) -> None:
     device = device_of(queued)
     for k in (1, 4) * 2:
         answer(queued, "the quick", k, tokens=100)
-    shapes = {segment.shape for segment in queued.rounds.recorded}
+    shapes = {segment.shape for segment in queued.rounds.recorder.recorded}
     assert device.recorded == len(shapes)
     assert {shape.drafted for shape in shapes if shape.rows == 5} >= {4}
     assert {shape.window for shape in shapes} == {64, 128}
@@ -133,7 +136,7 @@ def test_rounds_that_cannot_be_recorded_run_as_launches_with_one_warning_each(bu
         assert answer(queued, "the quick", 4, tokens=30) == answer(synchronous, "the quick", 4, tokens=30)
     messages = [str(each.message) for each in caught if issubclass(each.category, OutriderWarning)]
     assert messages
-    assert len(messages) == len(queued.rounds.recorded)
+    assert len(messages) == len(queued.rounds.recorder.recorded)
     assert "runs as plain launches: operation not permitted when stream is capturing" in messages[0]
 
 
@@ -168,7 +171,7 @@ def test_a_round_is_recorded_when_its_shape_comes_for_the_third_time(bundle: Pat
 
 
 def test_the_rounds_used_least_recently_make_room(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.runtime.rounds.MAX_RECORDED", 2)
+    monkeypatch.setattr("outrider.runtime.recording.MAX_RECORDED", 2)
     queued = deferred(bundle)
     device = device_of(queued)
 
@@ -198,3 +201,30 @@ def test_rounds_up_to_the_last_cache_position(bundle: Path, synchronous: Outride
         full = answer(queued, "the quick", k, tokens=500)
         assert full == answer(synchronous, "the quick", k, tokens=500)
         assert len(full) == queued.build.capacity + 1 - len(queued.text.encode("the quick", chat=False))
+
+
+@pytest.mark.parametrize("drafter", ["model", "head"])
+def test_a_round_is_read_in_six_files_of_900_lines(
+    drafter_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """Buffers and drafter included. What engines do is behind a `Launch`, in folders of its own."""
+    outrider, run = Outrider.load(drafter_bundles("fp32", "random head")), Rounds.run
+    files: set[Path] = set()
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        files.add(Path(frame.f_code.co_filename).resolve())
+
+    def traced(*arguments: Any, **named: Any) -> Any:
+        sys.settrace(trace)
+        try:
+            return run(*arguments, **named)
+        finally:
+            sys.settrace(None)
+
+    monkeypatch.setattr(Rounds, "run", traced)
+    list(outrider.generate("the quick", SamplingParams(temperature=1.0, max_new_tokens=40), k=4, drafter=drafter))
+    of_runtime = [file for file in files if (ROOT / "runtime") in file.parents]
+    lines = {file.name: len(file.read_text().splitlines()) for file in of_runtime}
+    assert {"rounds.py", "launches.py", "buffers.py", "sampling.py", "step.py"} < set(lines)
+    assert len(lines) <= 6
+    assert sum(lines.values()) <= 900, lines

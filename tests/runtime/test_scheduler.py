@@ -18,8 +18,7 @@ from outrider.audit.controls import RandomPolicy, Watch
 from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError, UsageError
 from outrider.runtime.buffers import Lane
-from outrider.runtime.choice import PLAIN, Choice
-from outrider.runtime.drafters.base import NONE
+from outrider.runtime.choice import NONE, PLAIN, Choice
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy import Offer, SequenceView

@@ -17,10 +17,11 @@ import httpx
 import pytest
 
 from outrider.errors import EngineError, OutriderError, UsageError
+from outrider.runtime.logprobs import Logprobs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import Logprobs, SamplingState
+from outrider.runtime.sampling import SamplingState
 from outrider.runtime.scheduler import QueueFullError
 from outrider.runtime.stats import Stats
 from outrider.runtime.text import Text, TextStream

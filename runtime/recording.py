@@ -1,0 +1,116 @@
+"""Rounds on a device that runs behind the host: many launches with one wait, recorded where possible."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from outrider.engines.device import Launch
+from outrider.errors import EngineError, OutriderWarning
+from outrider.runtime.buffers import VERIFIER, Array, Progress, Shape, Step
+from outrider.runtime.launches import Launches
+from outrider.runtime.masks import mask_row
+
+MAX_RECORDED = 64  # parts kept recorded; each holds some memory of the device
+RECORD_AT = 3  # runs of a part after which it is recorded: that takes two more, and many shapes are never seen again
+
+
+class Segment(NamedTuple):
+    """Steps that run without the host: all of a round, or those before or after it writes masks."""
+
+    shape: Shape
+    begin: int
+    end: int
+
+
+class Recorder:
+    """Launches the steps of rounds, and records those that run often. `seconds` is the time that it took, waiting included."""
+
+    def __init__(self, launches: Launches, enabled: bool):
+        """Launch steps of these rounds; `enabled` says whether their engines may be recorded."""
+        self.enabled = enabled
+        self.seconds = 0.0
+        self._device, self._launches = launches.device, launches
+        self._recorded: dict[Segment, Launch] = {}  # in the order of their last use
+        self._seen: Counter[Segment] = Counter()  # how often those that are not recorded have run
+
+    @property
+    def recorded(self) -> Mapping[Segment, Launch]:
+        """Return what runs in place of the launches of each recorded segment, in the order of their last use."""
+        return MappingProxyType(self._recorded)
+
+    def advance(self, progress: Progress, begin: int) -> int | None:
+        """Launch the steps from `begin` on, and return the first whose sampler did not decide for an active lane; None once all
+        have run and decided."""
+        shape, steps, fresh = progress.shape, self._launches.steps(progress.shape), begin == 0
+        verifier = next(at for at, step in enumerate(steps) if step.status is not None and step.row == VERIFIER)
+        # The pass before it changes the states of recurrent layers, so it is never launched twice; masks come behind it.
+        waits = [verifier - 1] * (self._launches.target.recurrence is not None) + [verifier] * bool(progress.rows)
+        for end in [*(end for end in waits if end > begin), len(steps)]:
+            segment, started = Segment(shape, begin, end), time.perf_counter()
+            replayed = fresh and self._replay(segment)
+            if not replayed:
+                self._launch(steps[begin:end])
+            self.seconds += time.perf_counter() - started
+            if (undecided := next((at for at in range(begin, end) if not progress.decided(steps[at])), None)) is not None:
+                return undecided
+            if fresh and self.enabled and not replayed:
+                self._seen[segment] += 1
+                if self._seen[segment] == RECORD_AT:
+                    self._record(segment, steps[begin:end])
+            if end == verifier:
+                mask_row(self._launches, progress, VERIFIER)
+            begin = end
+        return None
+
+    def _launch(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            step.launch()
+        self._launches.outputs.download()
+        self._device.synchronize()
+
+    def _replay(self, segment: Segment) -> bool:
+        """Run what was recorded of a segment. Return whether anything was."""
+        replay = self._recorded.pop(segment, None) if self.enabled else None
+        if replay is None:
+            return False
+        self._recorded[segment] = replay
+        replay()
+        self._device.synchronize()
+        return True
+
+    def _record(self, segment: Segment, steps: Sequence[Step]) -> None:
+        """Record steps that have just run, to be replayed from now on if the replay decides as the launches did."""
+        while len(self._recorded) >= MAX_RECORDED:
+            least_recent = next(iter(self._recorded))
+            del self._recorded[least_recent], self._seen[least_recent]
+        decided = self._outcome(segment.shape)
+        try:
+            replay = self._device.capture([*(step.launch for step in steps), self._launches.outputs.download])
+            replay()
+            self._device.synchronize()
+            if any((now != before).any() for now, before in zip(self._outcome(segment.shape), decided, strict=True)):
+                raise EngineError("the recorded round gave a different result", "please report this as a bug")
+        except EngineError as error:
+            warnings.warn(
+                f"a round of k = {segment.shape.drafted} runs as plain launches: {error}", OutriderWarning, stacklevel=2
+            )
+
+            def replay() -> None:
+                self._launch(steps)
+
+            replay()
+        self._recorded[segment] = replay
+
+    def _outcome(self, shape: Shape) -> list[Array]:
+        """Return what a round has decided. What a lane is given beyond the tokens that it drafts is left out: it depends on
+        what earlier rounds have left in the caches."""
+        outcome = {name: values.copy() for name, values in self._launches.outputs.host.items()}
+        width, counts = self._launches.max_k + 1, self._launches.inputs.host["drafted_count"]
+        for lane, count in enumerate(counts[: shape.batch]):
+            outcome["drafted"][lane * width + count : (lane + 1) * width] = 0
+        return [*outcome.values()]
