@@ -72,7 +72,13 @@ ELSEWHERE = re.compile(
 )
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")  # in files that name no eot_token_id
+# Tokens that end an answer whatever the file says of them, as in llama.cpp. Those of code with a hole (FIM) are left out.
+ENDS = {
+    "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
+    "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|return|>", "<|call|>",
+    "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}  # fmt: skip
+HARMONY = {"<|return|>", "<|call|>"}  # with both, <|end|> is only the end of a message
 FREQUENCIES = "rope_freqs.weight"  # what each rotary frequency is divided by
 AGAIN = "export the Hugging Face checkpoint that the file was made of"
 
@@ -123,8 +129,10 @@ class GgufFile:
             largest = text.num_hidden_layers == LAYERS_OF_27B.get(self.architecture)
             text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads if largest else text.head_dim
         ids = [self.metadata.get(f"tokenizer.ggml.{name}") for name in END_IDS]
-        if ids[1] is None:
-            ids += [at for at, token in enumerate(self.metadata.get("tokenizer.ggml.tokens", ())) if token in TURN_ENDS]
+        known = {token: at for at, token in enumerate(self.metadata.get("tokenizer.ggml.tokens", ())) if token in ENDS}
+        ids += known.values()
+        if known.keys() >= HARMONY:
+            ids = [each for each in ids if each != known.get("<|end|>")]
         listed = text.eos_token_id if isinstance(text.eos_token_id, list) else []  # transformers knows Gemma-4's
         config.eos_token_id = text.eos_token_id = list(dict.fromkeys(int(each) for each in (*ids, *listed) if each is not None))
 
@@ -180,12 +188,14 @@ class GgufFile:
             raise self._unknown("rope.dimension_count", dimensions)
         factor = float(own.get("rope.scaling.factor", own.get("rope.scale_linear", 0.0)) or 1.0)
         kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own or factor != 1 else "none")
-        if kind == "none" or (kind == "linear" and factor == 1):
-            return
         odd = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
+        if kind != "yarn":  # then it scales no more than the frequencies
+            odd = {"rope.scaling.attn_factor": 1.0}
         for key, usual in odd.items():
             if not _same(own.get(key, usual), usual):
                 raise self._unknown(key, own[key])
+        if kind == "none" or (kind == "linear" and factor == 1):
+            return
         if entry is None or kind not in ("linear", "yarn") or self.frequencies is not None:
             raise self._unknown("rope.scaling.type", kind)
         scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
@@ -231,13 +241,14 @@ def _read(path: Path, *_: int) -> GgufFile:
         for key in ("block_count", "nextn_predict_layers"):
             if not 0 <= (count := index(metadata.get(f"{metadata['general.architecture']}.{key}", 0))) <= MOST:
                 raise ValueError(f"{key} is {count:,}")
+        parts = int(metadata.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 1))
         file = GgufFile(path.name, str(metadata["general.architecture"]), metadata, counts, found)
     except MemoryError:
         raise
     except Exception as error:  # a damaged file raises errors of any type
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SourceError(f"cannot read the metadata of {path.name}: {reason[:300]}", "download it again") from error
-    if (parts := int(metadata.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 1))) > 1:
+    if parts > 1:
         raise UnsupportedModelError(
             f"{path.name} is one of {parts} files of a model", "merge them with llama.cpp's llama-gguf-split --merge"
         )

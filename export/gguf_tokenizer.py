@@ -34,7 +34,7 @@ AS_GPT2 = {
 }
 DIGITS_FIRST = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"}
 # Those that begin with the first token where the file does not say it, and whose tokens need no merges.
-AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
+AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 
 
 def amend_tokenizer(file: GgufFile, tokenizer: Any) -> None:
@@ -49,7 +49,7 @@ def amend_tokenizer(file: GgufFile, tokenizer: Any) -> None:
             raise _unknown(file, name, value)
     backend = tokenizer.backend_tokenizer
     if said.get("model") == BYTE_PAIRS:
-        pre = said.get("pre")
+        pre = str(said.get("pre"))
         if pre in AS_LLAMA3:
             backend.model.ignore_merges = True
             if "add_bos_token" not in said and tokenizer.bos_token is not None:

@@ -73,11 +73,11 @@ class ChatTemplate:
             UsageError: the template rejects the messages or does not show what users say, or a variable has another meaning
                 in every template.
         """
-        self.check()
-        return self._render([*map(self._formed, messages)], tools, add_generation_prompt, further)
+        self.check(bool(tools))
+        return self._render([self._formed(each, bool(tools)) for each in messages], tools, add_generation_prompt, further)
 
-    def check(self) -> None:
-        """Check that the template is one, and shows what users say.
+    def check(self, tools: bool = False) -> None:
+        """Check that the template is one, and shows what users say in chats with or without tools.
 
         Raises:
             UsageError: it is not or does not.
@@ -86,32 +86,37 @@ class ChatTemplate:
             self._template  # noqa: B018  # compiles it
         except Exception as error:
             raise UsageError(f"the chat template is not one: {_reason(error)}", CORRECT, param="chat") from error
-        if self._forms.get("user") == "":
-            message = "the chat template does not show what users say, neither as text nor as a list of parts"
+        if self._forms[tools].get("user") == "":
+            where = " in chats with tools" if tools else ""
+            message = f"the chat template does not show what users say{where}, neither as text nor as a list of parts"
             raise UsageError(message, CORRECT, param="chat")
 
-    def _formed(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _formed(self, message: dict[str, Any], tools: bool) -> dict[str, Any]:
         """Return a message with its content in the form that the template reads."""
-        text = message.get("content")
-        if isinstance(text, str) and self._forms.get(message["role"]) == "parts":
+        text, role = message.get("content"), message["role"]
+        if isinstance(text, str) and self._forms[tools].get(role, self._forms[not tools].get(role)) == "parts":
             return message | {"content": _parts(text)}
         return message
 
     @functools.cached_property
-    def _forms(self) -> Mapping[str, str]:
-        """How the template reads what each role says: as "text" if it shows that, or else as a list of "parts", or in neither
-        form. Roles that it rejects are absent."""
-        text = self._shown(lambda said: said)
-        parts = {} if text and all(text.values()) else self._shown(_parts)
-        return {role: "text" if text.get(role) else "parts" if parts.get(role) else "" for role in text | parts}
+    def _forms(self) -> Mapping[bool, Mapping[str, str]]:
+        """How the template reads what each role says, with tools and without: as "text" if it shows that, or else as a list of
+        "parts", or in neither form. Roles that it rejects are absent."""
+        forms = {}
+        for tools in (False, True):
+            text = self._shown(lambda said: said, tools)
+            parts = {} if text and all(text.values()) else self._shown(_parts, tools)
+            forms[tools] = {role: "text" if text.get(role) else "parts" if parts.get(role) else "" for role in text | parts}
+        return forms
 
-    def _shown(self, form: Callable[[str], Any]) -> dict[str, bool]:
+    def _shown(self, form: Callable[[str], Any], tools: bool) -> dict[str, bool]:
         """Return for each role whether small conversations show what it says in this form; rejected ones count for nothing."""
         shown: dict[str, bool] = {}
-        for messages, tools in ((TURNS[:1], ()), *SAMPLES):
+        for messages in (TURNS[:1], *(messages for messages, known in SAMPLES if tools or not known)):
             roles = {message["role"] for message in messages}
+            said = [each | {"content": form(MARK + each["role"])} for each in messages]
             try:
-                written = self._render([each | {"content": form(MARK + each["role"])} for each in messages], tools).lower()
+                written = self._render(said, TOOLS if tools else ()).lower()
             except UsageError:
                 continue
             shown |= {role: shown.get(role, False) or MARK + role in written for role in roles}

@@ -52,7 +52,7 @@ class Node:
 
 def is_lark(source: str) -> bool:
     """Return whether a grammar is in Lark's syntax."""
-    return any(re.match(r"%llguidance\b|start\s*:(?!:=)", line.lstrip()[:100]) for line in source.splitlines())
+    return any(re.match(r"%llguidance\b|start\s*(\[[^\]]*\]\s*)?:(?!:=)", line.lstrip()[:100]) for line in source.splitlines())
 
 
 def to_lark(source: str) -> str:

@@ -34,7 +34,7 @@ LIMITS = LLParserLimits(
 )
 
 # What is not a name in Lark: comments, texts and expressions; then a token's name.
-NAME = re.compile(r"""//[^\n]*|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|(<[^\s<>"/\[\]]+>)""")
+NAME = re.compile(r"""//[^\n]*|"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|(<[^\s<>"\[\]]+>)""")
 
 Returned = TypeVar("Returned")
 Bools = npt.NDArray[np.bool_]
@@ -142,8 +142,15 @@ class LocalGrammars(Grammars):
 def _numbered(source: str, special: dict[str, int]) -> str:
     """Return a grammar in llguidance's own form that names special tokens by their ids, since its tokenizer has no names."""
 
+    def number(found: re.Match[str]) -> str:
+        if (name := found[1]) is None:
+            return found[0]
+        if name not in special:
+            raise refused(f"the grammar names {name[:100]}, which is no special token of this model", "write it in quotes")
+        return f"<[{special[name]}]>"
+
     def numbered(lark: str) -> str:
-        return NAME.sub(lambda found: f"<[{special[found[1]]}]>" if found[1] in special else found[0], lark)
+        return NAME.sub(number, lark)
 
     if not source.lstrip().startswith("{"):
         return numbered(source)

@@ -31,7 +31,7 @@ _REFUSED = frozenset({"$id", "$schema", "$dynamicRef", "$recursiveRef", "$vocabu
 # Others say nothing.
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-_MOST = 2**53  # beyond this, bounds are rounded
+_MOST = 2**53  # beyond this, whole numbers are rounded
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 _MOST_STEPS = 64  # of a reference
 _MOST_NAMES = 32  # optional properties, one of which has to be there
@@ -154,6 +154,8 @@ def _kept_to(schema: Mapping[str, Any], key: str, value: Any) -> bool:
         return not isinstance(value, str) or _LOOKAROUND.search(value) is None
     if key in _BOUNDS:
         return not isinstance(value, int | float) or abs(value) <= _MOST
+    if key in ("const", "enum"):
+        return not _has_rounded(value)
     if key in ("minProperties", "maxProperties"):
         names, required = schema.get("properties"), schema.get("required")
         named = set(names) if isinstance(names, dict) else set()
@@ -163,11 +165,20 @@ def _kept_to(schema: Mapping[str, Any], key: str, value: Any) -> bool:
     return True
 
 
+def _has_rounded(value: Any) -> bool:
+    """Return whether a constant has a whole number that would be rounded."""
+    if isinstance(value, dict | list):
+        return any(map(_has_rounded, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) > _MOST
+
+
 def _why(key: str) -> str:
     if key == "pattern":
         return "looks around, which is not supported"
     if key in _BOUNDS:
         return f"is beyond {_MOST:,}"
+    if key in ("const", "enum"):
+        return f"has a number beyond {_MOST:,}"
     if key in ("minProperties", "maxProperties"):
         return "is not supported beside optional properties"
     return "is not supported" if key in _NOT_ENFORCED else "is not known"

@@ -126,5 +126,7 @@ def refused(message: str, hint: str) -> UsageError:
 
 
 def first_line(error: object) -> str:
-    """Return the first line of a message, and no more than some characters of it."""
-    return next(iter(str(error).strip().splitlines()), "no reason is given")[:200]
+    """Return the first line of a message, cut after some characters; of one about an expression also that and the reason."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or ["no reason is given"]
+    reason = next((line for line in lines[2:] if line.startswith("error: ")), None)
+    return lines[0][:200] if reason is None else f"{lines[0][:200]} {lines[1][:100]}: {reason[7:107]}"

@@ -173,20 +173,32 @@ def test_its_rotary_embedding_is_scaled(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ends", "ids"),
-    [({}, []), ({"eos": 3}, [3]), ({"eos": 0, "eot": 5, "eom": 9}, [0, 5, 9]), ({"eos": 0, "eot": 0}, [0])],
+    [({}, [0]), ({"eos": 3}, [3, 0]), ({"eos": 0, "eot": 5, "eom": 9}, [0, 5, 9]), ({"eos": 0, "eot": 0}, [0])],
     ids=str,
 )
 def test_its_answers_end_by_each_of_its_end_tokens(ends: dict[str, int], ids: list[int], tmp_path: Path) -> None:
+    """Its token 0 is <|endoftext|>."""
     write(tmp_path / "m.gguf", ends=ends)
     source = Source.parse(str(tmp_path / "m.gguf"))
     assert generation_defaults(load_model(source, "fp32"), load_tokenizer(source)).eos_token_ids == ids
 
 
-def test_the_end_of_a_turn_ends_an_answer_though_the_file_does_not_name_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("named", "tokens", "ids"),
+    [
+        ({"eos": 3}, ["<end_of_turn>"], [3, 0, 7]),
+        ({"eos": 3, "eot": 7}, ["<|eot_id|>", "<|eom_id|>"], [3, 7, 0, 8]),
+        ({"eos": 7}, ["<|return|>", "<|call|>", "<|end|>"], [7, 0, 8]),  # the last one ends a message of several
+        ({"eos": 3}, ["<|call|>", "<|end|>"], [3, 0, 7, 8]),
+    ],
+    ids=str,
+)
+def test_the_end_of_a_turn_ends_an_answer_though_the_file_does_not_name_it(
+    named: dict[str, int], tokens: list[str], ids: list[int], tmp_path: Path
+) -> None:
     """As llama.cpp finds it."""
-    writer = writer_of(tmp_path / "m.gguf", "qwen2", SIZES, {"eos": 3}, {7: "<end_of_turn>"})
-    finish(writer)
-    assert read_config(Source.parse(str(tmp_path / "m.gguf"))).eos_token_id == [3, 7]
+    finish(writer_of(tmp_path / "m.gguf", "qwen2", SIZES, named, dict(enumerate(tokens, 7))))
+    assert read_config(Source.parse(str(tmp_path / "m.gguf"))).eos_token_id == ids
 
 
 @pytest.mark.parametrize(
@@ -198,6 +210,7 @@ def test_the_end_of_a_turn_ends_an_answer_though_the_file_does_not_name_it(tmp_p
         ({"logit_scale": 0.5}, {}, r"qwen2\.logit_scale = 0\.5"),
         ({"rope.dimension_count": 8}, {}, r"qwen2\.rope\.dimension_count = 8"),
         ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, {}, r"qwen2\.rope\.scaling\.type = longrope"),
+        ({"rope.scaling.attn_factor": 1.19}, {}, r"qwen2\.rope\.scaling\.attn_factor = 1\.19"),
         (YARN_KEYS | {"rope.scaling.yarn_ext_factor": 0.5}, {}, r"qwen2\.rope\.scaling\.yarn_ext_factor = 0\.5"),
         ({}, {"rope_freqs.weight": np.ones(3, np.float32)}, r"rope_freqs\.weight"),
         ({}, {"blk.2.nextn.eh_proj.weight": np.zeros((4, 4), np.float32)}, r"blk\.2\.nextn\.eh_proj\.weight"),
@@ -264,6 +277,14 @@ def test_one_of_several_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="is one of 3 files") as caught:
         read_config(Source.parse(str(tmp_path / "m.gguf")))
     assert "merge" in caught.value.hint
+
+
+def test_a_number_of_files_that_is_none_is_refused(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "m.gguf", "qwen2", SIZES, {"eos": 0})
+    writer.add_string("split.count", "three")
+    finish(writer)
+    with pytest.raises(SourceError, match="cannot read the metadata"):
+        read_config(Source.parse(str(tmp_path / "m.gguf")))
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1000])

@@ -456,7 +456,9 @@ def test_logprobs_are_among_the_tokens_that_the_grammar_allows(bundles: dict[str
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({}, "0 kinds"),
     "two": ({"regex": "a", "choice": ["b"]}, "2 kinds"),
-    "a regex that does not parse": ({"regex": "(a"}, "invalid regex"),
+    "a regex that does not parse": ({"regex": "(a"}, r"invalid regex.*\(a: unclosed group"),
+    "a pattern that does not parse": ({"json": {"type": "string", "pattern": "(a"}}, r"parse error: \(a: unclosed group"),
+    "a number that is rounded": ({"json": {"const": 2**53 + 1}}, "const"),
     "a schema that is not JSON": ({"json": "{"}, "cannot be read"),
     "a keyword that is not supported": ({"json": {"type": "string", "not": {"const": "a"}}}, r"\bnot\b"),
     "a keyword that is not known": ({"json": {"type": "string", "maxlength": 3}}, "maxlength"),
@@ -468,6 +470,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "may match no more names",
     ),
     "a type that does not exist": ({"json": {"type": "text"}}, "text"),
+    "a token that does not exist": ({"grammar": "start: <nothing>"}, "names <nothing>, which is no special token"),
     "a rule that does not exist": ({"grammar": "start: other"}, "other"),
     "a grammar in no syntax": ({"grammar": "root ::= ("}, "cannot be read"),
     "no choice": ({"choice": []}, "0 kinds|not a list"),
@@ -628,6 +631,17 @@ def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.Monk
         for letter in letters[:10]:
             assert matcher.masks([])[0][0].any()
             matcher.advance(tokenizer().encode(str(letter)).ids)
+
+
+def test_a_grammar_may_name_an_added_token() -> None:
+    made = tokenizer()
+    made.add_special_tokens(["<think>", "</think>"])
+    matcher = LocalGrammars(made, made.get_vocab_size(), [0]).begin(StructuredOutputs(grammar='start: <think> "a" </think>'))
+    said: list[int] = []
+    while step := matcher.forced(8):
+        matcher.advance(step)
+        said += step
+    assert said == [made.token_to_id("<think>"), *made.encode("a").ids, made.token_to_id("</think>")]
 
 
 @pytest.mark.parametrize("spelled", ["<think>", "a <|im_start|> b", "<call>ab</call>", "</think> ok"])

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
 from outrider.errors import UsageError
-from outrider.runtime.chat_template import ChatTemplate, with_tools
+from outrider.runtime.chat_template import TOOLS, ChatTemplate, with_tools
 from outrider.runtime.generation import Outrider
 from outrider.runtime.text import TOKEN_MARK, Text, TextStream
 from outrider.tests.support import END, sentencepiece, tokenizer
@@ -158,6 +158,24 @@ def test_a_template_reads_content_in_the_form_that_it_shows(template: str) -> No
         {"role": "assistant", "content": ""},
     ]
     assert ChatTemplate(template, {}).render(said) == "<system>Be kind.<user>A secret<assistant>"
+
+
+TEXTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+BRANCH = "{% for m in messages %}<{{ m.role }}>{{ m.content[0].text if tools else m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [with_tools(TEXTS, LISTS), with_tools(LISTS, TEXTS), BRANCH])
+def test_a_template_may_read_content_in_another_form_where_there_are_tools(template: str) -> None:
+    said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "A secret"}]
+    for tools in ((), TOOLS):
+        assert ChatTemplate(template, {}).render(said, tools) == "<system>Be kind.<user>A secret"
+
+
+def test_a_template_that_does_not_show_what_users_say_where_there_are_tools_is_refused_there() -> None:
+    template, said = ChatTemplate("{{ 'tools' if tools else messages[-1].content }}", {}), [{"role": "user", "content": "hi"}]
+    assert template.render(said) == "hi"
+    with pytest.raises(UsageError, match="does not show what users say in chats with tools"):
+        template.render(said, TOOLS)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def fetch(url: str, body: bytes | None = None, **headers: str) -> tuple[int, Mes
     """Return the status, headers and body of a response."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             return response.status, response.headers, response.read()
     except urllib.error.HTTPError as error:
         with error:

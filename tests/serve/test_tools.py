@@ -514,6 +514,8 @@ UNENFORCED: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"type": "string", "not": {"const": ""}}}}, "not"),
     ({"properties": {"a": {"type": "string", "pattern": "^(?!x)"}}}, "pattern"),
     ({"properties": {"a": {"type": "integer", "maximum": 1e20}}}, "maximum"),
+    ({"properties": {"a": {"const": 2**53 + 1}}}, "const"),
+    ({"properties": {"a": {"enum": ["x", [-(2**63)]]}}}, "enum"),
     ({"properties": {"a": {"type": "string", "maxlength": 3}}}, "maxlength"),
 ]
 
