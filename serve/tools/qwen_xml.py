@@ -17,6 +17,7 @@ FUNCTION, FUNCTION_END, LINE_END = "\n<function=", "</function>\n", "\n"
 VALUE_END = "\n</parameter>"  # not in a text
 END = f"{VALUE_END}\n"
 ENDING = r"/(?s:.*)\n<\/parameter>(?s:.*)/"
+NO_TEXT = ["integer", "number", "boolean", "null", "array", "object"]  # types
 MOST_NESTED = 8  # alternatives within alternatives of a schema
 MOST_SCHEMAS = 4000  # that are looked at to learn what the arguments of a tool may be
 MOST_VALUES = 1000  # of a text that is no JSON
@@ -58,10 +59,14 @@ class QwenXml(Family):
                 expressions = [quoted(f"{name}>\n")]
                 for key, each in shape.properties.items():
                     rule = f"value_{len(lines)}"
+                    value = f"{json_value(_closed(each, schema))} {quoted(END)}"
                     if key in texts:
-                        lines.append(_text(rule, texts[key].pop(0)))
+                        found = texts[key].pop(0)
+                        if found.others:
+                            value = f"{json_value(_closed({'allOf': [each, {'type': NO_TEXT}]}, schema))} {quoted(END)}"
+                        lines.append(_text(rule, found.texts, value if found.others else None))
                     else:
-                        lines.append(f"{rule}: {json_value(_closed(each, schema))} {quoted(END)}")
+                        lines.append(f"{rule}: {value}")
                     if (size := size + len(lines[-1])) > MAX_SOURCE:
                         raise UsageError("the schemas of the tools are too long", "shorten them", param="tools")
                     optional = "" if key in shape.required else "?"
@@ -82,7 +87,12 @@ class QwenXml(Family):
                 key = head.removeprefix("<parameter=")
                 yield Part("arguments", f"{before}{json.dumps(key, ensure_ascii=False)}: ")
                 before = ", "
-                if not (yield from reader.text(END) if key in texts else reader.until(END, "arguments")):
+                if any(found.others for found in texts.get(key, ())):
+                    if (value := (yield from reader.word(END))) is None:
+                        return
+                    listed = any(value in (text.values or ()) for found in texts[key] for text in found.texts)
+                    yield Part("arguments", json.dumps(value, ensure_ascii=False) if listed else value)
+                elif not (yield from reader.text(END) if key in texts else reader.until(END, "arguments")):
                     return
             if head is None:
                 return
@@ -187,9 +197,29 @@ class Text(NamedTuple):
         return Text(values, least, most) if values else None
 
 
-def _texts(shapes: Sequence[Shape], root: dict[str, Any]) -> dict[str, list[list[Text]]]:
+class Texts(NamedTuple):
+    """The texts that an argument may be, and whether it may be something else instead. Beside texts that are not listed,
+    nothing else can be told apart."""
+
+    texts: list[Text]
+    others: bool
+
+
+def _texts(shapes: Sequence[Shape], root: dict[str, Any]) -> dict[str, list[Texts]]:
     """Return the texts that each argument may be, by shape, if it is written as text, whatever the others are."""
     visited = itertools.count()
+
+    def others(schema: Any, depth: int = 0) -> bool:
+        """Return whether a value may be no text."""
+        if not isinstance(schema, dict) or depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
+            return schema is not False
+        kinds = schema.get("type")
+        listed = [schema["const"]] if "const" in schema else _list(schema, "enum")
+        if kinds in ("string", ["string"]) or (listed and all(isinstance(each, str) for each in listed)):
+            return False
+        some = all(any(others(each, depth + 1) for each in _list(schema, key)) for key in ("anyOf", "oneOf") if key in schema)
+        every = [*_list(schema, "allOf"), *([_target(schema, root)] if "$ref" in schema else [])]
+        return some and all(others(each, depth + 1) for each in every)
 
     def any_of(schemas: list[Any], depth: int) -> list[Text] | None:
         each = [texts(schema, depth + 1) for schema in schemas]
@@ -224,12 +254,17 @@ def _texts(shapes: Sequence[Shape], root: dict[str, Any]) -> dict[str, list[list
             found = [both for one in found for other in part if (both := one.both(other)) is not None]
         return found if parts else None
 
-    known: dict[str, list[list[Text]]] = {}
+    known: dict[str, list[Texts]] = {}
     for shape in shapes:
         for key, schema in shape.properties.items():
-            known.setdefault(key, []).append(texts(schema) or [])
-    marks = {key for key, found in known.items() if any(_ends_early(text) for each in found for text in each)}
-    return {key: found for key, found in known.items() if all(found) and key not in marks}
+            known.setdefault(key, []).append(Texts(texts(schema) or [], others(schema)))
+    written = {}
+    for key, found in known.items():
+        every = [text for each in found for text in each.texts]
+        if all(each.texts for each in found) and not any(_ends_early(text) for text in every):
+            free = any(text.values is None for text in every)
+            written[key] = [each._replace(others=each.others and not free) for each in found]
+    return written
 
 
 def _ends_early(text: Text) -> bool:
@@ -252,16 +287,16 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _text(rule: str, texts: list[Text]) -> str:
-    """Return the rules for a text and the end of its parameter."""
-    listed = [quoted(value) for text in texts for value in text.values or ()]
+def _text(rule: str, texts: list[Text], other: str | None) -> str:
+    """Return the rules for a text and the end of its parameter, or an expression for another value and that."""
+    # One lexeme each: a lexer that has gone on in a longer one does not come back.
+    listed = [quoted(value + END) for text in texts for value in text.values or ()]
     lengths = [f".{{{text.least},{'' if text.most == float('inf') else text.most}}}" for text in texts if text.values is None]
-    end = quoted(END)
     if not lengths:
-        return f"{rule}: {one_of(listed)} {end}"
+        return f"{rule}: {' | '.join([*listed, *([other] if other is not None else [])])}"
     name = rule.upper()
-    line = f"{name}: (/(?s:{'|'.join(dict.fromkeys(lengths))})/ & ~{ENDING}) {end}"
-    return f"{line}\n{rule}: {' | '.join([name, *(f'{each} {end}' for each in listed)])}"
+    line = f"{name}: (/(?s:{'|'.join(dict.fromkeys(lengths))})/ & ~{ENDING}) {quoted(END)}"
+    return f"{line}\n{rule}: {' | '.join([name, *listed])}"
 
 
 def _closed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:

@@ -503,6 +503,29 @@ def test_an_optional_text_is_not_json() -> None:
     assert accepted("qwen_xml", constrained("qwen_xml", schema, strict=True), answer("qwen_xml", "", call)) == (True, True)
 
 
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"const": "auto"}]}, [7, "auto"]),
+        ({"enum": ["a", 1, None]}, ["a", 1, None]),
+        ({"anyOf": [{"enum": ["none", "1"]}, {"type": "array", "items": {"type": "string"}}]}, ["none", "1", ["x"]]),
+        ({"anyOf": [{"$ref": "#/$defs/E"}, {"type": "object", "properties": {"n": {}}}]}, ["ab", {"n": 1}]),
+        ({"anyOf": [{"enum": ["a", ""]}, {"type": "string", "minLength": 4}]}, ["a", "", "abcd"]),
+    ],
+    ids=str,
+)
+def test_what_may_stand_beside_a_listed_text_is_possible(schema: dict[str, Any], values: list[Any]) -> None:
+    whole = {"type": "object", "properties": {"q": schema}, "required": ["q"], "$defs": DEFINED}
+    source = constrained("qwen_xml", whole, strict=True)
+    for value in values:
+        written = answer("qwen_xml", "", ("f", {"q": value if isinstance(value, str) else json.dumps(value)}))
+        assert accepted("qwen_xml", source, written) == (True, True)
+        for cuts in ([], [*range(60)]):
+            assert calls_in(read("qwen_xml", written, cuts, {"f": enforced(whole, strict=True)})[0]) == [("f", {"q": value})]
+    for wrong in ("b", "2.5", "[1]"):
+        assert not all(accepted("qwen_xml", source, answer("qwen_xml", "", ("f", {"q": wrong}))))
+
+
 UNENFORCED: list[tuple[dict[str, Any], str]] = [
     ({"not": {"required": ["a"]}}, "not"),
     ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if"),
