@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import click
 
 from outrider.commands.options import device, drafter, number_or_auto
 from outrider.errors import FolderError, UsageError
+from outrider.serve.signals import handle_signals
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 KEYS = "OUTRIDER_API_KEYS"
@@ -100,6 +102,7 @@ def command(
 
     Requests are batched, as many as the bundle was built for (build-engine --batch).
     """
+    handle_signals(lambda *_: sys.exit(0))  # until the server has its own
     from outrider.bundle.folder import read_manifest
     from outrider.serve.log import log_as_json
     from outrider.serve.settings import Settings

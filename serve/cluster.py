@@ -36,8 +36,8 @@ from ray.serve.schema import ProxyStatus
 from outrider.errors import EngineError, UsageError
 from outrider.serve.ingress import Ingress
 from outrider.serve.replica import HEALTH_CHECK_PERIOD, Replica, ReplicaRegistry
-from outrider.serve.server import handle_signals
 from outrider.serve.settings import Settings
+from outrider.serve.signals import handle_signals
 
 APPLICATION = "outrider"
 PROXY_WAIT = 300  # seconds for a proxy to start; a quiet machine takes 5, but one that is busy took more than 60

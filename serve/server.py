@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,15 +17,7 @@ from outrider.serve.app import create_app
 from outrider.serve.connections import HEAD_SECONDS, Connection, listen
 from outrider.serve.engine import LOGGER, EngineThread
 from outrider.serve.settings import Settings
-
-ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
-
-
-def handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Set the handler of the signals that end a server, but for those that the parent had ignored, as nohup does."""
-    for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
+from outrider.serve.signals import handle_signals
 
 
 class HttpServer(uvicorn.Server):

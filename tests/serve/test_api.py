@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.serve.signals import ENDING
 from outrider.tests.serve.server import Reached, Server, chat_bundle, fetch, serving, serving_here
 from outrider.tests.support import ROOT, run_here
 
@@ -537,6 +539,18 @@ def test_after_the_drain_time_clients_are_asked_to_retry(bundle: Path, drain: in
     assert server.process.wait(60) == 0
     server.stop()
     assert "Aborted" not in "".join(server.log)
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_ends_a_server_that_is_starting(bundle: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    before = {each: signal.getsignal(each) for each in ENDING}
+    monkeypatch.setattr("outrider.bundle.folder.read_manifest", lambda _: os.kill(os.getpid(), number))
+    try:
+        done = run_here("serve", bundle)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_wrong_use_is_one_line_and_exit_code_2(bundle: Path) -> None:
