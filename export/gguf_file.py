@@ -124,6 +124,8 @@ class GgufFile:
         for key, value in self._own().items():
             if not ELSEWHERE.fullmatch(key):
                 self._apply(text, key, value)
+        if self.architecture == "llama" and "attention.sliding_window" not in self._own():
+            text.sliding_window = None  # of a file that is called Mistral, transformers makes another class with a window
         self._rope(text)
         if getattr(text, "query_pre_attn_scalar", None) is not None:  # no key has it: `gemma2.cpp`, `gemma3.cpp`
             largest = text.num_hidden_layers == LAYERS_OF_27B.get(self.architecture)

@@ -23,7 +23,7 @@ LOGGER = logging.getLogger("outrider.serve")
 CHAT_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/responses"
 BODIES: dict[str, type[Common]] = {CHAT_PATH: ChatRequest, RESPONSES_PATH: ResponsesRequest}
 TYPE_NAME = re.compile(
-    r"str|int|list\[.+\]|constrained-.+|literal\[.+\]|Named\w+"
+    r"str|int|list\[.+\]|constrained-.+|function-.+|literal\[.+\]|Named\w+"
 )  # pydantic's names for the types of a union, in a location
 
 

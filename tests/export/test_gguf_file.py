@@ -270,6 +270,14 @@ def test_the_rotary_base_and_scaling_of_gemma_3_are_those_of_its_full_attention(
     assert (sliding["rope_type"], sliding["rope_theta"]) == ("default", 1e4)
 
 
+def test_a_file_that_is_called_mistral_has_no_window_that_it_does_not_name(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "m.gguf", "llama", SIZES | {"rope.dimension_count": 16}, {"eos": 0})
+    writer.kv_data[0]["general.name"].value = "mistral"
+    finish(writer)
+    config = read_config(Source.parse(str(tmp_path / "m.gguf")))
+    assert (config.model_type, config.sliding_window) == ("mistral", None)
+
+
 def test_one_of_several_files_is_refused(tmp_path: Path) -> None:
     writer = writer_of(tmp_path / "m.gguf", "qwen2", SIZES, {"eos": 0})
     writer.add_uint16("split.count", 3)
