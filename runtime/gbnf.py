@@ -1,15 +1,18 @@
 """GBNF, the grammars of llama.cpp, as llguidance's Lark.
 
 A rule that refers to no others, or only to such rules, becomes a terminal, which llguidance follows fast. But its terminals are
-greedy: one takes all that it can, as white space would the line end behind it. A rule of which this could matter stays a rule.
-Sets of characters are bits: one for each of ASCII, and one for all others, so a rule may stay one needlessly.
+greedy: one takes all that it can, as white space would take the line end behind it, and a name the keyword in its place. A
+rule of which this could matter stays a rule, and what is in no terminal is written as single characters. Sets of characters are
+bits: one for each of ASCII, and one for all others, so a rule may stay one needlessly.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,8 +71,7 @@ def to_lark(source: str) -> str:
     for at, name in enumerate(rules):
         plain = f"r{at}_{re.sub('[^a-z0-9]', '_', name.lower())}"
         names[name] = "start" if name == "root" else plain.upper() if name in terminals else plain
-    tried = functools.reduce(int.__or__, (rules[name].facts.first for name in terminals), 0)
-    lines = [f"{names[name]}: {_written(node, names, ALL if name in terminals else tried)}" for name, node in rules.items()]
+    lines = [f"{names[name]}: {_written(node, names, name in terminals)}" for name, node in rules.items()]
     return "\n".join(["%llguidance {}", *lines])
 
 
@@ -243,17 +245,35 @@ def _terminals(rules: dict[str, Node]) -> set[str]:
                 found.add(name)
         if len(found) == before:
             break
+    while clashing := _clashing(rules, found, uses):
+        found -= clashing
     return found
 
 
-def _names(node: Node) -> set[str]:
-    found, waiting = set(), [node]
+def _clashing(rules: dict[str, Node], terminals: set[str], uses: dict[str, set[str]]) -> set[str]:
+    """Return the terminals that begin as something else outside of terminals does, or refer to what is none."""
+    outside = [name for name in rules if name not in terminals]
+    begun = twice = 0
+    for each in itertools.chain.from_iterable(_nodes(rules[name]) for name in outside):
+        if each.kind in ("text", "set"):
+            begun |= each.facts.any
+    used = {each for name in outside for each in uses[name]} & terminals
+    for name in used:
+        twice |= begun & rules[name].facts.first
+        begun |= rules[name].facts.first
+    return {name for name in terminals if (name in used and rules[name].facts.first & twice) or not uses[name] <= terminals}
+
+
+def _nodes(node: Node) -> Iterator[Node]:
+    waiting = [node]
     while waiting:
         each = waiting.pop()
         waiting += each.inner
-        if each.kind == "name":
-            found.add(each.text)
-    return found
+        yield each
+
+
+def _names(node: Node) -> set[str]:
+    return {each.text for each in _nodes(node) if each.kind == "name"}
 
 
 def _follow(rules: dict[str, Node]) -> dict[str, int]:
@@ -281,11 +301,10 @@ def _follow(rules: dict[str, Node]) -> dict[str, int]:
     return dict.fromkeys(rules, ALL)
 
 
-def _written(node: Node, names: dict[str, str], whole: int) -> str:
-    """Return an expression in Lark. A literal is one token only if it begins with some characters: then it is tried together
-    with a terminal, the longer of both being taken, as an identifier is where a keyword could be."""
-    inner = [_written(each, names, whole) for each in node.inner]
-    if node.kind == "text" and not node.facts.first & whole:
+def _written(node: Node, names: dict[str, str], terminal: bool) -> str:
+    """Return an expression in Lark, of a terminal or of single characters."""
+    inner = [_written(each, names, terminal) for each in node.inner]
+    if node.kind == "text" and not terminal:
         characters = [json.dumps(each, ensure_ascii=False) for each in json.loads(node.text)]
         return f"({' '.join(characters or [node.text])})"
     if node.kind == "name":

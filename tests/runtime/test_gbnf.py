@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
@@ -50,6 +52,57 @@ def test_what_a_grammar_allows(case: str) -> None:
     for text in right + wrong:
         matcher = at_start.deep_copy()
         assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) is (text in right), text
+
+
+Language = set[str]  # of texts up to a length
+LONGEST = 4
+
+
+def written(choices: random.Random, known: dict[str, Language], depth: int = 0) -> tuple[str, Language]:
+    """A random expression over two letters, and its texts."""
+    kind = choices.choice(
+        ("text", "set", "name", "sequence", "sequence", "choice", "choice", "repeated") if depth < 3 else ("text", "set")
+    )
+    if kind == "name" and known:
+        name = choices.choice([*known])
+        return name, known[name]
+    if kind in ("text", "set", "name"):
+        letters = choices.choice(("a", "b", "ab", "ba", "aa"))
+        return (f"[{letters}]", {*letters}) if kind == "set" else (f'"{letters}"', {letters})
+    parts = [written(choices, known, depth + 1) for _ in range(1 if kind == "repeated" else 2)]
+    sources, languages = [source for source, _ in parts], [language for _, language in parts]
+    if kind == "choice":
+        return f"({' | '.join(sources)})", set.union(*languages)
+    if kind == "sequence":
+        return f"({' '.join(sources)})", joined(*languages)
+    sign = choices.choice("?*+")
+    times: list[Language] = [{""}]
+    for _ in range(1 if sign == "?" else LONGEST):
+        times.append(joined(times[-1], languages[0]))
+    return f"({sources[0]}){sign}", set.union(*times[sign == "+" :])
+
+
+def joined(first: Language, second: Language) -> Language:
+    return {one + other for one in first for other in second if len(one + other) <= LONGEST}
+
+
+def test_random_grammars_allow_what_they_say() -> None:
+    """Whatever begins alike."""
+    choices, texts = random.Random(0), [""]
+    for _ in range(LONGEST):
+        texts += [text + letter for text in texts for letter in "ab" if text + letter not in texts]
+    for _ in range(150):
+        rules: dict[str, Language] = {}
+        lines = []
+        for name in ("z", "y", "x", "root"):
+            source, rules[name] = written(choices, rules)
+            lines.append(f"{name} ::= {source}")
+        at_start = LLMatcher(LLTokenizer("byte"), to_lark("\n".join(lines)), log_level=0)
+        assert not at_start.is_error(), (lines, at_start.get_error())
+        for text in texts:
+            matcher = at_start.deep_copy()
+            allowed = (not text or matcher.consume_tokens([*text.encode()])) and matcher.is_accepting()
+            assert allowed is (text in rules["root"]), (lines, text)
 
 
 def test_a_rule_stays_a_terminal_where_it_cannot_take_too_much() -> None:
