@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider.runtime.generation import Event, Outrider
+    from outrider.runtime.grammar.structured import StructuredOutputs
     from outrider.runtime.params import SamplingParams
-    from outrider.runtime.structured import StructuredOutputs
 
 __all__ = ["Event", "Outrider", "SamplingParams", "StructuredOutputs", "__version__"]
 __version__ = "0.1.0"

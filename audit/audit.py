@@ -30,13 +30,13 @@ from outrider.audit.texts import LENGTH, Mode, compare_batched, compare_greedy, 
 from outrider.errors import EngineError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
-from outrider.runtime.choice import AUTO
 from outrider.runtime.generation import Outrider
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.reference import Fault
+from outrider.runtime.policy.choice import AUTO
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import RoundResult
-from outrider.runtime.structured import StructuredOutputs
+from outrider.runtime.rounds.reference import Fault
+from outrider.runtime.rounds.rounds import RoundResult
 
 DRAWS = 500
 MORE_DRAWS = 4  # times as many, for a wrong sampler that was not detected

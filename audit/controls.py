@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from outrider.engines.arrays import Floats
-from outrider.runtime.adaptive import AdaptivePolicy
-from outrider.runtime.buffers import Lane, Shape
-from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.drafters import companions
-from outrider.runtime.launches import Launches
-from outrider.runtime.logprobs import Logprobs
-from outrider.runtime.policy import SequenceView
-from outrider.runtime.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
-from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING, SamplingState
+from outrider.runtime.policy.adaptive import AdaptivePolicy
+from outrider.runtime.policy.choice import PLAIN, Choice, EarlyStop
+from outrider.runtime.policy.policy import SequenceView
+from outrider.runtime.rounds.buffers import Lane, Shape
+from outrider.runtime.rounds.launches import Launches
+from outrider.runtime.rounds.logprobs import Logprobs
+from outrider.runtime.rounds.reference import TOLERANCE, Fault, draft, draw, edit, edits_of, excluded, named_settings, verify
+from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.rounds.sampling import ACCEPTING, DRAFTING, DRAWING, SamplingState
 
 CHECKED = 4  # the reference checks one in this many decisions
 CLOSE = 1e-4  # how much fp32 may change a probability

@@ -14,12 +14,12 @@ from outrider.audit.report import Counters, Divergence, Texts
 from outrider.errors import OutriderError
 from outrider.progress import Progress
 from outrider.runtime import drafters
-from outrider.runtime.choice import AUTO
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.reference import TOLERANCE, edits_of, named_settings, verify
+from outrider.runtime.policy.choice import AUTO
 from outrider.runtime.request import Request
-from outrider.runtime.sampling import ACCEPTING, DRAWING
+from outrider.runtime.rounds.reference import TOLERANCE, edits_of, named_settings, verify
+from outrider.runtime.rounds.sampling import ACCEPTING, DRAWING
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.stats import Stats
 

@@ -23,11 +23,11 @@ from outrider.engines.device import Device
 from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
-from outrider.runtime.choice import AUTO
 from outrider.runtime.drafters.base import DeviceDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.round_costs import RoundCosts
+from outrider.runtime.policy.choice import AUTO
+from outrider.runtime.policy.round_costs import RoundCosts
 
 WARM_TOKENS = 8
 

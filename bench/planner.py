@@ -11,10 +11,10 @@ from typing import NamedTuple
 from outrider.bench.simulator import Trace, replay
 from outrider.errors import UsageError
 from outrider.runtime import drafters
-from outrider.runtime.choice import NONE
-from outrider.runtime.costs import expected_tokens
-from outrider.runtime.policy import FixedPolicy
-from outrider.runtime.round_costs import RoundCosts
+from outrider.runtime.policy.choice import NONE
+from outrider.runtime.policy.costs import expected_tokens
+from outrider.runtime.policy.policy import FixedPolicy
+from outrider.runtime.policy.round_costs import RoundCosts
 
 BETTER = 0.1  # the share of rejections that the hypothetical better draft turns into acceptances
 CHEAPER = 0.5  # the costs of the hypothetical cheaper draft, relative to the draft's

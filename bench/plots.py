@@ -13,7 +13,7 @@ from outrider.bench.results import Mode, Results, Summary
 from outrider.bundle.folder import write_whole
 from outrider.errors import EngineError
 from outrider.runtime import drafters
-from outrider.runtime.choice import NONE
+from outrider.runtime.policy.choice import NONE
 
 INK, PAPER, RULE = "#1c2430", "#ffffff", "#d9dee6"
 COLOURS = ("#2f6fde", "#e0662c", "#2a9d6f", "#a44fbf", "#c0392b", "#7a8699")

@@ -11,7 +11,7 @@ import msgspec
 from outrider.bench.simulator import Trace
 from outrider.errors import UsageError
 from outrider.runtime import drafters
-from outrider.runtime.choice import AUTO, NONE
+from outrider.runtime.policy.choice import AUTO, NONE
 
 SCHEMA = 5
 MIN_ROUNDS = 5  # that each of two compared reports needs

@@ -16,18 +16,18 @@ from outrider.engines.device import Cpu, Launch, nothing
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime import drafters
-from outrider.runtime.adaptive import AdaptivePolicy
-from outrider.runtime.buffers import Lane
-from outrider.runtime.choice import NONE, EarlyStop
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import DeviceDrafter, Drafter, Resources
 from outrider.runtime.matching import matching
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import FixedPolicy, Policy
+from outrider.runtime.policy.adaptive import AdaptivePolicy
+from outrider.runtime.policy.choice import NONE, EarlyStop
+from outrider.runtime.policy.policy import FixedPolicy, Policy
+from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.request import Request
-from outrider.runtime.round_costs import RoundCosts
-from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import SamplingState
+from outrider.runtime.rounds.buffers import Lane
+from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.rounds.sampling import SamplingState
 
 VOCABULARY = 2**31  # larger than every token id of a record
 

@@ -9,9 +9,9 @@ from statistics import geometric_mean
 from outrider.bench.results import Mode, Part, Percentiles, PromptResult, Summary
 from outrider.bench.simulator import Trace, replay
 from outrider.runtime import drafters
-from outrider.runtime.choice import NONE
-from outrider.runtime.policy import FixedPolicy
-from outrider.runtime.round_costs import RoundCosts
+from outrider.runtime.policy.choice import NONE
+from outrider.runtime.policy.policy import FixedPolicy
+from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.stats import Stats
 
 PLAIN = Mode(drafter=NONE, k=0)

@@ -11,7 +11,7 @@ from outrider.progress import SILENT, Progress
 from outrider.runtime.drafters.base import DeviceDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.text import Text
+from outrider.runtime.text.text import Text
 
 ANSWER_TOKENS = 32  # of each prompt
 

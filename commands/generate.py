@@ -15,8 +15,8 @@ import click
 from outrider.commands.options import GroupedCommand, GroupedOption, device, drafter, number_or_auto
 from outrider.commands.output import console, printable, progress_bar
 from outrider.errors import UsageError
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import DEFAULTS, RANGES, RULES, SamplingParams
-from outrider.runtime.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from outrider.runtime.generation import Event

@@ -9,7 +9,7 @@ import click
 
 from outrider.backends import registry
 from outrider.runtime import drafters
-from outrider.runtime.choice import AUTO
+from outrider.runtime.policy.choice import AUTO
 
 
 class Registered(click.Choice[str]):

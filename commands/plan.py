@@ -131,7 +131,7 @@ def _plan_from_numbers(
     import msgspec
 
     from outrider.bench.planner import account
-    from outrider.runtime.costs import expected_tokens
+    from outrider.runtime.policy.costs import expected_tokens
 
     if mean_accepted is None:
         assert rate is not None
@@ -198,7 +198,7 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
     from outrider.backends.open import open_bundle
     from outrider.bench.planner import at_rate
     from outrider.runtime import drafters
-    from outrider.runtime.round_costs import RoundCosts
+    from outrider.runtime.policy.round_costs import RoundCosts
 
     manifest, build = open_bundle(bundle)
     if not build.costs:
@@ -235,8 +235,8 @@ def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: 
     from outrider.bench.results import read
     from outrider.bench.simulator import compare
     from outrider.runtime import drafters
-    from outrider.runtime.choice import NONE
-    from outrider.runtime.round_costs import RoundCosts
+    from outrider.runtime.policy.choice import NONE
+    from outrider.runtime.policy.round_costs import RoundCosts
 
     results = read(bench)
     models = [Path(model.source).name for model in manifest.models.values()]

@@ -24,7 +24,7 @@ from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.gguf_file import GgufFile
 from outrider.export.gguf_tokenizer import amend_tokenizer
 from outrider.export.source import AGAIN, CORRECT_CONFIG, Source
-from outrider.runtime.chat_template import CORRECT, ChatTemplate, with_tools
+from outrider.runtime.text.chat_template import CORRECT, ChatTemplate, with_tools
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 EARLIER_SETTINGS = frozenset(

@@ -14,15 +14,15 @@ from typing import Protocol
 
 from outrider.engines.session import Session
 from outrider.errors import EngineError
-from outrider.runtime.buffers import Lane
-from outrider.runtime.choice import NONE, PLAIN, Choice, EarlyStop
+from outrider.runtime.cache.slot import Slot
+from outrider.runtime.cache.slots import Slots
 from outrider.runtime.drafters.base import DeviceDrafter, Drafter
-from outrider.runtime.grammar import GrammarError
-from outrider.runtime.policy import Offer, Policy, SequenceView
+from outrider.runtime.grammar.grammar import GrammarError
+from outrider.runtime.policy.choice import NONE, PLAIN, Choice, EarlyStop
+from outrider.runtime.policy.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import RoundResult
-from outrider.runtime.slot import Slot
-from outrider.runtime.slots import Slots
+from outrider.runtime.rounds.buffers import Lane
+from outrider.runtime.rounds.rounds import RoundResult
 
 
 class Runner(Protocol):

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 from outrider.errors import OutriderError, UsageError
-from outrider.runtime.choice import AUTO
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import DEFAULTS, SamplingParams
+from outrider.runtime.policy.choice import AUTO
 from outrider.runtime.request import Event, Request
 from outrider.runtime.scheduler import Scheduler
-from outrider.runtime.structured import StructuredOutputs
 
 __all__ = ["Event", "Outrider", "SamplingParams", "StructuredOutputs"]
 

@@ -18,20 +18,20 @@ from outrider.engines.session import Session
 from outrider.errors import UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
-from outrider.runtime.adaptive import AdaptivePolicy
-from outrider.runtime.choice import AUTO, NONE
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
-from outrider.runtime.grammar import Grammars, LocalGrammars
-from outrider.runtime.launches import Launches
+from outrider.runtime.grammar.grammar import Grammars, LocalGrammars
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import FixedPolicy, Policy
+from outrider.runtime.policy.adaptive import AdaptivePolicy
+from outrider.runtime.policy.choice import AUTO, NONE
+from outrider.runtime.policy.policy import FixedPolicy, Policy
+from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.request import Request
-from outrider.runtime.round_costs import RoundCosts
-from outrider.runtime.rounds import Observer, Rounds
-from outrider.runtime.sampling import SamplingState
-from outrider.runtime.text import Text, TextStream
-from outrider.runtime.token_bytes import token_bytes
+from outrider.runtime.rounds.launches import Launches
+from outrider.runtime.rounds.rounds import Observer, Rounds
+from outrider.runtime.rounds.sampling import SamplingState
+from outrider.runtime.text.text import Text, TextStream
+from outrider.runtime.text.token_bytes import token_bytes
 
 DEFAULT_K = 4  # where nothing chooses, the largest built k up to this: most pairs do best there
 

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from outrider.errors import UsageError
-from outrider.runtime.structured import StructuredOutputs
+from outrider.runtime.grammar.structured import StructuredOutputs
 
 RULES = ("rejection", "exact-match")
 NO_TRUNCATION = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}

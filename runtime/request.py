@@ -7,14 +7,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError
-from outrider.runtime.acceptance import Acceptance
-from outrider.runtime.logprobs import Logprobs
+from outrider.runtime.cache.slot import Slot
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import SamplingState
-from outrider.runtime.slot import Slot
+from outrider.runtime.policy.acceptance import Acceptance
+from outrider.runtime.rounds.logprobs import Logprobs
+from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.stats import Stats
-from outrider.runtime.text import Piece, TextStream
+from outrider.runtime.text.text import Piece, TextStream
 
 
 @dataclass(frozen=True, slots=True)

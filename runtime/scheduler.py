@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.errors import EngineError, OutriderError, UsageError
-from outrider.runtime.choice import AUTO
 from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import Policy
+from outrider.runtime.policy.choice import AUTO
+from outrider.runtime.policy.policy import Policy
 from outrider.runtime.request import Event, Request
-from outrider.runtime.rounds import RoundResult
+from outrider.runtime.rounds.rounds import RoundResult
 
 
 class QueueFullError(OutriderError):

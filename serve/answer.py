@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.errors import UsageError
+from outrider.runtime.grammar.schemas import enforced
+from outrider.runtime.grammar.structured import SAID, StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.schemas import enforced
-from outrider.runtime.structured import SAID, StructuredOutputs
-from outrider.runtime.text import TOKEN_MARK, Text, TextStream
+from outrider.runtime.text.text import TOKEN_MARK, Text, TextStream
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import Function, NamedFunction
 from outrider.serve.reasoning import ReasoningSplitter, marks_of, opened

@@ -22,10 +22,10 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
 from outrider.errors import OutriderError, UsageError
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
-from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import PromptTooLongError
+from outrider.runtime.text.text import PromptTooLongError
 from outrider.serve import protocol
 from outrider.serve.engine import EngineThread, Result, TimedOutError
 from outrider.serve.errors import ApiError, api_error, unknown_model

@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.structured import StructuredOutputs
 from outrider.serve.answer import AnswerReader, Answers
 from outrider.serve.assembler import ChoicesAssembler
 from outrider.serve.bodies import JsonRoute

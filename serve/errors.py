@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from outrider.errors import OutriderError, UsageError
-from outrider.runtime.grammar import GrammarError
+from outrider.runtime.grammar.grammar import GrammarError
 from outrider.runtime.scheduler import QueueFullError
 from outrider.serve.engine import NotReadyError, TimedOutError
 from outrider.serve.grammars import GrammarBusyError

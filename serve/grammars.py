@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from outrider.errors import EngineError
-from outrider.runtime.grammar import Bools, GrammarError, Grammars, Matcher
+from outrider.runtime.grammar.grammar import Bools, GrammarError, Grammars, Matcher
+from outrider.runtime.grammar.structured import StructuredOutputs, refused
 from outrider.runtime.matching import matching
-from outrider.runtime.structured import StructuredOutputs, refused
 from outrider.serve.worker_main import GRAMMAR_SECONDS, Advance, Begin, Compile, Masks, Reply, Valid, takes_much
 from outrider.serve.workers import Worker, WorkerEndedError, Workers
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from outrider.errors import EngineError, UsageError
-from outrider.runtime.text import PromptTooLongError
+from outrider.runtime.text.text import PromptTooLongError
 from outrider.serve.worker_main import JOB_SECONDS, Job, Reply
 from outrider.serve.workers import Worker, WorkerEndedError, Workers
 

@@ -21,12 +21,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from outrider.errors import UsageError
-from outrider.runtime.logprobs import Logprobs
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
+from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.stats import Stats
-from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import Text, TextStream
+from outrider.runtime.text.text import Text, TextStream
 
 # The difference between the seeds of a request's choices: 2^64 divided by the golden ratio, which spreads them out.
 SEED_STEP = 0x9E3779B97F4A7C15

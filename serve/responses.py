@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.structured import StructuredOutputs
 from outrider.serve import protocol
 from outrider.serve.answer import AnswerReader, Answers
 from outrider.serve.assembler import ResponseAssembler, sse

@@ -24,10 +24,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.errors import UsageError
-from outrider.runtime.chat_template import ChatTemplate
-from outrider.runtime.grammar import Bools, GrammarError, LocalGrammars, LocalMatcher, rehearse
-from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import PromptTooLongError, Text
+from outrider.runtime.grammar.grammar import Bools, GrammarError, LocalGrammars, LocalMatcher, rehearse
+from outrider.runtime.grammar.structured import StructuredOutputs
+from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.text import PromptTooLongError, Text
 from outrider.serve.arguments import arguments_of
 
 TEMPLATE_SECONDS = 5.0  # for small conversations in the template

@@ -20,7 +20,7 @@ from contextlib import suppress
 import msgspec
 
 from outrider.errors import EngineError, FolderError, OutriderError, UsageError
-from outrider.runtime.text import Text
+from outrider.runtime.text.text import Text
 from outrider.serve.worker_main import TEMPLATE_SECONDS, TIME_LIMIT, Drop, Message, Reply, Source, receive, send
 
 

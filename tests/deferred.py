@@ -19,7 +19,7 @@ from outrider.engines.device import Buffer, Cpu, Engine, Launch
 from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 from outrider.runtime.generation import Outrider
-from outrider.runtime.text import Text
+from outrider.runtime.text.text import Text
 
 
 class Deferred(Cpu):

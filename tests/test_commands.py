@@ -24,7 +24,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.cli import main
 from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.runtime.generation import Outrider
-from outrider.runtime.reference import Fault
+from outrider.runtime.rounds.reference import Fault
 from outrider.tests.support import run_here, sealed_bundle
 
 INSTALL = "pip install 'outrider[serve,ray]'"
@@ -195,8 +195,8 @@ def test_serve_asks_for_keys_where_strangers_can_reach_it(tmp_path: Path, monkey
 
 
 def test_generated_json_has_every_field_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.runtime.logprobs import Logprobs
     from outrider.runtime.request import Event
+    from outrider.runtime.rounds.logprobs import Logprobs
     from outrider.runtime.stats import Stats
 
     stats = Stats(prompt_tokens=2)

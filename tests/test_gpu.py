@@ -20,7 +20,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.recording import RECORD_AT
+from outrider.runtime.rounds.recording import RECORD_AT
 from outrider.runtime.scheduler import Scheduler
 from outrider.scripts.gpu_check.stages.exports import EXPORTS
 from outrider.tests.support import BROKEN, build, reseal

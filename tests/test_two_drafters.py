@@ -14,7 +14,7 @@ from outrider.audit.prompts import PROMPTS
 from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.reference import Fault
+from outrider.runtime.rounds.reference import Fault
 from outrider.tests.serve.server import fetch, serving_here
 from outrider.tests.support import bench_once, run_here
 

@@ -16,7 +16,7 @@ from outrider.progress import Progress
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Scheduler
-from outrider.runtime.text import Text
+from outrider.runtime.text.text import Text
 from outrider.training.texts import Sample
 
 HELD_OUT = 20  # one prompt in so many is not trained on

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from outrider.engines.device import Buffer, Layout
 from outrider.engines.session import Session
-from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
-from outrider.runtime.costs import Costs
-from outrider.runtime.grammar import Matcher
+from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.policy.costs import Costs
+from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape, Step
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest

@@ -11,11 +11,11 @@ from outrider.engines.arrays import Floats
 from outrider.engines.contract import BLOCK_STATE, CONTEXT, DRAFT_SAMPLERS, LOGITS, MARKOV
 from outrider.engines.device import Buffer, Device, Engine, Launch, Layout
 from outrider.engines.session import GraphSession
-from outrider.runtime.buffers import Lane, RoundBuffers, Shape
 from outrider.runtime.drafters.parallel import ParallelHeadDrafter
+from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape
 
 if TYPE_CHECKING:
-    from outrider.runtime.costs import Costs
+    from outrider.runtime.policy.costs import Costs
 
 
 class BlockDrafter(ParallelHeadDrafter):

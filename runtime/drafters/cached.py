@@ -10,11 +10,11 @@ import numpy as np
 
 from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
-from outrider.runtime.sampling import top_probability
+from outrider.runtime.rounds.sampling import top_probability
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
-    from outrider.runtime.costs import Costs
+    from outrider.runtime.policy.costs import Costs
 
 
 class CachedDrafter(DeviceDrafter):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
 from outrider.engines.device import Buffer, Layout
-from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.drafters.step import StepDrafter
+from outrider.runtime.rounds.buffers import Lane, Shape
 
 
 class HeadDrafter(StepDrafter):

@@ -11,13 +11,13 @@ from outrider.bundle.manifest import READS_MASKS
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
 from outrider.engines.device import Buffer, Layout
-from outrider.runtime.buffers import RoundBuffers, Shape
 from outrider.runtime.drafters.base import Resources
 from outrider.runtime.drafters.step import StepDrafter
-from outrider.runtime.sampling import top_probability
+from outrider.runtime.rounds.buffers import RoundBuffers, Shape
+from outrider.runtime.rounds.sampling import top_probability
 
 if TYPE_CHECKING:
-    from outrider.runtime.costs import Costs
+    from outrider.runtime.policy.costs import Costs
 
 
 class ParallelDrafter(StepDrafter):

@@ -10,9 +10,9 @@ from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.engines.device import Buffer, Launch, Layout, in_sequence
 from outrider.engines.session import Pass
-from outrider.runtime.buffers import Lane, RoundBuffers, Shape, Step
 from outrider.runtime.drafters.cached import CachedDrafter
-from outrider.runtime.sampling import DRAFTING, DRAWING, top_probability
+from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape, Step
+from outrider.runtime.rounds.sampling import DRAFTING, DRAWING, top_probability
 
 
 class StepDrafter(CachedDrafter):

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from outrider import Outrider, SamplingParams
-from outrider.runtime.buffers import Lane, Shape
-from outrider.runtime.launches import Launches
-from outrider.runtime.rounds import RoundResult
+from outrider.runtime.rounds.buffers import Lane, Shape
+from outrider.runtime.rounds.launches import Launches
+from outrider.runtime.rounds.rounds import RoundResult
 from outrider.scripts.gpu_check.report import Report
 
 TOKENS = 256

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from outrider.runtime.text import Text
+from outrider.runtime.text.text import Text
 from outrider.serve.tools.base import Family
 from outrider.serve.tools.gpt_oss import GptOss
 from outrider.serve.tools.hermes import Hermes

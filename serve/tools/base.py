@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from outrider.runtime.structured import SPACES
-from outrider.runtime.text import TOKEN_MARK
+from outrider.runtime.grammar.structured import SPACES
+from outrider.runtime.text.text import TOKEN_MARK
 
 BEGINNING = '{"name": "'
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.errors import UsageError
-from outrider.runtime.schemas import over, resolved
-from outrider.runtime.structured import MAX_SOURCE
+from outrider.runtime.grammar.schemas import over, resolved
+from outrider.runtime.grammar.structured import MAX_SOURCE
 from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, json_value, mark, one_of, quoted, text_then_calls
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"

@@ -23,13 +23,13 @@ from outrider.engines.session import Pass
 from outrider.errors import EngineError
 from outrider.export.pair import export_pair
 from outrider.progress import SILENT
-from outrider.runtime.buffers import Lane
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.generation import Outrider
-from outrider.runtime.policy import FixedPolicy, Policy
-from outrider.runtime.reference import Fault
+from outrider.runtime.policy.policy import FixedPolicy, Policy
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import RoundResult, Rounds
+from outrider.runtime.rounds.buffers import Lane
+from outrider.runtime.rounds.reference import Fault
+from outrider.runtime.rounds.rounds import RoundResult, Rounds
 from outrider.runtime.stats import Stats
 from outrider.tests.support import build, reseal, run_here
 

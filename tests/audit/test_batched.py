@@ -18,11 +18,11 @@ from outrider.commands.verify import command
 from outrider.engines.device import Launch
 from outrider.engines.session import Pass
 from outrider.errors import EngineError
-from outrider.runtime.buffers import Lane
 from outrider.runtime.generation import Outrider
-from outrider.runtime.reference import Fault
-from outrider.runtime.rounds import RoundResult, Rounds
-from outrider.runtime.sampling import SamplingState
+from outrider.runtime.rounds.buffers import Lane
+from outrider.runtime.rounds.reference import Fault
+from outrider.runtime.rounds.rounds import RoundResult, Rounds
+from outrider.runtime.rounds.sampling import SamplingState
 from outrider.tests.support import build
 
 SLOTS = 3

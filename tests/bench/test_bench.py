@@ -25,8 +25,8 @@ from outrider.bench.simulator import Trace, regrets
 from outrider.bench.summary import Answer
 from outrider.calibration.workloads import SHIPPED, Prompt, load
 from outrider.errors import UsageError
-from outrider.runtime.choice import AUTO, NONE
 from outrider.runtime.generation import Outrider
+from outrider.runtime.policy.choice import AUTO, NONE
 from outrider.runtime.stats import Stats
 from outrider.tests.support import COMMAND, run_here
 

@@ -15,10 +15,10 @@ from outrider.bench.simulator import Trace, compare, oracle, replay
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import MANIFEST
 from outrider.errors import UsageError
-from outrider.runtime.choice import NONE
-from outrider.runtime.costs import expected_tokens
-from outrider.runtime.policy import FixedPolicy
-from outrider.runtime.round_costs import RoundCosts
+from outrider.runtime.policy.choice import NONE
+from outrider.runtime.policy.costs import expected_tokens
+from outrider.runtime.policy.policy import FixedPolicy
+from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.tests.runtime.test_policy import K, costs, flips, text
 from outrider.tests.support import run_here
 

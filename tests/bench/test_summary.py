@@ -7,7 +7,7 @@ import pytest
 from outrider.bench.results import Mode, judge
 from outrider.bench.simulator import replay
 from outrider.bench.summary import PLAIN, Answer, summarize
-from outrider.runtime.policy import FixedPolicy
+from outrider.runtime.policy.policy import FixedPolicy
 from outrider.runtime.stats import Stats
 from outrider.tests.runtime.test_policy import costs, flips, text
 

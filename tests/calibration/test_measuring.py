@@ -14,7 +14,7 @@ from outrider.calibration.acceptance import ANSWER_TOKENS, measure_acceptance
 from outrider.calibration.passes import Pass, Stopwatch, Timed
 from outrider.calibration.workloads import Prompt
 from outrider.runtime.drafters.base import DeviceDrafter
-from outrider.runtime.text import Text
+from outrider.runtime.text.text import Text
 
 
 class Machine:

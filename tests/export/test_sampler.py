@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engines.contract import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE
-from outrider.runtime.reference import draw, edit, excluded, named_settings, verify, warp
+from outrider.runtime.rounds.reference import draw, edit, excluded, named_settings, verify, warp
 from outrider.tests.samplers import NEUTRAL, UNEDITED, Array, Case, Graphs, row, run
 
 

@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 
 from outrider.engines.contract import EDITS, SETTINGS
-from outrider.runtime.reference import Fault, named_settings, verify, warp
+from outrider.runtime.rounds.reference import Fault, named_settings, verify, warp
 from outrider.tests.samplers import NEUTRAL, UNEDITED, Array, Graphs, row, run
 
 # A chi-square test of the emitted tokens against the exact p. Of a right sampler a test's p-value is below 1e-6 with a

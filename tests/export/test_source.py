@@ -22,7 +22,7 @@ from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoint import load_model, load_tokenizer, read_config
 from outrider.export.pair import export_pair
 from outrider.export.source import Source
-from outrider.runtime.chat_template import with_tools
+from outrider.runtime.text.chat_template import with_tools
 from outrider.tests.support import llama, write_checkpoint
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from outrider.runtime.gbnf import is_lark, to_lark
+from outrider.runtime.grammar.gbnf import is_lark, to_lark
 
 ARITHMETIC = r"""root ::= (expr "=" ws term "\n")+
 expr ::= term ([-+*/] term)*

@@ -11,9 +11,9 @@ from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Generation
 from outrider.errors import EngineError, UsageError
 from outrider.export.pair import export_pair
-from outrider.runtime.choice import NONE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.policy.choice import NONE
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.stats import Stats
 from outrider.tests.support import BROKEN, build, llama, reseal, write_checkpoint

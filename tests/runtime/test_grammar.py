@@ -25,17 +25,17 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.audit.controls import RandomPolicy
 from outrider.errors import OutriderError, UsageError
-from outrider.runtime.buffers import VERIFIER
 from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.grammar import GrammarError, LocalGrammars, LocalMatcher, rehearse
-from outrider.runtime.masks import mask_row
+from outrider.runtime.grammar.grammar import GrammarError, LocalGrammars, LocalMatcher, rehearse
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.reference import named_settings, warp
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import SamplingState
+from outrider.runtime.rounds.buffers import VERIFIER
+from outrider.runtime.rounds.masks import mask_row
+from outrider.runtime.rounds.reference import named_settings, warp
+from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.scheduler import MAX_LATE, Scheduler
-from outrider.runtime.structured import StructuredOutputs
 from outrider.tests.deferred import deferred
 from outrider.tests.support import PAIR, build, prefill, tokenizer
 
@@ -199,7 +199,7 @@ def test_without_masks_the_text_leaves_its_grammar(bundles: dict[str, Outrider],
     """The negative control: what the tests above compare depends on the masks, and a token that is not allowed is noticed."""
     free = tokens(list(bundles["trained"].generate(PROMPT, SamplingParams(max_new_tokens=90), k=0)))
     assert all(tokens(run(bundles["trained"], name, 4)) != free for name in GRAMMARS)
-    monkeypatch.setattr("outrider.runtime.rounds.mask_row", lambda *_: None)
+    monkeypatch.setattr("outrider.runtime.rounds.rounds.mask_row", lambda *_: None)
     for name in GRAMMARS:
         with pytest.raises(GrammarError, match="not in the grammar"):
             run(bundles["trained"], name, 4)
@@ -211,7 +211,9 @@ def test_drafts_are_masked_as_the_target_is(bundles: dict[str, Outrider], monkey
         for name in GRAMMARS:
             stats = run(bundles["self"], name, k)[-1].stats
             assert stats.rejected == 0, (name, k)
-    monkeypatch.setattr("outrider.runtime.rounds.mask_row", lambda *rest: mask_row(*rest) if rest[-1] == VERIFIER else None)
+    monkeypatch.setattr(
+        "outrider.runtime.rounds.rounds.mask_row", lambda *rest: mask_row(*rest) if rest[-1] == VERIFIER else None
+    )
     assert run(bundles["self"], "forbids", 4)[-1].stats.rejected > 0
 
 
@@ -548,7 +550,7 @@ def test_masks_that_are_late_change_nothing(
     grammars = [GRAMMARS["schema"], GRAMMARS["branches"], None]
     params = [SamplingParams(max_new_tokens=40, structured_outputs=each, seed=7, temperature=1.0) for each in grammars]
     want = [tokens(list(outrider.generate(prompt, each, k=0))) for each in params]
-    monkeypatch.setattr("outrider.runtime.grammar.LocalMatcher", LateMatcher)
+    monkeypatch.setattr("outrider.runtime.grammar.grammar.LocalMatcher", LateMatcher)
     scheduler = Scheduler(outrider, k=4, drafter=drafter)
     requests = scheduler.submit_all([(prompt, each) for each in params])
     answers: dict[Request, list[int]] = {request: [] for request in requests}
@@ -580,7 +582,7 @@ def test_an_answer_whose_masks_do_not_come_gives_its_slot_to_another_request(
     structured = [GRAMMARS["schema"], GRAMMARS["branches"], None, None]
     params = [SamplingParams(max_new_tokens=40, structured_outputs=each, seed=7, temperature=1.0) for each in structured]
     want = [tokens(list(outrider.generate(prompt, each, k=0))) for each in params]
-    monkeypatch.setattr("outrider.runtime.grammar.LocalMatcher", StuckMatcher)
+    monkeypatch.setattr("outrider.runtime.grammar.grammar.LocalMatcher", StuckMatcher)
     now = [0.0]
     scheduler = Scheduler(outrider, k=4, drafter=drafter, clock=lambda: now[0])
     late = scheduler.submit_all([(prompt, each) for each in params[:2]], "late")
@@ -617,7 +619,7 @@ def test_an_answer_whose_masks_do_not_come_gives_its_slot_to_another_request(
 
 def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those by one grammar share the states of its lexer, and so their limit."""
-    monkeypatch.setattr("outrider.runtime.grammar.LIMITS", LLParserLimits(max_lexer_states=600))
+    monkeypatch.setattr("outrider.runtime.grammar.grammar.LIMITS", LLParserLimits(max_lexer_states=600))
     grammars = LocalGrammars(tokenizer(), tokenizer().get_vocab_size(), [0])
     structured = StructuredOutputs(regex="(a|b)*a(a|b){12}")
     letters = np.random.default_rng(0).choice(["a", "b"], size=2000)

@@ -27,10 +27,10 @@ from outrider.bundle.folder import read_manifest
 from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, OutriderError
 from outrider.export.pair import export_pair
-from outrider.runtime.buffers import Lane
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.rounds import Rounds
+from outrider.runtime.rounds.buffers import Lane
+from outrider.runtime.rounds.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens

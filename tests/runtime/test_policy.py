@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from outrider.bench.simulator import Trace, oracle, replay
 from outrider.bundle.manifest import Cost
-from outrider.runtime.acceptance import Acceptance
-from outrider.runtime.adaptive import AdaptivePolicy
-from outrider.runtime.choice import NONE, PLAIN, Choice, EarlyStop
-from outrider.runtime.costs import expected_tokens
 from outrider.runtime.drafters.base import Proposal
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import FixedPolicy, Offer, Policy, SequenceView
-from outrider.runtime.round_costs import RoundCosts
-from outrider.runtime.rounds import RoundResult
+from outrider.runtime.policy.acceptance import Acceptance
+from outrider.runtime.policy.adaptive import AdaptivePolicy
+from outrider.runtime.policy.choice import NONE, PLAIN, Choice, EarlyStop
+from outrider.runtime.policy.costs import expected_tokens
+from outrider.runtime.policy.policy import FixedPolicy, Offer, Policy, SequenceView
+from outrider.runtime.policy.round_costs import RoundCosts
+from outrider.runtime.rounds.rounds import RoundResult
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
 K = [1, 2, 4, 8]

@@ -17,13 +17,13 @@ from outrider.bundle.folder import read_manifest
 from outrider.engines.session import Session
 from outrider.errors import EngineError, OutriderError
 from outrider.runtime import drafters
-from outrider.runtime.choice import AUTO
+from outrider.runtime.cache.slot import Slot
+from outrider.runtime.cache.slots import MIN_SHARED, Slots
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.policy.choice import AUTO
 from outrider.runtime.request import Request
 from outrider.runtime.scheduler import Scheduler
-from outrider.runtime.slot import Slot
-from outrider.runtime.slots import MIN_SHARED, Slots
 from outrider.tests.deferred import deferred
 from outrider.tests.support import BROKEN, build, reseal
 

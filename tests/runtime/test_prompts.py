@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from outrider.errors import UsageError
-from outrider.runtime import prompt_length
-from outrider.runtime.chat_template import ChatTemplate
-from outrider.runtime.text import PromptTooLongError, Text
+from outrider.runtime.text import prompt_length
+from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.text import PromptTooLongError, Text
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

@@ -19,14 +19,14 @@ from outrider.export.eagle3 import Eagle3Checkpoint
 from outrider.export.markov import MarkovStep
 from outrider.export.source import Source
 from outrider.export.step_model import entering
-from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.generation import Outrider
-from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import FixedPolicy
+from outrider.runtime.policy.policy import FixedPolicy
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import RoundResult
+from outrider.runtime.rounds.buffers import Lane, Shape
+from outrider.runtime.rounds.launches import Launches
+from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.support import PAIR, parallel_draft, plain_block_head, random_block_head, random_head, random_parallel_head

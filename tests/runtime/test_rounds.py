@@ -18,13 +18,13 @@ from outrider.audit.controls import Watch
 from outrider.bundle.manifest import Generation
 from outrider.errors import EngineError, OutriderWarning
 from outrider.export.pair import export_pair
-from outrider.runtime.buffers import Lane, Shape
 from outrider.runtime.generation import Outrider
-from outrider.runtime.host_sampler import decide_on_host
-from outrider.runtime.launches import Launches
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.recording import RECORD_AT
-from outrider.runtime.rounds import Rounds
+from outrider.runtime.rounds.buffers import Lane, Shape
+from outrider.runtime.rounds.host_sampler import decide_on_host
+from outrider.runtime.rounds.launches import Launches
+from outrider.runtime.rounds.recording import RECORD_AT
+from outrider.runtime.rounds.rounds import Rounds
 from outrider.tests.deferred import Deferred, DeferredEngine, deferred
 from outrider.tests.support import BROKEN, ROOT, build, llama, reseal, write_checkpoint
 
@@ -90,7 +90,7 @@ def test_what_the_host_decides_is_what_the_reference_decides(bundle: Path, monke
         decided.append(row)
         decide_on_host(launches, row, shape, index, lane)
 
-    monkeypatch.setattr("outrider.runtime.host_sampler.decide_on_host", noted)
+    monkeypatch.setattr("outrider.runtime.rounds.host_sampler.decide_on_host", noted)
     for prompt in ("the quick", [5]):
         answer(queued, prompt, 4, **SETTINGS["flat"])
     assert watch.checked > 100
@@ -171,7 +171,7 @@ def test_a_round_is_recorded_when_its_shape_comes_for_the_third_time(bundle: Pat
 
 
 def test_the_rounds_used_least_recently_make_room(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.runtime.recording.MAX_RECORDED", 2)
+    monkeypatch.setattr("outrider.runtime.rounds.recording.MAX_RECORDED", 2)
     queued = deferred(bundle)
     device = device_of(queued)
 

@@ -20,8 +20,8 @@ from outrider.audit.controls import ReferenceWatch, Watch
 from outrider.bundle.manifest import Generation
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.reference import Fault, named_settings, warp
-from outrider.runtime.sampling import SamplingState
+from outrider.runtime.rounds.reference import Fault, named_settings, warp
+from outrider.runtime.rounds.sampling import SamplingState
 from outrider.tests.support import END, PAIR, prefill, reseal, run
 
 Doubles = npt.NDArray[np.float64]

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from outrider.audit.controls import RandomPolicy, Watch
 from outrider.bundle.folder import read_manifest
 from outrider.errors import EngineError, UsageError
-from outrider.runtime.buffers import Lane
-from outrider.runtime.choice import NONE, PLAIN, Choice
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy import Offer, SequenceView
+from outrider.runtime.policy.choice import NONE, PLAIN, Choice
+from outrider.runtime.policy.policy import Offer, SequenceView
 from outrider.runtime.request import Request
-from outrider.runtime.rounds import RoundResult, Rounds
+from outrider.runtime.rounds.buffers import Lane
+from outrider.runtime.rounds.rounds import RoundResult, Rounds
 from outrider.runtime.scheduler import QueueFullError, Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.support import BROKEN, build, reseal

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
 from outrider.errors import UsageError
-from outrider.runtime.chat_template import TOOLS, ChatTemplate, with_tools
 from outrider.runtime.generation import Outrider
-from outrider.runtime.text import TOKEN_MARK, Text, TextStream
+from outrider.runtime.text.chat_template import TOOLS, ChatTemplate, with_tools
+from outrider.runtime.text.text import TOKEN_MARK, Text, TextStream
 from outrider.tests.support import END, sentencepiece, tokenizer
 
 MIXED = "naïve café — 中文 🙂👩‍👩‍👧 done"

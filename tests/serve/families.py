@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
-from outrider.runtime.chat_template import ChatTemplate
-from outrider.runtime.text import Text
+from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.text import Text
 from outrider.tests.support import tokenizer
 
 CHATML = (

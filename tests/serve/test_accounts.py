@@ -10,8 +10,8 @@ from typing import Any
 from outrider.errors import EngineError, OutriderError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
-from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import SamplingState
+from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.rounds.sampling import SamplingState
 from outrider.serve.engine import EngineThread, Result
 from outrider.serve.metrics import Metrics
 from outrider.serve.watchdog import MAX_FAILED_STEPS, Watchdog

@@ -17,14 +17,14 @@ import httpx
 import pytest
 
 from outrider.errors import EngineError, OutriderError, UsageError
-from outrider.runtime.logprobs import Logprobs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
-from outrider.runtime.rounds import RoundResult
-from outrider.runtime.sampling import SamplingState
+from outrider.runtime.rounds.logprobs import Logprobs
+from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.scheduler import QueueFullError
 from outrider.runtime.stats import Stats
-from outrider.runtime.text import Text, TextStream
+from outrider.runtime.text.text import Text, TextStream
 from outrider.serve.app import create_app
 from outrider.serve.engine import NotReadyError, Result, TimedOutError
 from outrider.serve.metrics import Metrics

@@ -16,12 +16,12 @@ import pytest
 
 from outrider.engines.session import Session
 from outrider.errors import EngineError, OutriderError
+from outrider.runtime.cache.slots import Slots
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.rounds import Rounds
+from outrider.runtime.rounds.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
-from outrider.runtime.slots import Slots
 from outrider.serve.engine import EngineThread, NotReadyError
 from outrider.serve.metrics import Metrics
 from outrider.serve.watchdog import MAX_FAILED_STEPS

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.runtime.grammar import LocalGrammars
+from outrider.runtime.grammar.grammar import LocalGrammars
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
-from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import Text
+from outrider.runtime.text.text import Text
 from outrider.serve.answer import Answers
 from outrider.serve.reasoning import MARKS, ReasoningSplitter, Split
 from outrider.serve.tools.base import Part

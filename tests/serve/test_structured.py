@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from outrider.runtime.generation import Outrider
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.structured import StructuredOutputs
 from outrider.tests.serve.server import Reached, chat_bundle, serving_here
 
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import UsageError
+from outrider.runtime.grammar.schemas import enforced
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.schemas import enforced
 from outrider.runtime.stats import Stats
-from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import TextStream
+from outrider.runtime.text.text import TextStream
 from outrider.serve.answer import Answers
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import Function

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from outrider.errors import EngineError, UsageError
-from outrider.runtime.chat_template import ChatTemplate
-from outrider.runtime.grammar import GrammarError, LocalGrammars, Matcher
-from outrider.runtime.structured import StructuredOutputs
-from outrider.runtime.text import PromptTooLongError, Text
+from outrider.runtime.grammar.grammar import GrammarError, LocalGrammars, Matcher
+from outrider.runtime.grammar.structured import StructuredOutputs
+from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.text import PromptTooLongError, Text
 from outrider.serve import grammars as serve_grammars
 from outrider.serve.grammars import GrammarBusyError, RemoteGrammars, RemoteMatcher
 from outrider.serve.prompts import PromptEncoder

@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 from outrider.bundle.folder import read_manifest
 from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
-from outrider.runtime.chat_template import ChatTemplate
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.text import Text
+from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.text import Text
 from outrider.tests.support import END, PAIR, full_disk, llama, sealed_bundle, tokenizer, write_checkpoint
 from outrider.training import train as train_module
 from outrider.training.answers import Answer, Answers, Example, given_examples, held_out

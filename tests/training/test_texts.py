@@ -10,8 +10,8 @@ import pytest
 
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
-from outrider.runtime.chat_template import ChatTemplate
-from outrider.runtime.text import Text
+from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.text import Text
 from outrider.training.answers import given_examples, held_out, prompts_of
 from outrider.training.texts import Message, Sample, read_texts
 

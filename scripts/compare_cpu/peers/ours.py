@@ -66,7 +66,7 @@ def load(job: Job) -> Answer:
 def encode(job: Job, prompts: list[str]) -> list[list[int]]:
     """Return the token ids of each prompt in the chat template."""
     from outrider.backends.open import open_bundle
-    from outrider.runtime.text import Text
+    from outrider.runtime.text.text import Text
 
     bundle = Path(job["bundle"])
     text = Text.load(bundle, open_bundle(bundle)[0])

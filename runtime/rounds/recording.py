@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from outrider.engines.device import Launch
 from outrider.errors import EngineError, OutriderWarning
-from outrider.runtime.buffers import VERIFIER, Array, Progress, Shape, Step
-from outrider.runtime.launches import Launches
-from outrider.runtime.masks import mask_row
+from outrider.runtime.rounds.buffers import VERIFIER, Array, Progress, Shape, Step
+from outrider.runtime.rounds.launches import Launches
+from outrider.runtime.rounds.masks import mask_row
 
 MAX_RECORDED = 64  # parts kept recorded; each holds some memory of the device
 RECORD_AT = 3  # runs of a part after which it is recorded: that takes two more, and many shapes are never seen again

@@ -9,10 +9,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from outrider.runtime import drafters
-from outrider.runtime.acceptance import Acceptance
-from outrider.runtime.choice import PLAIN, Choice, EarlyStop
 from outrider.runtime.drafters.base import Proposal
-from outrider.runtime.rounds import RoundResult
+from outrider.runtime.policy.acceptance import Acceptance
+from outrider.runtime.policy.choice import PLAIN, Choice, EarlyStop
+from outrider.runtime.rounds.rounds import RoundResult
 
 
 class Offer(NamedTuple):

@@ -22,9 +22,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from outrider.errors import EngineError
+from outrider.runtime.grammar.structured import StructuredOutputs, first_line, refused
 from outrider.runtime.matching import matching
-from outrider.runtime.special_tokens import unspelled
-from outrider.runtime.structured import StructuredOutputs, first_line, refused
+from outrider.runtime.text.special_tokens import unspelled
 
 MAX_COMPILED = 64  # grammars that are kept compiled
 # A step of a hostile grammar may take as much as these allow, some three seconds. Those of llguidance are two to ten times

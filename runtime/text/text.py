@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Manifest
 from outrider.errors import FolderError, UsageError
-from outrider.runtime import prompt_length
-from outrider.runtime.chat_template import NOTHING, ChatTemplate, Messages, Tools
-from outrider.runtime.special_tokens import Aliases, control_tokens
-from outrider.runtime.token_bytes import decode, line, panicked, token_bytes
+from outrider.runtime.text import prompt_length
+from outrider.runtime.text.chat_template import NOTHING, ChatTemplate, Messages, Tools
+from outrider.runtime.text.special_tokens import Aliases, control_tokens
+from outrider.runtime.text.token_bytes import decode, line, panicked, token_bytes
 
 PROMPT_CONTEXT = 64  # of the prompt's last tokens: the answer may end a character that they begin
 PLAIN = "\ue004"  # a character for private use, which is part of no token

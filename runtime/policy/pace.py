@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from outrider.runtime.choice import PLAIN, Choice
+from outrider.runtime.policy.choice import PLAIN, Choice
 
 FAST, SLOW = 0.5, 0.03  # the weight of the newest round in the two kinds of moving averages
 TURN = 0.3  # its weight in the slow ones where plain decoding and drafting have just taken turns

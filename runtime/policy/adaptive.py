@@ -12,14 +12,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from outrider.runtime import drafters
-from outrider.runtime.acceptance import Acceptance, Confidence
-from outrider.runtime.choice import NONE, PLAIN, Choice, EarlyStop
-from outrider.runtime.costs import expected_tokens
 from outrider.runtime.matching import matching
-from outrider.runtime.pace import Pace
-from outrider.runtime.policy import Policy, SequenceView
-from outrider.runtime.round_costs import RoundCosts
-from outrider.runtime.rounds import RoundResult
+from outrider.runtime.policy.acceptance import Acceptance, Confidence
+from outrider.runtime.policy.choice import NONE, PLAIN, Choice, EarlyStop
+from outrider.runtime.policy.costs import expected_tokens
+from outrider.runtime.policy.pace import Pace
+from outrider.runtime.policy.policy import Policy, SequenceView
+from outrider.runtime.policy.round_costs import RoundCosts
+from outrider.runtime.rounds.rounds import RoundResult
 
 MEASURED_TOKENS = 20.0  # the weight of the acceptance in the bundle's manifest: one odd request must not overrule it
 REQUEST_MEMORY, REQUEST_WEIGHT = 0.94, 3.0  # of a request's own acceptance; the weight is that of earlier requests

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from outrider.runtime.prompt_length import BYTES
+from outrider.runtime.text.prompt_length import BYTES
 
 
 def control_tokens(added: Iterable[AddedToken], written: str) -> list[str]:

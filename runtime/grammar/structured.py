@@ -10,8 +10,8 @@ from typing import Any
 from llguidance import LLMatcher
 
 from outrider.errors import UsageError
-from outrider.runtime.gbnf import is_lark, to_lark
-from outrider.runtime.schemas import enforced
+from outrider.runtime.grammar.gbnf import is_lark, to_lark
+from outrider.runtime.grammar.schemas import enforced
 
 ANSWER, SAID = "outrider_answer", "outrider_said"  # names of grammars within others, apart from those that clients give
 MAX_SOURCE = 256 << 10  # characters of a grammar

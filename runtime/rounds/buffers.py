@@ -15,8 +15,8 @@ from outrider.engines.contract import DECIDED, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, Layout, host_buffer
 from outrider.engines.session import Session
 from outrider.errors import EngineError
-from outrider.runtime.choice import EarlyStop
-from outrider.runtime.sampling import SamplingState
+from outrider.runtime.policy.choice import EarlyStop
+from outrider.runtime.rounds.sampling import SamplingState
 
 VERIFIER = -1
 MAX_CACHED = 512  # launches, and lists of them; each holds bindings of an engine

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.engines.session import Session
+from outrider.runtime.cache.slot import Slot
+from outrider.runtime.cache.snapshots import Snapshots
 from outrider.runtime.drafters.base import Drafter
 from outrider.runtime.request import Request
-from outrider.runtime.slot import Slot
-from outrider.runtime.snapshots import Snapshots
 
 MIN_SHARED = 16  # tokens at the beginning of a text that are worth keeping or copying
 

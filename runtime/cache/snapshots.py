@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from itertools import count
 
 from outrider.engines.session import Session
-from outrider.runtime.slot import Slot
+from outrider.runtime.cache.slot import Slot
 
 
 class Snapshot:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.engines.device import Arena, Launch, host_buffer, in_sequence
-from outrider.runtime.buffers import RoundBuffers, Shape
+from outrider.runtime.rounds.buffers import RoundBuffers, Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Self
 
 from outrider.bundle.manifest import Build, Manifest
 from outrider.runtime import drafters
-from outrider.runtime.costs import Costs
+from outrider.runtime.policy.costs import Costs
 
 
 class RoundCosts(Costs):

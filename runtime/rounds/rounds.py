@@ -19,13 +19,13 @@ from typing import NamedTuple, Protocol
 
 from outrider.engines.device import Device
 from outrider.errors import EngineError
-from outrider.runtime.buffers import Lane, Progress, Shape
-from outrider.runtime.choice import NONE, EarlyStop
-from outrider.runtime.host_sampler import resolve
-from outrider.runtime.launches import Launches
-from outrider.runtime.logprobs import Logprobs
-from outrider.runtime.masks import mask_row
-from outrider.runtime.recording import Recorder
+from outrider.runtime.policy.choice import NONE, EarlyStop
+from outrider.runtime.rounds.buffers import Lane, Progress, Shape
+from outrider.runtime.rounds.host_sampler import resolve
+from outrider.runtime.rounds.launches import Launches
+from outrider.runtime.rounds.logprobs import Logprobs
+from outrider.runtime.rounds.masks import mask_row
+from outrider.runtime.rounds.recording import Recorder
 
 
 class RoundResult(NamedTuple):

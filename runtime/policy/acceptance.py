@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from outrider.runtime.choice import step_of
-from outrider.runtime.costs import expected_tokens
+from outrider.runtime.policy.choice import step_of
+from outrider.runtime.policy.costs import expected_tokens
 
 FADING = 0.985  # what the counts keep in a round that did not use the drafter
 SPREAD = 5.0  # requests differ as rates that are drawn from a beta distribution of so many tokens

@@ -7,10 +7,10 @@ import numpy as np
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.errors import EngineError
-from outrider.runtime import reference
-from outrider.runtime.buffers import VERIFIER, Lane, Progress, Shape
-from outrider.runtime.launches import Launches
-from outrider.runtime.sampling import ACCEPTING, DRAFTING, DRAWING
+from outrider.runtime.rounds import reference
+from outrider.runtime.rounds.buffers import VERIFIER, Lane, Progress, Shape
+from outrider.runtime.rounds.launches import Launches
+from outrider.runtime.rounds.sampling import ACCEPTING, DRAFTING, DRAWING
 
 
 def not_finite() -> EngineError:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.runtime.buffers import VERIFIER, Lane, Progress, Shape
-from outrider.runtime.grammar import GrammarError
-from outrider.runtime.host_sampler import drafted_tokens
-from outrider.runtime.launches import Launches
+from outrider.runtime.grammar.grammar import GrammarError
+from outrider.runtime.rounds.buffers import VERIFIER, Lane, Progress, Shape
+from outrider.runtime.rounds.host_sampler import drafted_tokens
+from outrider.runtime.rounds.launches import Launches
 
 
 def mask_row(launches: Launches, progress: Progress, row: int) -> None:

@@ -11,11 +11,11 @@ from cachetools import LRUCache
 from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, in_sequence
 from outrider.engines.session import Pass, Session
-from outrider.runtime.buffers import MAX_CACHED, Lane, RoundBuffers, Shape, Step
-from outrider.runtime.choice import NONE
 from outrider.runtime.drafters.base import DeviceDrafter
-from outrider.runtime.logprobs import LogprobsRuns
-from outrider.runtime.sampling import ACCEPTING, DRAWING, SamplingState
+from outrider.runtime.policy.choice import NONE
+from outrider.runtime.rounds.buffers import MAX_CACHED, Lane, RoundBuffers, Shape, Step
+from outrider.runtime.rounds.logprobs import LogprobsRuns
+from outrider.runtime.rounds.sampling import ACCEPTING, DRAWING, SamplingState
 
 # For a slot that takes no part in a round: greedy, and one edit that changes nothing.
 NO_EDITS = np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1, len(EDITS)), dtype=np.float32)

@@ -1,0 +1,1 @@
+"""What the slots of the caches hold."""

@@ -1,0 +1,1 @@
+"""What an answer must be, and the tokens that may follow."""

@@ -1,0 +1,1 @@
+"""What decides on the drafter and on k."""

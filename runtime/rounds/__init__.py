@@ -1,0 +1,1 @@
+"""One round on the device, and what it reads and writes."""
