@@ -16,9 +16,9 @@ import outrider
 from outrider.bench.results import SCHEMA, Mode, Results
 from outrider.bench.simulator import Trace, compare
 from outrider.bench.summary import PLAIN, Answer, Answers, parts, summarize
+from outrider.builder.passes import Pass, Stopwatch, Timed, sampler_rows, sampling, steps
+from outrider.builder.workloads import Prompt
 from outrider.bundle.manifest import Build
-from outrider.calibration.passes import Pass, Stopwatch, Timed, sampler_rows, sampling, steps
-from outrider.calibration.workloads import Prompt
 from outrider.engines.device import Device
 from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress

@@ -99,7 +99,7 @@ def _measure(
     bundle: Path, workload: Path | None, each: int | None, report: Path | None, device: str | None, options: dict[str, Any]
 ) -> Results:
     from outrider.bench.measure import measure, modes
-    from outrider.calibration.workloads import SHIPPED, load
+    from outrider.builder.workloads import SHIPPED, load
     from outrider.runtime.generation import Outrider
 
     prompts = load(workload or SHIPPED, each)

@@ -12,7 +12,7 @@ import click
 
 from outrider.commands.options import device, drafter, number_or_auto
 from outrider.errors import FolderError, UsageError
-from outrider.serve.signals import handle_signals
+from outrider.serve.network.signals import handle_signals
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 KEYS = "OUTRIDER_API_KEYS"
@@ -133,14 +133,14 @@ def command(
         allow_special_tokens=allow_special_tokens,
     )
     if ray:
-        from outrider.serve import cluster
+        from outrider.serve.cluster import cluster
 
         log_as_json()
         on_gpu = (device or build.device) != "cpu"
         cpus = cpus or (1 if on_gpu else None)
         cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
     else:
-        from outrider.serve.server import HttpServer
+        from outrider.serve.network.server import HttpServer
 
         server = HttpServer(settings, host, port, drain)
         log_as_json()

@@ -49,8 +49,8 @@ The samplers
 ------------
 Five graphs turn logits into tokens: the `drafter` after each draft step, the `verifier` after a pass of the
 target, a `greedy_` variant of both for requests that take the most likely tokens and change no logits, and `logprobs` for
-requests that ask for them. `export/sampler.py` has what they compute. A sixth, `markov`, comes before the drafter where a block
-head has heads of its own; see `export/markov.py`. V is the width of the logits, of the draft's as of the
+requests that ask for them. `export/graph/sampler.py` has what they compute. A sixth, `markov`, comes before the drafter where a
+block head has heads of its own; see `export/heads/markov.py`. V is the width of the logits, of the draft's as of the
 target's, S the rows of the target's pass, N the entries of the edit table, and K the candidates of top_k and top_p.
 
 | tensor | type, shape | meaning |

@@ -10,8 +10,8 @@ from typing import Required, TypedDict, Unpack
 from outrider.bundle.folder import check_absent
 from outrider.bundle.manifest import READS_FEATURES
 from outrider.errors import UsageError
-from outrider.export.rounding import Rounding
-from outrider.export.source import MTP, NONE, Source
+from outrider.export.checkpoints.source import MTP, NONE, Source
+from outrider.export.weights.rounding import Rounding
 
 
 class Options(TypedDict, total=False):

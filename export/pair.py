@@ -37,8 +37,7 @@ from outrider.engines.contract import CONTEXT, CONTRACT_VERSION, MARKOV, SAMPLER
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.arguments import Arguments, Options
-from outrider.export.block_head import BlockCheckpoint, BlockHead
-from outrider.export.checkpoint import (
+from outrider.export.checkpoints.checkpoint import (
     TokenizerFiles,
     generation_defaults,
     load_model,
@@ -46,10 +45,16 @@ from outrider.export.checkpoint import (
     max_positions,
     read_config,
 )
-from outrider.export.draft_head import DraftHead, HeadCheckpoint, Target
-from outrider.export.eagle3 import Eagle3Checkpoint
-from outrider.export.markov import export_markov
-from outrider.export.mtp import MtpCheckpoint, has_mtp
+from outrider.export.checkpoints.source import CORRECT_CONFIG, MASK_TOKEN, Source
+from outrider.export.checkpoints.vocabulary import check_same_vocabulary
+from outrider.export.graph.sampler import sampler
+from outrider.export.graph.step_model import FEATURE_MIXER, feature_mixer, trace
+from outrider.export.heads.block_head import BlockCheckpoint, BlockHead
+from outrider.export.heads.draft_head import DraftHead, HeadCheckpoint, Target
+from outrider.export.heads.eagle3 import Eagle3Checkpoint
+from outrider.export.heads.markov import export_markov
+from outrider.export.heads.mtp import MtpCheckpoint, has_mtp
+from outrider.export.heads.short_head import ShortHead, frequent_tokens, propose
 from outrider.export.parity import (
     Exported,
     check_perplexity,
@@ -60,13 +65,8 @@ from outrider.export.parity import (
     sample_features,
     sample_tokens,
 )
-from outrider.export.quantize import pack, quantize_model
-from outrider.export.rounding import Rounding
-from outrider.export.sampler import sampler
-from outrider.export.short_head import ShortHead, frequent_tokens, propose
-from outrider.export.source import CORRECT_CONFIG, MASK_TOKEN, Source
-from outrider.export.step_model import FEATURE_MIXER, feature_mixer, trace
-from outrider.export.vocabulary import check_same_vocabulary
+from outrider.export.weights.quantize import pack, quantize_model
+from outrider.export.weights.rounding import Rounding
 from outrider.progress import SILENT, Progress
 
 HEADS: dict[str, type[HeadCheckpoint[Any, Any]]] = {

@@ -32,11 +32,11 @@ from outrider.engines.contract import (
 )
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import OutriderError, ParityError, SourceError, UnsupportedModelError
-from outrider.export.checkpoint import TokenizerFiles
+from outrider.export.checkpoints.checkpoint import TokenizerFiles
+from outrider.export.graph.recurrent import has_attention, is_empty, is_recurrent, recurrent_sizes
+from outrider.export.graph.step_model import CacheLayout, entering, feature_mixer
 from outrider.export.heldout import TEXT
-from outrider.export.recurrent import has_attention, is_empty, is_recurrent, recurrent_sizes
-from outrider.export.rounding import Rounding
-from outrider.export.step_model import CacheLayout, entering, feature_mixer
+from outrider.export.weights.rounding import Rounding
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows per run: shapes of prefill, decoding and verification
 CAPACITY = 32

@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 
 from outrider import __version__
 from outrider.errors import OutriderError
-from outrider.serve import chat, completions, responses, routes, tokenize
+from outrider.serve.api import chat, completions, responses, routes, tokenize
+from outrider.serve.api.errors import on_bug, on_http_error, on_invalid_body, on_library_error
 from outrider.serve.engine import EngineThread
-from outrider.serve.errors import on_bug, on_http_error, on_invalid_body, on_library_error
-from outrider.serve.guard import Guard
+from outrider.serve.network.guard import Guard
 from outrider.serve.settings import Settings
 
 

@@ -19,13 +19,13 @@ from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.scheduler import QueueFullError, Scheduler
-from outrider.serve.grammars import RemoteGrammars
+from outrider.serve.api.turns import Turns
 from outrider.serve.metrics import Metrics
-from outrider.serve.prompts import PromptEncoder
 from outrider.serve.settings import Settings
-from outrider.serve.turns import Turns
 from outrider.serve.watchdog import Watchdog, bug, warm_up
-from outrider.serve.workers import Workers
+from outrider.serve.workers.grammars import RemoteGrammars
+from outrider.serve.workers.prompts import PromptEncoder
+from outrider.serve.workers.workers import Workers
 
 LOGGER = logging.getLogger("outrider.serve")
 

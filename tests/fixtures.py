@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.export.checkpoint import load_model
+from outrider.export.checkpoints.checkpoint import load_model
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
 from outrider.export.parity import reference
-from outrider.export.source import Source
-from outrider.export.step_model import trace
 from outrider.runtime.generation import Outrider
 from outrider.tests.samplers import Graphs, sampler_graphs
 from outrider.tests.support import (

@@ -22,13 +22,13 @@ import pytest
 
 ACTIVITIES = {
     "tracing": ["torch.onnx:export"],
-    "quantizing": ["outrider.export.quantize:quantize_model", "outrider.export.quantize:pack"],
+    "quantizing": ["outrider.export.weights.quantize:quantize_model", "outrider.export.weights.quantize:pack"],
     "checking exports": ["outrider.export.parity:reference", "outrider.export.parity:Exported.results"],
     "measuring perplexity": ["outrider.export.parity:perplexity"],
     "exporting, the rest": ["outrider.export.pair:export"],
     "building": ["outrider.builder.build:build_engine"],
-    "timing passes": ["outrider.calibration.passes:measure"],
-    "acceptance": ["outrider.calibration.acceptance:measure_acceptance"],
+    "timing passes": ["outrider.builder.passes:measure"],
+    "acceptance": ["outrider.builder.acceptance:measure_acceptance"],
     "training": ["outrider.training.loop:fit"],
     "audits": ["outrider.audit.audit:audit"],
     "decoding": ["outrider.runtime.scheduler:Scheduler.step"],

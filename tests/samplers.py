@@ -14,7 +14,7 @@ import onnx_ir as ir
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
 from outrider.engines.contract import DECIDED, EDITS, SETTINGS, sampler_tensors
 from outrider.engines.device import Cpu, Engine, host_buffer
-from outrider.export.sampler import sampler
+from outrider.export.graph.sampler import sampler
 from outrider.runtime.rounds.reference import Edit, named_settings, verify, warp
 
 Array = npt.NDArray[Any]

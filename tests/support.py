@@ -46,10 +46,10 @@ from outrider.bundle.manifest import (
 from outrider.cli import main
 from outrider.engines.contract import CONTRACT_VERSION, INPUT_IDS, LOGITS_ROWS, CacheTensor, window_buckets
 from outrider.engines.session import Session
+from outrider.export.graph.step_model import CacheLayout
+from outrider.export.heads.short_head import frequent_tokens
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported
-from outrider.export.short_head import frequent_tokens
-from outrider.export.step_model import CacheLayout
 from outrider.runtime import drafters
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -73,8 +73,8 @@ def test_the_reference_has_every_field_of_the_manifest() -> None:
 
 
 def test_the_reference_has_every_http_parameter() -> None:
-    from outrider.serve.protocol import ChatRequest, CompletionRequest
-    from outrider.serve.responses_protocol import ResponsesRequest
+    from outrider.serve.api.protocol import ChatRequest, CompletionRequest
+    from outrider.serve.api.responses_protocol import ResponsesRequest
 
     page = (ROOT / "docs" / "reference" / "http-api.md").read_text()
     for name in {**CompletionRequest.model_fields, **ChatRequest.model_fields, **ResponsesRequest.model_fields}:
@@ -82,8 +82,8 @@ def test_the_reference_has_every_http_parameter() -> None:
 
 
 def test_the_reference_lists_what_is_accepted_without_effect() -> None:
-    import outrider.serve.responses_protocol  # noqa: F401  # its kinds count, too
-    from outrider.serve.protocol import Strict
+    import outrider.serve.api.responses_protocol  # noqa: F401  # its kinds count, too
+    from outrider.serve.api.protocol import Strict
 
     def fields(kind: type[Strict]) -> set[str]:
         return set(kind.no_effect).union(*map(fields, kind.__subclasses__()))

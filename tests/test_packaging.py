@@ -23,12 +23,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bundle": {"engines"},
     "backends": {"bundle", "engines"},
     "runtime": {"backends", "bundle", "engines"},
-    "calibration": {"backends", "bundle", "engines", "runtime"},
     "export": {"backends", "bundle", "engines", "runtime"},
-    "builder": {"backends", "bundle", "calibration", "engines", "runtime"},
+    "builder": {"backends", "bundle", "engines", "runtime"},
     "training": {"backends", "builder", "bundle", "engines", "export", "runtime"},
     "audit": {"backends", "bundle", "engines", "runtime"},
-    "bench": {"backends", "bundle", "calibration", "engines", "runtime"},
+    "bench": {"backends", "builder", "bundle", "engines", "runtime"},
     "serve": {"bundle", "engines", "runtime"},
     "commands": {
         "audit",
@@ -36,7 +35,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bench",
         "builder",
         "bundle",
-        "calibration",
         "engines",
         "export",
         "runtime",
@@ -154,7 +152,7 @@ def test_the_wheel_holds_every_module_and_no_stray_one(wheel: Path) -> None:
     trained = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"outrider/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     expected |= {f"outrider/{name}" for name in MODULES} | {"outrider/py.typed"}
-    expected |= {"outrider/bench/report.html", "outrider/calibration/workloads.jsonl", "outrider/serve/page.html"}
+    expected |= {"outrider/bench/report.html", "outrider/builder/workloads.jsonl", "outrider/serve/api/page.html"}
     assert trained == expected
 
 

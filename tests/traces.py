@@ -15,7 +15,8 @@ from torch import nn
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.export import markov, step_model, tracing
+from outrider.export.graph import step_model, tracing
+from outrider.export.heads import markov
 
 _trace = tracing.to_onnx
 

@@ -12,7 +12,7 @@ import msgspec
 
 from outrider.bundle.folder import check_absent
 from outrider.errors import UsageError
-from outrider.export.source import Source
+from outrider.export.checkpoints.source import Source
 from outrider.runtime.params import SamplingParams
 from outrider.training.texts import Sample, read_texts
 

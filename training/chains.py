@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
-from outrider.export.step_model import HeldLayer
+from outrider.export.graph.step_model import HeldLayer
 
 ATTENTION = "outrider_chains"
 

@@ -14,14 +14,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.errors import UnsupportedModelError
-from outrider.export.checkpoint import load_model, read_config
-from outrider.export.draft_head import LAYERS, Target
-from outrider.export.draft_head_config import THETA
-from outrider.export.eagle3 import MIDLAYER, Eagle3Checkpoint
-from outrider.export.eagle3_config import HeadConfig
-from outrider.export.short_head import output_head
-from outrider.export.source import Source
-from outrider.export.step_model import decoder_layers, entering
+from outrider.export.checkpoints.checkpoint import load_model, read_config
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import decoder_layers, entering
+from outrider.export.heads.draft_head import LAYERS, Target
+from outrider.export.heads.draft_head_config import THETA
+from outrider.export.heads.eagle3 import MIDLAYER, Eagle3Checkpoint
+from outrider.export.heads.eagle3_config import HeadConfig
+from outrider.export.heads.short_head import output_head
 from outrider.runtime.drafters.head import HeadDrafter
 from outrider.training.answers import Example
 from outrider.training.arguments import Arguments

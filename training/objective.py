@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from outrider.export.source import Source
+from outrider.export.checkpoints.source import Source
 from outrider.runtime.stats import Stats
 from outrider.training.answers import Example
 from outrider.training.arguments import Arguments

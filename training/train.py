@@ -16,9 +16,9 @@ from outrider.builder.build import build_engine
 from outrider.bundle.folder import staged, write_error
 from outrider.bundle.manifest import TOKENIZER, Manifest
 from outrider.errors import FolderError, ParityError, SourceError, UnsupportedModelError, UsageError, VocabularyMismatchError
-from outrider.export.checkpoint import load_tokenizer, read_config
+from outrider.export.checkpoints.checkpoint import load_tokenizer, read_config
+from outrider.export.checkpoints.source import NONE, Source
 from outrider.export.pair import export_pair
-from outrider.export.source import NONE, Source
 from outrider.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.cache_utils import DynamicCache
 
-from outrider.export.mtp import MtpHead
+from outrider.export.heads.mtp import MtpHead
 
 HERE = Path(__file__).resolve().parent
 PAIR = HERE.parent / "tiny-pair"

@@ -30,12 +30,12 @@ from outrider.backends.rewriting.spare_row import SpareRow
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build, model_file
 from outrider.errors import OutriderWarning
-from outrider.export.checkpoint import load_tokenizer
+from outrider.export.checkpoints.checkpoint import load_tokenizer
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import CacheLayout, trace
 from outrider.export.parity import CHUNKS, Exported, reference
-from outrider.export.quantize import pack, quantize_model
-from outrider.export.rounding import Rounding
-from outrider.export.source import Source
-from outrider.export.step_model import CacheLayout, trace
+from outrider.export.weights.quantize import pack, quantize_model
+from outrider.export.weights.rounding import Rounding
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams

@@ -23,7 +23,7 @@ from outrider.bench.report import assessment, markdown
 from outrider.bench.results import SCHEMA, Mode, Percentiles, Results, changes, read
 from outrider.bench.simulator import Trace, regrets
 from outrider.bench.summary import Answer
-from outrider.calibration.workloads import SHIPPED, Prompt, load
+from outrider.builder.workloads import SHIPPED, Prompt, load
 from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.policy.choice import AUTO, NONE

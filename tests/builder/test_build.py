@@ -13,9 +13,9 @@ import pytest
 import outrider.builder.build as build_module
 from outrider.backends.open import open_bundle
 from outrider.builder.build import build_engine
+from outrider.builder.passes import measure
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import ROLES
-from outrider.calibration.passes import measure
 from outrider.engines.contract import DRAFT_SAMPLERS, SAMPLERS
 from outrider.errors import EngineError, FolderError, UsageError
 from outrider.progress import SILENT

@@ -29,10 +29,10 @@ from outrider.engines.arrays import Floats
 from outrider.engines.contract import DOMAIN, GATED, GATED_DELTA, window_buckets
 from outrider.engines.session import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
-from outrider.export.checkpoint import load_model, max_positions, read_config
+from outrider.export.checkpoints.checkpoint import load_model, max_positions, read_config
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import CacheLayout, trace
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
-from outrider.export.source import Source
-from outrider.export.step_model import CacheLayout, trace
 from outrider.tests.export import models_page, recurrent_models
 from outrider.tests.support import Fused, rtx_job
 

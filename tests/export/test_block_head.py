@@ -19,13 +19,13 @@ from outrider.engines.contract import BLOCK_STATE, CONTEXT, cache_tensors, step_
 from outrider.engines.device import Cpu
 from outrider.engines.session import GraphSession, Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
-from outrider.export.block_head import BlockCheckpoint, BlockHead
-from outrider.export.draft_head import FeatureMixer, Target
-from outrider.export.markov import MarkovStep, export_markov
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import CacheLayout, trace
+from outrider.export.heads.block_head import BlockCheckpoint, BlockHead
+from outrider.export.heads.draft_head import FeatureMixer, Target
+from outrider.export.heads.markov import MarkovStep, export_markov
 from outrider.export.pair import export_pair
 from outrider.export.parity import open_graph
-from outrider.export.source import Source
-from outrider.export.step_model import CacheLayout, trace
 from outrider.tests.export.block_head import weights
 from outrider.tests.support import PAIR, build, llama, random_block_head, rtx_job, write_checkpoint
 

@@ -22,11 +22,11 @@ from outrider.engines.contract import cache_tensors, step_tensors, window_bucket
 from outrider.engines.device import Cpu
 from outrider.engines.session import GraphSession, Pass, Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
-from outrider.export.draft_head import Target
-from outrider.export.eagle3 import Eagle3Checkpoint
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import CacheLayout, trace
+from outrider.export.heads.draft_head import Target
+from outrider.export.heads.eagle3 import Eagle3Checkpoint
 from outrider.export.pair import export_pair
-from outrider.export.source import Source
-from outrider.export.step_model import CacheLayout, trace
 from outrider.tests.export import models_page
 from outrider.tests.export.eagle3 import weights
 from outrider.tests.support import WIDTH, llama, rtx_job, write_checkpoint

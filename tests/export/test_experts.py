@@ -17,14 +17,14 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.tensorrt.process import build_plan
 from outrider.engines.session import GraphSession
 from outrider.errors import OutriderWarning
-from outrider.export.checkpoint import load_model, load_tokenizer
-from outrider.export.experts import BlockExperts
+from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.experts import BlockExperts
+from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
 from outrider.export.parity import reference
-from outrider.export.quantize import pack, quantize_model
-from outrider.export.rounding import Rounding
-from outrider.export.source import Source
-from outrider.export.step_model import trace
+from outrider.export.weights.quantize import pack, quantize_model
+from outrider.export.weights.rounding import Rounding
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export.recurrent_models import COMMON, DELTA

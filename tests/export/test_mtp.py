@@ -15,12 +15,12 @@ from transformers.cache_utils import DynamicCache
 from outrider.bundle.manifest import Manifest
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.arguments import Arguments
-from outrider.export.checkpoint import load_model, read_config
-from outrider.export.draft_head import Target
-from outrider.export.mimo import MiMoConfig
-from outrider.export.mtp import MtpCheckpoint, MtpHead, has_mtp
+from outrider.export.checkpoints.checkpoint import load_model, read_config
+from outrider.export.checkpoints.mimo import MiMoConfig
+from outrider.export.checkpoints.source import Source
+from outrider.export.heads.draft_head import Target
+from outrider.export.heads.mtp import MtpCheckpoint, MtpHead, has_mtp
 from outrider.export.pair import export_pair
-from outrider.export.source import Source
 from outrider.tests.export.recurrent_models import COMMON, CONFIGS, EXPERTS
 from outrider.tests.support import write_checkpoint
 

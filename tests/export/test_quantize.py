@@ -23,13 +23,13 @@ from outrider.audit.prompts import PROMPTS
 from outrider.backends.onnxruntime.engine import session_options
 from outrider.bundle.folder import check_files, read_manifest
 from outrider.errors import ParityError, UsageError
-from outrider.export.checkpoint import load_model, load_tokenizer
+from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported, reference, sample_tokens
-from outrider.export.quantize import MIN_IMPORTANCE, SCALE_FACTORS, dequantize, pack, quantize, quantize_model
-from outrider.export.rounding import Rounding
-from outrider.export.source import Source
-from outrider.export.step_model import trace
+from outrider.export.weights.quantize import MIN_IMPORTANCE, SCALE_FACTORS, dequantize, pack, quantize, quantize_model
+from outrider.export.weights.rounding import Rounding
 from outrider.runtime.generation import Outrider
 from outrider.tests.export.test_architectures import COMMON
 from outrider.tests.support import PAIR, SHIPPED, build, llama, run_here, write_checkpoint

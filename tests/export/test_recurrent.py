@@ -17,10 +17,10 @@ from outrider.engines.contract import recent_rows, step_tensors, window_buckets
 from outrider.engines.device import Cpu
 from outrider.engines.session import GraphSession, Sizes
 from outrider.errors import EngineError, UnsupportedModelError
-from outrider.export.checkpoint import load_model
+from outrider.export.checkpoints.checkpoint import load_model
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import CacheLayout
 from outrider.export.parity import reference
-from outrider.export.source import Source
-from outrider.export.step_model import CacheLayout
 from outrider.tests.export.recurrent_models import COMMON, CONFIGS
 
 CAPACITY, K, SLOTS, CHUNK, ROUNDS = 96, 4, 2, 9, 100

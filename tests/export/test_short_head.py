@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from outrider.backends.open import open_bundle, open_engines
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
+from outrider.export.heads.short_head import frequent_tokens
 from outrider.export.pair import export_pair
-from outrider.export.short_head import frequent_tokens
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.support import PAIR, SHIPPED, TEXT, VOCABULARY, build, run_here, tokenizer

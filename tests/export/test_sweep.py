@@ -25,10 +25,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from outrider.backends.onnxruntime.engine import first_line
 from outrider.errors import OutriderError, ParityError
-from outrider.export.checkpoint import load_model, read_config
+from outrider.export.checkpoints.checkpoint import load_model, read_config
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import trace
 from outrider.export.parity import CHUNKS, Exported, reference
-from outrider.export.source import Source
-from outrider.export.step_model import trace
 from outrider.tests.export import models_page
 from outrider.tests.export.recurrent_models import CONFIGS
 from outrider.tests.support import write_checkpoint

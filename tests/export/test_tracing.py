@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.export.checkpoint import load_model
+from outrider.export.checkpoints.checkpoint import load_model
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import trace
+from outrider.export.graph.tracing import to_onnx
 from outrider.export.parity import open_graph, reference
-from outrider.export.source import Source
-from outrider.export.step_model import trace
-from outrider.export.tracing import to_onnx
 from outrider.tests.support import llama, write_checkpoint
 from outrider.tests.traces import share_traces
 

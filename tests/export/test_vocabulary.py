@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import VocabularyMismatchError
-from outrider.export.checkpoint import TokenizerFiles
-from outrider.export.vocabulary import check_same_vocabulary
+from outrider.export.checkpoints.checkpoint import TokenizerFiles
+from outrider.export.checkpoints.vocabulary import check_same_vocabulary
 from outrider.tests.support import END, tokenizer
 
 

@@ -13,12 +13,12 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from outrider.audit.controls import RandomPolicy
 from outrider.engines.contract import CONTEXT
-from outrider.export.block_head import BlockCheckpoint
-from outrider.export.draft_head import HeadCheckpoint, Target
-from outrider.export.eagle3 import Eagle3Checkpoint
-from outrider.export.markov import MarkovStep
-from outrider.export.source import Source
-from outrider.export.step_model import entering
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.step_model import entering
+from outrider.export.heads.block_head import BlockCheckpoint
+from outrider.export.heads.draft_head import HeadCheckpoint, Target
+from outrider.export.heads.eagle3 import Eagle3Checkpoint
+from outrider.export.heads.markov import MarkovStep
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams

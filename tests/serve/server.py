@@ -21,7 +21,7 @@ import filelock
 
 from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.commands.serve import LOOPBACK
-from outrider.serve.server import HttpServer
+from outrider.serve.network.server import HttpServer
 from outrider.serve.settings import Settings
 from outrider.tests.support import COMMAND, build, reseal
 

@@ -22,7 +22,7 @@ import pytest
 from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.serve.signals import ENDING
+from outrider.serve.network.signals import ENDING
 from outrider.tests.serve.server import Reached, Server, chat_bundle, fetch, serving, serving_here
 from outrider.tests.support import ROOT, run_here
 

@@ -25,13 +25,13 @@ from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.scheduler import QueueFullError
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.text import Text, TextStream
+from outrider.serve.api.protocol import CompletionLogprobs
+from outrider.serve.api.turns import Turns
 from outrider.serve.app import create_app
 from outrider.serve.engine import NotReadyError, Result, TimedOutError
 from outrider.serve.metrics import Metrics
-from outrider.serve.protocol import CompletionLogprobs
 from outrider.serve.settings import Settings
-from outrider.serve.turns import Turns
-from outrider.serve.worker_main import Job
+from outrider.serve.workers.worker_main import Job
 from outrider.tests.serve.families import text_of
 from outrider.tests.support import END, sentencepiece
 

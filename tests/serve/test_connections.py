@@ -10,8 +10,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from outrider.serve import connections
-from outrider.serve.connections import Connection, listen
+from outrider.serve.network import connections
+from outrider.serve.network.connections import Connection, listen
 
 ASKED = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from outrider.serve import bodies, guard
-from outrider.serve.bodies import BodyBudget
-from outrider.serve.errors import ApiError, on_http_error
-from outrider.serve.guard import Guard
+from outrider.serve.api import bodies
+from outrider.serve.api.bodies import BodyBudget
+from outrider.serve.api.errors import ApiError, on_http_error
 from outrider.serve.metrics import Metrics
+from outrider.serve.network import guard
+from outrider.serve.network.guard import Guard
 from outrider.serve.settings import Settings
 
 KEYS = ("first-key", "second-key", "third-key")

@@ -16,9 +16,9 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError
 
-from outrider.serve.cluster import Router
-from outrider.serve.ingress import MAX_ATTEMPTS, Ingress
-from outrider.serve.replica import HEALTH_CHECK_PERIOD, ReplicaRegistry
+from outrider.serve.cluster.cluster import Router
+from outrider.serve.cluster.ingress import MAX_ATTEMPTS, Ingress
+from outrider.serve.cluster.replica import HEALTH_CHECK_PERIOD, ReplicaRegistry
 from outrider.serve.settings import Settings
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}

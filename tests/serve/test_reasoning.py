@@ -21,8 +21,8 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.text import Text
-from outrider.serve.answer import Answers
-from outrider.serve.reasoning import MARKS, ReasoningSplitter, Split
+from outrider.serve.api.answer import Answers
+from outrider.serve.api.reasoning import MARKS, ReasoningSplitter, Split
 from outrider.serve.tools.base import Part
 from outrider.tests.serve.server import Reached, serving_here
 from outrider.tests.support import build, llama, tokenizer, write_checkpoint

@@ -23,11 +23,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
+from outrider.serve.api.bodies import check_text, count_values
+from outrider.serve.api.errors import ApiError
+from outrider.serve.api.protocol import ChatRequest, CompletionRequest
 from outrider.serve.app import create_app
-from outrider.serve.bodies import check_text, count_values
 from outrider.serve.engine import EngineThread
-from outrider.serve.errors import ApiError
-from outrider.serve.protocol import ChatRequest, CompletionRequest
 from outrider.serve.settings import Settings
 from outrider.tests.serve.server import Server, chat_bundle, fetch, serving
 from outrider.tests.support import run_here

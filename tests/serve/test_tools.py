@@ -22,9 +22,9 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.text import TextStream
-from outrider.serve.answer import Answers
-from outrider.serve.errors import ApiError
-from outrider.serve.protocol import Function
+from outrider.serve.api.answer import Answers
+from outrider.serve.api.errors import ApiError
+from outrider.serve.api.protocol import Function
 from outrider.serve.tools import family_of
 from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader
 from outrider.tests.serve.families import EXAMPLES, text_of

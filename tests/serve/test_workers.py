@@ -20,18 +20,18 @@ from outrider.runtime.grammar.grammar import GrammarError, LocalGrammars, Matche
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.text.chat_template import ChatTemplate
 from outrider.runtime.text.text import PromptTooLongError, Text
-from outrider.serve import grammars as serve_grammars
-from outrider.serve.grammars import GrammarBusyError, RemoteGrammars, RemoteMatcher
-from outrider.serve.prompts import PromptEncoder
-from outrider.serve.worker_main import LAST, MEMORY, NICE, Job
-from outrider.serve.workers import Workers
+from outrider.serve.workers import grammars as serve_grammars
+from outrider.serve.workers.grammars import GrammarBusyError, RemoteGrammars, RemoteMatcher
+from outrider.serve.workers.prompts import PromptEncoder
+from outrider.serve.workers.worker_main import LAST, MEMORY, NICE, Job
+from outrider.serve.workers.workers import Workers
 from outrider.tests.support import tokenizer
 
 VOCABULARY = tokenizer().get_vocab_size()
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = "{% if messages[0].content == 'loop' %}" + LOOPS + "{% endif %}{{ messages[0].content }}"
 LIMITS = {"JOB_SECONDS": 1, "GRAMMAR_SECONDS": 0.6, "MASK_SECONDS": 0.3, "BURST": 0.4, "SHARE": 0, "GRAMMAR_MEMORY": 32 << 20}
-HASTY = f"import outrider.serve.worker_main as it; it.__dict__.update({LIMITS}); it.main()"
+HASTY = f"import outrider.serve.workers.worker_main as it; it.__dict__.update({LIMITS}); it.main()"
 LETTERS = StructuredOutputs(regex="(ab|b){1,40}")
 AMBIGUOUS = StructuredOutputs(grammar='start: s\ns: s s | s s s | "a" |')
 FACTORS = [{"type": "integer", "multipleOf": each} for each in (4, 5, 7, 11, 13)]
@@ -42,13 +42,13 @@ def workers() -> Iterator[Workers]:
     started = subprocess.Popen
 
     def hasty(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[1:4] == ["-P", "-m", "outrider.serve.worker_main"]
+        assert command[1:4] == ["-P", "-m", "outrider.serve.workers.worker_main"]
         return started([sys.executable, "-P", "-c", HASTY, *command[4:]], **options)
 
     made = Workers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", hasty)
-        patch.setattr("outrider.serve.prompts.JOB_SECONDS", LIMITS["JOB_SECONDS"])
+        patch.setattr("outrider.serve.workers.prompts.JOB_SECONDS", LIMITS["JOB_SECONDS"])
         patch.setattr(serve_grammars, "GRAMMAR_SECONDS", LIMITS["GRAMMAR_SECONDS"])
         made.start(Text(tokenizer(), ChatTemplate(TEMPLATE, {})), VOCABULARY, [0])
         yield made

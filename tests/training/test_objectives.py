@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.export.source import Source
+from outrider.export.checkpoints.source import Source
 from outrider.tests.runtime.test_proposals import HeadReference, ParallelReference, Reference
 from outrider.tests.support import PAIR, parallel_draft
 from outrider.training.answers import Example

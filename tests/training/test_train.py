@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.bundle.folder import read_manifest
 from outrider.errors import ParityError, UnsupportedModelError
-from outrider.export.source import Source
+from outrider.export.checkpoints.source import Source
 from outrider.runtime.stats import Stats
 from outrider.tests.support import COMMAND, PAIR, SHIPPED, full_disk, llama, run_here, write_checkpoint
 from outrider.training.eagle3 import new_config, open_head

@@ -1,0 +1,41 @@
+"""Measures how often the target accepts what a bundle's drafters propose, on prompts that ship with Outrider."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.backends.open import open_engines
+from outrider.builder.workloads import SHIPPED, load
+from outrider.bundle.manifest import CHAT_TEMPLATE, Build, Manifest
+from outrider.progress import SILENT, Progress
+from outrider.runtime.drafters.base import DeviceDrafter
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.text.text import Text
+
+ANSWER_TOKENS = 32  # of each prompt
+
+
+def measure_acceptance(folder: Path, manifest: Manifest, build: Build, progress: Progress = SILENT) -> dict[str, float]:
+    """Return, for each drafter that runs on the device, the share of the target's own greedy tokens that would have been the
+    drafter's, over the beginnings of answers to a shipped prompt of each workload. A drafter is missing if too few prompts fit
+    or the answers end at once.
+
+    Raises:
+        EngineError: an engine does not run here, or the logits contain NaN or infinity.
+        UsageError: the chat template refuses a prompt.
+    """
+    with Outrider(open_engines(folder, manifest, build), Text.load(folder, manifest)) as outrider:
+        drafters = {name: each for name, each in outrider.decoder.drafters.items() if isinstance(each, DeviceDrafter)}
+        chat = CHAT_TEMPLATE in manifest.files
+        prompts = [outrider.text.encode(prompt.prompt, chat=chat) for prompt in load(SHIPPED, each=1)] if drafters else []
+        prompts = [ids for ids in prompts if len(ids) + ANSWER_TOKENS <= build.capacity]
+        agreed: dict[str, list[bool]] = {name: [] for name in drafters}
+        progress.stage("measuring acceptance", len(prompts))
+        for ids in prompts:
+            events = outrider.generate(ids, SamplingParams(max_new_tokens=ANSWER_TOKENS), k=0)
+            tokens = [token for event in events for token in event.token_ids]
+            for name, drafter in drafters.items():
+                agreed[name] += drafter.agreement(ids, tokens)[0]
+            progress.advance(1)
+    return {name: round(sum(each) / len(each), 3) for name, each in agreed.items() if len(each) >= ANSWER_TOKENS}

@@ -1,0 +1,1 @@
+"""Reads the checkpoints that others write."""

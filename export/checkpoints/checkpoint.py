@@ -1,0 +1,294 @@
+"""Load the model and the tokenizer of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import InvalidVersion, Version
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+import outrider.export.checkpoints.mimo  # noqa: F401  # registers its classes with transformers
+from outrider.bundle.manifest import Generation
+from outrider.engines.precisions import PRECISIONS
+from outrider.errors import SourceError, UnsupportedModelError, UsageError
+from outrider.export.checkpoints.gguf_file import GgufFile
+from outrider.export.checkpoints.gguf_tokenizer import amend_tokenizer
+from outrider.export.checkpoints.source import AGAIN, CORRECT_CONFIG, Source
+from outrider.runtime.text.chat_template import CORRECT, ChatTemplate, with_tools
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+EARLIER_SETTINGS = frozenset(
+    ("_name_or_path", "auto_map", "model_type", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
+)
+DEFAULT, TOOL_USE = "default", "tool_use"  # the names of chat templates that transformers chooses by itself
+MOST_POSITIONS, MOST_TOKENS = 2**40, 2**24
+CORRECT_TOKENIZER = "correct the checkpoint's tokenizer.json, or download it again"
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def read_config(source: Source) -> Any:
+    """Read the model's configuration.
+
+    Raises:
+        UnsupportedModelError: an encoder-decoder, or no language model, or one that a later transformers wrote with settings
+            that this one does not know. Whatever else is unsupported fails when the model runs or is traced.
+    """
+    source.config()  # checks it, as this does
+    file = _gguf_file(source)
+    config = source.read("configuration", AutoConfig)
+    if file is not None:
+        file.amend(config)
+    _check_text(source, config)
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{source.name} ({kind}) is not a causal language model in transformers")
+    _check_settings(source, config)
+    return config
+
+
+def _gguf_file(source: Source) -> GgufFile | None:
+    return GgufFile.read(Path(source.location, source.options["gguf_file"])) if source.options else None
+
+
+def _check_text(source: Source, config: Any) -> None:
+    """Refuse what is no configuration inside another, and numbers of it that transformers does not check."""
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # there are several
+        raise SourceError(f"{source.name}: {error}", CORRECT_CONFIG) from error
+    if not isinstance(text, PreTrainedConfig):
+        raise SourceError(f"the text_config of {source.name} is {text!r:.50}, not a configuration", CORRECT_CONFIG)
+    for entry in _rope_entries(text):
+        for key in ("original_max_position_embeddings", "factor"):
+            value = entry.get(key)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < MOST_POSITIONS):
+                raise SourceError(f"the rotary embedding of {source.name} has {key} = {value!r:.50}", CORRECT_CONFIG)
+
+
+def _rope_entries(text: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of each rotary embedding: there is one for each kind of layer, or one."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
+
+
+def _check_settings(source: Source, config: Any) -> None:
+    """Refuse settings of a later transformers, which this one would ignore. Others that it does not know mean nothing to it in
+    any version, as those of trainers and of other servers."""
+    given = source.config()
+    try:
+        later = Version(str(given.get("transformers_version"))) > Version(transformers.__version__)
+    except InvalidVersion:
+        return
+    text = config.get_text_config()
+    parts = [(given, config)] if text is config else [(given, config), (given.get("text_config") or {}, text)]
+    unknown = {name for part, own in parts for name, value in part.items() if value and name not in _settings(type(own))}
+    if later and unknown:
+        raise UnsupportedModelError(
+            f"{source.name} is from transformers {given['transformers_version']}, and {transformers.__version__} does not know"
+            f" its {', '.join(sorted(unknown))}",
+            "upgrade transformers",
+        )
+
+
+def _settings(kind: type[Any]) -> set[str]:
+    """Return the names that a configuration of this class may have, those of earlier versions included."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    with contextlib.suppress(Exception):  # a class may have no default that it accepts
+        names |= set(kind().to_dict())
+    return names | set(kind.attribute_map) | set(kind.sub_configs) | EARLIER_SETTINGS
+
+
+def learned_positions(model: PreTrainedModel) -> range | None:
+    """Return the rows of a model's table of positions that a text may use, from that of its first token on; None of models
+    without such a table."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()]
+    known = [each for each in tables if limit and limit <= each.num_embeddings <= limit + 2]  # OPT's has two more
+    if limit is None or not known:
+        return None
+    padding = known[0].padding_idx  # RoBERTa's positions begin behind that of padding
+    return range(0 if padding is None else padding + 1, limit)
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return the longest text that a graph of the model is right for; None if there is no limit.
+
+    Where a rotary embedding depends on the length of the text ("dynamic", "longrope"), it is that up to which it does not.
+    Where it is stretched from an original length, it is at least that times the factor: recipes leave
+    `max_position_embeddings` as it was.
+    """
+    text, places = model.config.get_text_config(), learned_positions(model)  # the same object, except in multimodal models
+    limit: int | None = getattr(text, "max_position_embeddings", None) if places is None else len(places)
+    entries = _rope_entries(text)
+    if limit is not None and places is None:
+        limit = max(limit, min(_stretched(entry, limit) for entry in entries))
+    original = [entry.get("original_max_position_embeddings") for entry in entries if _scales_by_length(entry.get("rope_type"))]
+    return min([each for each in (limit, *original) if each is not None], default=None)
+
+
+def _stretched(rope: dict[str, Any], limit: int) -> int:
+    """Return the length up to which positions of a rotary embedding are within those of its training, divided by its factor."""
+    if rope.get("rope_type") not in ("yarn", "linear"):
+        return limit
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    return limit if original is None or factor is None else int(original * factor)
+
+
+def _scales_by_length(rope_type: object) -> bool:
+    return rope_type in LENGTH_DEPENDENT_ROPE
+
+
+def _fix_rotary_embeddings(model: PreTrainedModel) -> None:
+    """Keep rotary embeddings as they are for texts of up to `max_positions` tokens, instead of asking in each pass."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {name: "default" if _scales_by_length(each) else each for name, each in kind.items()}
+        elif _scales_by_length(kind):
+            module.rope_type = "default"
+
+
+def set_experts(model: PreTrainedModel) -> None:
+    """Make experts gather the weights of those that are chosen: the default, grouped_mm, cannot be exported to ONNX."""
+    possible = getattr(model, "_can_set_experts_implementation", None)
+    if possible is not None and possible():
+        model.set_experts_implementation("batched_mm")
+
+
+def load_model(source: Source, precision: str) -> PreTrainedModel:
+    """Load the model on the CPU, in fp32 if its weights are to be quantized and else in `precision`.
+
+    Raises:
+        SourceError: the model cannot be read, or weights are missing or have the wrong shape.
+    """
+    file = _gguf_file(source)
+    model, report = source.read(
+        "weights",
+        AutoModelForCausalLM,
+        **({} if file is None else {"config": read_config(source)}),
+        dtype=getattr(torch, PRECISIONS[precision].dtype),  # weights are quantized after loading
+        attn_implementation="eager",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, by name
+    )
+    missing = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
+    if missing:
+        raise SourceError(
+            f"{len(missing)} weights of {source.name} are missing or have the wrong shape; the first is {missing[0]}",
+            AGAIN,
+        )
+    set_experts(model)
+    if file is not None:
+        file.finish(model)
+        # Its weights are plain tensors now, and may be written as such.
+        model.hf_quantizer, model.is_quantized = None, False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    _fix_rotary_embeddings(model)
+    model.requires_grad_(False)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The parts of a tokenizer that a bundle contains, as plain data."""
+
+    json: str  # the contents of tokenizer.json
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_token_id: int | None
+
+    def vocabulary(self) -> dict[int, str]:
+        """Return the tokens by id, including added tokens."""
+        data = json.loads(self.json)
+        model = data["model"]["vocab"]
+        tokens = model.items() if isinstance(model, dict) else ((entry[0], index) for index, entry in enumerate(model))
+        vocabulary = {index: token for token, index in tokens}
+        return vocabulary | {added["id"]: added["content"] for added in data["added_tokens"]}
+
+
+def load_tokenizer(source: Source) -> TokenizerFiles:
+    """Load the tokenizer of a checkpoint.
+
+    Raises:
+        SourceError: the checkpoint has no tokenizer, or it has no fast (Rust) version.
+    """
+    tokenizer = source.read("tokenizer", AutoTokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SourceError(f"{source.name} has only a slow tokenizer, without a tokenizer.json", "convert it with transformers")
+    if (file := _gguf_file(source)) is not None:
+        amend_tokenizer(file, tokenizer)
+    token, largest = max(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1), default=("", 0))
+    if largest >= MOST_TOKENS:  # what lists all ids would use up the memory
+        raise SourceError(f"{source.name} gives the token {token!r} the id {largest:,}", CORRECT_TOKENIZER)
+    special = {name: str(getattr(tokenizer, name)) for name in SPECIAL_TOKENS if getattr(tokenizer, name, None)}
+    template = _chat_template(source, tokenizer.chat_template)
+    if template is not None:
+        try:
+            ChatTemplate(template, special).check()
+        except UsageError as error:
+            raise SourceError(f"{source.name}: {error}", error.hint) from error
+    return TokenizerFiles(backend.to_str(), template, special, tokenizer.eos_token_id)
+
+
+def _chat_template(source: Source, given: object) -> str | None:
+    """Return the chat template of a tokenizer, made of two if there is one for tools, which is for requests with tools.
+
+    Raises:
+        SourceError: it is not text, or none of several is the default.
+    """
+    named: dict[Any, Any] = given if isinstance(given, dict) else {} if given is None else {DEFAULT: given}
+    if (file := _gguf_file(source)) is not None:
+        of_tools = file.metadata.get(f"tokenizer.chat_template.{TOOL_USE}")
+        named |= {} if of_tools is None else {TOOL_USE: of_tools}
+    elif not named and _has(source, "chat_template.json") and (of_processor := source.object("chat_template.json")):
+        named = {DEFAULT: of_processor.get("chat_template")}
+    if wrong := [repr(each)[:50] for each in named.values() if not _is_text(each)]:
+        raise SourceError(f"the chat template of {source.name} is {wrong[0]}, not text", CORRECT)
+    if len(named) < 2:
+        return next(iter(named.values()), None)
+    if DEFAULT not in named:
+        names = ", ".join(sorted(map(str, named)))
+        raise SourceError(f"{source.name} has the chat templates {names}, and no {DEFAULT}", f"call one of them {DEFAULT}")
+    return with_tools(named[DEFAULT], named[TOOL_USE]) if TOOL_USE in named else named[DEFAULT]
+
+
+def _is_text(value: object) -> bool:
+    """Return whether a value of JSON is text that UTF-8 can hold: half a surrogate pair is none."""
+    return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
+
+
+def _has(source: Source, name: str) -> bool:
+    """Return whether a checkpoint has a file; without a connection, whether it was downloaded."""
+    try:
+        return source.file(name) is not None
+    except SourceError:
+        return False
+
+
+def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Generation:
+    """Return the end-of-text ids from the generation configuration, or else from the model's, or else from the tokenizer."""
+    configs = (model.generation_config, model.config, model.config.get_text_config())
+    declared = [getattr(config, "eos_token_id", None) for config in configs]
+    eos = next((eos for eos in (*declared, tokenizer.eos_token_id) if eos is not None), None)
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if wrong := [each for each in ids if not isinstance(each, int) or isinstance(each, bool)]:
+        raise SourceError(
+            f"texts of {model.name_or_path} end with {wrong[0]!r:.50} (eos_token_id), not a token's id", CORRECT_CONFIG
+        )
+    return Generation(eos_token_ids=ids, special_tokens=tokenizer.special_tokens)

@@ -1,0 +1,272 @@
+"""Reads what a GGUF file says about its model, and makes transformers' configuration say the same.
+
+transformers reads the tensors, and some of the metadata; the rest it leaves to defaults of the architecture. Here, each key and
+each tensor of the file is either what the configuration has, put into it, known to change nothing, or refused by name. Names
+of keys and tensors are those of the package `gguf`; what they mean is in llama.cpp's `llama-model.cpp` and `llama-vocab.cpp`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from outrider.engines.arrays import Floats
+from outrider.errors import OutriderError, SourceError, UnsupportedModelError
+from outrider.export.checkpoints.source import MOST
+
+# Entries of a configuration by what the file calls them; the first that a configuration has is meant.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "attention.head_count": ("num_attention_heads", "n_head"),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim",),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "attention.sliding_window": ("sliding_window",),
+    "attention.value_length": ("v_head_dim", "head_dim"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "embedding_length": ("hidden_size", "n_embd"),
+    "embedding_scale": ("embedding_multiplier",),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "feed_forward_length": ("intermediate_size", "n_inner"),
+    "full_attention_interval": ("full_attention_interval",),
+    "logit_scale": ("logit_scale",),
+    "residual_scale": ("residual_multiplier",),
+    "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim", "conv_kernel"),
+    "ssm.group_count": ("linear_num_key_heads", "n_groups"),
+    "ssm.state_size": ("linear_key_head_dim", "state_size"),
+    "ssm.time_step_rank": ("linear_num_value_heads", "time_step_rank"),
+    "use_parallel_residual": ("use_parallel_residual",),
+    "vocab_size": ("vocab_size",),
+}
+SHAPES = {"vocab_size", "embedding_length"}  # of tensors: they cannot be another's
+# What llama.cpp takes for granted where a file does not say it, so that saying it changes nothing.
+USUAL: dict[str, Any] = {
+    "attention.causal": True,
+    "expert_weights_scale": 1.0,
+    "logit_scale": 1.0,
+    "pooling_type": 0,
+    "expert_count": 0,
+}
+# What is read elsewhere: by transformers where it builds the configuration, by `_rope` here, or by tools.
+ELSEWHERE = re.compile(
+    r"block_count|nextn_predict_layers|rope\.(dimension_(count|sections)|freq_base|scal(e_linear|ing\.(type|factor|finetuned|"
+    r"original_context_length|attn_factor|yarn_(ext_factor|attn_factor|beta_fast|beta_slow))))|ssm\.inner_size|tensor_data_layout"
+)
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens that end an answer whatever the file says of them, as in llama.cpp. Those of code with a hole (FIM) are left out.
+ENDS = {
+    "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
+    "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|return|>", "<|call|>",
+    "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}  # fmt: skip
+HARMONY = {"<|return|>", "<|call|>"}  # with both, <|end|> is only the end of a message
+FREQUENCIES = "rope_freqs.weight"  # what each rotary frequency is divided by
+AGAIN = "export the Hugging Face checkpoint that the file was made of"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The metadata of a GGUF file, and its tensors' names and numbers of elements."""
+
+    name: str
+    architecture: str
+    metadata: dict[str, Any]
+    tensors: dict[str, int]
+    frequencies: Floats | None
+
+    @classmethod
+    def read(cls, path: Path) -> GgufFile:
+        """Read a file, or return what was read if it is the same: a vocabulary of 150,000 tokens takes some seconds.
+
+        Raises:
+            UnsupportedModelError: it is one part of several.
+            SourceError: it cannot be read.
+        """
+        status = path.stat()
+        return _read(path, status.st_mtime_ns, status.st_size)
+
+    def amend(self, config: Any) -> None:
+        """Make a configuration that transformers read from the file say what the file says.
+
+        Raises:
+            UnsupportedModelError: the file says what cannot be put into it.
+            SourceError: a value has another type than its key, or is impossible.
+        """
+        try:
+            self._amend(config)
+        except OutriderError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise SourceError(f"the metadata of {self.name} are impossible: {reason[:300]}", AGAIN) from error
+
+    def _amend(self, config: Any) -> None:
+        text = config.get_text_config()
+        for key, value in self._own().items():
+            if not ELSEWHERE.fullmatch(key):
+                self._apply(text, key, value)
+        if self.architecture == "llama" and "attention.sliding_window" not in self._own():
+            text.sliding_window = None  # of a file that is called Mistral, transformers makes another class with a window
+        self._rope(text)
+        if getattr(text, "query_pre_attn_scalar", None) is not None:  # no key has it: `gemma2.cpp`, `gemma3.cpp`
+            largest = text.num_hidden_layers == LAYERS_OF_27B.get(self.architecture)
+            text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads if largest else text.head_dim
+        ids = [self.metadata.get(f"tokenizer.ggml.{name}") for name in END_IDS]
+        known = {token: at for at, token in enumerate(self.metadata.get("tokenizer.ggml.tokens", ())) if token in ENDS}
+        ids += known.values()
+        if known.keys() >= HARMONY:
+            ids = [each for each in ids if each != known.get("<|end|>")]
+        listed = text.eos_token_id if isinstance(text.eos_token_id, list) else []  # transformers knows Gemma-4's
+        config.eos_token_id = text.eos_token_id = list(dict.fromkeys(int(each) for each in (*ids, *listed) if each is not None))
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Do what a configuration cannot say: divide the rotary frequencies of a loaded model.
+
+        Raises:
+            UnsupportedModelError: the file has tensors that the model has not.
+        """
+        self._check_tensors(model)
+        if self.frequencies is None:
+            return
+        rotary = [module for module in model.modules() if hasattr(module, "inv_freq")]
+        sizes = {tuple(module.inv_freq.shape) for module in rotary}
+        if sizes != {self.frequencies.shape} or any(module.rope_type != "default" for module in rotary):
+            raise self._unknown(FREQUENCIES, f"{self.frequencies.size} numbers")
+        for module in rotary:
+            module.inv_freq /= torch.from_numpy(self.frequencies)
+            module.original_inv_freq = module.inv_freq.clone()
+
+    def _own(self) -> dict[str, Any]:
+        start = f"{self.architecture}."
+        return {key.removeprefix(start): value for key, value in self.metadata.items() if key.startswith(start)}
+
+    def _apply(self, text: Any, key: str, value: Any) -> None:
+        """Put the value of one key into the configuration, if that says something else."""
+        name = next((each for each in SETTINGS.get(key, ()) if getattr(text, each, None) is not None), None)
+        if isinstance(value, list):  # one for each layer: where they differ, transformers must know the architecture
+            if len({*value}) > 1:
+                if name is None or getattr(text, name) != max(value):
+                    raise self._unknown(key, value)
+                return
+            value = value[0]
+        if name is None:
+            if key not in USUAL or value != USUAL[key]:
+                raise self._unknown(key, value)
+        elif not _same(getattr(text, name), value):
+            if key in SHAPES or isinstance(getattr(text, name), list | dict):
+                raise self._unknown(key, value)
+            setattr(text, name, value)
+
+    def _rope(self, text: Any) -> None:
+        """Put the scaling of rotary embeddings into the configuration: `llama_model_base::load_hparams` and `rope_yarn`."""
+        own = self._own()
+        entry = getattr(text, "rope_parameters", None)
+        if entry is not None and "full_attention" in entry:  # the layers with a window keep theirs
+            entry = entry["full_attention"]
+        if entry is not None and "rope.freq_base" in own:
+            entry["rope_theta"] = own["rope.freq_base"]
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        dimensions = own.get("rope.dimension_count")
+        if dimensions and entry is not None and dimensions != int(head * entry.get("partial_rotary_factor", 1.0)):
+            raise self._unknown("rope.dimension_count", dimensions)
+        factor = float(own.get("rope.scaling.factor", own.get("rope.scale_linear", 0.0)) or 1.0)
+        kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own or factor != 1 else "none")
+        odd = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
+        if kind != "yarn":  # then it scales no more than the frequencies
+            odd = {"rope.scaling.attn_factor": 1.0}
+        for key, usual in odd.items():
+            if not _same(own.get(key, usual), usual):
+                raise self._unknown(key, own[key])
+        if kind == "none" or (kind == "linear" and factor == 1):
+            return
+        if entry is None or kind not in ("linear", "yarn") or self.frequencies is not None:
+            raise self._unknown("rope.scaling.type", kind)
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            original = own.get("rope.scaling.original_context_length", own.get("context_length"))
+            magnitude = float(own.get("rope.scaling.attn_factor", 1.0)) * (1 + 0.1 * math.log(factor))
+            scaling |= {"original_max_position_embeddings": original, "attention_factor": magnitude}
+            scaling |= {
+                name: float(own[f"rope.scaling.yarn_{name}"])
+                for name in ("beta_fast", "beta_slow")
+                if f"rope.scaling.yarn_{name}" in own
+            }
+        entry.update(scaling)
+
+    def _check_tensors(self, model: PreTrainedModel) -> None:
+        """Refuse a file with tensors that no part of the model was made of: transformers leaves them out in silence."""
+        own = self._own()
+        layers = int(own.get("block_count", 0))  # those that predict further tokens included, which are not the model's
+        decoding = layers - int(own.get("nextn_predict_layers", 0))
+        left = {name: count for name, count in self.tensors.items() if name != FREQUENCIES and _layer(name) < decoding}
+        beyond = [name for name in self.tensors if _layer(name) >= layers]
+        if beyond or sum(left.values()) > sum(each.numel() for each in model.parameters()):
+            archs = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture]
+            known = {gguf.TENSOR_NAMES[each] for arch in archs for each in gguf.MODEL_TENSORS[arch]}
+            strange = [*beyond, *(name for name in left if _pattern(name) not in known), *left]
+            raise UnsupportedModelError(
+                f"{self.name} has tensors that {type(model).__name__} has not; {strange[0]} is one, or among them", AGAIN
+            )
+
+    def _unknown(self, key: str, value: object) -> UnsupportedModelError:
+        full = key if key == FREQUENCIES else f"{self.architecture}.{key}"
+        return UnsupportedModelError(f"{self.name} has {full} = {str(value)[:80]}, which outrider does not know there", AGAIN)
+
+
+@functools.lru_cache(maxsize=2)  # of a target and its draft
+def _read(path: Path, *_: int) -> GgufFile:
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = {each.name: each for each in reader.tensors}
+        found = np.array(tensors[FREQUENCIES].data, dtype=np.float32) if FREQUENCIES in tensors else None
+        counts = {name: int(each.n_elements) for name, each in tensors.items()}
+        for key in ("block_count", "nextn_predict_layers"):
+            if not 0 <= (count := index(metadata.get(f"{metadata['general.architecture']}.{key}", 0))) <= MOST:
+                raise ValueError(f"{key} is {count:,}")
+        parts = int(metadata.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 1))
+        file = GgufFile(path.name, str(metadata["general.architecture"]), metadata, counts, found)
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file raises errors of any type
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise SourceError(f"cannot read the metadata of {path.name}: {reason[:300]}", "download it again") from error
+    if parts > 1:
+        raise UnsupportedModelError(
+            f"{path.name} is one of {parts} files of a model", "merge them with llama.cpp's llama-gguf-split --merge"
+        )
+    return file
+
+
+def _layer(tensor: str) -> int:
+    match = re.match(r"blk\.(\d+)\.", tensor)
+    return int(match[1]) if match else -1
+
+
+def _pattern(tensor: str) -> str:
+    return re.sub(r"^blk\.\d+\.", "blk.{bid}.", tensor).rsplit(".", 1)[0]
+
+
+def _same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, int | float) and isinstance(theirs, int | float):
+        return math.isclose(ours, theirs, rel_tol=1e-6)  # the file's are fp32
+    return ours == theirs

@@ -1,0 +1,1 @@
+"""Makes ONNX graphs of modules."""

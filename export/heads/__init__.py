@@ -1,0 +1,1 @@
+"""Reads and makes draft heads."""

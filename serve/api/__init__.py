@@ -1,0 +1,1 @@
+"""The HTTP API: what requests may say, and how answers are written."""

@@ -1,0 +1,186 @@
+"""How the answers to a conversation are masked, and how they are taken apart: what a model thinks, says and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.errors import UsageError
+from outrider.runtime.grammar.schemas import enforced
+from outrider.runtime.grammar.structured import SAID, StructuredOutputs
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event
+from outrider.runtime.text.text import TOKEN_MARK, Text, TextStream
+from outrider.serve.api.errors import ApiError
+from outrider.serve.api.protocol import Function, NamedFunction
+from outrider.serve.api.reasoning import ReasoningSplitter, marks_of, opened
+from outrider.serve.tools import family_of
+from outrider.serve.tools.base import Offer, Part, Reader, mark
+
+END = 16  # tokens at the end of a prompt that may open the reasoning
+
+
+class Answers:
+    """The answers to one conversation, in the form that the model's family has."""
+
+    def __init__(
+        self, text: Text, end_ids: Sequence[int], functions: Sequence[Function], choice: str | NamedFunction, parallel: bool
+    ):
+        """Decide what the model may call.
+
+        Args:
+            end_ids: the tokens that end an answer.
+            functions: those that the request has.
+            choice: "none", "auto" or "required", or the one that has to be called.
+            parallel: whether several may be called.
+
+        Raises:
+            ApiError: a function is there twice or not at all, its schema cannot be kept to, or the model's calls cannot be
+                read.
+        """
+        self._text, self._end_ids = text, end_ids
+        self._family, self._marks = family_of(text), marks_of(text.tokenizer)
+        self._reads_itself = self._family is not None and self._family.reads_every_answer
+        self._tools = {} if choice == "none" else {function.name: function for function in functions}
+        if len({function.name for function in functions}) < len(functions):
+            raise ApiError(400, "two tools have the same name", "tools")
+        if self._tools and self._family is None:
+            raise ApiError(400, "this server cannot read the tool calls of this model, or its chat template has none", "tools")
+        self._required, self._parallel = choice not in ("none", "auto"), parallel
+        self._strict = {name for name, function in self._tools.items() if function.strict}
+        self._schemas = {name: self._enforced(function) for name, function in self._tools.items()}
+        if isinstance(choice, NamedFunction):
+            self._schemas = {name: schema for name, schema in self._schemas.items() if name == choice.name}
+            self._parallel = False
+        if self._required and not self._schemas:
+            raise ApiError(400, "tool_choice asks for a tool that tools does not have", "tool_choice")
+
+    @staticmethod
+    def _enforced(function: Function) -> dict[str, Any]:
+        try:
+            schema: dict[str, Any] = enforced(function.parameters, function.strict)
+        except UsageError as error:
+            raise ApiError(400, f"{function.name}: {error}; {error.hint}", "tools") from error
+        return schema
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The tools for the chat template: none if the model may call none."""
+        return [function.definition() for function in self._tools.values()]
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model marks what it thinks."""
+        return self._marks is not None or self._reads_itself
+
+    def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
+        """Return the grammar of answers that have calls, or may have some, if the model may call tools; `said` is what an
+        answer without calls has to be.
+
+        Raises:
+            ApiError: the tools' schemas cannot be kept to.
+        """
+        if not self._schemas or self._family is None:
+            return None
+        thought = () if self._marks is None else (self._text.tokenizer.token_to_id(self._marks[0]),)
+        expression = None if said is None or required else f"@{SAID}"
+        offer = Offer(self._schemas, (*self._end_ids, *thought), required, self._parallel, expression, self._strict)
+        try:
+            grammar = self._family.grammar(offer)
+            return StructuredOutputs(grammar=grammar) if expression is None or said is None else said.within(grammar, SAID)
+        except UsageError as error:
+            raise ApiError(400, f"{error}; {error.hint}", "tools") from error
+
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return the grammar of the calls, to be tried, and the request's field that it comes from, if there are tools.
+
+        Raises:
+            ApiError: the tools' schemas cannot be kept to.
+        """
+        calls = self.calls()
+        return [] if calls is None else [(calls, "tools")]
+
+    def constraint(self, prompt: Sequence[int], asked: StructuredOutputs | None) -> StructuredOutputs | None:
+        """Return what the answer after a prompt has to be: what is asked for or, with tools, calls instead of it, behind
+        what the model thinks."""
+        structured = self.calls(self._required, asked) or asked
+        if structured is None or self._marks is None or self._reads_itself:
+            return structured
+        opening, closing = map(self._text.tokenizer.token_to_id, self._marks)
+        return structured.after_reasoning(opening, closing, opened(self._marks[0], self._end_of(prompt)))
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        return self._text.decode([*prompt[-END:]])
+
+    def call_id(self) -> str:
+        """Return a new id for a call."""
+        assert self._family is not None
+        return self._family.call_id()
+
+    def reader(self, prompt: list[int], params: SamplingParams) -> AnswerReader:
+        """Return what reads one answer."""
+        splitter, reader, tokenizer = None, None, self._text.tokenizer
+        shown: dict[int, str] = {}
+        if self._marks is not None and not self._reads_itself:
+            opening, closing = self._marks
+            if params.structured_outputs is not None:  # its grammar ends the reasoning at the token, not at the same text
+                shown |= {tokenizer.token_to_id(text): text for text in self._marks}
+                opening, closing = mark(opening), mark(closing)
+            splitter = ReasoningSplitter((opening, closing), self._end_of(prompt))
+        if (family := self._family) is not None and (self._schemas or self._reads_itself):
+            shown |= family.shown
+            reader = Reader(lambda reader: family.read(reader, self._schemas))
+        stream = TextStream(tokenizer, prompt, params.stop_strings, shown) if shown or reader else None
+        return AnswerReader(splitter, reader, stream, params.min_new_tokens)
+
+
+class AnswerReader:
+    """Takes one answer apart as it comes."""
+
+    def __init__(
+        self,
+        splitter: ReasoningSplitter | None,
+        reader: Reader | None = None,
+        stream: TextStream | None = None,
+        minimum: int = 0,
+    ):
+        """Begin an answer; a `stream` has its text with marks before some tokens, and may stop after so many tokens."""
+        self._splitter, self._reader, self._stream, self._minimum = splitter, reader, stream, minimum
+        self._count = 0
+        self._called = False
+
+    def read(self, event: Event) -> list[Part]:
+        """Return the parts that are known after an event, none of them empty."""
+        last = event.finish_reason is not None
+        text, parts = self._text(event), []
+        if self._splitter is not None:
+            thought, text = self._splitter.push(text, last)
+            parts.append(Part("reasoning_content", thought))
+        parts += [Part("content", text)] if self._reader is None else self._reader.push(text, last)
+        self._called = self._called or any(part.kind == "name" for part in parts)
+        parts = [part._replace(text=part.text.replace(TOKEN_MARK, "")) for part in parts]
+        return [part for part in parts if part.text]
+
+    def _text(self, event: Event) -> str:
+        """Return the text that an event adds, with marks before some tokens."""
+        if self._stream is None:
+            return event.text
+        pieces = []
+        for token in event.token_ids:
+            if not self._stream.stopped:
+                pieces += self._stream.push(token, False, may_stop=self._count >= self._minimum)
+            self._count += 1
+        if event.finish_reason is not None:
+            pieces += self._stream.finish()
+        return "".join(piece for piece, _ in pieces)
+
+    @property
+    def cut(self) -> bool:
+        """Whether a call has begun and its arguments are not complete."""
+        return self._reader is not None and self._reader.calling
+
+    def finish_reason(self, event: Event) -> str | None:
+        """Return why the answer ends after an event, in OpenAI's words, which have none for a full cache."""
+        if event.finish_reason == "stop" and self._called and not self.cut:
+            return "tool_calls"
+        return "length" if event.finish_reason == "capacity" else event.finish_reason

@@ -1,0 +1,329 @@
+"""The response to one HTTP request, assembled from the events of its choices.
+
+Streams use FastAPI's own server-sent events, so that sse-starlette is not needed: that package also watches for SIGTERM, and by
+default ends every stream at once, but this server lets answers finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from fastapi.sse import EventSourceResponse, format_sse_event
+from starlette.types import Receive, Scope, Send
+
+from outrider.errors import OutriderError, UsageError
+from outrider.runtime.grammar.structured import StructuredOutputs
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event, Request
+from outrider.runtime.text.text import PromptTooLongError
+from outrider.serve.api import protocol
+from outrider.serve.api.errors import ApiError, api_error, unknown_model
+from outrider.serve.engine import EngineThread, Result, TimedOutError
+from outrider.serve.settings import Settings
+from outrider.serve.workers.worker_main import Job
+
+PROMPTS = {"prompt", "messages", "tools", "instructions", "input"}  # what `log_prompts` is about
+LOGGER = logging.getLogger("outrider.serve")
+Body = TypeVar("Body", bound=protocol.Common)
+
+
+class ResponseAssembler(ABC, Generic[Body]):
+    """Submits the choices of one HTTP request, one for each prompt and n, and assembles their events into its response."""
+
+    id_prefix: ClassVar[str]
+    prompt_field: ClassVar[str]
+    grammar_field: ClassVar[str] = "structured_outputs"  # what is named if the grammar of the answers cannot be had
+
+    def __init__(self, http: HttpRequest, body: Body, engine: EngineThread, settings: Settings, model: str):
+        """Prepare a response.
+
+        Args:
+            model: the name of the model in the API.
+
+        Raises:
+            ApiError: the request is for another model.
+            NotReadyError: the bundle is not loaded.
+        """
+        if body.model not in (None, model):
+            raise unknown_model(body.model or "", model)
+        outrider = engine.outrider
+        self.text, self.capacity = outrider.text, outrider.build.capacity
+        self.end_ids = outrider.manifest.generation.eos_token_ids
+        self.body, self._http, self._path = body, http, http.url.path
+        self._engine, self._settings = engine, settings
+        self.id, self.created, self.model = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time()), model
+        self.prompts: list[list[int]] = []
+        self.requests: list[Request] = []
+        self._results: asyncio.Queue[tuple[int, Result]] = asyncio.Queue()
+        self._finished: dict[int, str] = {}  # finish reasons by choice
+        self._started = time.perf_counter()
+        self._first_token: float | None = None
+
+    @abstractmethod
+    def params(self, prompt: list[int]) -> SamplingParams:
+        """Return the parameters for a prompt; raises `UsageError` if one is out of range."""
+
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return the grammars to try before anything is queued, each with the request's field that it comes from."""
+        structured = self.body.structured()
+        return [] if structured is None else [(structured, self.grammar_field)]
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
+        """Return the body of a whole response to the events of each choice."""
+
+    @abstractmethod
+    def frames(self) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream."""
+
+    async def encode(
+        self,
+        *,
+        texts: Sequence[str] = (),
+        messages: Sequence[dict[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        **options: Any,
+    ) -> list[list[int]]:
+        """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`.
+
+        Raises:
+            ApiError: a limit of the server is exceeded.
+            UsageError, QueueFullError, EngineError: see `PromptEncoder.encode`.
+            TimedOutError: its turn does not come in time.
+        """
+        self._check_choices(len(texts) or 1)
+        settings, owner = self._settings, self._http.state.owner
+        job = Job(settings.max_prompt or self.capacity, texts, messages, tools, settings.allow_special_tokens, **options)
+        return await encode(self._engine, job, owner, self.prompt_field, self._left)
+
+    @property
+    def _left(self) -> float:
+        """The seconds until the request's time limit, or the server's."""
+        limit = self._settings.timeout
+        return min(limit, self.body.timeout or limit) - (time.perf_counter() - self._started)
+
+    async def respond(self, prompts: list[list[int]]) -> Response:
+        """Submit the prompts, all or none, and return the response, whole or as a stream.
+
+        Raises:
+            ApiError: a limit of the server is exceeded, or a choice of a whole response failed.
+            UsageError, QueueFullError, NotReadyError: see `EngineThread.submit`.
+        """
+        self._check_limits(prompts)
+        self.prompts = prompts
+        trials = self.trials()
+        await self._try_grammars(trials)
+        requests = []
+        for prompt in prompts:  # where there is a grammar, Python may have to convert it, while streams go on
+            params = await asyncio.to_thread(self.params, prompt) if trials else self.params(prompt)
+            requests += [(prompt, replace(params, seed=seed)) for seed in self.body.seeds()]
+        owner = self._http.state.owner
+        self.requests = await self._engine.submit(
+            requests,
+            lambda *result: self._results.put_nowait(result),
+            owner,
+            self.body.priority,
+            self.body.timeout,
+            time.perf_counter() - self._started,
+        )
+        if self.body.stream:
+            return _Stream(self._stream(), self._cancel)
+        return JSONResponse(self.whole(await self._collect()))
+
+    async def _try_grammars(self, trials: Sequence[tuple[StructuredOutputs, str]]) -> None:
+        """Compile what the answers' grammar consists of, where it can take neither the engines' time nor their memory."""
+        engine, owner = self._engine, self._http.state.owner
+        for structured, field in trials:
+            try:
+                async with asyncio.timeout(self._left), engine.turn(engine.compiling, owner):
+                    await engine.grammars.compile(structured, owner)
+            except UsageError as error:
+                raise ApiError(400, f"{error}; {error.hint}", field) from error
+            except TimeoutError as error:
+                raise TimedOutError("the grammar was not compiled in time", "try again later") from error
+
+    def _check_choices(self, prompts: int) -> None:
+        if prompts * self.body.n > (limit := self._settings.max_choices):
+            raise ApiError(400, f"{prompts} prompts times n = {self.body.n} exceeds the limit of {limit} choices", "n")
+
+    def _check_limits(self, prompts: list[list[int]]) -> None:
+        self._check_choices(len(prompts))
+        limit = self._settings.max_prompt or self.capacity
+        for prompt in prompts:
+            if len(prompt) > limit:
+                message = f"the prompt has {len(prompt):,} tokens; this server's limit is {limit:,}"
+                raise ApiError(400, message, self.prompt_field, "context_length_exceeded")
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Yield the events of all choices as they come, each with its choice's index.
+
+        Raises:
+            ApiError: a choice failed; the others are cancelled.
+        """
+        try:
+            while len(self._finished) < len(self.requests):
+                index, result = await self._results.get()
+                if isinstance(result, OutriderError):
+                    self._finished[index] = "error"
+                    raise api_error(result, self._path)
+                if self._first_token is None:
+                    self._first_token = time.perf_counter()
+                if result.finish_reason is not None:
+                    self._finished[index] = result.finish_reason
+                yield index, result
+        finally:
+            self._cancel()
+            self._log()
+
+    def _cancel(self) -> None:
+        """Cancel the choices that have not finished."""
+        unfinished = {index: request for index, request in enumerate(self.requests) if index not in self._finished}
+        if unfinished:
+            self._engine.cancel(list(unfinished.values()))
+            self._finished |= dict.fromkeys(unfinished, "cancelled")
+
+    async def _collect(self) -> list[list[Event]]:
+        """Return all events of each choice; a client that disconnects cancels them."""
+        events: list[list[Event]] = [[] for _ in self.requests]
+
+        async def collect() -> None:
+            async for index, event in self.events():
+                events[index].append(event)
+
+        async def disconnect() -> None:
+            while (await self._http.receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.create_task(collect()), asyncio.create_task(disconnect())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                raise ApiError(499, "the client has disconnected")
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return events
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        """Yield the stream's events; an error is the last one."""
+        try:
+            async for frame in self.frames():
+                yield frame
+        except ApiError as error:
+            yield sse(error.body())
+        finally:
+            self._cancel()
+
+    def _log(self) -> None:
+        now = time.perf_counter()
+        fields: dict[str, Any] = {
+            "request": self.id,
+            "path": self._path,
+            "prompt_tokens": sum(map(len, self.prompts)),
+            "completion_tokens": sum(request.stats.emitted for request in self.requests),
+            "seconds": round(now - self._started, 4),
+            "first_token_seconds": None if self._first_token is None else round(self._first_token - self._started, 4),
+            "finish_reasons": sorted(set(self._finished.values())),
+        }
+        if self._settings.log_prompts:
+            fields["prompts"] = self.body.model_dump(include=PROMPTS, exclude_defaults=True)
+        LOGGER.info("answered", extra=fields)
+
+
+class ChoicesAssembler(ResponseAssembler[Body]):
+    """Assembles responses that have choices."""
+
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+
+    @abstractmethod
+    def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
+        """Return a choice of a whole response."""
+
+    @abstractmethod
+    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Return a choice of a stream's chunk, or None if the event adds nothing to it."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return choices that a stream begins with."""
+        return []
+
+    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
+        """Return all choices."""
+        choices = [self.choice(index, events) for index, events in enumerate(answers)]
+        return self._envelope(self.object_name, choices=choices, **self._totals())
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the chunks, each with a choice."""
+        options = self.body.stream_options
+        usage = {"usage": None} if options is not None and options.include_usage else {}
+        for choice in self.opening():
+            yield sse(self._envelope(self.chunk_name, choices=[choice], **usage))
+        async for index, event in self.events():
+            if (more := self.chunk(index, event)) is not None:
+                yield sse(self._envelope(self.chunk_name, choices=[more], **usage))
+        if usage:
+            yield sse(self._envelope(self.chunk_name, choices=[], **self._totals()))
+        yield format_sse_event(data_str="[DONE]")
+
+    def _envelope(self, name: str, **fields: Any) -> dict[str, Any]:
+        return {"id": self.id, "created": self.created, "model": self.model, "object": name, **fields}
+
+    def _totals(self) -> dict[str, Any]:
+        stats = [request.stats for request in self.requests]
+        prompts = [len(prompt) for prompt in self.prompts]
+        return {"usage": protocol.usage(stats, prompts), "metrics": protocol.speculation_metrics(stats)}
+
+    def origin(self, events: Sequence[Event]) -> dict[str, Any]:
+        """Return the pieces of text with whether each was drafted, where the request asks for them."""
+        if not self.body.return_origin:
+            return {}
+        return {"origin": [[text, from_draft] for event in events for text, from_draft in event.pieces]}
+
+
+async def encode(engine: EngineThread, job: Job, owner: Hashable, field: str, seconds: float) -> list[list[int]]:
+    """Return the token ids of a job; `field` is the request's field that they come from, and it may take so many `seconds`.
+
+    Raises:
+        ApiError: a prompt is too long.
+        UsageError, QueueFullError, EngineError: see `PromptEncoder.encode`.
+        TimedOutError: its turn does not come in time.
+    """
+    try:
+        async with asyncio.timeout(seconds), engine.turn(engine.reading, owner):
+            return await engine.prompts.encode(job)
+    except PromptTooLongError as error:
+        raise ApiError(400, str(error), field, "context_length_exceeded") from error
+    except TimeoutError as error:
+        raise TimedOutError("the prompt was not read in time", "try again later") from error
+
+
+class _Stream(EventSourceResponse):
+    """A stream that also ends well if its client leaves before it has begun: then its chunks are never asked for."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], end: Callable[[], None]):
+        super().__init__(chunks, headers={"Cache-Control": "no-cache"})
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
+def sse(body: dict[str, Any], event: str | None = None) -> bytes:
+    """Return a server-sent event with a JSON body, and perhaps a name."""
+    return format_sse_event(data_str=json.dumps(body, separators=(",", ":")), event=event)

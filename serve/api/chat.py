@@ -1,0 +1,127 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from outrider.runtime.grammar.structured import StructuredOutputs
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event
+from outrider.serve.api.answer import AnswerReader, Answers
+from outrider.serve.api.assembler import ChoicesAssembler
+from outrider.serve.api.bodies import JsonRoute
+from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
+from outrider.serve.api.errors import CHAT_PATH, ApiError
+from outrider.serve.api.protocol import ChatRequest, NamedTool, chat_logprobs, template_messages, template_variables
+from outrider.serve.tools.base import Part
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class ChatAssembler(ChoicesAssembler[ChatRequest]):
+    """Assembles the assistant's next message."""
+
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    prompt_field = "messages"
+
+    @functools.cached_property
+    def answers(self) -> Answers:
+        """What the model may answer; raises `ApiError` if the tools cannot be used."""
+        chat = self.body
+        choice = chat.tool_choice.function if isinstance(chat.tool_choice, NamedTool) else chat.tool_choice
+        return Answers(self.text, self.end_ids, [tool.function for tool in chat.tools], choice, chat.parallel_tool_calls)
+
+    def params(self, prompt: list[int]) -> SamplingParams:
+        """Return the request's parameters; without a maximum length, the answer may fill the cache."""
+        chat = self.body
+        max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
+        if max_tokens is None:
+            max_tokens = max(self.capacity - len(prompt) + 1, 1)
+        params = chat.params(max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
+        return replace(params, structured_outputs=self.answers.constraint(prompt, params.structured_outputs))
+
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return also the grammar of the calls, if there are tools."""
+        return [*super().trials(), *self.answers.trials()]
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return a chunk with the role for each choice."""
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [{"index": index, **first} for index in range(self.body.n)]
+
+    @functools.cached_property
+    def _readers(self) -> list[AnswerReader]:
+        """One for each choice."""
+        return [self.answers.reader(request.prompt, request.params) for request in self.requests]
+
+    @functools.cached_property
+    def _calls(self) -> list[int]:
+        """How many calls each choice has begun."""
+        return [0] * len(self.requests)
+
+    def _delta(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+        """Return parts as a delta of a choice's message."""
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for kind, text in parts:
+            if kind in ("content", "reasoning_content"):
+                delta[kind] = delta.get(kind, "") + text
+                continue
+            if kind == "name":
+                at, self._calls[index] = self._calls[index], self._calls[index] + 1
+                function = {"name": text, "arguments": ""}
+                calls[at] = {"index": at, "id": self.answers.call_id(), "type": "function", "function": function}
+            else:
+                at = self._calls[index] - 1
+                call = calls.setdefault(at, {"index": at, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+        return delta | ({"tool_calls": [*calls.values()]} if calls else {})
+
+    def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
+        """Return a choice with the whole message."""
+        delta = self._delta(index, [part for event in events for part in self._readers[index].read(event)])
+        calls = [{key: call[key] for key in ("id", "type", "function")} for call in delta.get("tool_calls", ())]
+        message = {"role": "assistant", "content": delta.get("content", None if calls else ""), "refusal": None}
+        if self.answers.thinks:
+            message["reasoning_content"] = delta.get("reasoning_content", "")
+        return self._choice(index, events, message=message | ({"tool_calls": calls} if calls else {}))
+
+    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Return a choice with what one event adds to the message."""
+        delta = self._delta(index, self._readers[index].read(event))
+        adds = delta or event.finish_reason is not None or event.logprobs or (event.pieces and self.body.return_origin)
+        return self._choice(index, [event], delta=delta) if adds else None
+
+    def _choice(self, index: int, events: Sequence[Event], **content: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": index,
+            **content,
+            "finish_reason": self._readers[index].finish_reason(events[-1]),
+            "logprobs": chat_logprobs(self.text, events) if self.body.logprobs else None,
+            **self.origin(events),
+        }
+
+
+@router.post(CHAT_PATH, response_model=None)
+async def chat_completions(
+    body: ChatRequest, http: Request, engine: EngineDep, settings: SettingsDep, model: ModelName
+) -> Response:
+    """Answer the messages of a chat."""
+    assembler = ChatAssembler(http, body, engine, settings, model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    return await assembler.respond(
+        await assembler.encode(
+            messages=template_messages(body.messages),
+            tools=assembler.answers.definitions,
+            template_kwargs=template_variables(body.reasoning_effort, body.chat_template_kwargs),
+        )
+    )

@@ -1,0 +1,222 @@
+"""`POST /v1/responses`."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from outrider.runtime.grammar.structured import StructuredOutputs
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Event
+from outrider.serve.api import protocol
+from outrider.serve.api.answer import AnswerReader, Answers
+from outrider.serve.api.assembler import ResponseAssembler, sse
+from outrider.serve.api.bodies import JsonRoute
+from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
+from outrider.serve.api.errors import RESPONSES_PATH
+from outrider.serve.api.responses_protocol import NamedFunctionTool, ResponsesRequest
+from outrider.serve.tools.base import Part
+
+router = APIRouter(route_class=JsonRoute)
+ITEMS = {"reasoning_content": "reasoning", "content": "message", "name": "function_call"}
+PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+
+
+class Output:
+    """The items of an answer as they grow, and the events that tell a client of it."""
+
+    def __init__(self, answers: Answers):
+        """Begin an answer."""
+        self.items: list[dict[str, Any]] = []
+        self._answers = answers
+        self._open = False
+
+    def take(self, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+        """Add parts, and yield the events."""
+        for kind, text in parts:
+            if kind == "arguments":
+                yield self._grown("arguments", text)
+                continue
+            item = ITEMS[kind]
+            if item == "function_call" or not self._open or self.items[-1]["type"] != item:
+                yield from self.close()
+                yield from self._begin(item, text)
+            if item != "function_call":
+                yield self._grown("text", text)
+
+    def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """Yield the events that end the item that is open, if there is one."""
+        if not self._open:
+            return
+        self._open = False
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            yield self._event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        else:
+            (part,) = item["content"]
+            yield self._event(f"{part['type']}.done", content_index=0, text=part["text"], **_logprobs(part))
+            yield self._event("content_part.done", content_index=0, part=part)
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def _begin(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
+        item: dict[str, Any] = {"id": PREFIXES[kind] + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        if kind == "function_call":
+            item |= {"call_id": self._answers.call_id(), "name": name, "arguments": ""}
+        elif kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item |= {"role": "assistant", "content": []}
+        else:
+            item |= {"summary": [], "content": []}
+        self.items.append(item)
+        self._open = True
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": {**item}}
+        if kind != "function_call":
+            item["content"] = [part]
+            yield self._event("content_part.added", content_index=0, part={**part})
+
+    def _grown(self, key: str, text: str) -> dict[str, Any]:
+        item = self.items[-1]
+        if key == "arguments":
+            item["arguments"] += text
+            return self._event("function_call_arguments.delta", delta=text)
+        (part,) = item["content"]
+        part["text"] += text
+        return self._event(f"{part['type']}.delta", content_index=0, delta=text, **_logprobs(part))
+
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
+        return {"type": f"response.{name}", "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+
+def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
+    return {"logprobs": []} if part["type"] == "output_text" else {}
+
+
+class ResponsesAssembler(ResponseAssembler[ResponsesRequest]):
+    """Assembles a response, whose output is a list of items."""
+
+    id_prefix = "resp_"
+    prompt_field = "input"
+    grammar_field = "text"
+
+    @functools.cached_property
+    def answers(self) -> Answers:
+        """What the model may answer; raises `ApiError` if the tools cannot be used."""
+        body = self.body
+        return Answers(self.text, self.end_ids, body.tools, body.tool_choice, body.parallel_tool_calls)
+
+    def params(self, prompt: list[int]) -> SamplingParams:
+        """Return the request's parameters; without a maximum length, the answer may fill the cache."""
+        maximum = self.body.max_output_tokens
+        params = self.body.params(max(self.capacity - len(prompt) + 1, 1) if maximum is None else maximum, None)
+        return replace(params, structured_outputs=self.answers.constraint(prompt, params.structured_outputs))
+
+    def trials(self) -> list[tuple[StructuredOutputs, str]]:
+        """Return also the grammar of the calls, if there are tools."""
+        return [*super().trials(), *self.answers.trials()]
+
+    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
+        """Return the response."""
+        (events,) = answers
+        output = Output(self.answers)
+        for event in events:
+            for _ in self._more(output, event):
+                pass
+        return self._response(output, events[-1].finish_reason)
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the events, each with its number."""
+        output = Output(self.answers)
+        number = 0
+
+        def frame(event: dict[str, Any]) -> bytes:
+            nonlocal number
+            number += 1
+            return sse(event | {"sequence_number": number - 1}, event["type"])
+
+        for name in ("created", "in_progress"):
+            yield frame({"type": f"response.{name}", "response": self._response(output)})
+        reason = None
+        async for _, event in self.events():
+            for each in self._more(output, event):
+                yield frame(each)
+            reason = event.finish_reason
+        response = self._response(output, reason)
+        yield frame({"type": f"response.{response['status']}", "response": response})
+
+    @functools.cached_property
+    def _reader(self) -> AnswerReader:
+        (request,) = self.requests
+        return self.answers.reader(request.prompt, request.params)
+
+    def _more(self, output: Output, event: Event) -> Iterator[dict[str, Any]]:
+        yield from output.take(self._reader.read(event))
+        if event.finish_reason is not None:
+            whole = event.finish_reason == "stop" and not self._reader.cut
+            yield from output.close("completed" if whole else "incomplete")
+
+    def _response(self, output: Output, reason: str | None = None) -> dict[str, Any]:
+        """Return the response; without a reason it has not ended."""
+        body = self.body
+        status = "in_progress" if reason is None else "completed" if reason == "stop" else "incomplete"
+        choice = body.tool_choice
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": self.model,
+            "output": [*output.items],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": body.format()},
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunctionTool) else choice,
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None if reason is None else self._usage(output),
+            "user": body.user,
+        }
+
+    def _usage(self, output: Output) -> dict[str, Any]:
+        thought = "".join(item["content"][0]["text"] for item in output.items if item["type"] == "reasoning")
+        usage = protocol.usage([request.stats for request in self.requests], [*map(len, self.prompts)])
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {
+                "reasoning_tokens": len(self.text.tokenizer.encode(thought, add_special_tokens=False).ids)
+            },
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+@router.post(RESPONSES_PATH, response_model=None)
+async def responses(
+    body: ResponsesRequest, http: Request, engine: EngineDep, settings: SettingsDep, model: ModelName
+) -> Response:
+    """Answer the input."""
+    assembler = ResponsesAssembler(http, body, engine, settings, model)
+    return await assembler.respond(
+        await assembler.encode(
+            messages=body.messages(),
+            tools=assembler.answers.definitions,
+            template_kwargs=protocol.template_variables(body.reasoning.effort, body.chat_template_kwargs),
+        )
+    )

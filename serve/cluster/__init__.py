@@ -1,0 +1,1 @@
+"""Replicas in a Ray cluster."""

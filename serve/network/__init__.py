@@ -1,0 +1,1 @@
+"""Connections, signals, and who may connect."""

@@ -1,0 +1,1 @@
+"""Processes that read prompts and follow grammars."""

@@ -1,0 +1,329 @@
+"""The process that workers are forked from, and what a worker does: it renders chat templates, tokenizes, compiles grammars and
+computes their masks. Limits of time and memory end it, and it has no answer but those to its own requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import queue
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from outrider.errors import UsageError
+from outrider.runtime.grammar.grammar import Bools, GrammarError, LocalGrammars, LocalMatcher, rehearse
+from outrider.runtime.grammar.structured import StructuredOutputs
+from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.text import PromptTooLongError, Text
+from outrider.serve.api.arguments import arguments_of
+
+TEMPLATE_SECONDS = 5.0  # for small conversations in the template
+JOB_SECONDS = 10.0  # for the prompts of one request; all of these are seconds of the processor, so a busy machine ends nothing
+GRAMMAR_SECONDS = 2.0  # for its grammar
+MASK_SECONDS = 1.0  # for the masks of a round; usual ones take far less than a millisecond each, large ones up to seven
+REHEARSED = 32  # tokens into a grammar whose masks are tried
+TIME_LIMIT = signal.SIGPROF  # what ends a process at such a limit
+MEMORY = 4 << 30  # bytes of address space
+GRAMMAR_MEMORY = 128 << 20  # bytes that the grammars of a worker may hold
+NICE, LAST = 5, 15  # the engines come first; and what has taken much comes last
+BURST, SHARE = 2.0, 0.2  # seconds of the processor and then a share of one, beyond which a worker comes last
+FORCED = 64  # tokens that a grammar forces, at most
+IDLE_SECONDS = 60.0  # after which a worker ends
+LENGTH = struct.Struct("<I")  # before each message
+
+
+class Source(msgspec.Struct):
+    """A bundle's tokenizer and chat template, and what grammars need to know."""
+
+    tokenizer: str  # in JSON
+    template: str | None
+    special_tokens: dict[str, str]
+    vocab_rows: int
+    end_ids: list[int]
+
+
+class Job(msgspec.Struct, tag=True):
+    """The prompts of one request: texts, or else the messages of a chat."""
+
+    limit: int = 0  # tokens of each
+    texts: Sequence[str] = ()
+    messages: Sequence[dict[str, Any]] = ()  # the arguments of tool calls are text, as a client sends them
+    tools: Sequence[dict[str, Any]] = ()
+    allow_special_tokens: bool = False
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    template_kwargs: dict[str, Any] = {}
+
+
+class Compile(msgspec.Struct, tag=True):
+    """A grammar to compile and to rehearse."""
+
+    structured: dict[str, Any]  # the arguments of `StructuredOutputs`
+    last: bool  # whether its owner's other grammars have taken much of the processor
+
+
+class Begin(msgspec.Struct, tag=True):
+    """An answer by a grammar, after tokens that it has already. The reply is that to `Advance`."""
+
+    answer: int  # its number, for what follows
+    structured: dict[str, Any]
+    confirmed: list[int]
+
+
+class Advance(msgspec.Struct, tag=True):
+    """Tokens that a round confirmed. The reply has the mask of what may follow, and what is forced."""
+
+    answer: int
+    tokens: Sequence[int]
+
+
+class Masks(msgspec.Struct, tag=True):
+    """Drafted tokens. The reply has the masks after so many of them and more, and how many rows count."""
+
+    answer: int
+    drafted: Sequence[int]
+    known: int
+
+
+class Valid(msgspec.Struct, tag=True):
+    """Proposed tokens. The reply says how many the grammar allows."""
+
+    answer: int
+    tokens: list[int]
+
+
+class Drop(msgspec.Struct, tag=True):
+    """An answer that has ended. There is no reply."""
+
+    answer: int
+
+
+Message = Job | Compile | Begin | Advance | Masks | Valid  # which have replies
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """What was asked for, or the error."""
+
+    prompts: list[list[int]] = []
+    masks: list[bytes] = []  # bits in the order of the tokens, the lowest of a byte first
+    forced: list[int] = []
+    count: int = 0
+    error: str = ""
+    hint: str = ""
+    param: str | None = None
+    too_long: bool = False
+
+
+def send(channel: socket.socket, payload: bytes) -> None:
+    """Send a message."""
+    channel.sendall(LENGTH.pack(len(payload)) + payload)
+
+
+def receive(channel: socket.socket) -> bytes:
+    """Return the next message.
+
+    Raises:
+        EOFError: the other side has ended.
+    """
+    (length,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
+    return _exactly(channel, length)
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    received = bytearray(count)
+    view = memoryview(received)
+    while view:
+        got = channel.recv_into(view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return bytes(received)
+
+
+def main() -> None:
+    """Read the source from the socket that the first argument names, and say that all is loaded. Then fork a worker for each
+    socket that comes, until the server has ended: then end all of them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server may receive them, too, and lets requests finish
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
+    with suppress(ValueError, OSError):  # not on every system
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    source = msgspec.json.decode(receive(control), type=Source)
+    template = None if source.template is None else ChatTemplate(source.template, source.special_tokens)
+    text = Text(Tokenizer.from_str(source.tokenizer), template)
+    grammars = LocalGrammars(text.tokenizer, source.vocab_rows, source.end_ids)
+    if source.end_ids:
+        grammars.tokenizer  # noqa: B018  # made here once, and not in each worker
+    if template is not None:
+        _limit(TEMPLATE_SECONDS)
+        template.samples()
+        _limit(0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
+    gc.collect()
+    gc.freeze()  # so that workers leave what they share with this process as it is
+    send(control, b"")
+    while True:
+        word, files, *_ = socket.recv_fds(control, 1, 1)
+        if not word:
+            os.killpg(0, signal.SIGKILL)
+        if not os.fork():
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _Worker(socket.socket(fileno=files[0]), text, grammars).run()
+            os._exit(0)
+        os.close(files[0])
+
+
+def takes_much(seconds: float, since: float) -> bool:
+    """Return whether what has taken so many seconds since then, by `time.monotonic`, is to come last."""
+    return seconds > BURST + SHARE * (time.monotonic() - since)
+
+
+def _limit(seconds: float) -> None:
+    """End this process after so many seconds of the processor; 0 lifts the limit. The system does it, so nothing that runs can
+    prevent it."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+class _Worker:
+    def __init__(self, channel: socket.socket, text: Text, grammars: LocalGrammars):
+        self._channel, self._text, self._grammars = channel, text, grammars
+        self._answers: dict[int, LocalMatcher] = {}
+        self._asked: queue.SimpleQueue[Message | Drop] = queue.SimpleQueue()
+        self._started, self._held = time.monotonic(), _resident()
+
+    def run(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+        with suppress(queue.Empty):
+            while True:
+                message = self._asked.get(timeout=IDLE_SECONDS)
+                if isinstance(message, Drop):
+                    self._answers.pop(message.answer, None)
+                    continue
+                _limit(self._seconds(message))
+                reply = self._reply(message)
+                _limit(0)
+                full = not isinstance(message, Job) and self._is_full()
+                if full:
+                    reply = Reply(error="the grammars of your requests take too much memory", hint="simplify them")
+                if takes_much(time.process_time(), self._started):
+                    os.nice(LAST - os.nice(0))
+                send(self._channel, msgspec.msgpack.encode(reply))
+                if full:  # what else it has goes on in another worker
+                    return
+
+    def _read(self) -> None:
+        """Read messages also while one is worked on, so that the server never waits to send, and the end of it is noticed."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._asked.put(msgspec.json.decode(receive(self._channel), type=Message | Drop))
+        os._exit(0)
+
+    @staticmethod
+    def _seconds(message: Message) -> float:
+        if isinstance(message, Job):
+            return JOB_SECONDS
+        return MASK_SECONDS if isinstance(message, Advance | Masks | Valid) else GRAMMAR_SECONDS
+
+    def _is_full(self) -> bool:
+        if _resident() - self._held <= GRAMMAR_MEMORY:
+            return False
+        self._grammars.forget()
+        with suppress(OSError, AttributeError):  # glibc alone keeps much of what is free
+            ctypes.CDLL(None).malloc_trim(0)
+        return _resident() - self._held > GRAMMAR_MEMORY
+
+    def _reply(self, message: Message) -> Reply:
+        try:
+            match message:
+                case Job():
+                    return Reply(_prompts(self._text, message))
+                case Compile():
+                    os.nice((LAST - os.nice(0)) * message.last)
+                    rehearse(self._grammars.compile(StructuredOutputs(**message.structured)).matcher, REHEARSED)
+                    return Reply()
+                case Begin():
+                    self._answers[message.answer] = matcher = self._grammars.begin(StructuredOutputs(**message.structured))
+                    return self._next(matcher, message.confirmed)
+                case Advance():
+                    return self._next(self._answers[message.answer], message.tokens)
+                case Masks():
+                    masks, rows = self._answers[message.answer].masks(message.drafted)
+                    return Reply(masks=[*map(_packed, masks[message.known :])], count=rows)
+                case Valid():
+                    return Reply(count=self._answers[message.answer].valid(message.tokens))
+        except UsageError as error:
+            return Reply(
+                [], error=str(error), hint=error.hint, param=error.param, too_long=isinstance(error, PromptTooLongError)
+            )
+        except GrammarError as error:
+            return Reply(error=str(error), hint=error.hint)
+        except RecursionError:
+            error_ = "the messages and tools have too many lists and objects within each other"
+            return Reply(error=error_, hint="make them flat", param="chat")
+
+    @staticmethod
+    def _next(matcher: LocalMatcher, tokens: Sequence[int]) -> Reply:
+        matcher.advance(tokens)
+        forced = matcher.forced(FORCED)
+        return Reply(masks=[*map(_packed, matcher.masks([])[0])], forced=forced)
+
+
+def _packed(mask: Bools) -> bytes:
+    return np.packbits(mask, bitorder="little").tobytes()
+
+
+def _resident() -> int:
+    """Return how many bytes of memory this process holds."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # the most that it has held will do: a worker that is full ends
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _prompts(text: Text, job: Job) -> list[list[int]]:
+    limit = job.limit
+    if job.messages:
+        prompts = [
+            text.encode_chat(
+                [*map(_with_arguments, job.messages)],
+                job.tools,
+                limit=limit,
+                allow_special_tokens=job.allow_special_tokens,
+                add_generation_prompt=job.add_generation_prompt,
+                template_kwargs=job.template_kwargs,
+            )
+        ]
+    else:
+        add = job.add_special_tokens
+        prompts = [text.encode(each, chat=False, limit=limit, add_special_tokens=add) for each in job.texts]
+    if (longest := max(map(len, prompts))) > limit:  # they are not sent only to be refused
+        raise PromptTooLongError(f"the prompt has {longest:,} tokens; this server's limit is {limit:,}", "shorten it")
+    return prompts
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as values, as templates expect them."""
+    calls = [
+        call | {"function": call["function"] | {"arguments": arguments_of(call)}} for call in message.get("tool_calls", ())
+    ]
+    return message | {"tool_calls": calls} if calls else message
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Processes that work on what clients send, apart from the server.
+
+A chat template is a program that may never end, a tokenizer can take seconds and gigabytes or crash, and a grammar's masks as
+well. Threads cannot be ended, and these would hold the interpreter's lock, so that no stream could go on. One process loads the
+tokenizer and is forked for each worker, which takes milliseconds, and shares its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+
+import msgspec
+
+from outrider.errors import EngineError, FolderError, OutriderError, UsageError
+from outrider.runtime.text.text import Text
+from outrider.serve.workers.worker_main import TEMPLATE_SECONDS, TIME_LIMIT, Drop, Message, Reply, Source, receive, send
+
+
+class WorkerEndedError(OutriderError):
+    """A worker has ended, by a limit or a crash, before it replied."""
+
+    def __init__(self, at_work: bool):
+        """Say whether it was working on what was asked, which then is most likely the reason."""
+        super().__init__("the process has ended", "try again later")
+        self.at_work = at_work
+
+
+class Worker:
+    """A worker, as the server sees it. It replies in the order in which it is asked. Any thread may ask."""
+
+    def __init__(self, channel: socket.socket):
+        """Talk to a worker through a socket."""
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._asked: deque[Future[Reply]] = deque()
+        self._dropped: deque[int] = deque()
+        self.ended = False
+        threading.Thread(target=self._read, name="worker", daemon=True).start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something that it has not replied to."""
+        return bool(self._asked)
+
+    def ask(self, message: Message) -> Future[Reply]:
+        """Send a message, and return its reply to come, or `WorkerEndedError`.
+
+        Raises:
+            UsageError: it is nested too deep.
+        """
+        try:
+            line = msgspec.json.encode(message)
+        except RecursionError as error:
+            raise UsageError(
+                "the prompt has too many lists and objects within each other", "make it flat", param="chat"
+            ) from error
+        reply: Future[Reply] = Future()
+        reply.set_running_or_notify_cancel()  # it comes, though nobody may wait for it any more
+        with self._lock:
+            self._asked.append(reply)
+            if self.ended:
+                self._fail(at_work=False)
+            with suppress(OSError):  # then the thread that reads notices, too
+                while self._dropped:
+                    send(self._channel, msgspec.json.encode(Drop(self._dropped.popleft())))
+                send(self._channel, line)
+        return reply
+
+    def drop(self, answer: int) -> None:
+        """Let the worker forget an answer, with the next message. Takes no lock, so that objects may end with it anywhere."""
+        self._dropped.append(answer)
+
+    async def reply(self, message: Message) -> Reply:
+        """Ask, and wait for the reply; see `ask`."""
+        return await asyncio.wrap_future(await asyncio.to_thread(self.ask, message))
+
+    def close(self) -> None:
+        """End the worker, whatever it is doing."""
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                reply = msgspec.msgpack.decode(receive(self._channel), type=Reply)
+                self._asked.popleft().set_result(reply)
+        with self._lock:
+            self.ended = True
+            self._fail(at_work=True)
+            self._channel.close()
+
+    def _fail(self, at_work: bool) -> None:
+        while self._asked:
+            self._asked.popleft().set_exception(WorkerEndedError(at_work))
+            at_work = False  # it works on one after another
+
+
+class Workers:
+    """The process that workers are forked from."""
+
+    def __init__(self) -> None:
+        self._source = b""
+        self._lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self, text: Text, vocab_rows: int, end_ids: list[int]) -> None:
+        """Load a bundle's tokenizer and chat template there, and wait until that is done.
+
+        Args:
+            vocab_rows, end_ids: see `LocalGrammars`.
+
+        Raises:
+            FolderError: the template takes too long.
+            EngineError: the process does not start.
+        """
+        # It gets no path, because the bundle may be replaced while this server runs on the files that it has opened.
+        template = text.template
+        source, special = (None, {}) if template is None else (template.source, template.special_tokens)
+        self._source = msgspec.json.encode(Source(text.tokenizer.to_str(), source, special, vocab_rows, end_ids))
+        self._start()
+
+    def _start(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._control, theirs = socket.socketpair()
+        try:
+            self.process = subprocess.Popen(
+                # -P: nothing from the working directory
+                [sys.executable, "-P", "-m", "outrider.serve.workers.worker_main", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a tokenizer that crashes prints a stack into the log
+                env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # with all its workers
+            )
+        except OSError as error:
+            raise EngineError(f"the process that reads prompts does not start: {error}", "restart the server") from error
+        finally:
+            theirs.close()
+        try:
+            send(self._control, self._source)
+            receive(self._control)
+        except (EOFError, OSError) as error:
+            if self.process.wait() == -TIME_LIMIT:
+                raise FolderError(
+                    f"the chat template takes longer than {TEMPLATE_SECONDS:g} seconds for a short conversation",
+                    "fix the checkpoint's template, then export and build again",
+                ) from error
+            message = "the process that reads prompts does not start"
+            raise EngineError(message, "free some memory, then restart the server") from error
+
+    def fork(self) -> Worker:
+        """Return a new worker. Where the process has ended, that takes as long as to start it again.
+
+        Raises:
+            EngineError: it does not start.
+        """
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+            except OSError:
+                self._start()
+                socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+        return Worker(ours)
+
+    def close(self) -> None:
+        """End the process and all workers."""
+        if self.process is not None and self._control is not None:
+            self._control.close()
+            self.process.wait()
