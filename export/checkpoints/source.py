@@ -144,12 +144,13 @@ class Source:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, which no module exports
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise SourceError(
-                f"cannot read the {what} of {self.name}: {reason[:300]}",
-                "check that the checkpoint is complete, and that transformers supports its model type"
-                if Path(self.location).exists()
-                else "check the path, or the hub id and the connection to the hub",
-            ) from error
+            if not Path(self.location).exists():
+                hint = "check the path, or the hub id and the connection to the hub"
+            elif self.options:
+                hint = "export the Hugging Face checkpoint that the GGUF file was made of; transformers reads few architectures"
+            else:
+                hint = "check that the checkpoint is complete, and that transformers supports its model type"
+            raise SourceError(f"cannot read the {what} of {self.name}: {reason[:300]}", hint) from error
 
 
 def _entries(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -287,6 +287,15 @@ def test_one_of_several_files_is_refused(tmp_path: Path) -> None:
     assert "merge" in caught.value.hint
 
 
+def test_what_transformers_cannot_read_is_refused_with_another_way(tmp_path: Path) -> None:
+    """GPT-OSS with the scaling that all published files of it have."""
+    metadata = SIZES | EXPERTS | HEADS | YARN_KEYS | {"attention.sliding_window": 128}
+    finish(writer_of(tmp_path / "m.gguf", "gpt-oss", metadata, {"eos": 0}))
+    with pytest.raises(SourceError, match="cannot read the configuration of m") as caught:
+        read_config(Source.parse(str(tmp_path / "m.gguf")))
+    assert "export the Hugging Face checkpoint" in caught.value.hint
+
+
 def test_a_number_of_files_that_is_none_is_refused(tmp_path: Path) -> None:
     writer = writer_of(tmp_path / "m.gguf", "qwen2", SIZES, {"eos": 0})
     writer.add_string("split.count", "three")

@@ -236,7 +236,7 @@ def test_a_mask_that_is_late_is_not_waited_for(grammars: RemoteGrammars, workers
             os.kill(child.pid, signal.SIGCONT)
     want = LocalGrammars(tokenizer(), VOCABULARY, [0]).begin(LETTERS)
     want.advance(ids("ab"))
-    assert np.array_equal(wait(slow).masks([])[0][0], want.masks([])[0])
+    assert np.array_equal(wait(slow).masks([])[0][0], want.masks([])[0][0])
 
 
 def test_the_engines_wait_for_masks_in_a_share_of_the_time(grammars: RemoteGrammars, workers: Workers) -> None:
