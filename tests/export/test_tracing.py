@@ -96,7 +96,7 @@ def test_a_graph_computes_what_its_module_does(
 @pytest.fixture
 def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace without sharing, also where this run of the tests shares."""
-    for user in ("markov", "step_model"):
+    for user in ("heads.markov", "graph.step_model"):
         monkeypatch.setattr(f"outrider.export.{user}.to_onnx", to_onnx)
 
 
