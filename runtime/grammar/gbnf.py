@@ -245,9 +245,11 @@ def _terminals(rules: dict[str, Node]) -> set[str]:
                 found.add(name)
         if len(found) == before:
             break
-    while clashing := _clashing(rules, found, uses):
+    for _ in range(PASSES):
+        if not (clashing := _clashing(rules, found, uses)):
+            return found
         found -= clashing
-    return found
+    return set()
 
 
 def _clashing(rules: dict[str, Node], terminals: set[str], uses: dict[str, set[str]]) -> set[str]:

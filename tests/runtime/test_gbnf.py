@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -103,6 +104,14 @@ def test_random_grammars_allow_what_they_say() -> None:
             matcher = at_start.deep_copy()
             allowed = (not text or matcher.consume_tokens([*text.encode()])) and matcher.is_accepting()
             assert allowed is (text in rules["root"]), (lines, text)
+
+
+def test_a_long_chain_of_rules_takes_as_long_as_its_length() -> None:
+    """Though each one clashes only once the one that it refers to is no terminal."""
+    chain = "\n".join(f"r{at} ::= r{at + 1}" for at in range(15_000))
+    began = time.process_time()
+    to_lark(f'root ::= q r0\nq ::= r15000 [a] q | "x"\n{chain}\nr15000 ::= "ab"')
+    assert time.process_time() - began < 10  # a hundred times as long if its square
 
 
 def test_a_rule_stays_a_terminal_where_it_cannot_take_too_much() -> None:
