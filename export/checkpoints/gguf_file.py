@@ -190,13 +190,13 @@ class GgufFile:
             raise self._unknown("rope.dimension_count", dimensions)
         factor = float(own.get("rope.scaling.factor", own.get("rope.scale_linear", 0.0)) or 1.0)
         kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own or factor != 1 else "none")
-        odd = {"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
-        if kind != "yarn":  # then it scales no more than the frequencies
-            odd = {"rope.scaling.attn_factor": 1.0}
-        for key, usual in odd.items():
-            if not _same(own.get(key, usual), usual):
+        scaled = kind != "none" and (kind != "linear" or factor != 1)
+        odd = ["rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"] if scaled else []
+        odd += ["rope.scaling.attn_factor"] if kind != "yarn" else []  # others scale no more than the frequencies
+        for key in odd:
+            if not _same(own.get(key, 1.0), 1.0):
                 raise self._unknown(key, own[key])
-        if kind == "none" or (kind == "linear" and factor == 1):
+        if not scaled:
             return
         if entry is None or kind not in ("linear", "yarn") or self.frequencies is not None:
             raise self._unknown("rope.scaling.type", kind)

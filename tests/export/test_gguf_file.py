@@ -211,6 +211,11 @@ def test_the_end_of_a_turn_ends_an_answer_though_the_file_does_not_name_it(
         ({"rope.dimension_count": 8}, {}, r"qwen2\.rope\.dimension_count = 8"),
         ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, {}, r"qwen2\.rope\.scaling\.type = longrope"),
         ({"rope.scaling.attn_factor": 1.19}, {}, r"qwen2\.rope\.scaling\.attn_factor = 1\.19"),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.scaling.yarn_ext_factor": 0.5},
+            {},
+            r"yarn_ext_factor = 0\.5",
+        ),
         (YARN_KEYS | {"rope.scaling.yarn_ext_factor": 0.5}, {}, r"qwen2\.rope\.scaling\.yarn_ext_factor = 0\.5"),
         ({}, {"rope_freqs.weight": np.ones(3, np.float32)}, r"rope_freqs\.weight"),
         ({}, {"blk.2.nextn.eh_proj.weight": np.zeros((4, 4), np.float32)}, r"blk\.2\.nextn\.eh_proj\.weight"),
