@@ -59,14 +59,12 @@ class QwenXml(Family):
                 expressions = [quoted(f"{name}>\n")]
                 for key, each in shape.properties.items():
                     rule = f"value_{len(lines)}"
-                    value = f"{json_value(_closed(each, schema))} {quoted(END)}"
-                    if key in texts:
-                        found = texts[key].pop(0)
-                        if found.others:
-                            value = f"{json_value(_closed({'allOf': [each, {'type': NO_TEXT}]}, schema))} {quoted(END)}"
-                        lines.append(_text(rule, found.texts, value if found.others else None))
-                    else:
-                        lines.append(f"{rule}: {value}")
+                    found = texts[key].pop(0) if key in texts else None
+                    value = None
+                    if found is None or found.others:
+                        kept = each if found is None else {"allOf": [each, {"type": NO_TEXT}]}
+                        value = f"{json_value(_closed(kept, schema))} {quoted(END)}"
+                    lines.append(f"{rule}: {value}" if found is None else _text(rule, found.texts, value))
                     if (size := size + len(lines[-1])) > MAX_SOURCE:
                         raise UsageError("the schemas of the tools are too long", "shorten them", param="tools")
                     optional = "" if key in shape.required else "?"
