@@ -47,7 +47,7 @@ class Watch:
         settings, edits = named_settings(sampling.settings[0]), edits_of(*sampling.table())
         self.emitted += len(emitted)
         self.decided.append((len(result.drafted), emitted))
-        logits = launches.device.read(launches.target_rows(shape, index, shape.rows))
+        logits = view.target_logits(len(emitted))
         for row, token in enumerate(emitted):
             x = edit(logits[row].astype(np.float64), settings, edits, emitted[:row], row)
             self.excluded += excluded(x, settings, token)
@@ -74,7 +74,7 @@ class Decision:
     def __init__(self, launches: Launches, shape: Shape, index: int, sampling: SamplingState):
         self._launches, self._shape, self._index, self._sampling = launches, shape, index, sampling
 
-    def _target_logits(self, rows: int) -> Floats:
+    def target_logits(self, rows: int) -> Floats:
         """Return the target's logits [rows, V]."""
         return self._launches.device.read(self._launches.target_rows(self._shape, self._index, rows))
 
@@ -94,7 +94,7 @@ class Decision:
         """Return the tokens that the reference emits."""
         count, sampling = len(drafted), self._sampling
         return verify(
-            self._target_logits(count + 1).astype(np.float64),
+            self.target_logits(count + 1).astype(np.float64),
             drafted,
             self._launches.q(count, self._shape, self._index).astype(np.float64),
             settings,
@@ -105,7 +105,7 @@ class Decision:
 
     def wrong(self, logprobs: list[Logprobs], tokens: list[int]) -> bool:
         """Return whether a logprob differs from the one computed in float64."""
-        x = self._target_logits(len(tokens)).astype(np.float64)
+        x = self.target_logits(len(tokens)).astype(np.float64)
         normal = x - x.max(axis=1, keepdims=True)
         normal -= np.log(np.exp(normal).sum(axis=1, keepdims=True))
         claimed = [(row, *pair) for row, each in enumerate(logprobs) for pair in ((tokens[row], each.logprob), *each.top)]

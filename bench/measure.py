@@ -16,7 +16,7 @@ import outrider
 from outrider.bench.results import SCHEMA, Mode, Results
 from outrider.bench.simulator import Trace, compare
 from outrider.bench.summary import PLAIN, Answer, Answers, parts, summarize
-from outrider.builder.passes import Pass, Stopwatch, Timed, sampler_rows, sampling, steps
+from outrider.builder.passes import PassKey, Stopwatch, Timed, sampler_rows, sampling, steps
 from outrider.builder.workloads import Prompt
 from outrider.bundle.manifest import Build
 from outrider.engines.device import Device
@@ -165,7 +165,7 @@ def _windows(build: Build, shortest: int, longest: int) -> list[int]:
     return build.windows[first : last + 1]
 
 
-def _made_by(build: Build, shortest: int, longest: int) -> Callable[[Pass], bool]:
+def _made_by(build: Build, shortest: int, longest: int) -> Callable[[PassKey], bool]:
     """Return a filter for the passes of texts of these lengths; a prompt's chunk is timed in two windows for all texts."""
     reached = (0, *_windows(build, shortest, longest))
     return lambda each: each[2] in reached or (each[1] == build.max_prompt_chunk and each[0] != "target")
@@ -175,7 +175,7 @@ def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
     """Return a stopwatch over the passes that rounds make on texts of up to `longest` tokens, with the loaded engines."""
     build = loaded.build
     reached = _windows(build, 1, longest)
-    passes: dict[Pass, Timed] = {}
+    passes: dict[PassKey, Timed] = {}
     for role, session in loaded.sessions.items():
         passes |= steps(session, role, build, reached)
     for name, engine in loaded.samplers.items():

@@ -21,7 +21,7 @@ from outrider.progress import Progress
 TIMED_RUNS = 7
 RECORDED = 8  # passes in one recording, so that the wait for its end counts little
 
-Pass = tuple[str, int, int, int]
+PassKey = tuple[str, int, int, int]
 """Engine, rows, window and batch."""
 
 
@@ -35,13 +35,13 @@ class Timed(NamedTuple):
 class Stopwatch:
     """Times passes in turn, so that a machine that slows down affects all of them alike."""
 
-    def __init__(self, passes: Mapping[Pass, Timed]):
+    def __init__(self, passes: Mapping[PassKey, Timed]):
         self._passes = passes
-        self._times: dict[Pass, list[float]] = {each: [] for each in passes}
+        self._times: dict[PassKey, list[float]] = {each: [] for each in passes}
         for timed in passes.values():
             timed.run()  # the first run binds buffers and touches memory
 
-    def run(self, times: int = 1, wanted: Callable[[Pass], bool] = lambda _: True) -> None:
+    def run(self, times: int = 1, wanted: Callable[[PassKey], bool] = lambda _: True) -> None:
         """Run each wanted pass `times` times.
 
         A pass of another shape than the engine's last one runs once more, untimed: a backend may have to prepare for the shape,
@@ -116,11 +116,11 @@ def measure(engines: Engines, progress: Progress) -> dict[str, list[Cost]]:
     return dict(costs)
 
 
-def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> dict[Pass, Timed]:
+def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> dict[PassKey, Timed]:
     """Return the passes of a model that rounds and prompts make, each at the end of its window."""
     chunk = build.max_prompt_chunk
     holding = [window for window in build.windows if window >= chunk]
-    passes: dict[Pass, Timed] = {}
+    passes: dict[PassKey, Timed] = {}
     of_rounds = round_rows(role, build.k)
     for rows in sorted({*of_rounds, chunk}):
         for window in windows:
@@ -175,7 +175,7 @@ def _recorded(device: Device, recordable: bool, run: Callable[[], None], launch:
 
 def sampling(
     engine: Engine, device: Device, name: str, manifest: Manifest, build: Build, rows: int, batch: int
-) -> dict[Pass, Timed]:
+) -> dict[PassKey, Timed]:
     """Return the run of a sampler over `rows` rows, at temperature 1 and top_p 0.9 unless it is greedy."""
     sizes = {"batch": batch, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
     inputs, outputs = sampler_tensors(name, manifest.vocab_rows, manifest.block_state)

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.builder import acceptance as acceptance_module
 from outrider.builder.acceptance import ANSWER_TOKENS, measure_acceptance
-from outrider.builder.passes import Pass, Stopwatch, Timed
+from outrider.builder.passes import PassKey, Stopwatch, Timed
 from outrider.builder.workloads import Prompt
 from outrider.runtime.drafters.base import DeviceDrafter
 from outrider.runtime.text.text import Text
@@ -37,7 +37,7 @@ class Machine:
 
 def test_the_median_counts_and_no_first_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    passes: dict[Pass, Timed] = {
+    passes: dict[PassKey, Timed] = {
         ("target", 1, 64, 1): machine.timed("a", [1000, 900, 3, 7, 4, 5, 20]),  # the first makes buffers, the next the shape
         ("target", 5, 64, 1): machine.timed("b", [1000, 900, 16, 800, 8, 700, 8, 600, 8, 500, 8], passes=2),
         ("target", 5, 128, 1): machine.timed("c", [1000, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
