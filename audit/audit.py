@@ -26,7 +26,7 @@ from outrider.audit.controls import RandomPolicy, ReferenceWatch, Watch
 from outrider.audit.prompts import PROMPTS, REPEATING
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Sampled
 from outrider.audit.statistics import Comparison, compare
-from outrider.audit.texts import LENGTH, Mode, compare_batched, compare_greedy, count_sampled
+from outrider.audit.texts import LENGTH, DraftingMode, compare_batched, compare_greedy, count_sampled
 from outrider.errors import EngineError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
@@ -100,8 +100,8 @@ class Plan(NamedTuple):
 
     params: SamplingParams
     prompt: str
-    modes: Sequence[Mode]
-    control: Mode  # for the samplers below
+    modes: Sequence[DraftingMode]
+    control: DraftingMode  # for the samplers below
     faults: Sequence[Fault | None]
 
 
@@ -113,15 +113,15 @@ def plans(outrider: Outrider, scope: Scope) -> list[Plan]:
     right.
     """
     k, first, on_device = outrider.build.k, outrider.drafters[0], drafters.on_device(outrider.drafters)
-    usual = [*(Mode(each, first) for each in k), Mode(AUTO, None)]
+    usual = [*(DraftingMode(each, first) for each in k), DraftingMode(AUTO, None)]
     controlled = max(on_device, key=lambda name: outrider.build.acceptance.get(name, 0.0), default=first)
-    control = Mode(outrider.default_k, controlled)
+    control = DraftingMode(outrider.default_k, controlled)
     planned = [
         Plan(*setting, usual, control, (None, *Fault) if setting == CONTROLLED and on_device else ())
         for setting in (*scope.sampled, *masked(outrider, MASKED_SAMPLED))
     ]
     for name in outrider.drafters:
-        mode = Mode(outrider.default_k if name in on_device else k[-1], name)
+        mode = DraftingMode(outrider.default_k if name in on_device else k[-1], name)
         if name not in on_device:
             planned.append(Plan(*PROPOSED, [mode], mode, (None, Fault.ALWAYS_ACCEPT)))
         elif name != first:
@@ -172,7 +172,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, scope: Scope = EVERYTHING, 
 def _sample(cell: Cell, plan: Plan, draws: int, arithmetic: Arithmetic, sampled: list[Sampled]) -> Tokens:
     """Draw a plan's texts and compare them, each mode and all of them together. Return the plain ones."""
     watch = Watch()
-    plain = cell.draw(watch, Mode(0, None), 2 * draws)
+    plain = cell.draw(watch, DraftingMode(0, None), 2 * draws)
     drawn = {mode: cell.draw(watch, mode, draws) for mode in plan.modes}
     arithmetic.add(watch)
     name = _named(plan.params)
@@ -200,7 +200,7 @@ def _control(cell: Cell, plan: Plan, fault: Fault | None, draws: int, plain: Tok
     return control
 
 
-def _shown(plan: Plan, mode: Mode) -> int | str:
+def _shown(plan: Plan, mode: DraftingMode) -> int | str:
     """Return how a report names a mode: by its k, or by its drafter if the plan has only one mode."""
     return mode.k if len(plan.modes) > 1 or mode.drafter is None else mode.drafter
 
@@ -229,7 +229,7 @@ class Cell:
         """Compare two samples at each place."""
         return [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
 
-    def draw(self, watch: Watch, mode: Mode, draws: int, first: int = 0) -> Tokens:
+    def draw(self, watch: Watch, mode: DraftingMode, draws: int, first: int = 0) -> Tokens:
         """Return the tokens of `draws` short texts, [draws, SAMPLED_TOKENS]. Texts that end early are padded with -1; the last
         column holds the final token.
 

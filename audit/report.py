@@ -46,7 +46,7 @@ class Divergence:
 
 
 @dataclass(slots=True)
-class Texts:
+class ComparedTexts:
     """Texts that must equal those of plain decoding of the request alone. They may diverge at a near-tie, where the plain
     model's own choice changes with the number of rows or sequences of a pass."""
 
@@ -125,8 +125,8 @@ class Audit:
     """The results of all parts."""
 
     arithmetic: Arithmetic
-    greedy: Texts
-    batched: Texts | None  # of requests that share passes; None if the bundle takes one at a time
+    greedy: ComparedTexts
+    batched: ComparedTexts | None  # of requests that share passes; None if the bundle takes one at a time
     sampled: list[Sampled]
     controls: list[Control]
     counters: Counters

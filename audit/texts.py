@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.audit.controls import Watch
-from outrider.audit.report import Counters, Divergence, Texts
+from outrider.audit.report import ComparedTexts, Counters, Divergence
 from outrider.errors import OutriderError
 from outrider.progress import Progress
 from outrider.runtime import drafters
@@ -26,28 +26,28 @@ from outrider.runtime.stats import Stats
 LENGTH = 64  # tokens of each prompt's continuation
 
 
-class Mode(NamedTuple):
+class DraftingMode(NamedTuple):
     """A decoding mode, as `Outrider.generate` takes it."""
 
     k: int | str
     drafter: str | None
 
 
-PLAIN = Mode(0, None)
+PLAIN = DraftingMode(0, None)
 
 
-def modes(outrider: Outrider) -> list[Mode]:
+def modes(outrider: Outrider) -> list[DraftingMode]:
     """Return every k of the drafters on the device, the largest k of the others, and all of these at random."""
     k, on_device = outrider.build.k, drafters.on_device(outrider.drafters)
-    fixed = [Mode(each, name) for name in outrider.drafters for each in (k if name in on_device else k[-1:])]
-    return [*fixed, Mode(AUTO, AUTO)]
+    fixed = [DraftingMode(each, name) for name in outrider.drafters for each in (k if name in on_device else k[-1:])]
+    return [*fixed, DraftingMode(AUTO, AUTO)]
 
 
 def compare_greedy(
     outrider: Outrider, watch: Watch, cases: Sequence[tuple[SamplingParams, str]], counters: Counters, progress: Progress
-) -> Texts:
+) -> ComparedTexts:
     """Compare speculative greedy texts, one at a time, on an observed bundle."""
-    texts = Texts(len(cases))
+    texts = ComparedTexts(len(cases))
     progress.stage("comparing greedy texts", len(cases) * (1 + len(modes(outrider))))
     for params, text in cases:
         prompt = outrider.text.encode(text, chat=False)
@@ -67,7 +67,7 @@ def compare_batched(
     sampled: Sequence[tuple[SamplingParams, str]],
     counters: Counters,
     progress: Progress,
-) -> Texts:
+) -> ComparedTexts:
     """Compare the texts of requests batched over all slots with those of the same requests run alone by plain decoding.
 
     Each starts when a slot is free and leaves when it ends. Some are greedy, and some are sampled with a seed. Others use
@@ -84,7 +84,7 @@ def compare_batched(
             plain = [token for event in events for token in event.token_ids]
         alone.append(plain)
         progress.advance(1)
-    texts = Texts(sum(plain is not None for plain in alone))
+    texts = ComparedTexts(sum(plain is not None for plain in alone))
     slots = len(outrider.decoder.slots)
     repeats = 1 + slots // len(cases)  # so that there are more requests than slots
     for mode in (PLAIN, *modes(outrider)):
@@ -123,10 +123,10 @@ def _run(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[list[i
 
 def compare_text(
     outrider: Outrider,
-    texts: Texts,
+    texts: ComparedTexts,
     text: str,
     params: SamplingParams,
-    mode: Mode,
+    mode: DraftingMode,
     plain: list[int],
     answer: list[int],
     sequences: int,
@@ -201,7 +201,7 @@ def _generate(
     watch: Watch,
     prompt: list[int],
     params: SamplingParams,
-    mode: Mode,
+    mode: DraftingMode,
     counters: Counters,
 ) -> list[int]:
     """Return one generation's tokens, and check its counters against what each pass of the target verified and emitted."""

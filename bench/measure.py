@@ -15,7 +15,7 @@ import msgspec
 import outrider
 from outrider.bench.results import SCHEMA, Mode, Results
 from outrider.bench.simulator import Trace, compare
-from outrider.bench.summary import PLAIN, Answer, Answers, parts, summarize
+from outrider.bench.summary import PLAIN, Answers, AnswerSummary, parts, summarize
 from outrider.builder.passes import PassKey, Stopwatch, Timed, sampler_rows, sampling, steps
 from outrider.builder.workloads import Prompt
 from outrider.bundle.manifest import Build
@@ -184,7 +184,7 @@ def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
     return Stopwatch(passes)
 
 
-def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, mode: Mode) -> Answer:
+def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, mode: Mode) -> AnswerSummary:
     started = time.perf_counter()
     tokens: list[int] = []
     arrivals = []
@@ -192,7 +192,7 @@ def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, mode: M
         arrivals.append((time.perf_counter() - started, len(event.token_ids)))
         tokens += event.token_ids
     stats = event.stats
-    return Answer(tokens, stats.seconds - stats.prompt_seconds + stats.draft_prompt_seconds, arrivals, stats)
+    return AnswerSummary(tokens, stats.seconds - stats.prompt_seconds + stats.draft_prompt_seconds, arrivals, stats)
 
 
 def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int], most: int = 0) -> Trace:

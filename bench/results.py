@@ -109,7 +109,7 @@ class PromptResult(Struct, frozen=True):
     acceptance_histogram: list[int]
 
 
-class Part(Struct, frozen=True):
+class TimedPart(Struct, frozen=True):
     """Where the time of a round goes, in milliseconds, from passes timed in the same run in the middle of the texts."""
 
     mode: Mode
@@ -137,7 +137,7 @@ class Results(Struct, frozen=True):
     rounds: int
     summaries: list[Summary]
     texts: list[PromptResult]
-    parts: list[Part]
+    parts: list[TimedPart]
     policies: dict[str, dict[str, float]]  # workload -> policy -> milliseconds in a replay; see `simulator.compare`
     traces: list[Trace]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from outrider.bench.results import Mode, Part, Percentiles, PromptResult, Summary
+from outrider.bench.results import Mode, Percentiles, PromptResult, Summary, TimedPart
 from outrider.bench.simulator import Trace, replay
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import NONE
@@ -18,7 +18,7 @@ PLAIN = Mode(drafter=NONE, k=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerSummary:
     """One answer."""
 
     tokens: list[int]
@@ -39,7 +39,7 @@ class Answer:
         return gaps
 
 
-Answers = dict[Mode, list[list[Answer]]]
+Answers = dict[Mode, list[list[AnswerSummary]]]
 """Answers by mode, round and prompt."""
 
 
@@ -60,7 +60,7 @@ def summarize(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> t
     return texts, summaries
 
 
-def parts(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> list[Part]:
+def parts(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> list[TimedPart]:
     """Return where the time of a round goes, for each mode with a fixed k, in the middle of the texts."""
     middle = sum(len(each.prompt) + len(each.tokens) // 2 for each in traces) // len(traces)
     return [
@@ -70,14 +70,16 @@ def parts(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> list[
     ]
 
 
-def _total(answers: list[Answer]) -> Stats:
+def _total(answers: list[AnswerSummary]) -> Stats:
     total = Stats()
     for answer in answers:
         total.add(answer.stats)
     return total
 
 
-def _text(prompt: int, mode: Mode, trace: Trace, taken: list[Answer], plain: list[Answer], costs: RoundCosts) -> PromptResult:
+def _text(
+    prompt: int, mode: Mode, trace: Trace, taken: list[AnswerSummary], plain: list[AnswerSummary], costs: RoundCosts
+) -> PromptResult:
     total = _total(taken)
     predicted = None
     if isinstance(mode.k, int):
@@ -100,7 +102,7 @@ def _text(prompt: int, mode: Mode, trace: Trace, taken: list[Answer], plain: lis
     )
 
 
-def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[list[Answer]]) -> Summary:
+def _summary(texts: list[PromptResult], taken: list[list[AnswerSummary]], plain: list[list[AnswerSummary]]) -> Summary:
     """Summarize one mode on one workload, from its texts, their answers in each round, and those of plain decoding."""
     everything = [answer for each in taken for answer in each]
     total = _total(everything)
@@ -130,7 +132,7 @@ def _summary(texts: list[PromptResult], taken: list[list[Answer]], plain: list[l
     )
 
 
-def _part(mode: Mode, costs: RoundCosts, end: int, taken: list[Answer]) -> Part:
+def _part(mode: Mode, costs: RoundCosts, end: int, taken: list[AnswerSummary]) -> TimedPart:
     k = int(mode.k)
     total = _total(taken)
     engines = {
@@ -139,4 +141,4 @@ def _part(mode: Mode, costs: RoundCosts, end: int, taken: list[Answer]) -> Part:
         "verifier": costs.sampler("greedy_verifier", k + 1),
     }
     outside = sum(engines.values()) * total.outside_engines / (1 - total.outside_engines)
-    return Part(mode=mode, **engines, outside_engines=outside)
+    return TimedPart(mode=mode, **engines, outside_engines=outside)

@@ -9,7 +9,7 @@ import click
 
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
-from outrider.export.arguments import Arguments
+from outrider.export.arguments import ExportArguments
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Model
@@ -79,7 +79,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Export a pair of checkpoints, or a target alone, as standard ONNX, and check each graph against its checkpoint."""
-    arguments = Arguments.check(  # wrong ones are an error before the libraries are imported
+    arguments = ExportArguments.check(  # wrong ones are an error before the libraries are imported
         target,
         drafts,
         output,

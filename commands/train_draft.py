@@ -10,7 +10,7 @@ import msgspec
 
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
-from outrider.training.arguments import DEFAULTS, KINDS, LEARNING_RATE, Arguments
+from outrider.training.arguments import DEFAULTS, KINDS, LEARNING_RATE, TrainingArguments
 
 
 @click.command("train-draft")
@@ -70,7 +70,7 @@ def command(target: str, kind: str, texts: tuple[Path, ...], output: Path, as_js
 
     A run that was interrupted goes on when the same command is given again.
     """
-    arguments = Arguments.check(target, kind, list(texts), output, **options)
+    arguments = TrainingArguments.check(target, kind, list(texts), output, **options)
     with progress_bar() as progress:
         progress.stage("importing torch and transformers")
         from outrider.training.train import train_draft

@@ -12,7 +12,7 @@ from outrider.commands.options import device
 from outrider.commands.output import console, progress_bar
 
 if TYPE_CHECKING:
-    from outrider.audit.report import Audit, Sampled, Texts
+    from outrider.audit.report import Audit, ComparedTexts, Sampled
 
 
 @click.command("verify")
@@ -47,7 +47,7 @@ def command(
 
 
 def _compare_engines(bundle: Path, export: Path, device: str | None, as_json: bool) -> bool:
-    from outrider.audit.engines import compare_engines
+    from outrider.audit.engine_checks import compare_engines
     from outrider.backends.open import open_bundle, open_engines
     from outrider.bundle.folder import unchanged
 
@@ -106,7 +106,7 @@ def _print(report: Audit) -> None:
     click.echo("the bundle passes" if report.passed else "the bundle FAILS")
 
 
-def _print_texts(part: str, texts: Texts, what: str, verdict: str) -> None:
+def _print_texts(part: str, texts: ComparedTexts, what: str, verdict: str) -> None:
     click.echo(
         f"{part:<10} {verdict}  {texts.compared} {what}: {len(texts.differences)} differ,"
         f" {len(texts.near_ties)} diverge at {texts.ties} near-ties ({texts.allowed} allowed)"

@@ -14,7 +14,7 @@ from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.weights.rounding import Rounding
 
 
-class Options(TypedDict, total=False):
+class ExportOptions(TypedDict, total=False):
     """How the models of a pair are exported."""
 
     precision: Required[str]  # fp32, fp16, bf16, int8 or int4
@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ExportArguments:
     """The arguments of an export that agree with each other."""
 
     output: Path
@@ -40,7 +40,7 @@ class Arguments:
     shortening: tuple[Path, int] | None  # the text whose most frequent tokens the draft may propose, and their number
 
     @classmethod
-    def check(cls, target: str, drafts: Sequence[str], output: Path, **options: Unpack[Options]) -> Arguments:
+    def check(cls, target: str, drafts: Sequence[str], output: Path, **options: Unpack[ExportOptions]) -> ExportArguments:
         """Check the arguments of `export_pair`.
 
         Raises:

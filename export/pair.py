@@ -36,7 +36,7 @@ from outrider.engines.arrays import Floats
 from outrider.engines.contract import CONTEXT, CONTRACT_VERSION, MARKOV, SAMPLERS
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
-from outrider.export.arguments import Arguments, Options
+from outrider.export.arguments import ExportArguments, ExportOptions
 from outrider.export.checkpoints.checkpoint import (
     TokenizerFiles,
     generation_defaults,
@@ -84,7 +84,7 @@ def export_pair(
     output: Path,
     *,
     progress: Progress = SILENT,
-    **options: Unpack[Options],
+    **options: Unpack[ExportOptions],
 ) -> Manifest:
     """Export a target, and what drafts for it, into the folder `output`, and return the folder's manifest.
 
@@ -101,10 +101,10 @@ def export_pair(
         FolderError: the output cannot be written.
     """
     drafts = [] if draft is None else [draft] if isinstance(draft, str) else draft
-    return export(Arguments.check(target, drafts, output, **options), progress)
+    return export(ExportArguments.check(target, drafts, output, **options), progress)
 
 
-def export(arguments: Arguments, progress: Progress) -> Manifest:
+def export(arguments: ExportArguments, progress: Progress) -> Manifest:
     """Export what was asked for, one model in memory at a time, with a draft head beside each; the folder is written completely
     or not at all.
 

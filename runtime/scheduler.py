@@ -26,14 +26,14 @@ class QueueFullError(OutriderError):
     """More requests are waiting than may wait."""
 
 
-class Plan(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """What a step does."""
 
     read: Request | None  # a chunk of this one's prompt
     round: list[Request]
 
 
-NOTHING = Plan(None, [])
+NOTHING = SchedulerOutput(None, [])
 PAUSE = 0.002  # seconds, when all requests wait for what their grammars allow
 MAX_LATE = 0.5  # seconds that an answer waits for its grammar in a slot that another request could use
 
@@ -227,7 +227,7 @@ class Scheduler:
             time.sleep(PAUSE)
         return self._postprocess(self._run(plan))
 
-    def _schedule(self) -> Plan:
+    def _schedule(self) -> SchedulerOutput:
         self._preempt()
         while self._waiting and self._free:
             request = self._next()
@@ -250,10 +250,10 @@ class Scheduler:
             elif request.late is None:
                 request.late = self._clock()
         if not self._reading:
-            return Plan(None, decoding)
+            return SchedulerOutput(None, decoding)
         reading = self._reading[0]
         self._reading.rotate(-1)  # long prompts do not hold up short ones
-        return Plan(reading, decoding)
+        return SchedulerOutput(reading, decoding)
 
     def _preempt(self) -> None:
         """Put an answer whose grammar is late back into the queue, with its tokens, if another request could use its slot."""
@@ -296,7 +296,7 @@ class Scheduler:
             self._slots.move(last, gap, self._free)
             used.sort(key=lambda slot: slot.index)
 
-    def _run(self, plan: Plan) -> list[tuple[Request, RoundResult | EngineError]]:
+    def _run(self, plan: SchedulerOutput) -> list[tuple[Request, RoundResult | EngineError]]:
         results: list[tuple[Request, RoundResult | EngineError]] = []
         if plan.read is not None and (error := self._read(plan.read)) is not None:
             results.append((plan.read, error))

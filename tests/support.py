@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.backends import registry
 from outrider.backends.base import required_rows
-from outrider.backends.tensorrt.job import Job
-from outrider.backends.tensorrt.options import Options
+from outrider.backends.tensorrt.job import BuildJob
+from outrider.backends.tensorrt.options import BuildOptions
 from outrider.backends.tensorrt.package import RTX
 from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.bench.results import Results, read
@@ -319,11 +319,11 @@ def ready_made(manifest: Manifest, options: Mapping[str, Any]) -> Build:
     return msgspec.structs.replace(empty, costs=costs, acceptance=dict.fromkeys(on_device, 0.6))
 
 
-def rtx_job(graph: Path, cache: list[CacheTensor], role: str = "target") -> Job:
+def rtx_job(graph: Path, cache: list[CacheTensor], role: str = "target") -> BuildJob:
     """The build of a step model's plan with TensorRT-RTX, with every profile."""
     profiles = step_profiles([4], 128, 1, 16, role, not all(each.positional for each in cache))
     sizes: dict[str, Any] = {"cache": cache, "capacity": 128, "recent": 8, "profiles": profiles}
-    return Job(package=RTX, options=Options(), graph=str(graph), plan=str(graph.with_suffix(".plan")), **sizes)
+    return BuildJob(package=RTX, options=BuildOptions(), graph=str(graph), plan=str(graph.with_suffix(".plan")), **sizes)
 
 
 def bench_once(bundle: Path, prompt: str, folder: Path) -> Results:

@@ -15,9 +15,9 @@ import pytest
 
 from outrider import errors
 from outrider.audit import audit as audit_module
-from outrider.audit import engines as engines_module
-from outrider.audit.engines import Compared
-from outrider.audit.report import Arithmetic, Audit, Control, Counters, Divergence, Sampled, Texts
+from outrider.audit import engine_checks
+from outrider.audit.engine_checks import Compared
+from outrider.audit.report import Arithmetic, Audit, ComparedTexts, Control, Counters, Divergence, Sampled
 from outrider.audit.statistics import compare
 from outrider.backends import open as open_module
 from outrider.bundle.folder import read_manifest
@@ -41,8 +41,10 @@ def passing() -> Audit:
     same, differ = compare("first", EQUAL, EQUAL, 1e-6), compare("first", EQUAL, OTHER, 1e-6)
     controls = [Control(fault.value, Sampled("hot", 4, [differ])) for fault in Fault]
     controls.append(Control(None, Sampled("hot", 4, [same])))
-    texts = Texts(requests=4, compared=8)
-    return Audit(Arithmetic(checked=100), texts, Texts(2, 2), [Sampled("hot", 4, [same], 100)], controls, Counters(4, 8, 6, 2))
+    texts = ComparedTexts(requests=4, compared=8)
+    return Audit(
+        Arithmetic(checked=100), texts, ComparedTexts(2, 2), [Sampled("hot", 4, [same], 100)], controls, Counters(4, 8, 6, 2)
+    )
 
 
 def wrong(part: str) -> Audit:
@@ -97,7 +99,7 @@ def test_engines_that_do_not_agree_fail(monkeypatch: pytest.MonkeyPatch, bundle:
             ([(float("nan"), 1.0)], 1),
         ):
             results = [Compared("target", 1, difference, 1e-3, same) for difference, same in compared]
-            monkeypatch.setattr(engines_module, "compare_engines", lambda *_, results=results: iter(results))
+            monkeypatch.setattr(engine_checks, "compare_engines", lambda *_, results=results: iter(results))
             done = run_here("verify", bundle, "--engines", bundle, *options)
             assert done.returncode == code, done.stdout
             if options:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.audit.engines import compare_engines
+from outrider.audit.engine_checks import compare_engines
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.tensorrt.package import RTX, plan_file
 from outrider.bundle.folder import read_manifest

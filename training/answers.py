@@ -59,7 +59,7 @@ class Prompt(NamedTuple):
     seed: int | None  # None if the answer is greedy
 
 
-class Answer(msgspec.Struct, array_like=True):
+class TrainingAnswer(msgspec.Struct, array_like=True):
     """One line of the file of answers."""
 
     key: str
@@ -169,7 +169,7 @@ def held_out(count: int) -> list[bool]:
     return [index % step == 0 for index in range(count)]
 
 
-class Answers:
+class AnswerStore:
     """The answers of one target to prompts, in a file to which each is added when it is complete."""
 
     def __init__(self, path: Path, target: str, params: SamplingParams, longest: int):
@@ -188,7 +188,7 @@ class Answers:
             whole = 0
             for line in path.read_bytes().splitlines(keepends=True):
                 try:
-                    answer = msgspec.json.decode(line, type=Answer)
+                    answer = msgspec.json.decode(line, type=TrainingAnswer)
                 except (msgspec.DecodeError, RecursionError):
                     break
                 if not line.endswith(b"\n"):
@@ -230,7 +230,7 @@ class Answers:
                     ids += event.token_ids
                     if event.finish_reason is not None:
                         del running[id(request)]
-                        file.write(msgspec.json.encode(Answer(prompt.key, ids)) + b"\n")
+                        file.write(msgspec.json.encode(TrainingAnswer(prompt.key, ids)) + b"\n")
                         file.flush()
                         self.known[prompt.key] = ids
                         progress.advance(1)

@@ -22,7 +22,7 @@ STARTS = {"eagle3": ("head",), "pard": ("draft", "parallel-draft")}  # what `Sou
 LEARNING_RATE = {"eagle3": 5e-4, "pard": 1e-4}
 
 
-class Options(TypedDict, total=False):
+class TrainingOptions(TypedDict, total=False):
     """How a draft is trained."""
 
     start: str | None  # a checkpoint to start from
@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
     seed: int
 
 
-DEFAULTS: Options = {
+DEFAULTS: TrainingOptions = {
     "start": None,
     "bundle": None,
     "given": False,
@@ -60,7 +60,7 @@ DEFAULTS: Options = {
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class TrainingArguments:
     """The arguments of a training that agree with each other."""
 
     named: str  # the target as it was given
@@ -69,7 +69,7 @@ class Arguments:
     samples: list[Sample]
     output: Path
     start: Source | None
-    options: Options
+    options: TrainingOptions
 
     def digest(self, *further: object) -> str:
         """Return what tells apart what was made of one target and precision from what was made of others."""
@@ -92,7 +92,9 @@ class Arguments:
         return self.options["learning_rate"] or LEARNING_RATE[self.kind]
 
     @classmethod
-    def check(cls, target: str, kind: str, texts: list[Path], output: Path, **options: Unpack[Options]) -> Arguments:
+    def check(
+        cls, target: str, kind: str, texts: list[Path], output: Path, **options: Unpack[TrainingOptions]
+    ) -> TrainingArguments:
         """Check the arguments of `train_draft`.
 
         Raises:
@@ -100,7 +102,7 @@ class Arguments:
             SourceError: a checkpoint is not there.
             FolderError: the output exists.
         """
-        chosen: Options = {**DEFAULTS, **options}
+        chosen: TrainingOptions = {**DEFAULTS, **options}
         if kind not in KINDS:
             raise UsageError(f"there is no kind {kind!r} of draft", f"use one of {', '.join(KINDS)}", param="kind")
         if kind == "pard" and chosen["start"] is None:

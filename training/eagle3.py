@@ -24,10 +24,10 @@ from outrider.export.heads.eagle3_config import HeadConfig
 from outrider.export.heads.short_head import output_head
 from outrider.runtime.drafters.head import HeadDrafter
 from outrider.training.answers import Example
-from outrider.training.arguments import Arguments
+from outrider.training.arguments import TrainingArguments
 from outrider.training.chains import ATTENTION, chains
 from outrider.training.loop import device, has_bf16
-from outrider.training.objective import Batch, Objective, mean_of_rows
+from outrider.training.objective import Objective, TrainingBatch, mean_of_rows
 
 FEWEST_LAYERS = 3
 NOISE = 0.1  # of a new head's features, so that all three layers have gradients of their own
@@ -208,7 +208,7 @@ class Eagle3Objective(Objective):
         return None
 
     @classmethod
-    def open(cls, arguments: Arguments, examples: Sequence[Example]) -> Eagle3Objective:
+    def open(cls, arguments: TrainingArguments, examples: Sequence[Example]) -> Eagle3Objective:
         target = load_model(arguments.target, "bf16" if has_bf16() else "fp32").to(device())
         options = arguments.options
         tokens = frequent(examples, int(target.get_output_embeddings().weight.shape[0]), options["draft_vocab"])
@@ -258,7 +258,7 @@ class Eagle3Objective(Objective):
             goal = self._goal(hidden).softmax(-1)
         return nn.functional.cross_entropy(self.output(normed).float(), goal, reduction="sum")
 
-    def agreement(self, batch: Batch) -> torch.Tensor:
+    def agreement(self, batch: TrainingBatch) -> torch.Tensor:
         ids = batch.ids.to(self.kept.device)
         features, _ = self.read(ids)
         agrees = torch.zeros(*ids.shape, self.steps, dtype=torch.bool, device=ids.device)

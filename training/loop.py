@@ -21,7 +21,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from outrider.errors import EngineError, FolderError
 from outrider.progress import Progress
 from outrider.training.answers import Example
-from outrider.training.objective import Batch, Objective, measure
+from outrider.training.objective import Objective, TrainingBatch, measure
 
 EVALUATIONS = 10  # during a run
 LENGTH = "mean_acceptance_length"
@@ -123,7 +123,7 @@ def fit(
         model=objective,
         args=arguments,
         train_dataset=Examples(examples),
-        data_collator=lambda chosen: Batch.of([Example(*each.values()) for each in chosen])._asdict(),
+        data_collator=lambda chosen: TrainingBatch.of([Example(*each.values()) for each in chosen])._asdict(),
         callbacks=[_Watch(objective, lambda: measure(objective, held_out, objective.steps).mean_acceptance_length, progress)],
     )
     trainer.pop_callback(PrinterCallback)

@@ -14,19 +14,19 @@ from torch.utils.checkpoint import checkpoint
 from outrider.export.checkpoints.source import Source
 from outrider.runtime.stats import Stats
 from outrider.training.answers import Example
-from outrider.training.arguments import Arguments
+from outrider.training.arguments import TrainingArguments
 
 ROWS = 512  # whose logits are in memory at once
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """Examples of one pass."""
 
     ids: torch.Tensor  # int64 [B, S], padded on the right
     drafted: torch.Tensor  # bool [B, S]: the assistant's tokens
 
     @classmethod
-    def of(cls, examples: Sequence[Example]) -> Batch:
+    def of(cls, examples: Sequence[Example]) -> TrainingBatch:
         """Pad examples to the longest."""
         longest = max(len(example.ids) for example in examples)
         ids = torch.zeros(len(examples), longest, dtype=torch.int64)
@@ -58,7 +58,7 @@ class Objective(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, arguments: Arguments, examples: Sequence[Example]) -> Objective:
+    def open(cls, arguments: TrainingArguments, examples: Sequence[Example]) -> Objective:
         """Load the draft, and the models that it is trained against, onto the device.
 
         Errors are those of `check`.
@@ -69,7 +69,7 @@ class Objective(nn.Module, ABC):
         """Return the `loss` of a `Batch`, a scalar to be minimized."""
 
     @abstractmethod
-    def agreement(self, batch: Batch) -> torch.Tensor:
+    def agreement(self, batch: TrainingBatch) -> torch.Tensor:
         """Return bool [B, S, steps]: whether the tokens that the draft proposes after token i are those that follow, each given
         that all before it are. Proposals for what lies beyond the end are wrong, and those before the answer need not be
         right."""
@@ -115,7 +115,7 @@ def measure(objective: Objective, examples: Sequence[Example], k: int) -> Stats:
     training = objective.training
     objective.eval()
     for example in examples:
-        agrees = objective.agreement(Batch.of([example]))[0].cpu()
+        agrees = objective.agreement(TrainingBatch.of([example]))[0].cpu()
         end, at = len(example.ids), example.drafted.index(True)
         while at < end:
             count = min(k, end - at - 1)

@@ -15,9 +15,9 @@ from outrider.export.checkpoints.source import MASK_TOKEN, Source
 from outrider.export.checkpoints.vocabulary import check_same_vocabulary
 from outrider.runtime.drafters.parallel import ParallelDrafter
 from outrider.training.answers import Example
-from outrider.training.arguments import Arguments
+from outrider.training.arguments import TrainingArguments
 from outrider.training.loop import device
-from outrider.training.objective import ROWS, Batch, Objective, mean_of_rows
+from outrider.training.objective import ROWS, Objective, TrainingBatch, mean_of_rows
 
 KEPT, LEAST = 0.7, 0.2  # share of the chains of masks that have a further one, and the smallest share that any place has
 
@@ -59,7 +59,7 @@ class PardObjective(Objective):
         return limit
 
     @classmethod
-    def open(cls, arguments: Arguments, examples: Sequence[Example]) -> PardObjective:
+    def open(cls, arguments: TrainingArguments, examples: Sequence[Example]) -> PardObjective:
         start = arguments.start
         assert start is not None
         model = load_model(start, "fp32")
@@ -104,7 +104,7 @@ class PardObjective(Objective):
 
         return {"loss": mean_of_rows(loss, hidden[wanted], ids[:, follows][wanted])}
 
-    def agreement(self, batch: Batch) -> torch.Tensor:
+    def agreement(self, batch: TrainingBatch) -> torch.Tensor:
         ids = batch.ids.to(self.model.device)
         count = ids.shape[1]
         first = max(int(batch.drafted.any(0).nonzero()[0, 0]) - 1, 0)

@@ -12,7 +12,7 @@ from outrider.runtime.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrainingReport:
     """How a draft was trained, and how good it is."""
 
     kind: str
@@ -39,7 +39,7 @@ class Report:
         }
 
 
-def write_report(folder: Path, report: Report) -> None:
+def write_report(folder: Path, report: TrainingReport) -> None:
     """Write the report's files into a draft's folder.
 
     Raises:

@@ -14,7 +14,7 @@ from outrider.errors import UsageError
 LINES = (".jsonl", ".jsonl.gz")
 
 
-class Message(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True):
     """One message of a conversation."""
 
     role: str
@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True):
 class Sample(msgspec.Struct, frozen=True):
     """One line of a file: a conversation, a user's prompt, or a plain text. Whatever else a line has is ignored."""
 
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     prompt: str | None = None
     text: str | None = None
 

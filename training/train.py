@@ -23,13 +23,13 @@ from outrider.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.stats import Stats
-from outrider.training.answers import Answers, Example, given_examples, held_out, prompts_of
-from outrider.training.arguments import Arguments
+from outrider.training.answers import AnswerStore, Example, given_examples, held_out, prompts_of
+from outrider.training.arguments import TrainingArguments
 from outrider.training.eagle3 import Eagle3Objective
 from outrider.training.loop import Schedule, fit, give_back, return_tensors, translated
 from outrider.training.objective import Objective, measure
 from outrider.training.pard import PardObjective
-from outrider.training.report import Report, write_report
+from outrider.training.report import TrainingReport, write_report
 
 OBJECTIVES: dict[str, type[Objective]] = {"eagle3": Eagle3Objective, "pard": PardObjective}
 SLOTS = 8  # prompts that are answered at once
@@ -44,7 +44,7 @@ class Data(NamedTuple):
     held_out: list[Example]  # answered greedily, as they will be when the draft is served
 
 
-def train_draft(arguments: Arguments, progress: Progress = SILENT) -> Report:
+def train_draft(arguments: TrainingArguments, progress: Progress = SILENT) -> TrainingReport:
     """Train a draft, write it, and serve it to check that it is accepted as often as by the modules that were trained.
 
     An interrupted run goes on where it was: answers and checkpoints are kept in `arguments.work` until the draft is written.
@@ -75,7 +75,9 @@ def train_draft(arguments: Arguments, progress: Progress = SILENT) -> Report:
     return report
 
 
-def _train(arguments: Arguments, kind: type[Objective], positions: int | None, work: Path, progress: Progress) -> Report:
+def _train(
+    arguments: TrainingArguments, kind: type[Objective], positions: int | None, work: Path, progress: Progress
+) -> TrainingReport:
     options = arguments.options
     return_tensors()
     data = prepare_data(arguments, positions, work, progress)
@@ -101,12 +103,14 @@ def _train(arguments: Arguments, kind: type[Objective], positions: int | None, w
         trained = measure(objective, texts, options["k"])
         check_served(trained, served)
         tokens = sum(sum(example.drafted) for example in data.trained)
-        report = Report(arguments.kind, arguments.target.name, parameters, len(data.trained), tokens, history, trained, served)
+        report = TrainingReport(
+            arguments.kind, arguments.target.name, parameters, len(data.trained), tokens, history, trained, served
+        )
         write_report(folder, report)
     return report
 
 
-def prepare_data(arguments: Arguments, positions: int | None, work: Path, progress: Progress) -> Data:
+def prepare_data(arguments: TrainingArguments, positions: int | None, work: Path, progress: Progress) -> Data:
     options, seed = arguments.options, arguments.options["seed"]
     bundle = options["bundle"] or _bundle(arguments, None, work / f"answering-{arguments.digest()}", progress)
     progress.stage("loading the target's engines")
@@ -114,7 +118,7 @@ def prepare_data(arguments: Arguments, positions: int | None, work: Path, progre
         check_target(arguments, bundle, outrider.manifest)
         longest = min(options["max_length"], outrider.build.capacity, positions or options["max_length"])
         content = hashlib.sha256(msgspec.json.encode(outrider.manifest.files)).hexdigest()
-        answers = Answers(work / "answers.jsonl", content, arguments.sampling, longest)
+        answers = AnswerStore(work / "answers.jsonl", content, arguments.sampling, longest)
         text = outrider.text
         kept: list[Example] = []
         if options["given"]:
@@ -140,7 +144,7 @@ def prepare_data(arguments: Arguments, positions: int | None, work: Path, progre
     return data
 
 
-def check_target(arguments: Arguments, bundle: Path, manifest: Manifest) -> None:
+def check_target(arguments: TrainingArguments, bundle: Path, manifest: Manifest) -> None:
     """Refuse a bundle of another model than the target, as far as its numbers tell."""
     config, model = read_config(arguments.target), manifest.models["target"]
     text = config.get_text_config()
@@ -155,7 +159,7 @@ def check_target(arguments: Arguments, bundle: Path, manifest: Manifest) -> None
         raise UsageError(f"{bundle} has another {what} than {arguments.named}", "build it from this target", param="bundle")
 
 
-def _bundle(arguments: Arguments, draft: Path | None, folder: Path, progress: Progress) -> Path:
+def _bundle(arguments: TrainingArguments, draft: Path | None, folder: Path, progress: Progress) -> Path:
     """Return a bundle of the target, alone or with a draft; an earlier run may have made it."""
     bundle, options = folder / "bundle", arguments.options
     if not bundle.exists():
@@ -179,7 +183,12 @@ def _bundle(arguments: Arguments, draft: Path | None, folder: Path, progress: Pr
 
 
 def _serve(
-    arguments: Arguments, kind: type[Objective], draft: Path, examples: Sequence[Example], folder: Path, progress: Progress
+    arguments: TrainingArguments,
+    kind: type[Objective],
+    draft: Path,
+    examples: Sequence[Example],
+    folder: Path,
+    progress: Progress,
 ) -> tuple[Stats, list[Example]]:
     """Return how often a draft is accepted when its engines draft for the target's, and the answers that they gave."""
     shutil.rmtree(folder, ignore_errors=True)  # of another draft

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from outrider.backends.base import Backend, BuildSpec, Engines, Option, required_rows
-from outrider.backends.tensorrt.job import Facts, Job
-from outrider.backends.tensorrt.options import RTX_OPTIONS, TENSORRT_OPTIONS, Options
+from outrider.backends.tensorrt.job import BuildJob, EngineFacts
+from outrider.backends.tensorrt.options import RTX_OPTIONS, TENSORRT_OPTIONS, BuildOptions
 from outrider.backends.tensorrt.package import RTX, TENSORRT, Package, plan_file
 from outrider.backends.tensorrt.process import build_plan, facts
 from outrider.backends.tensorrt.profiles import all_profiles, step_rows_profiled
@@ -31,7 +31,7 @@ class TensorRTBackend(Backend):
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
         """Compile every engine, each in a child process; see `Backend.build`."""
-        options = Options(**spec.options)
+        options = BuildOptions(**spec.options)
         _check_volumes(spec)
         known = facts(self._package, options)
         entries = spec.manifest.files
@@ -50,7 +50,9 @@ class TensorRTBackend(Backend):
         self._compile(spec, folder, build, known, options, progress)
         return build
 
-    def _compile(self, spec: BuildSpec, folder: Path, build: Build, known: Facts, options: Options, progress: Progress) -> None:
+    def _compile(
+        self, spec: BuildSpec, folder: Path, build: Build, known: EngineFacts, options: BuildOptions, progress: Progress
+    ) -> None:
         """Write the plan of every engine."""
         manifest = spec.manifest
         weights = sum(manifest.files[graph_files(role)[1]].size for role in manifest.roles)
@@ -61,7 +63,7 @@ class TensorRTBackend(Backend):
         for name in manifest.engines:
             plan = folder / plan_file(name)
             plan.parent.mkdir(exist_ok=True)
-            job = Job(
+            job = BuildJob(
                 package=self._package,
                 options=options,
                 graph=str(spec.source / graph_files(name)[0]),
@@ -113,14 +115,14 @@ def _check_volumes(spec: BuildSpec) -> None:
             )
 
 
-def _capabilities(known: Facts, options: Options) -> list[str]:
+def _capabilities(known: EngineFacts, options: BuildOptions) -> list[str]:
     """Return what the plans are for; nothing for hardware-compatible plans, and RTX's default: newer GPUs run these, too."""
     if known.gpu is not None and not options.hardware_compatible:
         return [known.gpu.compute_capability]
     return list(options.compute_capability)
 
 
-def _device(known: Facts, options: Options) -> str:
+def _device(known: EngineFacts, options: BuildOptions) -> str:
     if known.gpu is not None:
         return known.gpu.name
     capabilities = ", ".join(options.compute_capability) or "8.0, 8.6, 8.9 and 12.x, by the default of the package"

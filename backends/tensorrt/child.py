@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from outrider.backends.tensorrt.job import PROGRESS_PARTS, Facts, Gpu, Job, Refused, Report
+from outrider.backends.tensorrt.job import PROGRESS_PARTS, BuildJob, BuildReport, EngineFacts, Gpu, Refused
 from outrider.backends.tensorrt.network import configure, create, import_polygraphy, parse, save_timing_cache
 
 LONGEST = "Computing profile costs"  # the phase in which TensorRT compiles, which takes nearly all of the time
 NO_GPU = ("cudaError 35:", "cudaError 100:")  # logged by both packages on every machine without a driver or a GPU
 
-Send = Callable[[Report], None]
+Send = Callable[[BuildReport], None]
 
 
 def main() -> None:
@@ -29,52 +29,52 @@ def main() -> None:
     with open(os.dup(1), "wb", buffering=0) as reports:
         os.dup2(2, 1)  # keeps what the libraries print out of the reports
 
-        def send(report: Report) -> None:
+        def send(report: BuildReport) -> None:
             reports.write(msgspec.json.encode(report) + b"\n")
 
-        job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+        job = msgspec.json.decode(sys.stdin.buffer.readline(), type=BuildJob)
         threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
         try:
             _work(job, send)
         except MemoryError as error:
-            send(Report(error=f"out of memory: {error}"))
+            send(BuildReport(error=f"out of memory: {error}"))
         except OSError as error:
-            send(Report(error=str(error), errno=error.errno or 0))
+            send(BuildReport(error=str(error), errno=error.errno or 0))
         except Exception as error:
-            send(Report(error=str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"))
+            send(BuildReport(error=str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"))
         sys.stderr.flush()
         os._exit(0)  # the libraries may crash while they shut down
 
 
-def _work(job: Job, send: Send) -> None:
+def _work(job: BuildJob, send: Send) -> None:
     try:
         trt = importlib.import_module(job.package.module)
         importlib.import_module("onnx")
         import_polygraphy(job.package)
     except (ImportError, OSError) as error:  # an OSError if one of the package's libraries is missing
-        send(Report(missing=str(error)))
+        send(BuildReport(missing=str(error)))
         return
     if not job.graph:
-        send(Report(facts=_facts(trt, job), finished=True))
+        send(BuildReport(facts=_facts(trt, job), finished=True))
         return
     log = _logger(trt, job.options.verbosity)
     with open(job.plan, "wb") as plan:
         builder, network = create(trt, log)
         parser = trt.OnnxParser(network, log)
-        send(Report(stage="parsing"))
+        send(BuildReport(stage="parsing"))
         parse(trt, job, network, parser)
         monitor = _monitor(trt, send)  # the configuration does not keep it alive
         config = configure(trt, job, builder, network, monitor)
-        send(Report(stage="compiling"))
+        send(BuildReport(stage="compiling"))
         _compile(trt, builder, network, config, plan, log.errors)
         save_timing_cache(job.options.timing_cache, config)
-    send(Report(finished=True))
+    send(BuildReport(finished=True))
 
 
-def _facts(trt: Any, job: Job) -> Facts:
+def _facts(trt: Any, job: BuildJob) -> EngineFacts:
     names = sorted(getattr(getattr(trt, "ComputeCapability", None), "__members__", {}), key=lambda name: (len(name), name))
     capabilities = [f"{name[2:-1]}.{name[-1]}" for name in names if name.startswith("SM")]
-    return Facts(trt.__version__, capabilities, None if job.package.builds_anywhere else _gpu())
+    return EngineFacts(trt.__version__, capabilities, None if job.package.builds_anywhere else _gpu())
 
 
 def _compile(trt: Any, builder: Any, network: Any, config: Any, plan: Any, errors: list[str]) -> None:
@@ -150,7 +150,7 @@ def _monitor(trt: Any, send: Send) -> Any:
                     done += share * steps / total
                     share /= total
                 if (parts := min(int(PROGRESS_PARTS * done), PROGRESS_PARTS)) > self._reported:
-                    send(Report(done=parts - self._reported))
+                    send(BuildReport(done=parts - self._reported))
                     self._reported = parts
             return True
 

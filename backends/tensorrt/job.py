@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from outrider.backends.tensorrt.options import Options
+from outrider.backends.tensorrt.options import BuildOptions
 from outrider.backends.tensorrt.package import Package
 from outrider.bundle.manifest import Profile
 from outrider.engines.contract import CacheTensor
@@ -20,7 +20,7 @@ class Gpu(msgspec.Struct):
     free: int  # bytes
 
 
-class Facts(msgspec.Struct):
+class EngineFacts(msgspec.Struct):
     """A package's release, and what it can build for."""
 
     version: str
@@ -28,11 +28,11 @@ class Facts(msgspec.Struct):
     gpu: Gpu | None  # None for a package that builds without one
 
 
-class Job(msgspec.Struct):
+class BuildJob(msgspec.Struct):
     """One engine to build; without a graph, a request for the facts."""
 
     package: Package
-    options: Options
+    options: BuildOptions
     graph: str = ""
     plan: str = ""
     cache: list[CacheTensor] = []
@@ -42,12 +42,12 @@ class Job(msgspec.Struct):
     stream_weights: bool = False
 
 
-class Report(msgspec.Struct, omit_defaults=True):
+class BuildReport(msgspec.Struct, omit_defaults=True):
     """A report of the child: its stage, its progress, and how it ended."""
 
     stage: str = ""
     done: int = 0  # further parts of `PROGRESS_PARTS`
-    facts: Facts | None = None
+    facts: EngineFacts | None = None
     missing: str = ""  # why the package cannot be imported
     error: str = ""
     errno: int = 0  # of an error while reading or writing a file

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.backends.tensorrt.job import Job, Refused
+from outrider.backends.tensorrt.job import BuildJob, Refused
 from outrider.backends.tensorrt.package import RTX, Package
 from outrider.engines.contract import INPUT_IDS
 
@@ -38,7 +38,7 @@ def create(trt: Any, log: Any) -> tuple[Any, Any]:
     return builder, network
 
 
-def parse(trt: Any, job: Job, network: Any, parser: Any) -> None:
+def parse(trt: Any, job: BuildJob, network: Any, parser: Any) -> None:
     """Fill the network from the job's graph.
 
     Raises:
@@ -76,7 +76,7 @@ def _cache_updates(trt: Any, network: Any) -> set[tuple[str, str]]:
     return updates
 
 
-def configure(trt: Any, job: Job, builder: Any, network: Any, monitor: Any) -> Any:
+def configure(trt: Any, job: BuildJob, builder: Any, network: Any, monitor: Any) -> Any:
     """Return the builder's configuration: flags, options and optimization profiles.
 
     Raises:
@@ -115,7 +115,7 @@ def configure(trt: Any, job: Job, builder: Any, network: Any, monitor: Any) -> A
     return config
 
 
-def _profile(job: Job, shapes: dict[str, Any], network: Any) -> Profile:
+def _profile(job: BuildJob, shapes: dict[str, Any], network: Any) -> Profile:
     from polygraphy.backend.trt import Profile
 
     profile = Profile()

@@ -40,7 +40,7 @@ TENSORRT_OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BuildOptions:
     """The checked options of a build."""
 
     compute_capability: tuple[str, ...] = ()  # empty is what the package chooses: all that it runs on, from 8.0 on

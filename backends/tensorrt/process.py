@@ -16,8 +16,8 @@ from typing import IO
 
 import msgspec
 
-from outrider.backends.tensorrt.job import PROGRESS_PARTS, Facts, Job, Report
-from outrider.backends.tensorrt.options import Options
+from outrider.backends.tensorrt.job import PROGRESS_PARTS, BuildJob, BuildReport, EngineFacts
+from outrider.backends.tensorrt.options import BuildOptions
 from outrider.backends.tensorrt.package import Package
 from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
@@ -33,14 +33,14 @@ OUT_OF_MEMORY = (
 )
 
 
-def facts(package: Package, options: Options) -> Facts:
+def facts(package: Package, options: BuildOptions) -> EngineFacts:
     """Return the package's release and what it can build for.
 
     Raises:
         UsageError: it does not support a compute capability of `options`.
         EngineError: it cannot be imported, or it needs a GPU to build and there is none.
     """
-    result = _run(Job(package, options), "asking for its version").facts
+    result = _run(BuildJob(package, options), "asking for its version").facts
     assert result is not None
     if unknown := [each for each in options.compute_capability if each not in result.compute_capabilities]:
         raise UsageError(
@@ -55,7 +55,7 @@ def facts(package: Package, options: Options) -> Facts:
     return result
 
 
-def build_plan(job: Job, name: str, sizes: str = "", progress: Progress = SILENT) -> None:
+def build_plan(job: BuildJob, name: str, sizes: str = "", progress: Progress = SILENT) -> None:
     """Build one engine.
 
     Args:
@@ -70,9 +70,9 @@ def build_plan(job: Job, name: str, sizes: str = "", progress: Progress = SILENT
     _run(job, f"building the {name}", sizes, progress)
 
 
-def _run(job: Job, task: str, sizes: str = "", progress: Progress = SILENT) -> Report:
+def _run(job: BuildJob, task: str, sizes: str = "", progress: Progress = SILENT) -> BuildReport:
     """Run a job in a child process, which never outlives this call, and return its last report."""
-    stage, last = "starting", Report()
+    stage, last = "starting", BuildReport()
     # -P: nothing is imported from the working directory.
     command = [sys.executable, "-P", "-m", "outrider.backends.tensorrt.child"]
     with (
@@ -91,7 +91,7 @@ def _run(job: Job, task: str, sizes: str = "", progress: Progress = SILENT) -> R
                 child.stdin.write(msgspec.json.encode(job) + b"\n")
                 child.stdin.flush()
             for line in child.stdout:
-                last = msgspec.json.decode(line, type=Report)
+                last = msgspec.json.decode(line, type=BuildReport)
                 stage = last.stage or stage
                 progress.advance(last.done)
             code = child.wait()
@@ -109,7 +109,7 @@ def _tail(log: IO[bytes]) -> str:
     return log.read().decode(errors="replace")
 
 
-def _failure(job: Job, task: str, stage: str, sizes: str, last: Report, code: int, tail: str) -> Exception:
+def _failure(job: BuildJob, task: str, stage: str, sizes: str, last: BuildReport, code: int, tail: str) -> Exception:
     """Return the exception for a child that ended with `code`, after `last`, and with `tail` at the end of its log."""
     title = job.package.title
     if last.missing:

@@ -17,7 +17,7 @@ from outrider.runtime.request import Request
 MIN_SHARED = 16  # tokens at the beginning of a text that are worth keeping or copying
 
 
-class Harm(NamedTuple):
+class Eviction(NamedTuple):
     """What is lost if another text is read in a slot; the slot with the least is overwritten first."""
 
     worth: int  # 0: nothing worth keeping, 1: what one request had, 2: what several requests had in common
@@ -68,7 +68,7 @@ class Slots:
     def _owner(self, request: Request) -> Hashable:
         return None if self.across_owners else request.owner
 
-    def _harm(self, prompt: list[int], owner: Hashable) -> dict[Slot, Harm]:
+    def _harm(self, prompt: list[int], owner: Hashable) -> dict[Slot, Eviction]:
         """Return what it does to each slot's content if a prompt is read there. What the prompt goes on from is not lost, and
         neither is what another slot holds."""
         # What has most in common is adjacent.
@@ -80,9 +80,9 @@ class Slots:
             kept[one] = max(kept[one], self._usable(other, common))
             kept[other] = max(kept[other], self._usable(one, common))
         return {
-            slot: Harm(1 + (kept[slot] < slot.reused), 0, slot.used, slot.cached - kept[slot])
+            slot: Eviction(1 + (kept[slot] < slot.reused), 0, slot.used, slot.cached - kept[slot])
             if slot.cached - kept[slot] >= MIN_SHARED
-            else Harm(0, -reusable[slot], slot.used, 0)
+            else Eviction(0, -reusable[slot], slot.used, 0)
             for slot in held
         }
 

@@ -52,7 +52,7 @@ class Acceptance:
         return self._after(lambda earlier: earlier.rate)
 
     @property
-    def hoped(self) -> float:
+    def upper_estimate(self) -> float:
         """What the rate of this request may well be, 0..1: that of earlier ones counts with their spread added."""
         return self._after(lambda earlier: earlier._raised(1 / SPREAD))
 

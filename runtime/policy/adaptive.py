@@ -34,7 +34,7 @@ REVIEW = 4  # rounds without a drafter on the device after which steady choices 
 HORIZON = 128  # tokens, if so many are still wanted, over which catching up must pay off
 
 
-class Batch(NamedTuple):
+class SequenceBatch(NamedTuple):
     """The sequences of a round, and what its time depends on."""
 
     sequences: Sequence[SequenceView]
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     new: bool  # whether one has emitted nothing yet
 
     @classmethod
-    def of(cls, sequences: Sequence[SequenceView]) -> Batch:
+    def of(cls, sequences: Sequence[SequenceView]) -> SequenceBatch:
         """Return the batch of these sequences."""
         if len(sequences) == 1:
             only = sequences[0]
@@ -88,7 +88,7 @@ class AdaptivePolicy(Policy):
         self._probes: list[tuple[Choice, float]] = []  # what tries one after so many of them
         self._previous: Choice | None = None  # without probes and proposals from the host
         self._per_token = 0.0  # its milliseconds for a token
-        self._batch = Batch((), 0, 0, 0, True, True)  # of the last round
+        self._batch = SequenceBatch((), 0, 0, 0, True, True)  # of the last round
         self._age = 0  # rounds since the steady choices were compared
         self._built = 0  # sizes that they were compared for
         self._proposal_times: dict[str, list[tuple[Choice, float]]] = {}  # milliseconds of rounds, by drafter
@@ -99,7 +99,7 @@ class AdaptivePolicy(Policy):
         return {name: Acceptance(self._history[name], REQUEST_MEMORY, REQUEST_WEIGHT) for name in self._on_device}
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
-        batch = Batch.of(sequences)
+        batch = SequenceBatch.of(sequences)
         self._stopping = False
         if batch.new or batch.size != self._batch.size:
             self._previous, self._probe_again = None, NONE  # other requests do not continue with these ones' choice
@@ -126,7 +126,7 @@ class AdaptivePolicy(Policy):
     def _one_pass(self, choice: Choice) -> bool:
         return choice != PLAIN and drafters.get(choice.drafter).one_pass
 
-    def _long_steps(self, choice: Choice, batch: Batch) -> bool:
+    def _long_steps(self, choice: Choice, batch: SequenceBatch) -> bool:
         """Whether what one more token takes, a draft step or a row to verify, is so much longer than the host takes to look at
         its confidence that stopping early can pay off."""
         costs, kind = self.costs(1), drafters.get(choice.drafter)
@@ -142,7 +142,7 @@ class AdaptivePolicy(Policy):
         built = self.costs(1).k
         return built[: sum(k < remaining - 1 for k in built) + 1] if remaining > 1 else []
 
-    def _review(self, batch: Batch, sizes: list[int]) -> None:
+    def _review(self, batch: SequenceBatch, sizes: list[int]) -> None:
         """Compare the steady choices, and note what it takes to use proposals from the host instead."""
         self._age, self._built = 0, len(sizes)
         best, self._per_token = self._steady(batch, sizes)
@@ -157,7 +157,7 @@ class AdaptivePolicy(Policy):
             for name in self._on_host
         }
 
-    def _steady(self, batch: Batch, sizes: list[int]) -> tuple[Choice, float]:
+    def _steady(self, batch: SequenceBatch, sizes: list[int]) -> tuple[Choice, float]:
         """Compare plain decoding and the drafters on the device, which can draft in every round.
 
         Returns:
@@ -185,7 +185,7 @@ class AdaptivePolicy(Policy):
             return previous, times[previous]
         return best, least
 
-    def _proposed(self, batch: Batch) -> Choice:
+    def _proposed(self, batch: SequenceBatch) -> Choice:
         """Return the choice among proposals from the host that saves the most time in this one round, compared with emitting
         as many tokens by the best steady choice; `PLAIN` if none saves any."""
         best_choice, best_saving = PLAIN, 0.0
@@ -216,7 +216,7 @@ class AdaptivePolicy(Policy):
                 return choice
         return PLAIN
 
-    def _price_probes(self, batch: Batch, sizes: list[int]) -> None:
+    def _price_probes(self, batch: SequenceBatch, sizes: list[int]) -> None:
         """Note what tries each drafter that is not used, and after how many milliseconds of rounds that is worth its price."""
         best = self._previous or PLAIN
         self._usual_round, self._probes = self._time(best, batch), []
@@ -229,9 +229,9 @@ class AdaptivePolicy(Policy):
 
     def time(self, choice: Choice, sequences: Sequence[SequenceView]) -> float:
         """Return the milliseconds that a round is expected to take."""
-        return self._time(choice, Batch.of(sequences))
+        return self._time(choice, SequenceBatch.of(sequences))
 
-    def _time(self, choice: Choice, batch: Batch) -> float:
+    def _time(self, choice: Choice, batch: SequenceBatch) -> float:
         return self._predicted(choice, choice.k, batch) * self.pace.ratio(choice, batch.size)
 
     def catch_up(self, name: str, sequences: Sequence[SequenceView]) -> float:
@@ -262,9 +262,9 @@ class AdaptivePolicy(Policy):
         if len(self._on_device) == 1:
             return acceptance.rate
         dear = self.catch_up(name, [sequence]) > self._time(PLAIN, self._batch) / self._batch.size
-        return acceptance.cautious if dear else acceptance.hoped
+        return acceptance.cautious if dear else acceptance.upper_estimate
 
-    def _predicted(self, choice: Choice, drafted: int, batch: Batch, begun: int = 0) -> float:
+    def _predicted(self, choice: Choice, drafted: int, batch: SequenceBatch, begun: int = 0) -> float:
         """The time of a round by the costs alone."""
         return self.costs(batch.size).round(choice.drafter, drafted, choice.k, batch.end + choice.k, batch.greedy, begun)
 
@@ -316,7 +316,7 @@ class AdaptivePolicy(Policy):
                 self._observe_sequence(choice, sequence, result)
         size = drafted if len(sequences) == 1 else choice.k
         begun = self._previous.k if self._stopping and self._previous else 0
-        predicted = self._predicted(choice, size, Batch.of(sequences), begun)
+        predicted = self._predicted(choice, size, SequenceBatch.of(sequences), begun)
         self.pace.observe(milliseconds / predicted, choice, len(sequences))
 
     def _observe_sequence(self, choice: Choice, sequence: SequenceView, result: RoundResult) -> None:

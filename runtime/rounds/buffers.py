@@ -60,7 +60,7 @@ class Step:
     row: int = VERIFIER  # of the drafted token
 
 
-class Progress:
+class RoundState:
     """A round under way."""
 
     def __init__(self, lanes: Sequence[Lane], shape: Shape, stop: EarlyStop | None):
@@ -70,7 +70,7 @@ class Progress:
         self.active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]  # lanes that have not failed
         self.failed: dict[int, EngineError] = {}
         # How many rows count of each lane with a grammar.
-        self.rows = {at: 1 for at in self.active if (state := lanes[at].sampling) is not None and state.grammar is not None}
+        self.rows = {at: 1 for at in self.active if getattr(lanes[at].sampling, "grammar", None) is not None}
         self.confidences: list[float] = []
         self.stops_with: int | None = None  # rows of the target's pass, where drafting is to stop at the last step that ran
 

@@ -8,7 +8,7 @@ from outrider.engines.arrays import Floats
 from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.errors import EngineError
 from outrider.runtime.rounds import reference
-from outrider.runtime.rounds.buffers import VERIFIER, Lane, Progress, Shape
+from outrider.runtime.rounds.buffers import VERIFIER, Lane, RoundState, Shape
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.sampling import ACCEPTING, DRAFTING, DRAWING
 
@@ -21,30 +21,30 @@ def not_finite() -> EngineError:
     )
 
 
-def resolve(launches: Launches, progress: Progress, at: int) -> int:
+def resolve(launches: Launches, state: RoundState, at: int) -> int:
     """Decide what the sampler of the step `at` did not. Where top_k or top_p reach beyond the candidates, the round goes on
     from there with more of them; lanes whose logits are not finite fail.
 
     Returns:
         the index of the step that the round goes on with.
     """
-    shape, steps, synchronous = progress.shape, launches.steps(progress.shape), launches.device.synchronous
+    shape, steps, synchronous = state.shape, launches.steps(state.shape), launches.device.synchronous
     row, status, drafter = steps[at].row, steps[at].status, launches.on_device(shape)
     assert status is not None
     if drafter is not None and drafter.overwritten and row != VERIFIER and not synchronous:
         for step in [step for step in steps[1:at] if step.status is None]:
             step.launch()
-    for index in [index for index in progress.active if status[index] not in (DECIDED, MORE_CANDIDATES)]:
-        progress.fail(index, not_finite())
+    for index in [index for index in state.active if status[index] not in (DECIDED, MORE_CANDIDATES)]:
+        state.fail(index, not_finite())
         if row != VERIFIER:
             put_drafted(launches, row, shape, index, 0)  # any token will do for the passes that follow
-    undecided = [index for index in progress.active if status[index] == MORE_CANDIDATES]
+    undecided = [index for index in state.active if status[index] == MORE_CANDIDATES]
     if undecided and shape.candidates < launches.max_candidates:
         larger = (size for size in CANDIDATES if shape.candidates < size)
-        progress.shape = shape._replace(candidates=min(next(larger, launches.vocab_rows), launches.max_candidates))
+        state.shape = shape._replace(candidates=min(next(larger, launches.vocab_rows), launches.max_candidates))
         return at
     for index in undecided:
-        decide_on_host(launches, row, shape, index, progress.lanes[index])
+        decide_on_host(launches, row, shape, index, state.lanes[index])
     return at + 1
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from outrider.runtime.grammar.grammar import GrammarError
-from outrider.runtime.rounds.buffers import VERIFIER, Lane, Progress, Shape
+from outrider.runtime.rounds.buffers import VERIFIER, Lane, RoundState, Shape
 from outrider.runtime.rounds.host_sampler import drafted_tokens
 from outrider.runtime.rounds.launches import Launches
 
 
-def mask_row(launches: Launches, progress: Progress, row: int) -> None:
+def mask_row(launches: Launches, state: RoundState, row: int) -> None:
     """Write the masks of all lanes with a grammar over the logits that the sampler of a row reads, and note how many rows of
     the round count. A lane whose masks cannot be had fails."""
-    for index in [index for index in progress.rows if index in progress.active]:
+    for index in [index for index in state.rows if index in state.active]:
         try:
-            progress.rows[index] = _mask(launches, row, progress.shape, index, progress.lanes[index])
+            state.rows[index] = _mask(launches, row, state.shape, index, state.lanes[index])
         except GrammarError as error:
-            progress.fail(index, error)
+            state.fail(index, error)
 
 
 def _mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> int:

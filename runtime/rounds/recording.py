@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from outrider.engines.device import Launch
 from outrider.errors import EngineError, OutriderWarning
-from outrider.runtime.rounds.buffers import VERIFIER, Array, Progress, Shape, Step
+from outrider.runtime.rounds.buffers import VERIFIER, Array, RoundState, Shape, Step
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.masks import mask_row
 
@@ -43,27 +43,27 @@ class Recorder:
         """Return what runs in place of the launches of each recorded segment, in the order of their last use."""
         return MappingProxyType(self._recorded)
 
-    def advance(self, progress: Progress, begin: int) -> int | None:
+    def advance(self, state: RoundState, begin: int) -> int | None:
         """Launch the steps from `begin` on, and return the first whose sampler did not decide for an active lane; None once all
         have run and decided."""
-        shape, steps, fresh = progress.shape, self._launches.steps(progress.shape), begin == 0
+        shape, steps, fresh = state.shape, self._launches.steps(state.shape), begin == 0
         verifier = next(at for at, step in enumerate(steps) if step.status is not None and step.row == VERIFIER)
         # The pass before it changes the states of recurrent layers, so it is never launched twice; masks come behind it.
-        waits = [verifier - 1] * (self._launches.target.recurrence is not None) + [verifier] * bool(progress.rows)
+        waits = [verifier - 1] * (self._launches.target.recurrence is not None) + [verifier] * bool(state.rows)
         for end in [*(end for end in waits if end > begin), len(steps)]:
             segment, started = Segment(shape, begin, end), time.perf_counter()
             replayed = fresh and self._replay(segment)
             if not replayed:
                 self._launch(steps[begin:end])
             self.seconds += time.perf_counter() - started
-            if (undecided := next((at for at in range(begin, end) if not progress.decided(steps[at])), None)) is not None:
+            if (undecided := next((at for at in range(begin, end) if not state.decided(steps[at])), None)) is not None:
                 return undecided
             if fresh and self.enabled and not replayed:
                 self._seen[segment] += 1
                 if self._seen[segment] == RECORD_AT:
                     self._record(segment, steps[begin:end])
             if end == verifier:
-                mask_row(self._launches, progress, VERIFIER)
+                mask_row(self._launches, state, VERIFIER)
             begin = end
         return None
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from outrider.engines.device import Device
 from outrider.errors import EngineError
 from outrider.runtime.policy.choice import NONE, EarlyStop
-from outrider.runtime.rounds.buffers import Lane, Progress, Shape
+from outrider.runtime.rounds.buffers import Lane, RoundState, Shape
 from outrider.runtime.rounds.host_sampler import resolve
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.logprobs import Logprobs
@@ -85,59 +85,59 @@ class Rounds:
         """
         shape = self.launches.shape(lanes, first, rows, drafter)
         self.launches.fill(lanes, shape)
-        progress = Progress(lanes, shape, stop if self.device.synchronous else None)
-        self._decide(progress)
-        return [progress.failed.get(index) or self._result(progress, index) for index in range(len(lanes))]
+        state = RoundState(lanes, shape, stop if self.device.synchronous else None)
+        self._decide(state)
+        return [state.failed.get(index) or self._result(state, index) for index in range(len(lanes))]
 
-    def _result(self, progress: Progress, index: int) -> RoundResult | None:
-        lane, shape, launches = progress.lanes[index], progress.shape, self.launches
+    def _result(self, state: RoundState, index: int) -> RoundResult | None:
+        lane, shape, launches = state.lanes[index], state.shape, self.launches
         if lane.sampling is None:
             return None
         tokens, count, top = launches.emitted(shape, index), min(lane.k, shape.drafted), lane.sampling.params.logprobs
-        tokens = tokens[: progress.rows.get(index)]
+        tokens = tokens[: state.rows.get(index)]
         drafted = lane.proposed
         if launches.on_device(shape) is not None:
             begin = index * (launches.max_k + 1)
             drafted = launches.outputs.host["drafted"][begin : begin + count].tolist()
         logprobs = None if top is None else launches.logprobs.of(shape, index, len(tokens), top)
         name = lane.drafter if count else NONE
-        result = RoundResult(name, drafted if count else [], tokens, logprobs, progress.confidences)
+        result = RoundResult(name, drafted if count else [], tokens, logprobs, state.confidences)
         return result if self.observer is None else self.observer(launches, shape, index, lane, result)
 
-    def _decide(self, progress: Progress) -> None:
+    def _decide(self, state: RoundState) -> None:
         """Launch a round's steps until all is decided."""
         advance = self._advance if self.device.synchronous else self.recorder.advance
         begin = 0
-        while progress.active and (at := advance(progress, begin)) is not None:
-            row = self.launches.steps(progress.shape)[at].row
-            if progress.stops_with is not None:
-                progress.shape = self.launches.shorten(progress.shape, row + 1, progress.stops_with)
-                progress.stop = progress.stops_with = None
+        while state.active and (at := advance(state, begin)) is not None:
+            row = self.launches.steps(state.shape)[at].row
+            if state.stops_with is not None:
+                state.shape = self.launches.shorten(state.shape, row + 1, state.stops_with)
+                state.stop = state.stops_with = None
                 begin = at + 1
             else:
-                begin = resolve(self.launches, progress, at)
+                begin = resolve(self.launches, state, at)
 
-    def _advance(self, progress: Progress, begin: int) -> int | None:
+    def _advance(self, state: RoundState, begin: int) -> int | None:
         """Launch the steps from `begin` on, one by one, and return the first whose sampler did not decide for an active lane,
         or at which drafting is to stop; None once all have run and decided."""
-        clock, shape, stop = time.perf_counter, progress.shape, progress.stop
+        clock, shape, stop = time.perf_counter, state.shape, state.stop
         steps = self.launches.steps(shape)
         for at in range(begin, len(steps)):
             step = steps[at]
-            if progress.rows and step.status is not None:
-                mask_row(self.launches, progress, step.row)
+            if state.rows and step.status is not None:
+                mask_row(self.launches, state, step.row)
             started = clock()
             step.launch()
             self._seconds += clock() - started
             if step.status is None:
                 continue
-            if not progress.decided(step):
+            if not state.decided(step):
                 return at
             if stop is not None and 0 <= step.row < shape.drafted - 1:
                 drafter = self.launches.on_device(shape)
                 assert drafter is not None
-                progress.confidences.append(drafter.confidence(step.row, shape))
-                progress.stops_with = stop.after(progress.confidences)
-                if progress.stops_with is not None:
+                state.confidences.append(drafter.confidence(step.row, shape))
+                state.stops_with = stop.after(state.confidences)
+                if state.stops_with is not None:
                     return at
         return None

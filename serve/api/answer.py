@@ -15,12 +15,12 @@ from outrider.serve.api.errors import ApiError
 from outrider.serve.api.protocol import Function, NamedFunction
 from outrider.serve.api.reasoning import ReasoningSplitter, marks_of, opened
 from outrider.serve.tools import family_of
-from outrider.serve.tools.base import Offer, Part, Reader, mark
+from outrider.serve.tools.base import OfferedTools, Part, Reader, mark
 
 END = 16  # tokens at the end of a prompt that may open the reasoning
 
 
-class Answers:
+class AnswerFormat:
     """The answers to one conversation, in the form that the model's family has."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Answers:
             return None
         thought = () if self._marks is None else (self._text.tokenizer.token_to_id(self._marks[0]),)
         expression = None if said is None or required else f"@{SAID}"
-        offer = Offer(self._schemas, (*self._end_ids, *thought), required, self._parallel, expression, self._strict)
+        offer = OfferedTools(self._schemas, (*self._end_ids, *thought), required, self._parallel, expression, self._strict)
         try:
             grammar = self._family.grammar(offer)
             return StructuredOutputs(grammar=grammar) if expression is None or said is None else said.within(grammar, SAID)

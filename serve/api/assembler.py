@@ -30,7 +30,7 @@ from outrider.serve.api import protocol
 from outrider.serve.api.errors import ApiError, api_error, unknown_model
 from outrider.serve.engine import EngineThread, Result, TimedOutError
 from outrider.serve.settings import Settings
-from outrider.serve.workers.worker_main import Job
+from outrider.serve.workers.worker_main import PromptJob
 
 PROMPTS = {"prompt", "messages", "tools", "instructions", "input"}  # what `log_prompts` is about
 LOGGER = logging.getLogger("outrider.serve")
@@ -103,7 +103,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_choices(len(texts) or 1)
         settings, owner = self._settings, self._http.state.owner
-        job = Job(settings.max_prompt or self.capacity, texts, messages, tools, settings.allow_special_tokens, **options)
+        job = PromptJob(settings.max_prompt or self.capacity, texts, messages, tools, settings.allow_special_tokens, **options)
         return await encode(self._engine, job, owner, self.prompt_field, self._left)
 
     @property
@@ -293,7 +293,7 @@ class ChoicesAssembler(ResponseAssembler[Body]):
         return {"origin": [[text, from_draft] for event in events for text, from_draft in event.pieces]}
 
 
-async def encode(engine: EngineThread, job: Job, owner: Hashable, field: str, seconds: float) -> list[list[int]]:
+async def encode(engine: EngineThread, job: PromptJob, owner: Hashable, field: str, seconds: float) -> list[list[int]]:
     """Return the token ids of a job; `field` is the request's field that they come from, and it may take so many `seconds`.
 
     Raises:

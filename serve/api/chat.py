@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.serve.api.answer import AnswerReader, Answers
+from outrider.serve.api.answer import AnswerFormat, AnswerReader
 from outrider.serve.api.assembler import ChoicesAssembler
 from outrider.serve.api.bodies import JsonRoute
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
@@ -33,11 +33,11 @@ class ChatAssembler(ChoicesAssembler[ChatRequest]):
     prompt_field = "messages"
 
     @functools.cached_property
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerFormat:
         """What the model may answer; raises `ApiError` if the tools cannot be used."""
         chat = self.body
         choice = chat.tool_choice.function if isinstance(chat.tool_choice, NamedTool) else chat.tool_choice
-        return Answers(self.text, self.end_ids, [tool.function for tool in chat.tools], choice, chat.parallel_tool_calls)
+        return AnswerFormat(self.text, self.end_ids, [tool.function for tool in chat.tools], choice, chat.parallel_tool_calls)
 
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the request's parameters; without a maximum length, the answer may fill the cache."""

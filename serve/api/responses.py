@@ -15,7 +15,7 @@ from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.serve.api import protocol
-from outrider.serve.api.answer import AnswerReader, Answers
+from outrider.serve.api.answer import AnswerFormat, AnswerReader
 from outrider.serve.api.assembler import ResponseAssembler, sse
 from outrider.serve.api.bodies import JsonRoute
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
@@ -31,7 +31,7 @@ PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 class Output:
     """The items of an answer as they grow, and the events that tell a client of it."""
 
-    def __init__(self, answers: Answers):
+    def __init__(self, answers: AnswerFormat):
         """Begin an answer."""
         self.items: list[dict[str, Any]] = []
         self._answers = answers
@@ -107,10 +107,10 @@ class ResponsesAssembler(ResponseAssembler[ResponsesRequest]):
     grammar_field = "text"
 
     @functools.cached_property
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerFormat:
         """What the model may answer; raises `ApiError` if the tools cannot be used."""
         body = self.body
-        return Answers(self.text, self.end_ids, body.tools, body.tool_choice, body.parallel_tool_calls)
+        return AnswerFormat(self.text, self.end_ids, body.tools, body.tool_choice, body.parallel_tool_calls)
 
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the request's parameters; without a maximum length, the answer may fill the cache."""

@@ -14,7 +14,7 @@ from outrider.serve.api.bodies import JsonRoute
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.api.errors import ApiError, unknown_model
 from outrider.serve.api.protocol import Messages, Strict, Tools, template_messages
-from outrider.serve.workers.worker_main import Job
+from outrider.serve.workers.worker_main import PromptJob
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -57,7 +57,7 @@ async def tokenize(
     if body.model not in (None, model):
         raise unknown_model(body.model or "", model)
     capacity = engine.outrider.build.capacity
-    job = Job(
+    job = PromptJob(
         settings.max_prompt or capacity,
         [] if body.prompt is None else [body.prompt],
         [] if body.messages is None else template_messages(body.messages),

@@ -26,7 +26,7 @@ Parts = Generator[Part | None, None, None]  # None where more text is needed
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedTools:
     """What a model may do in its answer.
 
     `tools` are the JSON schemas of the arguments of the tools that it may call, by name, and `never` the tokens that no text
@@ -69,7 +69,7 @@ class Family(ABC):
         return {self.token(text): text for text in self.tokens}
 
     @abstractmethod
-    def grammar(self, offer: Offer) -> str:
+    def grammar(self, offer: OfferedTools) -> str:
         """Return the grammar of an answer, in the syntax of llguidance's Lark."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ def one_of(expressions: Iterable[str]) -> str:
     return f"({' | '.join(expressions)})"
 
 
-def named_calls(offer: Offer, key: str, more: str = "") -> str:
+def named_calls(offer: OfferedTools, key: str, more: str = "") -> str:
     """Return a rule `call` for calls such as `{"name": "get_weather", "arguments": {"city": "Paris"}}`, whose `key`
     is `arguments`; `more` is an expression for what may be behind these."""
     behind = f'", "{key}": '
@@ -246,12 +246,12 @@ def read_named_call(reader: Reader, key: str) -> Generator[Part | None, None, bo
     return True
 
 
-def text_without(offer: Offer, *tokens: int) -> str:
+def text_without(offer: OfferedTools, *tokens: int) -> str:
     """Return an expression for a text of any tokens but these."""
     return f"<[^{','.join(map(str, sorted({*tokens, *offer.never})))}]>*"
 
 
-def text_then_calls(offer: Offer, opening: int) -> str:
+def text_then_calls(offer: OfferedTools, opening: int) -> str:
     """Return the first rule of a grammar of `calls`, behind text where they are not required; a token opens the first call."""
     if offer.required:
         return "start: calls"

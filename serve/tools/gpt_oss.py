@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.serve.tools.base import (
     Family,
-    Offer,
+    OfferedTools,
     Part,
     Parts,
     Reader,
@@ -36,7 +36,7 @@ class GptOss(Family):
         """Return whether a template writes such messages."""
         return CHANNEL in template and MESSAGE in template
 
-    def grammar(self, offer: Offer) -> str:
+    def grammar(self, offer: OfferedTools) -> str:
         """Return what the model thinks and says before a call, and a call or the last message to the user."""
         begin, end, message, channel, constrain = (f"<[{token}]>" for token in map(self.token, self.tokens))
         text = text_without(offer, *map(self.token, self.tokens))

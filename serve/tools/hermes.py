@@ -9,7 +9,7 @@ from typing import Any
 from outrider.serve.tools.base import (
     BEGINNING,
     Family,
-    Offer,
+    OfferedTools,
     Parts,
     Reader,
     mark,
@@ -32,7 +32,7 @@ class Hermes(Family):
         """Return whether a template writes such calls, whether its source has line ends or `\\n`."""
         return re.search(r'<tool_call>(\\n|\s)*\{\\?"(name|arguments)\\?":', template) is not None
 
-    def grammar(self, offer: Offer) -> str:
+    def grammar(self, offer: OfferedTools) -> str:
         """Return any text, then calls."""
         opening, closing = map(self.token, self.tokens)
         line_end = quoted("\n")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.errors import UsageError
-from outrider.serve.tools.base import BEGINNING, Family, Offer, Parts, Reader, mark, named_calls, read_named_call
+from outrider.serve.tools.base import BEGINNING, Family, OfferedTools, Parts, Reader, mark, named_calls, read_named_call
 
 TAG = "<|python_tag|>"
 
@@ -24,7 +24,7 @@ class Llama(Family):
         """A call may begin with a token of its own."""
         return {} if self._tokenizer.token_to_id(TAG) is None else {self.token(TAG): TAG}
 
-    def grammar(self, offer: Offer) -> str:
+    def grammar(self, offer: OfferedTools) -> str:
         """Return any text that does not begin as a call does, or a call.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from outrider.serve.tools.base import (
     BEGINNING,
     Family,
-    Offer,
+    OfferedTools,
     Part,
     Parts,
     Reader,
@@ -51,7 +51,7 @@ class Mistral(Family):
         """All three tokens, as far as they are used."""
         return {self.token(text): text for text in (CALLS, *self._optional)}
 
-    def grammar(self, offer: Offer) -> str:
+    def grammar(self, offer: OfferedTools) -> str:
         """Return any text, then calls."""
         calls = self.token(CALLS)
         lines = [text_then_calls(offer, calls)]

@@ -10,7 +10,18 @@ from typing import Any, NamedTuple
 from outrider.errors import UsageError
 from outrider.runtime.grammar.schemas import over, resolved
 from outrider.runtime.grammar.structured import MAX_SOURCE
-from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader, json_value, mark, one_of, quoted, text_then_calls
+from outrider.serve.tools.base import (
+    Family,
+    OfferedTools,
+    Part,
+    Parts,
+    Reader,
+    json_value,
+    mark,
+    one_of,
+    quoted,
+    text_then_calls,
+)
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END, LINE_END = "\n<function=", "</function>\n", "\n"
@@ -43,7 +54,7 @@ class QwenXml(Family):
         """Return whether a template writes such calls."""
         return "<function=" in template and "<parameter=" in template
 
-    def grammar(self, offer: Offer) -> str:
+    def grammar(self, offer: OfferedTools) -> str:
         """Return any text, then calls, whose arguments have the order of the schema.
 
         Raises:
@@ -99,14 +110,14 @@ class QwenXml(Family):
             yield from reader.until(mark(CLOSING), None)
 
 
-class Shape(NamedTuple):
+class Parameters(NamedTuple):
     """The schemas of the arguments that a call may have, and those that it must have."""
 
     properties: dict[str, Any]
     required: frozenset[str]
 
 
-def _shapes(name: str, schema: dict[str, Any], strict: bool) -> list[Shape]:
+def _shapes(name: str, schema: dict[str, Any], strict: bool) -> list[Parameters]:
     """Return what the arguments of a tool may be, as alternatives.
 
     Raises:
@@ -149,7 +160,7 @@ def _shapes(name: str, schema: dict[str, Any], strict: bool) -> list[Shape]:
     return possible
 
 
-def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Shape | None:
+def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Parameters | None:
     """Return what arguments are for which all of some schemas hold; None if there are no such ones."""
     keys: dict[str, None] = {}
     required: set[str] = set()
@@ -174,36 +185,36 @@ def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Shape | None:
         if False not in every:
             more = [each for each in every if each is not True and each != {}]
             schemas[key] = more[0] if len(more) == 1 else {"allOf": more} if more else {}
-    return Shape(schemas, frozenset(required)) if required <= schemas.keys() else None
+    return Parameters(schemas, frozenset(required)) if required <= schemas.keys() else None
 
 
-class Text(NamedTuple):
+class TextSet(NamedTuple):
     """Some texts: those of a length, or those that are listed."""
 
     values: dict[str, None] | None = None
     least: int = 0
     most: float = float("inf")
 
-    def both(self, other: Text) -> Text | None:
+    def both(self, other: TextSet) -> TextSet | None:
         """Return the texts that are in both, if there are some."""
         least, most = max(self.least, other.least), min(self.most, other.most)
         values = other.values if self.values is None else self.values
         if values is None:
-            return Text(None, least, most) if least <= most else None
+            return TextSet(None, least, most) if least <= most else None
         others = values if other.values is None else other.values
         values = {value: None for value in values if value in others and least <= len(value) <= most}
-        return Text(values, least, most) if values else None
+        return TextSet(values, least, most) if values else None
 
 
-class Texts(NamedTuple):
+class TextArgument(NamedTuple):
     """The texts that an argument may be, and whether it may be something else instead. Beside texts that are not listed,
     nothing else can be told apart."""
 
-    texts: list[Text]
+    texts: list[TextSet]
     others: bool
 
 
-def _texts(shapes: Sequence[Shape], root: dict[str, Any]) -> dict[str, list[Texts]]:
+def _texts(shapes: Sequence[Parameters], root: dict[str, Any]) -> dict[str, list[TextArgument]]:
     """Return the texts that each argument may be, by shape, if it is written as text, whatever the others are."""
     visited = itertools.count()
 
@@ -219,11 +230,11 @@ def _texts(shapes: Sequence[Shape], root: dict[str, Any]) -> dict[str, list[Text
         every = [*_list(schema, "allOf"), *([_target(schema, root)] if "$ref" in schema else [])]
         return some and all(others(each, depth + 1) for each in every)
 
-    def any_of(schemas: list[Any], depth: int) -> list[Text] | None:
+    def any_of(schemas: list[Any], depth: int) -> list[TextSet] | None:
         each = [texts(schema, depth + 1) for schema in schemas]
         return None if None in each else [text for found in each for text in found or ()]
 
-    def texts(schema: Any, depth: int = 0) -> list[Text] | None:
+    def texts(schema: Any, depth: int = 0) -> list[TextSet] | None:
         """Return the texts that a value may be; None if something is said of them that only JSON can keep to."""
         if schema is False:
             return []
@@ -235,27 +246,27 @@ def _texts(shapes: Sequence[Shape], root: dict[str, Any]) -> dict[str, list[Text
         least, most = schema.get("minLength", 0), schema.get("maxLength", 0)
         if not schema.keys() <= OF_TEXT or type(least) is not int or type(most) is not int:
             return None
-        parts: list[list[Text] | None] = [[Text()]] if kinds is not None else []
+        parts: list[list[TextSet] | None] = [[TextSet()]] if kinds is not None else []
         for listed in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if isinstance(listed, list):
                 values = {value: None for value in listed if isinstance(value, str)}
-                parts.append([Text(values)] if values and len(values) <= MOST_VALUES else None if values else [])
+                parts.append([TextSet(values)] if values and len(values) <= MOST_VALUES else None if values else [])
         parts += [any_of(_list(schema, key), depth) for key in ("anyOf", "oneOf") if key in schema]
         if "oneOf" in schema and sum(texts(each, depth + 1) != [] for each in _list(schema, "oneOf")) > 1:
             return None
         parts += [texts(each, depth + 1) for each in _list(schema, "allOf")]
         parts += [texts(_target(schema, root), depth + 1)] if "$ref" in schema else []
-        found = [Text(None, least, most if "maxLength" in schema else float("inf"))]
+        found = [TextSet(None, least, most if "maxLength" in schema else float("inf"))]
         for part in parts:
             if part is None or len(found) * len(part) > MOST_SHAPES:
                 return None
             found = [both for one in found for other in part if (both := one.both(other)) is not None]
         return found if parts else None
 
-    known: dict[str, list[Texts]] = {}
+    known: dict[str, list[TextArgument]] = {}
     for shape in shapes:
         for key, schema in shape.properties.items():
-            known.setdefault(key, []).append(Texts(texts(schema) or [], others(schema)))
+            known.setdefault(key, []).append(TextArgument(texts(schema) or [], others(schema)))
     written = {}
     for key, found in known.items():
         every = [text for each in found for text in each.texts]
@@ -265,7 +276,7 @@ def _texts(shapes: Sequence[Shape], root: dict[str, Any]) -> dict[str, list[Text
     return written
 
 
-def _ends_early(text: Text) -> bool:
+def _ends_early(text: TextSet) -> bool:
     return any(VALUE_END in value for value in text.values or ())
 
 
@@ -285,7 +296,7 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _text(rule: str, texts: list[Text], other: str | None) -> str:
+def _text(rule: str, texts: list[TextSet], other: str | None) -> str:
     """Return the rules for a text and the end of its parameter, or an expression for another value and that."""
     # One lexeme each: a lexer that has gone on in a longer one does not come back.
     listed = [quoted(value + END) for text in texts for value in text.values or ()]

@@ -7,7 +7,7 @@ import time
 
 from outrider.errors import EngineError, UsageError
 from outrider.runtime.text.text import PromptTooLongError
-from outrider.serve.workers.worker_main import JOB_SECONDS, Job, Reply
+from outrider.serve.workers.worker_main import JOB_SECONDS, PromptJob, Reply
 from outrider.serve.workers.workers import Worker, WorkerEndedError, Workers
 
 AT_ONCE = 8  # prompts
@@ -23,7 +23,7 @@ class PromptEncoder:
         self._spare: list[Worker] = []
         self._places = asyncio.Semaphore(AT_ONCE)
 
-    async def encode(self, job: Job) -> list[list[int]]:
+    async def encode(self, job: PromptJob) -> list[list[int]]:
         """Return the token ids of each prompt.
 
         Raises:
@@ -37,7 +37,7 @@ class PromptEncoder:
             raise (PromptTooLongError if reply.too_long else UsageError)(reply.error, reply.hint, param=reply.param)
         return reply.prompts
 
-    async def _ask(self, job: Job) -> Reply:
+    async def _ask(self, job: PromptJob) -> Reply:
         self._spare = [worker for worker in self._spare if not worker.ended]
         worker = self._spare.pop() if self._spare else await asyncio.to_thread(self._workers.fork)
         started = time.monotonic()

@@ -45,7 +45,7 @@ IDLE_SECONDS = 60.0  # after which a worker ends
 LENGTH = struct.Struct("<I")  # before each message
 
 
-class Source(msgspec.Struct):
+class TextSource(msgspec.Struct):
     """A bundle's tokenizer and chat template, and what grammars need to know."""
 
     tokenizer: str  # in JSON
@@ -55,7 +55,7 @@ class Source(msgspec.Struct):
     end_ids: list[int]
 
 
-class Job(msgspec.Struct, tag=True):
+class PromptJob(msgspec.Struct, tag=True):
     """The prompts of one request: texts, or else the messages of a chat."""
 
     limit: int = 0  # tokens of each
@@ -111,7 +111,7 @@ class Drop(msgspec.Struct, tag=True):
     answer: int
 
 
-Message = Job | Compile | Begin | Advance | Masks | Valid  # which have replies
+Message = PromptJob | Compile | Begin | Advance | Masks | Valid  # which have replies
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -162,7 +162,7 @@ def main() -> None:
     with suppress(ValueError, OSError):  # not on every system
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     control = socket.socket(fileno=int(sys.argv[1]))
-    source = msgspec.json.decode(receive(control), type=Source)
+    source = msgspec.json.decode(receive(control), type=TextSource)
     template = None if source.template is None else ChatTemplate(source.template, source.special_tokens)
     text = Text(Tokenizer.from_str(source.tokenizer), template)
     grammars = LocalGrammars(text.tokenizer, source.vocab_rows, source.end_ids)
@@ -217,7 +217,7 @@ class _Worker:
                 _limit(self._seconds(message))
                 reply = self._reply(message)
                 _limit(0)
-                full = not isinstance(message, Job) and self._is_full()
+                full = not isinstance(message, PromptJob) and self._is_full()
                 if full:
                     reply = Reply(error="the grammars of your requests take too much memory", hint="simplify them")
                 if takes_much(time.process_time(), self._started):
@@ -235,7 +235,7 @@ class _Worker:
 
     @staticmethod
     def _seconds(message: Message) -> float:
-        if isinstance(message, Job):
+        if isinstance(message, PromptJob):
             return JOB_SECONDS
         return MASK_SECONDS if isinstance(message, Advance | Masks | Valid) else GRAMMAR_SECONDS
 
@@ -250,7 +250,7 @@ class _Worker:
     def _reply(self, message: Message) -> Reply:
         try:
             match message:
-                case Job():
+                case PromptJob():
                     return Reply(_prompts(self._text, message))
                 case Compile():
                     os.nice((LAST - os.nice(0)) * message.last)
@@ -296,7 +296,7 @@ def _resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _prompts(text: Text, job: Job) -> list[list[int]]:
+def _prompts(text: Text, job: PromptJob) -> list[list[int]]:
     limit = job.limit
     if job.messages:
         prompts = [

@@ -21,7 +21,7 @@ import msgspec
 
 from outrider.errors import EngineError, FolderError, OutriderError, UsageError
 from outrider.runtime.text.text import Text
-from outrider.serve.workers.worker_main import TEMPLATE_SECONDS, TIME_LIMIT, Drop, Message, Reply, Source, receive, send
+from outrider.serve.workers.worker_main import TEMPLATE_SECONDS, TIME_LIMIT, Drop, Message, Reply, TextSource, receive, send
 
 
 class WorkerEndedError(OutriderError):
@@ -125,7 +125,7 @@ class Workers:
         # It gets no path, because the bundle may be replaced while this server runs on the files that it has opened.
         template = text.template
         source, special = (None, {}) if template is None else (template.source, template.special_tokens)
-        self._source = msgspec.json.encode(Source(text.tokenizer.to_str(), source, special, vocab_rows, end_ids))
+        self._source = msgspec.json.encode(TextSource(text.tokenizer.to_str(), source, special, vocab_rows, end_ids))
         self._start()
 
     def _start(self) -> None:

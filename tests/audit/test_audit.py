@@ -16,7 +16,7 @@ from outrider.audit.audit import CONTROLLED, FALSE_ALARM, MASKED, SAMPLED, Cell,
 from outrider.audit.controls import ReferenceWatch, Watch
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
-from outrider.audit.texts import Mode
+from outrider.audit.texts import DraftingMode
 from outrider.bundle.manifest import sampler_file
 from outrider.engines.device import Launch
 from outrider.engines.session import Pass
@@ -95,9 +95,11 @@ def test_a_target_that_is_not_truncated_is_detected_by_the_distribution_too(trai
     outrider = Outrider.load(several(trained_bundles), slots=None)
     params, prompt = SAMPLED[3]
     cell = Cell(outrider, params, outrider.text.encode(prompt, chat=False), 0, FALSE_ALARM, SILENT)
-    plain = cell.draw(Watch(), Mode(0, None), 200)
+    plain = cell.draw(Watch(), DraftingMode(0, None), 200)
     for fault in (None, Fault.TARGET_NOT_TRUNCATED):
-        least = min(each.p_value for each in cell.compare(plain, cell.draw(ReferenceWatch(fault), Mode(4, "model"), 100)))
+        least = min(
+            each.p_value for each in cell.compare(plain, cell.draw(ReferenceWatch(fault), DraftingMode(4, "model"), 100))
+        )
         assert least < 1e-5 if fault else least > 1e-3
 
 

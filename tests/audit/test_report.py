@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from outrider.audit import texts as texts_module
-from outrider.audit.report import NEAR_TIES, ROUNDING, Arithmetic, Control, Counters, Divergence, Sampled, Texts
+from outrider.audit.report import NEAR_TIES, ROUNDING, Arithmetic, ComparedTexts, Control, Counters, Divergence, Sampled
 from outrider.audit.statistics import compare
-from outrider.audit.texts import Mode, compare_text
+from outrider.audit.texts import DraftingMode, compare_text
 from outrider.runtime.params import SamplingParams
 
 SIGNIFICANCE = 1e-6
@@ -37,14 +37,14 @@ def test_a_control_counts_only_if_the_test_tells_it_from_the_right_sampler() -> 
 
 
 def test_near_ties_are_bounded_and_other_differences_are_not_allowed() -> None:
-    texts = Texts(requests=100)
+    texts = ComparedTexts(requests=100)
     assert texts.passed
     texts.near_ties += [tie(at) for at in range(int(100 * NEAR_TIES))] * 3  # of several modes, at the same places
     assert (texts.ties, texts.allowed, texts.passed) == (5, 5, True)
     texts.near_ties.append(tie(50))
     assert not texts.passed
-    assert not Texts(requests=100, differences=[tie(1)]).passed
-    few = Texts(requests=3, near_ties=[tie(1)])
+    assert not ComparedTexts(requests=100, differences=[tie(1)]).passed
+    few = ComparedTexts(requests=3, near_ties=[tie(1)])
     assert (few.allowed, few.passed) == (1, True)
     few.near_ties.append(tie(2))
     assert not few.passed
@@ -67,13 +67,13 @@ def test_a_difference_passes_only_where_the_plain_model_itself_would_choose_eith
         return {7, 8}
 
     monkeypatch.setattr(texts_module, "near_choices", choices)
-    texts = Texts(requests=1)
+    texts = ComparedTexts(requests=1)
     for answer, mode in (
-        ([5, 6, 7], Mode(2, "model")),
-        ([5, 6, 8], Mode(2, "model")),
-        ([5, 6, 9], Mode("auto", "auto")),
-        ([5, 6], Mode(4, "model")),  # it ends before the plain one
-        ([5, 6, 7, 8], Mode(4, "model")),
+        ([5, 6, 7], DraftingMode(2, "model")),
+        ([5, 6, 8], DraftingMode(2, "model")),
+        ([5, 6, 9], DraftingMode("auto", "auto")),
+        ([5, 6], DraftingMode(4, "model")),  # it ends before the plain one
+        ([5, 6, 7, 8], DraftingMode(4, "model")),
     ):
         compare_text(outrider, texts, "Once", SamplingParams(), mode, [5, 6, 7], answer, sequences=3)
     assert texts.compared == 5

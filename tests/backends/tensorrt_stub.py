@@ -13,9 +13,9 @@ import tensorrt_bindings as trt  # type: ignore[import-not-found]
 
 sys.modules["tensorrt"] = trt  # which the wheel of this name does
 
-from outrider.backends.tensorrt.job import Job  # noqa: E402
+from outrider.backends.tensorrt.job import BuildJob  # noqa: E402
 from outrider.backends.tensorrt.network import configure, create, import_polygraphy  # noqa: E402
-from outrider.backends.tensorrt.options import Options  # noqa: E402
+from outrider.backends.tensorrt.options import BuildOptions  # noqa: E402
 from outrider.backends.tensorrt.package import TENSORRT  # noqa: E402
 from outrider.engines.contract import CAPACITY_DIM, CacheTensor  # noqa: E402
 
@@ -69,9 +69,9 @@ def main(names: list[str]) -> None:
     )
     trt.Builder = lambda log: builder
     import_polygraphy(TENSORRT)
-    every = Options(workspace=1, optimization_level=3, version_compatible=True, hardware_compatible=True)
+    every = BuildOptions(workspace=1, optimization_level=3, version_compatible=True, hardware_compatible=True)
     cache = CacheTensor("past", "present", (2, CAPACITY_DIM, 4))
-    job = Job(
+    job = BuildJob(
         TENSORRT, every, cache=[cache], capacity=8, profiles=[{"input_ids": ([1, 1], [1, 1], [1, 1])}], stream_weights=True
     )
     configure(trt, job, *create(trt, None), monitor=None)

@@ -16,8 +16,8 @@ import onnx
 import psutil
 import pytest
 
-from outrider.backends.tensorrt.job import PROGRESS_PARTS, Job
-from outrider.backends.tensorrt.options import Options
+from outrider.backends.tensorrt.job import PROGRESS_PARTS, BuildJob
+from outrider.backends.tensorrt.options import BuildOptions
 from outrider.backends.tensorrt.package import RTX, plan_file
 from outrider.backends.tensorrt.process import build_plan
 from outrider.backends.tensorrt.profiles import step_profiles
@@ -278,9 +278,9 @@ class Parts(Progress):
 
 def test_progress_ends_at_the_end_and_the_timing_cache_is_kept(tiny_export: Path, tmp_path: Path) -> None:
     """The cache is offered for `tensorrt` only, but is the same code in both packages."""
-    job = Job(
+    job = BuildJob(
         package=RTX,
-        options=Options(timing_cache=str(tmp_path / "timings")),
+        options=BuildOptions(timing_cache=str(tmp_path / "timings")),
         graph=str(tiny_export / "draft" / "model.onnx"),
         plan=str(tmp_path / "plan"),
         cache=cache_tensors(read_manifest(tiny_export).models["draft"].layers),

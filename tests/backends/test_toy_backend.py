@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.audit.engines import compare_engines
+from outrider.audit.engine_checks import compare_engines
 from outrider.backends import registry
 from outrider.backends.base import Engines
 from outrider.backends.open import open_bundle, open_engines

@@ -22,7 +22,7 @@ from outrider.bench.plots import COLOURS
 from outrider.bench.report import assessment, markdown
 from outrider.bench.results import SCHEMA, Mode, Percentiles, Results, changes, read
 from outrider.bench.simulator import Trace, regrets
-from outrider.bench.summary import Answer
+from outrider.bench.summary import AnswerSummary
 from outrider.builder.workloads import SHIPPED, Prompt, load
 from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider
@@ -163,7 +163,7 @@ def test_a_trace_records_the_drafts_choice_at_each_place(trained: Outrider) -> N
 
 
 def test_times_between_tokens_are_zero_within_a_round() -> None:
-    answer = Answer([1, 2, 3, 4, 5, 6], 1.0, [(0.5, 2), (0.7, 1), (1.3, 3)], Stats())
+    answer = AnswerSummary([1, 2, 3, 4, 5, 6], 1.0, [(0.5, 2), (0.7, 1), (1.3, 3)], Stats())
     assert answer.gaps == pytest.approx([0, 0.2, 0.6, 0, 0])
     assert answer.per_token == pytest.approx(0.8 / 4)
     assert Percentiles.of([0.001 * each for each in range(1, 101)]).p90 == pytest.approx(91)

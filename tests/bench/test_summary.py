@@ -6,7 +6,7 @@ import pytest
 
 from outrider.bench.results import Mode, judge
 from outrider.bench.simulator import replay
-from outrider.bench.summary import PLAIN, Answer, summarize
+from outrider.bench.summary import PLAIN, AnswerSummary, summarize
 from outrider.runtime.policy.policy import FixedPolicy
 from outrider.runtime.stats import Stats
 from outrider.tests.runtime.test_policy import costs, flips, text
@@ -14,10 +14,10 @@ from outrider.tests.runtime.test_policy import costs, flips, text
 DRAFTED = Mode(drafter="model", k=4)
 
 
-def answer(tokens: list[int], seconds: float, accepted: int = 0) -> Answer:
+def answer(tokens: list[int], seconds: float, accepted: int = 0) -> AnswerSummary:
     stats = Stats(seconds=seconds, engine_seconds=seconds)
     stats.count("model", 4, accepted, 1, 1)
-    return Answer(tokens, seconds, [(0.5, 1), (0.5 + seconds, len(tokens) - 1)], stats)
+    return AnswerSummary(tokens, seconds, [(0.5, 1), (0.5 + seconds, len(tokens) - 1)], stats)
 
 
 def test_a_speed_up_is_the_time_of_plain_decoding_over_the_modes() -> None:

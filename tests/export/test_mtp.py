@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from outrider.bundle.manifest import Manifest
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
-from outrider.export.arguments import Arguments
+from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.checkpoint import load_model, read_config
 from outrider.export.checkpoints.mimo import MiMoConfig
 from outrider.export.checkpoints.source import Source
@@ -166,7 +166,7 @@ def test_it_is_the_default_and_can_be_left_out(by_default: tuple[Path, Manifest]
     assert manifest.models["target"].features == manifest.models["head"].features == WIDTH
     assert export_pair(folder, "none", tmp_path / "none", precision="fp32").roles == ("target",)
     with pytest.raises(UsageError, match="contradict"):
-        Arguments.check(folder, ["none", "mtp"], tmp_path / "both", precision="fp32")
+        ExportArguments.check(folder, ["none", "mtp"], tmp_path / "both", precision="fp32")
 
 
 def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:

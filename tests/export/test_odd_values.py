@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import OutriderError
-from outrider.export.arguments import Arguments
+from outrider.export.arguments import ExportArguments
 from outrider.export.pair import export
 from outrider.progress import Progress
 from outrider.tests.export import test_gguf_file, test_mtp
@@ -51,7 +51,7 @@ class UntilTraced(Progress):
 def outcome(folder: Path, target: Path, *drafts: Path) -> str:
     """What an export says about its checkpoints: its error, or that they are read."""
     try:
-        arguments = Arguments.check(str(target), [*map(str, drafts)], folder / "onnx", precision="fp32")
+        arguments = ExportArguments.check(str(target), [*map(str, drafts)], folder / "onnx", precision="fp32")
         with pytest.raises(Traced):
             export(arguments, UntilTraced())
     except OutriderError as error:

@@ -35,7 +35,7 @@ from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens
 from outrider.tests.support import ROOT, build, reseal, run_here
-from outrider.training.arguments import Arguments
+from outrider.training.arguments import TrainingArguments
 from outrider.training.eagle3 import Eagle3Objective
 from outrider.training.train import check_target
 
@@ -370,7 +370,8 @@ def test_a_draft_for_it_may_be_trained_on_its_answers(targets: Made[Path], bundl
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"prompt": f"Question {number}"}) + "\n" for number in range(40)))
     short, whole = (
-        Arguments.check(str(target), "eagle3", [texts], tmp_path / f"{target.name}-head") for target in (targets[SHORT], HYBRID)
+        TrainingArguments.check(str(target), "eagle3", [texts], tmp_path / f"{target.name}-head")
+        for target in (targets[SHORT], HYBRID)
     )
     check_target(short, bundles[SHORT], read_manifest(bundles[SHORT]))
     Eagle3Objective.check(whole.target, None)  # such a head reads more layers than two

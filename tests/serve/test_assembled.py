@@ -31,7 +31,7 @@ from outrider.serve.app import create_app
 from outrider.serve.engine import NotReadyError, Result, TimedOutError
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
-from outrider.serve.workers.worker_main import Job
+from outrider.serve.workers.worker_main import PromptJob
 from outrider.tests.serve.families import text_of
 from outrider.tests.support import END, sentencepiece
 
@@ -73,7 +73,7 @@ class Player:
     async def _compile(self, *_: object) -> None:
         pass
 
-    async def _encode(self, job: Job) -> list[list[int]]:
+    async def _encode(self, job: PromptJob) -> list[list[int]]:
         if self.refusal is not None:
             raise self.refusal
         return [ids("Hi")] * max(len(job.texts), 1)

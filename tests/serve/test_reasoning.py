@@ -21,7 +21,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.text import Text
-from outrider.serve.api.answer import Answers
+from outrider.serve.api.answer import AnswerFormat
 from outrider.serve.api.reasoning import MARKS, ReasoningSplitter, Split
 from outrider.serve.tools.base import Part
 from outrider.tests.serve.server import Reached, serving_here
@@ -156,7 +156,7 @@ def test_a_mark_spelled_by_other_tokens_ends_no_reasoning_before_structured_outp
     made.add_tokens([*MARKS[0]])
     spelled = [token for each in "a</think>b" for token in made.encode(each, add_special_tokens=False).ids]
     ids = [made.token_to_id("<think>"), *spelled, made.token_to_id("</think>"), *made.encode("{}").ids]
-    answers = Answers(Text(made, None), [0], [], "auto", True)
+    answers = AnswerFormat(Text(made, None), [0], [], "auto", True)
     structured = answers.constraint([1], StructuredOutputs(json_object=True))
     assert structured is not None
     assert LocalGrammars(made, made.get_vocab_size(), [0]).begin(structured).valid(ids) == len(ids)

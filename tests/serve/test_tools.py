@@ -22,11 +22,11 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.text import TextStream
-from outrider.serve.api.answer import Answers
+from outrider.serve.api.answer import AnswerFormat
 from outrider.serve.api.errors import ApiError
 from outrider.serve.api.protocol import Function
 from outrider.serve.tools import family_of
-from outrider.serve.tools.base import Family, Offer, Part, Parts, Reader
+from outrider.serve.tools.base import Family, OfferedTools, Part, Parts, Reader
 from outrider.tests.serve.families import EXAMPLES, text_of
 from outrider.tests.support import END
 
@@ -113,7 +113,7 @@ def calls_in(parts: list[Part]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("call", [WEATHER, ORDER, NOW], ids=lambda call: call[0])
 def test_a_call_of_the_template_is_accepted_and_read(name: str, required: bool, call: Call) -> None:
     written = answer(name, "", call)
-    assert accepted(name, family(name).grammar(Offer(TOOLS, [0], required)), written) == (True, True)
+    assert accepted(name, family(name).grammar(OfferedTools(TOOLS, [0], required)), written) == (True, True)
     parts, cut = read(name, written)
     assert ([part.kind for part in parts], calls_in(parts), cut) == (["name", "arguments"], [call], False)
 
@@ -121,7 +121,7 @@ def test_a_call_of_the_template_is_accepted_and_read(name: str, required: bool, 
 @every
 def test_text_may_come_before_a_call_or_instead_of_one(name: str) -> None:
     tool = family(name)
-    free, required = tool.grammar(Offer(TOOLS, [0])), tool.grammar(Offer(TOOLS, [0], required=True))
+    free, required = tool.grammar(OfferedTools(TOOLS, [0])), tool.grammar(OfferedTools(TOOLS, [0], required=True))
     written = answer(name, 'It is {"name": 7}, [x] or <b>.')
     assert accepted(name, free, written) == (True, True)
     assert accepted(name, required, written)[0] is False
@@ -139,7 +139,7 @@ def test_a_call_spelled_by_other_tokens_is_text(name: str) -> None:
     text = text_of(name)
     end = text.tokenizer.token_to_id(EXAMPLES[name].end)
     calls = [Function(name=tool, parameters=schema) for tool, schema in TOOLS.items()]
-    answers = Answers(text, [end], calls, "auto", True)
+    answers = AnswerFormat(text, [end], calls, "auto", True)
     written = "<|python_tag|>" * (name == "llama") + answer(name, "", ("delete_all", {"path": "/"})) + "</think>"
     opening = "<|channel|>final<|message|>" * (name == "gpt_oss")  # it says nothing outside of a channel
     ids = [token for each in (opening, *written) for token in text.tokenizer.encode(each, add_special_tokens=False).ids]
@@ -159,9 +159,9 @@ def test_an_answer_is_structured_output_or_a_call(name: str) -> None:
     end = text.tokenizer.token_to_id(EXAMPLES[name].end)
     if name == "llama":
         with pytest.raises(ApiError, match="cannot be told"):
-            Answers(text, [end], calls, "auto", True).constraint([1], asked)
+            AnswerFormat(text, [end], calls, "auto", True).constraint([1], asked)
         return
-    free, required = (Answers(text, [end], calls, choice, True).constraint([1], asked) for choice in ("auto", "required"))
+    free, required = (AnswerFormat(text, [end], calls, choice, True).constraint([1], asked) for choice in ("auto", "required"))
     assert free is not None
     assert required is not None
     for written, fits in ((answer(name, "", WEATHER), True), (answer(name, '{"name": "x"}'), False)):
@@ -178,20 +178,22 @@ def test_several_calls(name: str) -> None:
     calls = (WEATHER, NOW, ORDER)
     if name not in SEVERAL:
         assert (
-            accepted(name, family(name).grammar(Offer(TOOLS, [0])), answer(name, "", NOW) + "\n" + answer(name, "", NOW))[0]
+            accepted(
+                name, family(name).grammar(OfferedTools(TOOLS, [0])), answer(name, "", NOW) + "\n" + answer(name, "", NOW)
+            )[0]
             is False
         )
         return
     written = answer(name, "", *calls)
-    assert accepted(name, family(name).grammar(Offer(TOOLS, [0])), written) == (True, True)
+    assert accepted(name, family(name).grammar(OfferedTools(TOOLS, [0])), written) == (True, True)
     assert calls_in(read(name, written)[0]) == [*calls]
-    assert accepted(name, family(name).grammar(Offer(TOOLS, [0], parallel=False)), written)[0] is False
+    assert accepted(name, family(name).grammar(OfferedTools(TOOLS, [0], parallel=False)), written)[0] is False
 
 
 @every
 @pytest.mark.parametrize("schema", [{}, {"description": "nothing"}, {"properties": {}}], ids=str)
 def test_arguments_are_an_object_even_if_the_schema_does_not_say_so(name: str, schema: dict[str, Any]) -> None:
-    grammar = family(name).grammar(Offer({"now": enforced(schema, strict=False)}, [0], required=True))
+    grammar = family(name).grammar(OfferedTools({"now": enforced(schema, strict=False)}, [0], required=True))
     assert accepted(name, grammar, answer(name, "", NOW)) == (True, True)
     for wrong in ('"x"', "[]", "7"):
         assert not all(accepted(name, grammar, answer(name, "", NOW).replace("{}", wrong))) or name == "qwen_xml"
@@ -214,7 +216,7 @@ def test_arguments_are_an_object_even_if_the_schema_does_not_say_so(name: str, s
 )
 def test_a_wrong_call_is_not_accepted(name: str, call: Call) -> None:
     for required in (False, True):
-        assert not all(accepted(name, family(name).grammar(Offer(TOOLS, [0], required)), answer(name, "", call)))
+        assert not all(accepted(name, family(name).grammar(OfferedTools(TOOLS, [0], required)), answer(name, "", call)))
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
@@ -224,7 +226,7 @@ def test_what_the_model_thinks_is_free_and_comes_first(name: str, opened: bool) 
     opening, closing = (tokenizer.token_to_id(mark) for mark in ("<think>", "</think>"))
     thought = ("" if opened else "<think>") + 'A {"x"</think>\n\n'
     for required in (False, True):
-        grammar = StructuredOutputs(grammar=family(name).grammar(Offer(TOOLS, [0, opening], required)))
+        grammar = StructuredOutputs(grammar=family(name).grammar(OfferedTools(TOOLS, [0, opening], required)))
         source = grammar.after_reasoning(opening, closing, opened).source()
         assert accepted(name, source, thought + answer(name, "", WEATHER)) == (True, True)
         assert accepted(name, source, thought + "Hi")[1] is not required
@@ -277,7 +279,7 @@ def test_gpt_oss_thinks_in_a_channel() -> None:
     call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{ }"
     final = "<|channel|>final<|message|>Hi."
     for required in (False, True):
-        grammar = family("gpt_oss").grammar(Offer(TOOLS, [0], required))
+        grammar = family("gpt_oss").grammar(OfferedTools(TOOLS, [0], required))
         assert accepted("gpt_oss", grammar, written + call) == (True, True)
         assert accepted("gpt_oss", grammar, written + final)[0] is not required
     before = [Part("reasoning_content", "Well."), Part("content", "So.")]
@@ -289,7 +291,7 @@ def test_gpt_oss_thinks_in_a_channel() -> None:
 
 def test_llama_may_begin_with_its_tag() -> None:
     written = "<|python_tag|>" + answer("llama", "", NOW)
-    assert accepted("llama", family("llama").grammar(Offer(TOOLS, [0], required=True)), written) == (True, True)
+    assert accepted("llama", family("llama").grammar(OfferedTools(TOOLS, [0], required=True)), written) == (True, True)
     assert calls_in(read("llama", written)[0]) == [NOW]
 
 
@@ -309,7 +311,7 @@ def test_llama_may_begin_with_its_tag() -> None:
 )
 def test_a_schema_that_calls_in_xml_cannot_keep_is_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
-        family("qwen_xml").grammar(Offer({"f": parameters}, [0]))
+        family("qwen_xml").grammar(OfferedTools({"f": parameters}, [0]))
     assert caught.value.param == "tools"
     assert caught.value.hint
 
@@ -323,7 +325,7 @@ def test_a_schema_that_calls_in_xml_cannot_keep_is_refused(parameters: dict[str,
     ],
 )
 def test_a_schema_that_means_nothing_is_the_grammars_to_refuse(schema: dict[str, Any]) -> None:
-    grammar = family("qwen_xml").grammar(Offer({"f": {"type": "object", "properties": {"a": schema}}}, [0]))
+    grammar = family("qwen_xml").grammar(OfferedTools({"f": {"type": "object", "properties": {"a": schema}}}, [0]))
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer(text_of("qwen_xml").tokenizer.to_str(), eos_token=0), grammar)
     assert matcher.is_error()
 
@@ -336,7 +338,7 @@ def test_a_template_of_another_family_is_not_taken_for_one_of_these() -> None:
 def constrained(name: str, schema: dict[str, Any], strict: bool) -> str:
     """The grammar of an answer that calls a tool with such parameters."""
     call = Function(name="f", parameters=schema, strict=strict)
-    structured = Answers(text_of(name), [0], [call], "required", False).constraint([5], None)
+    structured = AnswerFormat(text_of(name), [0], [call], "required", False).constraint([5], None)
     assert structured is not None
     return structured.source()
 

@@ -23,7 +23,7 @@ from outrider.runtime.text.text import PromptTooLongError, Text
 from outrider.serve.workers import grammars as serve_grammars
 from outrider.serve.workers.grammars import GrammarBusyError, RemoteGrammars, RemoteMatcher
 from outrider.serve.workers.prompts import PromptEncoder
-from outrider.serve.workers.worker_main import LAST, MEMORY, NICE, Job
+from outrider.serve.workers.worker_main import LAST, MEMORY, NICE, PromptJob
 from outrider.serve.workers.workers import Workers
 from outrider.tests.support import tokenizer
 
@@ -75,7 +75,7 @@ def end(workers: Workers) -> None:
 
 
 def encode(encoder: PromptEncoder, **job: Any) -> list[list[int]]:
-    return asyncio.run(encoder.encode(Job(**({"limit": 50} | job))))
+    return asyncio.run(encoder.encode(PromptJob(**({"limit": 50} | job))))
 
 
 def says(content: str) -> list[dict[str, Any]]:
@@ -100,10 +100,10 @@ def ids(text: str) -> list[int]:
 
 def test_a_prompt_that_takes_too_long_ends_and_delays_no_other(encoder: PromptEncoder) -> None:
     async def beside() -> float:
-        stuck = asyncio.create_task(encoder.encode(Job(limit=50, messages=says("loop"))))
+        stuck = asyncio.create_task(encoder.encode(PromptJob(limit=50, messages=says("loop"))))
         await asyncio.sleep(0.1)
         began = time.monotonic()
-        assert await encoder.encode(Job(limit=50, messages=says("fox"))) == [ids("fox")]
+        assert await encoder.encode(PromptJob(limit=50, messages=says("fox"))) == [ids("fox")]
         taken = time.monotonic() - began
         assert not stuck.done()
         with pytest.raises(UsageError, match="takes longer than"):
@@ -130,7 +130,7 @@ def test_a_prompt_of_more_tokens_than_allowed_is_not_sent(encoder: PromptEncoder
 
 def test_a_worker_that_dies_is_one_error(encoder: PromptEncoder, workers: Workers) -> None:
     async def killed() -> None:
-        reading = asyncio.create_task(encoder.encode(Job(limit=50, messages=says("loop"))))
+        reading = asyncio.create_task(encoder.encode(PromptJob(limit=50, messages=says("loop"))))
         await asyncio.sleep(0.3)
         for child in children(workers):
             child.kill()

@@ -25,12 +25,12 @@ from outrider.runtime.text.chat_template import ChatTemplate
 from outrider.runtime.text.text import Text
 from outrider.tests.support import END, PAIR, full_disk, llama, sealed_bundle, tokenizer, write_checkpoint
 from outrider.training import train as train_module
-from outrider.training.answers import Answer, Answers, Example, given_examples, held_out
-from outrider.training.arguments import Arguments
+from outrider.training.answers import AnswerStore, Example, TrainingAnswer, given_examples, held_out
+from outrider.training.arguments import TrainingArguments
 from outrider.training.loop import FINISHED, Schedule, fit, last_checkpoint, translated
-from outrider.training.objective import Batch, Objective, measure
+from outrider.training.objective import Objective, TrainingBatch, measure
 from outrider.training.pard import PardObjective
-from outrider.training.texts import Message, Sample
+from outrider.training.texts import ChatMessage, Sample
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + END + "{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -53,7 +53,7 @@ class Toy(Objective):
         self.seen.append(ids[:, 0].tolist())
         return {"loss": ((self.weight - ids.float().mean(0)[:8]) ** 2).sum() / 100}
 
-    def agreement(self, batch: Batch) -> torch.Tensor:
+    def agreement(self, batch: TrainingBatch) -> torch.Tensor:
         return torch.ones(*batch.ids.shape, 1, dtype=torch.bool)
 
     def write(self, folder: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_draft_of_one_token_learns_what_a_language_model_learns() -> None:
     model = llama(vocab_size=400)
     objective = PardObjective(model, AutoTokenizer.from_pretrained(PAIR / "target"), steps=1)
     first, second = [5, 6, 7, 8, 9, 10], [11, 12, 13, 14]
-    batch = Batch.of([Example(first, [False] * 2 + [True] * 4), Example(second, [False] * 3 + [True])])
+    batch = TrainingBatch.of([Example(first, [False] * 2 + [True] * 4), Example(second, [False] * 3 + [True])])
     labels = torch.where(batch.drafted, batch.ids, -100)
     with torch.no_grad():
         want = model(input_ids=batch.ids, labels=labels).loss
@@ -141,7 +141,7 @@ def test_a_draft_of_one_token_learns_what_a_language_model_learns() -> None:
 
 def test_a_measurement_counts_what_rounds_would_emit() -> None:
     class Half(Toy):
-        def agreement(self, batch: Batch) -> torch.Tensor:
+        def agreement(self, batch: TrainingBatch) -> torch.Tensor:
             agrees = torch.zeros(*batch.ids.shape, 4, dtype=torch.bool)
             agrees[:, 2::2, :2] = True  # after every other token, two of four proposals are right
             return agrees
@@ -153,7 +153,12 @@ def test_a_measurement_counts_what_rounds_would_emit() -> None:
 
 def texts(count: int = 60) -> list[Sample]:
     return [
-        Sample(messages=[Message("user", f"What are {at} foxes?"), Message("assistant", f"They are {at} foxes, lazy ones.")])
+        Sample(
+            messages=[
+                ChatMessage("user", f"What are {at} foxes?"),
+                ChatMessage("assistant", f"They are {at} foxes, lazy ones."),
+            ]
+        )
         for at in range(count)
     ]
 
@@ -173,10 +178,10 @@ def test_an_answer_is_learned_with_the_token_that_ends_it_unless_it_is_cut() -> 
 def test_an_answer_that_was_cut_off_is_asked_for_again(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     """The others are not."""
     path, params = tmp_path / "answers.jsonl", SamplingParams(max_new_tokens=8)
-    whole, cut_off = (Answers(path, "a target", params, 32).prompt(ids, None).key for ids in ([1, 2], [3, 4]))
-    lines = [msgspec.json.encode(Answer(key, [5, 6])) + b"\n" for key in (whole, cut_off)]
+    whole, cut_off = (AnswerStore(path, "a target", params, 32).prompt(ids, None).key for ids in ([1, 2], [3, 4]))
+    lines = [msgspec.json.encode(TrainingAnswer(key, [5, 6])) + b"\n" for key in (whole, cut_off)]
     path.write_bytes(lines[0] + damage(lines[1]))
-    assert Answers(path, "a target", params, 32).known == {whole: [5, 6]}
+    assert AnswerStore(path, "a target", params, 32).known == {whole: [5, 6]}
     assert path.read_bytes() == lines[0]  # the next one begins a line
 
 
@@ -184,7 +189,7 @@ def test_answers_are_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("not an answer")
     (tmp_path / "answers.jsonl").symlink_to(tmp_path / "other")
     with pytest.raises(FolderError, match="is not a file of its own"):
-        Answers(tmp_path / "answers.jsonl", "a target", SamplingParams(max_new_tokens=8), 32)
+        AnswerStore(tmp_path / "answers.jsonl", "a target", SamplingParams(max_new_tokens=8), 32)
     assert (tmp_path / "other").read_text() == "not an answer"
 
 
@@ -194,20 +199,20 @@ def test_what_is_measured_on_is_not_learned(given: bool, tmp_path: Path, monkeyp
     options: dict[str, Any] = {"bundle": bundle, "given": given, "max_length": 100, "max_new_tokens": 16}
     file = tmp_path / "texts.txt"
     file.write_text("any")
-    arguments = Arguments.check(str(target), "eagle3", [file], tmp_path / "draft", **options)
+    arguments = TrainingArguments.check(str(target), "eagle3", [file], tmp_path / "draft", **options)
     object.__setattr__(arguments, "samples", texts())
     manifest = read_manifest(bundle)
     loaded = SimpleNamespace(manifest=manifest, build=manifest.build, text=Text(tokenizer(), ChatTemplate(TEMPLATE, {})))
     asked: list[list[int]] = []
 
-    def generate(self: Answers, _: object, prompts: Sequence[Any], progress: Progress) -> None:
+    def generate(self: AnswerStore, _: object, prompts: Sequence[Any], progress: Progress) -> None:
         for prompt in prompts:
             asked.append(prompt.ids)
             self.known[prompt.key] = [7, 8, 9, 0]
 
     monkeypatch.setattr(Outrider, "load", lambda *_, **__: nullcontext(loaded))
     monkeypatch.setattr(train_module, "check_target", lambda *_: None)
-    monkeypatch.setattr(Answers, "generate", generate)
+    monkeypatch.setattr(AnswerStore, "generate", generate)
     data = train_module.prepare_data(arguments, None, tmp_path, SILENT)
 
     def prompts(examples: Sequence[Example]) -> set[tuple[int, ...]]:

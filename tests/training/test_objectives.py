@@ -11,7 +11,7 @@ from outrider.tests.runtime.test_proposals import HeadReference, ParallelReferen
 from outrider.tests.support import PAIR, parallel_draft
 from outrider.training.answers import Example
 from outrider.training.eagle3 import Eagle3Objective, open_head
-from outrider.training.objective import Batch, Objective, measure
+from outrider.training.objective import Objective, TrainingBatch, measure
 from outrider.training.pard import PardObjective
 
 K = 4
@@ -33,7 +33,7 @@ def learned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_agreement_is_that_of_drafts_one_by_one(learned: tuple[Objective, Reference]) -> None:
     objective, reference = learned
     ids = AutoTokenizer.from_pretrained(PAIR / "target")(TEXT).input_ids
-    agrees = objective.agreement(Batch.of([Example(ids, [True] * len(ids))]))[0]
+    agrees = objective.agreement(TrainingBatch.of([Example(ids, [True] * len(ids))]))[0]
     accepted = 0
     for last in range(1, len(ids) - K - 1):
         proposed, follows = reference.proposes(tuple(ids[: last + 1]), K), ids[last + 1 : last + 1 + K]
@@ -56,7 +56,9 @@ def test_a_measurement_walks_through_the_answer(learned: tuple[Objective, Refere
 def test_the_loss_falls_and_only_the_draft_learns(learned: tuple[Objective, Reference]) -> None:
     objective, _ = learned
     ids = AutoTokenizer.from_pretrained(PAIR / "target")(TEXT).input_ids
-    batch = Batch.of([Example(ids, [False] * 10 + [True] * (len(ids) - 10)), Example(ids[:30], [False] * 5 + [True] * 25)])
+    batch = TrainingBatch.of(
+        [Example(ids, [False] * 10 + [True] * (len(ids) - 10)), Example(ids[:30], [False] * 5 + [True] * 25)]
+    )
     trained = [each for each in objective.parameters() if each.requires_grad]
     before = [each.detach().clone() for each in trained]
     optimizer, losses = torch.optim.AdamW(trained, lr=1e-3), []
@@ -78,7 +80,9 @@ def test_a_head_learns_the_targets_distribution_of_the_token_that_it_proposes() 
     objective = open_head(target, Source.parse(str(PAIR / "head")), torch.arange(0), 1)
     assert isinstance(objective, Eagle3Objective)
     ids = AutoTokenizer.from_pretrained(PAIR / "target")(TEXT).input_ids
-    batch = Batch.of([Example(ids, [False] * 10 + [True] * (len(ids) - 10)), Example(ids[:30], [False] * 5 + [True] * 25)])
+    batch = TrainingBatch.of(
+        [Example(ids, [False] * 10 + [True] * (len(ids) - 10)), Example(ids[:30], [False] * 5 + [True] * 25)]
+    )
     with torch.no_grad():
         goal = target(input_ids=batch.ids).logits[:, 1:-1, objective.kept].softmax(-1)
         features, _ = objective.read(batch.ids)

@@ -13,7 +13,7 @@ from outrider.errors import UsageError
 from outrider.runtime.text.chat_template import ChatTemplate
 from outrider.runtime.text.text import Text
 from outrider.training.answers import given_examples, held_out, prompts_of
-from outrider.training.texts import Message, Sample, read_texts
+from outrider.training.texts import ChatMessage, Sample, read_texts
 
 TURNS = [("user", "What is it?"), ("assistant", "A hotel in San Jose."), ("user", "Thanks."), ("assistant", "You are welcome.")]
 
@@ -29,7 +29,7 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text(content)
     (tmp_path / "two.jsonl.gz").write_bytes(gzip.compress(content.encode()))
     (tmp_path / "three.txt").write_text("d e f")
-    wanted = [Sample(prompt="a"), Sample(text="b"), Sample(messages=[Message("user", "c")])]
+    wanted = [Sample(prompt="a"), Sample(text="b"), Sample(messages=[ChatMessage("user", "c")])]
     assert read_texts([tmp_path / "one.jsonl", tmp_path / "two.jsonl.gz"]) == 2 * wanted
     assert read_texts([tmp_path / "three.txt"]) == [Sample(text="d e f")]
 
@@ -66,7 +66,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def conversations(count: int) -> list[Sample]:
     return [
-        Sample(messages=[Message("user", f"What are {number} rooms?"), *(Message(*turn) for turn in TURNS[1:])])
+        Sample(messages=[ChatMessage("user", f"What are {number} rooms?"), *(ChatMessage(*turn) for turn in TURNS[1:])])
         for number in range(count)
     ]
 
@@ -86,7 +86,7 @@ def test_every_turn_of_the_assistant_is_learned_after_what_a_server_would_read(t
 
 
 def test_control_tokens_in_a_prompt_stay_text(text: Text) -> None:
-    samples = [Sample(messages=[Message("user", f"<|endoftext|> {at}"), Message(*TURNS[1])]) for at in range(40)]
+    samples = [Sample(messages=[ChatMessage("user", f"<|endoftext|> {at}"), ChatMessage(*TURNS[1])]) for at in range(40)]
     eos = text.tokenizer.token_to_id("<|endoftext|>")
     assert all(eos not in each.prompt for each in given_examples(samples, text, 512, [eos]))
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(text: Text, tmp_path: Pa
     with pytest.raises(UsageError, match="39 different usable prompts"):
         prompts_of(conversations(39), text, longest=512)
     with pytest.raises(UsageError, match="0 different usable prompts"):
-        given_examples([Sample(messages=[Message("user", "a")])] * 100, text, 512, [])
+        given_examples([Sample(messages=[ChatMessage("user", "a")])] * 100, text, 512, [])
     with pytest.raises(UsageError, match="0 different usable prompts"):
         prompts_of([Sample(text="short")] * 100, text, longest=512)
     strict = Text(text.tokenizer, ChatTemplate("{{ raise_exception('no system') }}", {}))
