@@ -44,7 +44,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/bin/python
-	$(PIP) -e '.[export,cpu,openvino,bench,serve,ray,dev,docs,rtx,quantize]'
+	$(PIP) -e '.[export,cpu,openvino,serve,ray,dev,docs,rtx,quantize]'
 	touch $@ $(VENV)/.installed $(VENV)/.installed-docs
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt $(VENV)/bin/python

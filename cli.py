@@ -18,7 +18,6 @@ from outrider.errors import OutriderError, UsageError, show_warnings
 # The extra to install if a package is missing, for packages that `export,cpu` does not bring.
 EXTRAS = {
     **dict.fromkeys(("fastapi", "prometheus_client", "pythonjsonlogger", "starlette", "uvicorn"), "serve"),
-    "matplotlib": "bench",
     "ray": "serve,ray",
 }
 

@@ -1,23 +1,18 @@
-"""The report of a benchmark: JSON, Markdown, and an HTML page with plots."""
+"""The report of a benchmark, as JSON and Markdown."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-import jinja2
 import msgspec
-from markupsafe import Markup
 
-from outrider.bench import plots
 from outrider.bench.results import Results, Summary
 from outrider.bench.simulator import REGRET_HEADS, regrets
 from outrider.bundle.folder import write_error, write_whole
-from outrider.errors import UsageError
 
-PAGE = Path(__file__).with_name("report.html")
 HEADS = (
     "mode",
     "tokens/s",
@@ -40,18 +35,15 @@ ASSESSMENT_HEADS = (
     "highest",
 )
 
+PART_HEADS = ("mode", "draft", "target", "verifier", "outside engines")
+
 
 def prepare(folder: Path) -> None:
     """Create the folder of a report, so that whatever prevents writing it shows before anything is measured.
 
     Raises:
-        EngineError: matplotlib is not installed.
         FolderError: the folder cannot be written.
-        UsageError: the folder holds a page that is not a report.
     """
-    plots.pyplot()
-    if (folder / "index.html").exists() and not (folder / "bench.json").exists():
-        raise UsageError(f"{folder} has an index.html that is not a report", "pass another folder for the report")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -61,15 +53,13 @@ def prepare(folder: Path) -> None:
 
 
 def write(folder: Path, results: Results) -> None:
-    """Write `bench.json`, `bench.md` and `index.html` into a folder that `prepare` created.
+    """Write `bench.json` and `bench.md` into a folder that `prepare` created.
 
     Raises:
         FolderError: the folder cannot be written.
     """
-    files = {"bench.json": msgspec.json.format(msgspec.json.encode(results), indent=1)}
-    files |= {"bench.md": markdown(results).encode(), "index.html": page(results).encode()}
-    for name, content in files.items():
-        write_whole(folder / name, content)
+    write_whole(folder / "bench.json", msgspec.json.format(msgspec.json.encode(results), indent=1))
+    write_whole(folder / "bench.md", markdown(results).encode())
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -143,7 +133,7 @@ def assessment(results: Results) -> list[tuple[str, ...]]:
 
 
 def markdown(results: Results) -> str:
-    """Return the whole report as Markdown, without plots."""
+    """Return the whole report as Markdown."""
     lines = ["# Benchmark by workload", ""]
     lines += [f"- {name}: {value}" for name, value in facts(results)]
     lines += ["", "Command:", "", f"    {results.command}", ""]
@@ -159,6 +149,16 @@ def markdown(results: Results) -> str:
     lines += ["## Choice of k, and accuracy of the prediction", "", *_table(ASSESSMENT_HEADS, assessment(results)), ""]
     lines += ["## Choice of k, replayed", "", "Speed-ups of the same texts replayed against the costs of these passes.", ""]
     lines += [*_table(REGRET_HEADS, regrets(results.policies)), ""]
+    lines += ["## Acceptance by position", "", "The share of rounds in which each drafted token was accepted.", ""]
+    lines += [*_acceptance_table(results), ""]
+    lines += [
+        "## Time of a round, ms",
+        "",
+        "From passes timed in the same run.",
+        "",
+        *_table(PART_HEADS, _part_rows(results)),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -168,31 +168,17 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {line} |" for line in lines)]
 
 
-def page(results: Results) -> str:
-    """Return the report as one self-contained HTML file."""
-    best = {workload: best_fixed(results, workload) for workload in results.workloads}
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    makers: dict[str, Callable[[Results], str]] = {
-        "speed": lambda results: plots.speed_plot(results, list(best.values()), [automatic(results, each) for each in best]),
-        "against_k": lambda results: plots.k_plot(results, {each: automatic(results, each) for each in best}),
-        "acceptance": plots.acceptance_plot,
-        "histogram": plots.histogram_plot,
-        "parts": plots.parts_plot,
-    }
-    return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
-        results=results,
-        headline=[(each, automatic(results, each), best[each]) for each in results.workloads],
-        spread=spread,
-        tables=[(each, [row(s) for s in results.summaries if s.workload == each]) for each in results.workloads],
-        best_labels={workload: each.mode.label for workload, each in best.items()},
-        heads=HEADS,
-        assessment=assessment(results),
-        assessment_heads=ASSESSMENT_HEADS,
-        regrets=regrets(results.policies),
-        regret_heads=REGRET_HEADS,
-        facts=facts(results),
-        ink=plots.INK,
-        rule=plots.RULE,
-        paper=plots.PAPER,
-        **{name: Markup(make(results)) for name, make in makers.items()},
+def _acceptance_table(results: Results) -> list[str]:
+    """Return the share of accepted tokens by position, at the largest k of the bundle's first drafter."""
+    drafting = [each for each in results.modes if isinstance(each.k, int) and each.k]
+    mode = [each for each in drafting if each.drafter == drafting[0].drafter][-1]
+    rows = (
+        (workload, *(f"{rate:.2f}" for rate in results.summary(workload, mode).per_position_rates))
+        for workload in results.workloads
     )
+    return _table((mode.label, *map(str, range(1, int(mode.k) + 1))), rows)
+
+
+def _part_rows(results: Results) -> Iterable[tuple[str, ...]]:
+    for each in results.parts:
+        yield each.mode.label, *(f"{time:.2f}" for time in (each.draft, each.target, each.verifier, each.outside_engines))

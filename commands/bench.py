@@ -51,7 +51,7 @@ SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 11)  # of `report.HEADS`; the report has all
     "--report",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Write index.html, bench.md and bench.json into this folder.",
+    help="Write bench.md and bench.json into this folder.",
 )
 @click.option(
     "--compare",
@@ -92,7 +92,7 @@ def command(
 
         write(report, results)
         if not as_json:
-            click.echo(f"wrote {report / 'index.html'}")
+            click.echo(f"wrote {report / 'bench.md'}")
 
 
 def _measure(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NUMBERS, BUNDLE = "From numbers", "From a bundle"
 NUMBER_OPTIONS = ("k", "mean_accepted", "cost_ratio", "pass_cost", "tokens")
-BUNDLE_OPTIONS = ("bench", "position", "plot")
+BUNDLE_OPTIONS = ("bench", "position")
 
 
 @click.command("plan", cls=GroupedCommand)
@@ -68,45 +68,29 @@ BUNDLE_OPTIONS = ("bench", "position", "plot")
     type=click.IntRange(min=1),
     help="With --rate: the position in the cache to predict for.  [default: a quarter of the capacity]",
 )
-@click.option(
-    "--plot",
-    cls=GroupedOption,
-    group=BUNDLE,
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE.svg",
-    help="Plot speed-up against k.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else.")
-def command(bundle: Path | None, rate: float | None, plot: Path | None, as_json: bool, **options: Any) -> None:
+def command(bundle: Path | None, rate: float | None, as_json: bool, **options: Any) -> None:
     """Predict the speed-up of speculation, from numbers, or from a bundle's measured costs and a workload's acceptance."""
-    _check_options(bundle, rate, plot, options)
+    _check_options(bundle, rate, options)
     if bundle is None:
         _plan_from_numbers(rate, as_json, **{name: options[name] for name in NUMBER_OPTIONS})
         return
     plan = _plan_for_bundle(bundle, rate, options["bench"], options["position"])
-    if plot is not None:
-        from outrider.bench.plots import write_plan
-
-        write_plan(plot, plan.predictions)
     if as_json:
         plan.print_json()
-        return
-    plan.print()
-    if plot is not None:
-        click.echo(f"wrote {plot}")
+    else:
+        plan.print()
 
 
-def _check_options(bundle: Path | None, rate: float | None, plot: Path | None, options: dict[str, Any]) -> None:
+def _check_options(bundle: Path | None, rate: float | None, options: dict[str, Any]) -> None:
     unused = BUNDLE_OPTIONS if bundle is None else NUMBER_OPTIONS
     for name in unused:
-        if (plot if name == "plot" else options[name]) is not None:
+        if options[name] is not None:
             flag = f"--{name.replace('_', '-')}"
             required = "needs a bundle" if bundle is None else "cannot be used with a bundle"
             raise UsageError(f"{flag} {required}", f"see outrider plan --help; leave {flag} out")
     if rate is not None and not 0 <= rate <= 1:  # NaN, which passes a range check
         raise UsageError(f"--rate is {rate}", "use a number from 0 to 1")
-    if plot is not None and plot.suffix != ".svg":
-        raise UsageError(f"--plot {plot}: plots are SVG files", "use a name that ends in .svg")
     if rate is not None and options["bench"] is not None:
         raise UsageError("--rate and --bench cannot be combined", "leave one of them out")
     if options["position"] is not None and options["bench"] is not None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 from statistics import geometric_mean
 
-import matplotlib.pyplot as plt
 import msgspec
 import numpy as np
 import pytest
 
 from outrider.bench.measure import measure, modes, trace
 from outrider.bench.planner import tokens_per_round
-from outrider.bench.plots import COLOURS
 from outrider.bench.report import assessment, markdown
 from outrider.bench.results import SCHEMA, Mode, Percentiles, Results, changes, read
 from outrider.bench.simulator import Trace, regrets
@@ -169,25 +165,26 @@ def test_times_between_tokens_are_zero_within_a_round() -> None:
     assert Percentiles.of([0.001 * each for each in range(1, 101)]).p90 == pytest.approx(91)
 
 
-def test_the_report_opens_in_a_browser(tmp_path: Path, trained_bundle: Path) -> None:
+def test_the_report_is_complete(tmp_path: Path, trained_bundle: Path) -> None:
     few = ["--each", "1", "--rounds", "1", "--max-new-tokens", "24"]
     done = run_here("bench", trained_bundle, *few, "--report", tmp_path / "report")
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout
     written = read(tmp_path / "report" / "bench.json")
     assert written.workloads == ["chat", "code", "math", "summarization", "support"]
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert not re.search(r"(src|href)=[\"']?http", page)  # it needs no other file
-    assert "# Benchmark by workload" in (tmp_path / "report" / "bench.md").read_text()
+    page = (tmp_path / "report" / "bench.md").read_text()
+    assert page.startswith("# Benchmark by workload")
+    rates = written.summary("chat", Mode(drafter="model", k=8)).per_position_rates
+    assert f"| chat | {' | '.join(f'{rate:.2f}' for rate in rates)} |" in page
+    part = written.parts[0]
+    assert f"| {part.mode.label} | {part.draft:.2f} | {part.target:.2f} | {part.verifier:.2f} |" in page
     planned = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json")
     assert planned.returncode == 0, planned.stderr
     assert "summarization" in planned.stdout
-    drawn = tmp_path / "plan.svg"
-    beside = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json", "--plot", drawn, "--json")
+    beside = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json", "--json")
     measured = json.loads(beside.stdout)["measured"]
     assert measured["chat"]["model"]["8"] == written.summary("chat", Mode(drafter="model", k=8)).median_speedup
     assert measured["chat"]["none"]["0"] == 1
-    assert drawn.read_text().startswith("<svg")
     path = tmp_path / "other.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(written, target="another")))
     other = run_here("plan", trained_bundle, "--bench", path)
@@ -195,24 +192,6 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, trained_bundle: Path) -> 
     refused = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json", "--position", "9")
     assert (refused.returncode, "--position goes with --rate" in refused.stderr) == (2, True)
     assert "k = auto, replayed on the same texts with these costs" in planned.stdout
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium on this machine; .ci/run installs one")
-    quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-sync"]
-    quiet += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
-
-    def look(*mode: str) -> str:
-        command = [browser, "--headless", "--no-sandbox", *quiet, *mode, f"file://{tmp_path / 'report' / 'index.html'}"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-    shown = look("--dump-dom")
-    assert shown.count("<svg") == 5
-    for text in ("Choice of k, and accuracy", "Speed-up against k", "draft model, k = 8", "summarization"):
-        assert text in shown
-    look(f"--screenshot={tmp_path / 'seen.png'}", "--window-size=1100,2600")
-    seen = (255 * plt.imread(tmp_path / "seen.png")[:, :, :3]).round().astype(int)
-    for colour in COLOURS[:3]:  # of plots that are drawn, and not only there
-        assert (np.abs(seen - [int(colour[at : at + 2], 16) for at in (1, 3, 5)]).max(-1) <= 2).sum() > 500, colour
 
 
 def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path) -> None:
@@ -326,18 +305,14 @@ def test_a_name_may_look_like_markup(trained_bundle: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "[/b] | :smile:" in done.stdout
     tables = [line for line in (tmp_path / "report" / "bench.md").read_text().splitlines() if line.startswith("| [/b]")]
-    assert len(tables) == 2
+    assert len(tables) == 3
     assert all(line.startswith("| [/b] \\| :smile: | ") for line in tables)
 
 
-def test_a_report_overwrites_no_other_page_and_leaves_no_folder_behind(trained_bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "index.html").write_text("mine")
+def test_a_report_that_cannot_be_made_leaves_no_folder_behind(trained_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for folder, code, message in (("site", 2, "not a report"), ("file/report", 1, "cannot")):
-        done = run_here("bench", trained_bundle, "--report", tmp_path / folder)
-        assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (code, True, False), done.stderr
-    assert (tmp_path / "site" / "index.html").read_text() == "mine"
+    done = run_here("bench", trained_bundle, "--report", tmp_path / "file" / "report")
+    assert (done.returncode, "cannot" in done.stderr, "Traceback" in done.stderr) == (1, True, False), done.stderr
     done = run_here("bench", trained_bundle, "--k", "3", "--report", tmp_path / "new")
     assert (done.returncode, "k = 3 was not built" in done.stderr) == (2, True), done.stderr
     done = run_here("bench", tmp_path / "none", "--report", tmp_path / "new")

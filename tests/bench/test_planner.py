@@ -62,7 +62,7 @@ def test_the_command_prints_it() -> None:
         ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--pass-cost", "1e308"),
         ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--tokens", "9" * 400),
         ("--k", "9" * 400, "--cost-ratio", "6", "--rate", "0.5"),
-        ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--plot", "x.svg"),
+        ("--k", "4", "--cost-ratio", "6", "--mean-accepted", "3", "--bench", "x.json"),
     ],
 )
 def test_too_few_or_impossible_numbers_are_refused(arguments: tuple[str, ...]) -> None:
@@ -185,10 +185,9 @@ def test_a_bundle_or_a_report_that_says_too_little_is_refused(tiny_bundle: Path,
 
 
 def test_a_bundles_plan(trained_bundle: Path, tmp_path: Path) -> None:
-    done = run_here("plan", trained_bundle, "--rate", "0.7", "--plot", tmp_path / "plan.svg")
+    done = run_here("plan", trained_bundle, "--rate", "0.7")
     assert done.returncode == 0, done.stderr
     assert "break-even" in done.stdout
-    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
     plan = json.loads(run_here("plan", trained_bundle, "--rate", "0.7", "--json").stdout)
     predictions = plan["predictions"]
     manifest = read_manifest(trained_bundle)
@@ -205,11 +204,6 @@ def test_a_bundles_plan(trained_bundle: Path, tmp_path: Path) -> None:
     assert "excludes the time in which the draft reads the prompt" in done.stdout
     refused = run_here("plan", trained_bundle, "--rate", "0.7", "--bench", tmp_path / "none.json")
     assert (refused.returncode, "cannot be combined" in refused.stderr) == (2, True)
-    (tmp_path / "file").write_text("")
-    nowhere = run_here("plan", trained_bundle, "--rate", "0.7", "--plot", tmp_path / "file" / "plan.svg")
-    assert (nowhere.returncode, "plan.svg" in nowhere.stderr) == (1, True), nowhere.stderr
-    picture = run_here("plan", trained_bundle, "--plot", tmp_path / "plan.png")
-    assert (picture.returncode, "plots are SVG" in picture.stderr) == (2, True)
     ignored = run_here("plan", trained_bundle, "--tokens", "12")
     assert (ignored.returncode, "--tokens cannot be used with a bundle" in ignored.stderr) == (2, True)
     missing = run_here("plan", trained_bundle, "--bench", tmp_path / "none.json")

@@ -1,0 +1,1 @@
+"""Outrider beside other programs that run a pair on a CPU."""

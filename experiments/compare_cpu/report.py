@@ -1,0 +1,99 @@
+"""The report: Markdown from the JSON of the results."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.report import spread
+from outrider.experiments.compare_cpu.common import K, describe
+from outrider.experiments.compare_cpu.peers import PEERS, genai, ours
+from outrider.experiments.compare_cpu.rows import Row, goals
+
+Result = dict[str, Any]
+
+
+def write_report(output: Path, result: Result) -> None:
+    """Write OUTPUT.md from the contents of OUTPUT.json."""
+    rows = [Row(entry, result["workloads"]) for entry in result["results"]]
+    plain = next(row for row in rows if row.is_ours and row.k == 0)
+    text = markdown(result, rows, plain)
+    Path(f"{output}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def markdown(result: Result, rows: list[Row], plain: Row) -> str:
+    """Return the whole report as Markdown."""
+    lines = [
+        *_introduction(result, plain),
+        "",
+        "| | | tokens/s | against our plain | acceptance | first token, s | peak memory, GB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        length = f"{row.median('length'):.2f}" if row.k != 0 else "-"
+        speeds = f"{spread(row.speeds(), 1)} | {spread(row.speedup(plain))}"
+        figures = f"{length} | {row.median('first'):.2f} | {row.peak / 1e9:.2f}"
+        lines.append(f"| {row.name} ({row.settings}) | {row.label} | {speeds} | {figures} |")
+    lines += ["", "## By workload", "", "Tokens/s, with the ratio to our plain decoding in brackets.", ""]
+    lines += _by_workload(
+        rows, lambda row, each: f"{statistics.median(row.speeds(each)):.1f} ({statistics.median(row.speedup(plain, each)):.2f})"
+    )
+    lines += [
+        "",
+        "## Whole answers",
+        "",
+        "Seconds to the first and to the last token. If a draft reads the prompt before the first token, tokens/s do not show"
+        " how long that takes.",
+        "",
+    ]
+    lines += _by_workload(rows, lambda row, each: f"{row.median('first', each):.2f} / {row.median('whole', each):.2f}")
+    lines += ["", "## Goals", "", "| | goal | result |", "|---|---|---|"]
+    lines += [f"| {' | '.join(goal)} |" for goal in goals(rows, plain, result["weights"][plain.name])]
+    return "\n".join(lines) + "\n"
+
+
+def _introduction(result: Result, plain: Row) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    missing = f" Not installed, and so left out: {', '.join(result['missing'])}." if result["missing"] else ""
+    weights = ", ".join(f"{name} {words}" for name, words in result["weights_of"].items())
+    return [
+        "# Outrider and other programs on a CPU",
+        "",
+        *([result["about"], ""] if result["about"] else []),
+        f"{len(result['workloads'])} prompts in the chat template, up to {max(map(len, plain.prompts.values()))} of each"
+        f" workload, from its shortest to its longest, with {min(result['prompt_tokens'])} to {max(result['prompt_tokens'])}"
+        f" tokens; {result['tokens']} new tokens each, greedy. Command:",
+        "",
+        f"    {result['command']}",
+        "",
+        f"Run on {result['date']}, {result['machine']}; {versions}.{missing}",
+        "",
+        f"Figures are medians of {len(plain.rounds)} rounds, in which all programs take turns, with minimum and maximum in"
+        " brackets. Tokens/s count the tokens after the first; over all workloads they are a geometric mean. Ratios are to"
+        f" Outrider's own plain decoding ({plain.name.removeprefix(ours.NAME + ' ')}) in the same round. Acceptance is the mean"
+        " acceptance length: tokens per target pass.",
+        "",
+        "Each peer runs at the settings that were fastest in an earlier round. These were tried:"
+        f" {'; '.join(f'{name}: {_tried(name)}' for name in result['weights_of'])}.",
+        "",
+        f"Weights: Outrider as named; {weights}. The processes of Outrider hold both"
+        " models in every row; the others hold the draft model only where it drafts.",
+    ]
+
+
+def _tried(name: str) -> str:
+    """Describe the settings that were tried for a peer."""
+    settings = PEERS[name].SETTINGS
+    ks = K if name == genai.NAME else dict.fromkeys(k for each in settings for k in each["k"] if k)
+    return ", ".join([" or ".join(dict.fromkeys(map(describe, settings))), *(f"k = {k}" for k in ks)])
+
+
+def _by_workload(rows: list[Row], cell: Any) -> list[str]:
+    workloads = rows[0].workloads
+    lines = ["| | | " + " | ".join(workloads) + " |", "|---|---|" + "---|" * len(workloads)]
+    for row in rows:
+        cells = " | ".join(cell(row, workload) for workload in workloads)
+        lines.append(f"| {row.name} ({row.settings}) | {row.label} | {cells} |")
+    return lines

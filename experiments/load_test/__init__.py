@@ -1,0 +1,1 @@
+"""A load test: a server, good clients, hostile clients, and the report."""

@@ -1,0 +1,1 @@
+"""What `python -m outrider.experiments.measure` measures: a file for each mode."""

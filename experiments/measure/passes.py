@@ -1,0 +1,56 @@
+"""Compare the time of the target's pass of one row in two bundles.
+
+Passes alternate, in processes that load the bundles in either order, because the one loaded first is a few percent slower.
+Prints the median of each in milliseconds and the median ratio A / B for each process, and the geometric mean of the ratios.
+
+What a draft head costs the target, which makes its features, is the ratio of a bundle with one to a bundle without. It is too
+little for `outrider calibrate`, which measures one bundle after the other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import click
+import numpy as np
+
+from outrider.backends.open import open_bundle, open_engines
+from outrider.experiments.measure.arguments import FOLDER
+
+POSITION, WARM_UP = 200, 10
+
+
+def measure(bundles: tuple[Path, ...], runs: int) -> list[float]:
+    """Return the median of each bundle, and that of the ratios of the first to the second."""
+    sessions = [open_engines(path, *open_bundle(path)).session("target", batch=1) for path in bundles]
+    times = np.empty((runs, 2))
+    token, position = np.array([[1]]), np.array([POSITION])
+    for run in range(-WARM_UP, runs):
+        for at in (0, 1) if run % 2 else (1, 0):
+            sessions[at].assume(position)
+            started = time.perf_counter()
+            sessions[at].run(token, position)
+            if run >= 0:
+                times[run, at] = 1000 * (time.perf_counter() - started)
+    return [*np.median(times, 0).tolist(), float(np.median(times[:, 0] / times[:, 1]))]
+
+
+@click.command(help=__doc__)
+@click.argument("bundles", type=FOLDER, nargs=2, metavar="A B")
+@click.option("--runs", type=int, default=150, show_default=True, help="Passes of each bundle in a process.")
+@click.option("--processes", type=int, default=8, show_default=True)
+def command(bundles: tuple[Path, Path], runs: int, processes: int) -> None:
+    ratios = []
+    for number in range(processes):
+        order = bundles[:: -1 if number % 2 else 1]
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            a, b, ratio = pool.submit(measure, order, runs).result()
+        if number % 2:
+            a, b, ratio = b, a, 1 / ratio
+        ratios.append(ratio)
+        print(f"{a:.2f} ms, {b:.2f} ms, ratio {ratio:.4f}", flush=True)
+    print(f"ratio {statistics.geometric_mean(ratios):.4f}")

@@ -1,0 +1,68 @@
+"""Measure the time to the first token of requests that begin with the same tokens.
+
+In each repetition, a first request reads a prefix that no cache holds. A second one comes when the first has ended, and a third
+while the second is being answered; each has other tokens behind the prefix, and a slot of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from outrider.backends.open import open_bundle, open_engines
+from outrider.bench.report import spread
+from outrider.errors import OutriderError
+from outrider.experiments.measure import arguments
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
+from outrider.runtime.request import Request
+from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.text.text import Text
+
+SLOTS = 3
+PARAMS = SamplingParams(max_new_tokens=16, min_new_tokens=16)
+
+
+def first_token(scheduler: Scheduler, prompt: list[int]) -> tuple[Request, float]:
+    """Submit a request, and return it and the seconds to its first token."""
+    started = time.perf_counter()
+    request = scheduler.submit(prompt, PARAMS)
+    while not request.stats.emitted:
+        for _, result in scheduler.step():
+            if isinstance(result, OutriderError):
+                raise result
+    return request, time.perf_counter() - started
+
+
+@click.command(help=__doc__)
+@arguments.bundle
+@click.option("--prefix", type=int, default=1000, show_default=True, help="Tokens that the prompts have in common.")
+@click.option("--user", type=int, default=32, show_default=True, help="Tokens of each prompt behind these.")
+@arguments.repeat
+def command(bundle: Path, prefix: int, user: int, repeat: int) -> None:
+    manifest, build = open_bundle(bundle)
+    build = msgspec.structs.replace(build, batch=SLOTS)
+    text = Text.load(bundle, manifest)
+    outrider = Outrider(open_engines(bundle, manifest, build), text, slots=SLOTS)
+    scheduler = Scheduler(outrider)
+    tokens = random.Random(0)
+    seconds: dict[str, list[float]] = {"first": [], "second": [], "third": []}
+    for repetition in range(repeat + 1):
+        shared = [tokens.randrange(1000, 20000) for _ in range(prefix)]
+        for name, times in seconds.items():
+            request, took = first_token(scheduler, shared + [tokens.randrange(1000, 20000) for _ in range(user)])
+            if repetition:  # the first one also warms up
+                times.append(took)
+            while name == "first" and scheduler.busy:
+                scheduler.step()
+            assert (request.stats.cached_tokens >= prefix) == (name != "first")
+        while scheduler.busy:
+            scheduler.step()
+    first = statistics.median(seconds["first"])
+    for name, times in seconds.items():
+        print(f"{name:8}{spread(times, 3)} s   {statistics.median(times) / first:.3f}")

@@ -1,0 +1,70 @@
+"""Compare acceptance and speed of both acceptance rules with plain decoding, in sampled text, as a Markdown table.
+
+All variants take turns on each prompt, in `--rounds` rounds with different seeds. Speed is the number of new tokens divided by
+their time, without the time to read the prompt. The table has the median of the rounds, the slowest and the fastest, and the
+median of the ratios to plain decoding in the same round.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import click
+
+from outrider import Outrider, SamplingParams
+from outrider.engines.threads import thread_count
+from outrider.experiments.measure import arguments
+from outrider.runtime.params import RULES
+from outrider.runtime.stats import Stats
+
+PLAIN = ("plain", 0)
+
+
+@click.command(help=__doc__)
+@arguments.bundle
+@click.argument("file", metavar="PROMPTS.jsonl", type=arguments.FILE)
+@click.option("--temperature", type=float, default=0.7, show_default=True)
+@click.option("--top-p", type=float, default=0.9, show_default=True)
+@click.option("--tokens", type=int, default=64, show_default=True, help="Length of each answer.")
+@click.option("--rounds", type=int, default=5, show_default=True)
+def command(bundle: Path, file: Path, temperature: float, top_p: float, tokens: int, rounds: int) -> None:
+    outrider = Outrider.load(bundle)
+    prompts = [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()]
+    variants = [PLAIN, *((rule, k) for rule in RULES for k in outrider.build.k)]
+    totals = {variant: Stats() for variant in variants}
+    speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for number in range(rounds):
+        stats = {variant: Stats() for variant in variants}
+        for at, prompt in enumerate(prompts):
+            for rule, k in variants:
+                params = SamplingParams(
+                    temperature=temperature,
+                    top_p=top_p,
+                    seed=number * len(prompts) + at,
+                    rule=rule if k else RULES[0],
+                    max_new_tokens=tokens,
+                )
+                *_, last = outrider.generate(prompt, params, k=k)
+                stats[rule, k].add(last.stats)
+        for variant in variants:
+            totals[variant].add(stats[variant])
+            speeds[variant].append(stats[variant].tokens_per_second)
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    print("| rule | k | mean acceptance length | acceptance rate | tokens/s (slowest - fastest) | against plain |")
+    print("|---|---|---|---|---|---|")
+    for variant in variants:
+        total, own = totals[variant], speeds[variant]
+        ratio = statistics.median(a / b for a, b in zip(own, speeds[PLAIN], strict=True))
+        accepted = f"{total.mean_acceptance_length:.2f} | {total.acceptance_rate:.2f}" if variant[1] else "- | -"
+        speed = f"{statistics.median(own):.0f} ({min(own):.0f} - {max(own):.0f})"
+        print(f"| {variant[0]} | {variant[1]} | {accepted} | {speed} | {ratio:.2f} |")
+    print(
+        f"\n{len(prompts)} prompts, {rounds} rounds, temperature {temperature}, top_p {top_p}, up to"
+        f" {tokens} tokens each; {platform.machine()}, {thread_count()} threads, {datetime.date.today()}"
+    )

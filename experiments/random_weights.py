@@ -1,0 +1,117 @@
+"""Write drafts and targets of random weights, to measure what they cost.
+
+`python -m outrider.experiments.random_weights draft|head|hybrid`; each has --help.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import click
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
+
+from outrider.export.checkpoints.checkpoint import read_config
+from outrider.export.checkpoints.source import Source
+
+# Of Qwen3.5: hidden size, width of the feed-forward layers, attention heads and their key/value heads, heads of the delta nets.
+SHAPES = {"0.8B": (1024, 3584, 8, 2, 16, 16), "4B": (2560, 9216, 16, 4, 16, 32)}
+
+out = click.argument("out", type=click.Path(path_type=Path))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Write checkpoints of random weights."""
+    torch.manual_seed(0)
+
+
+@main.command()
+@click.argument("like")
+@out
+def draft(like: str, out: Path) -> None:
+    """Write a draft with the shape and tokenizer of LIKE, a Hugging Face folder or hub id."""
+    # Untied, because with tied weights even a random model tends to repeat the last token.
+    config = AutoConfig.from_pretrained(like, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)
+    AutoTokenizer.from_pretrained(like).save_pretrained(out)
+
+
+@main.command()
+@click.argument("target")
+@out
+@click.option("--draft-vocab", type=int, default=32_000, show_default=True, help="It proposes the first N tokens.")
+def head(target: str, out: Path, draft_vocab: int) -> None:
+    """Write an EAGLE-3 head in SafeAILab's format with the shapes of TARGET, which is what `outrider export --target` takes."""
+    config = read_config(Source.parse(target))
+    hidden, inner = config.hidden_size, config.intermediate_size
+    width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    query, key = config.num_attention_heads * width, config.num_key_value_heads * width
+    shapes = {
+        "fc": (hidden, 3 * hidden),
+        **{f"midlayer.self_attn.{name}_proj": (rows, 2 * hidden) for name, rows in {"q": query, "k": key, "v": key}.items()},
+        "midlayer.self_attn.o_proj": (hidden, query),
+        **{f"midlayer.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")},
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "lm_head": (draft_vocab, hidden),
+    }
+    tensors = {f"{name}.weight": torch.randn(shape, dtype=torch.bfloat16) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
+        tensors[f"{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors["d2t"] = torch.zeros(draft_vocab, dtype=torch.int64)
+    copied = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
+    fields = {name: getattr(config, name) for name in copied}
+    fields |= {"model_type": "llama", "num_hidden_layers": 1, "head_dim": width, "draft_vocab_size": draft_vocab}
+    out.mkdir(parents=True)
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+@main.command()
+@click.argument("tokenizer")
+@out
+@click.option("--like", type=click.Choice(list(SHAPES)), default="0.8B", show_default=True)
+@click.option("--layers", type=int, default=24, show_default=True)
+def hybrid(tokenizer: str, out: Path, like: str, layers: int) -> None:
+    """Write OUT/hybrid, shaped like a Qwen3.5, and OUT/dense with as many parameters; TOKENIZER is a Hugging Face folder."""
+    hidden, inner, heads, narrow_heads, key_heads, value_heads = SHAPES[like]
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    common = {
+        "vocab_size": AutoConfig.from_pretrained(tokenizer).vocab_size,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": narrow_heads,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "eos_token_id": loaded.eos_token_id,
+    }
+    config = Qwen3_5TextConfig(
+        **common,
+        intermediate_size=inner,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=value_heads,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )
+    narrow, wide = (parameters(Qwen3Config(**common, intermediate_size=width)) for width in (1024, 2048))
+    width = round((1024 + 1024 * (parameters(config) - narrow) / (wide - narrow)) / 64) * 64
+    for name, each in (("hybrid", config), ("dense", Qwen3Config(**common, intermediate_size=width))):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(each, dtype=torch.float32)
+        print(f"{name}: {model.num_parameters():,} parameters")
+        model.save_pretrained(out / name)
+        loaded.save_pretrained(out / name)
+
+
+def parameters(config: PreTrainedConfig) -> int:
+    """Return the number of parameters, without their memory."""
+    with torch.device("meta"):
+        return int(AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters())
+
+
+if __name__ == "__main__":
+    main(prog_name="random_weights")

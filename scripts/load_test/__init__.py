@@ -1,1 +1,0 @@
-"""What `scripts/soak` runs: a server, good clients, hostile clients, and the report."""
