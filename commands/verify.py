@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +26,28 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Only compare the outputs of each engine with ONNX Runtime on the CPU. DIR is the export of the same pair.",
 )
+@click.option(
+    "--against",
+    metavar="TARGET",
+    help="Only compare greedy answers with those of transformers. TARGET is the target's checkpoint, as export takes it.",
+)
 @device
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else.")
 @click.pass_context
 def command(
-    ctx: click.Context, bundle: Path, draws: int | None, export: Path | None, device: str | None, as_json: bool
+    ctx: click.Context,
+    bundle: Path,
+    draws: int | None,
+    export: Path | None,
+    against: str | None,
+    device: str | None,
+    as_json: bool,
 ) -> None:
     """Prove that a bundle emits what its target alone would. The exit code is 0 if it does, and 1 if not."""
     if export is not None:
         ctx.exit(0 if _compare_engines(bundle, export, device, as_json) else 1)
+    if against is not None:
+        ctx.exit(0 if _compare_answers(bundle, against, device, as_json) else 1)
     from outrider.audit.audit import DRAWS, audit
     from outrider.runtime.generation import Outrider
 
@@ -66,6 +80,24 @@ def _compare_engines(bundle: Path, export: Path, device: str | None, as_json: bo
     console().print(table)
     click.echo("the engines agree with ONNX Runtime" if passed else "the engines do NOT agree with ONNX Runtime")
     return passed
+
+
+def _compare_answers(bundle: Path, against: str, device: str | None, as_json: bool) -> bool:
+    from outrider.audit.checkpoint import check_precision, compare_answers
+    from outrider.export.checkpoints.source import Source
+    from outrider.export.generate import greedy
+    from outrider.runtime.generation import Outrider
+
+    with progress_bar() as progress:
+        outrider = Outrider.load(bundle, progress, device=device)
+        check_precision(outrider)
+        generate = greedy(Source.parse(against), outrider.manifest.generation.eos_token_ids)
+        texts = compare_answers(outrider, generate, progress)
+    if as_json:
+        click.echo(json.dumps({"passed": texts.passed, **asdict(texts)}))
+    else:
+        _print_texts("answers", texts, "answers compared with transformers'", "pass" if texts.passed else "FAIL")
+    return texts.passed
 
 
 def _print(report: Audit) -> None:
@@ -112,9 +144,7 @@ def _print_texts(part: str, texts: ComparedTexts, what: str, verdict: str) -> No
         f" {len(texts.near_ties)} diverge at {texts.ties} near-ties ({texts.allowed} allowed)"
     )
     for each in (*texts.differences, *texts.near_ties):
-        click.echo(
-            f"           {each.mode}, token {each.place}: plain {each.plain}, speculative {each.speculative}; {each.prompt!r}"
-        )
+        click.echo(f"           {each.mode}, token {each.place}: {each.speculative} instead of {each.plain}; {each.prompt!r}")
 
 
 FIGURES = ("p-value", "distance", "bound", "detects", "token")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -543,8 +542,8 @@ def test_after_the_drain_time_clients_are_asked_to_retry(bundle: Path, drain: in
 
 @pytest.mark.parametrize("number", ENDING)
 def test_a_signal_ends_a_server_that_is_starting(bundle: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    before = {each: signal.getsignal(each) for each in ENDING}
-    monkeypatch.setattr("outrider.bundle.folder.read_manifest", lambda _: os.kill(os.getpid(), number))
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in ENDING}  # in the background, SIGINT is ignored
+    monkeypatch.setattr("outrider.bundle.folder.read_manifest", lambda _: signal.raise_signal(number))
     try:
         done = run_here("serve", bundle)
     finally:
