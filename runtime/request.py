@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from outrider.errors import OutriderError
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.acceptance import Acceptance
@@ -55,15 +53,12 @@ class Request:
         self.acceptance: dict[str, Acceptance] = {}  # estimates by drafter
         self.owner: Hashable = None  # whose share of the slots and of the queue it takes
         self.priority = 0  # among the owner's requests; the lowest is served first
-        self.timeout = math.inf  # seconds until its last token, for whoever submits it to enforce
-        self.waited = 0.0  # how many of these had passed when it was submitted
         self.submitted = 0.0  # by the scheduler's clock, in seconds
         self.admitted: float | None = None
         self.slot: Slot | None = None
         self.late: float | None = None  # since when its grammar keeps it from rounds
         self.cancelled = False
         self.finish_reason: str | None = None
-        self.sink: Callable[[Event | OutriderError], None] | None = None  # free for whoever submits it
         # Every position that is left holds one token, and the last round's own token needs none.
         self.limit = min(params.max_new_tokens, capacity - len(prompt) + 1)
         self._stream = stream

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +42,16 @@ class TimedOutError(OutriderError):
     """The answer took longer than the server's timeout."""
 
 
+@dataclass(slots=True)
+class Delivery:
+    """Where the results of a request go, and until when."""
+
+    sink: Callable[[Result], None]
+    seconds: float = math.inf  # the request's time limit
+    deadline: float = math.inf  # by `time.perf_counter`
+    first_token: float | None = None  # when it came
+
+
 class EngineThread:
     """Loads a bundle in a thread, and steps its scheduler while there are requests."""
 
@@ -64,7 +76,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the thread to make
         self._scheduler: Scheduler | None = None
         self._watchdog: Watchdog  # made with the scheduler
-        self.active: dict[Request, float | None] = {}  # requests that have a sink, and when their first token came
+        self.active: dict[Request, Delivery] = {}  # those that were submitted and have not ended; the probe is none of them
         self._ending = False
         self._step_started: float | None = None
         self._replaced = False  # whether another bundle is in this one's place
@@ -169,10 +181,12 @@ class EngineThread:
             raise _shutting_down()
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[list[Request]] = loop.create_future()
-        sinks = [partial(_call_soon, loop, deliver, index) for index in range(len(requests))]
         limit = min(self._timeout, timeout or self._timeout)
+        deadline = time.perf_counter() + limit - waited
+        sinks = (partial(_call_soon, loop, deliver, index) for index in range(len(requests)))
+        deliveries = [Delivery(sink, limit, deadline) for sink in sinks]
         settle = partial(_call_soon, loop, _settle, accepted)
-        self._inbox.put(partial(self._submit, requests, owner, priority, (limit, waited), sinks, settle))
+        self._inbox.put(partial(self._submit, requests, owner, priority, deliveries, settle))
         try:
             return await asyncio.shield(accepted)
         except asyncio.CancelledError:  # the client has disconnected meanwhile
@@ -273,8 +287,7 @@ class EngineThread:
         requests: Sequence[tuple[list[int], SamplingParams]],
         owner: Hashable,
         priority: int,
-        time_limit: tuple[float, float],
-        sinks: Sequence[Callable[[Result], None]],
+        deliveries: Sequence[Delivery],
         settle: Callable[[list[Request] | OutriderError], None],
     ) -> None:
         try:
@@ -285,9 +298,7 @@ class EngineThread:
             LOGGER.exception("a request could not be queued")
             settle(bug(error))
         else:
-            for request, sink in zip(accepted, sinks, strict=True):
-                request.sink, (request.timeout, request.waited) = sink, time_limit
-                self.active[request] = None
+            self.active |= zip(accepted, deliveries, strict=True)
             settle(accepted)
             while self.scheduler.displaced:
                 request = self.scheduler.displaced.pop()
@@ -303,26 +314,27 @@ class EngineThread:
                 self.metrics.ended(request, "cancelled", time.perf_counter())
 
     def deliver(self, request: Request, result: Result) -> None:
-        """Pass a result to the request's sink."""
-        if request not in self.active or request.sink is None:  # the probe has none
+        """Pass a result on to where the request was submitted."""
+        if (delivery := self.active.get(request)) is None:
             return
         now = time.perf_counter()
         if isinstance(result, OutriderError):
             del self.active[request]
             self.metrics.ended(request, "error", now)
         else:
-            if self.active[request] is None:
-                self.active[request] = now
+            if delivery.first_token is None:
+                delivery.first_token = now
                 self.metrics.began(request, now)
             if result.finish_reason is not None:
-                self.metrics.ended(request, result.finish_reason, now, self.active.pop(request))
-        request.sink(result)
+                del self.active[request]
+                self.metrics.ended(request, result.finish_reason, now, delivery.first_token)
+        delivery.sink(result)
 
     def _time_out(self, scheduler: Scheduler) -> None:
         now = time.perf_counter()
-        for request in [each for each in self.active if now - each.submitted + each.waited > each.timeout]:
+        for request, delivery in [each for each in self.active.items() if now > each[1].deadline]:
             scheduler.cancel(request)
-            message = f"the answer took longer than {request.timeout:g} seconds"
+            message = f"the answer took longer than {delivery.seconds:g} seconds"
             self.deliver(request, TimedOutError(message, "ask for fewer tokens"))
 
     def _fail_all(self, error: OutriderError) -> None:

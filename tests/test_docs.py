@@ -73,7 +73,8 @@ def test_the_reference_has_every_field_of_the_manifest() -> None:
 
 
 def test_the_reference_has_every_http_parameter() -> None:
-    from outrider.serve.api.protocol import ChatRequest, CompletionRequest
+    from outrider.serve.api.chat_protocol import ChatRequest
+    from outrider.serve.api.completions_protocol import CompletionRequest
     from outrider.serve.api.responses_protocol import ResponsesRequest
 
     page = (ROOT / "docs" / "reference" / "http-api.md").read_text()

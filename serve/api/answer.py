@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from outrider.runtime.grammar.structured import SAID, StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.text.text import TOKEN_MARK, Text, TextStream
+from outrider.serve.api.chat_protocol import Function, NamedFunction
 from outrider.serve.api.errors import ApiError
-from outrider.serve.api.protocol import Function, NamedFunction
 from outrider.serve.api.reasoning import ReasoningSplitter, marks_of, opened
 from outrider.serve.tools import family_of
 from outrider.serve.tools.base import OfferedTools, Part, Reader, mark
@@ -24,7 +25,13 @@ class AnswerFormat:
     """The answers to one conversation, in the form that the model's family has."""
 
     def __init__(
-        self, text: Text, end_ids: Sequence[int], functions: Sequence[Function], choice: str | NamedFunction, parallel: bool
+        self,
+        text: Text,
+        end_ids: Sequence[int],
+        functions: Sequence[Function],
+        choice: str | NamedFunction,
+        parallel: bool,
+        asked: StructuredOutputs | None = None,
     ):
         """Decide what the model may call.
 
@@ -33,12 +40,13 @@ class AnswerFormat:
             functions: those that the request has.
             choice: "none", "auto" or "required", or the one that has to be called.
             parallel: whether several may be called.
+            asked: what an answer without calls has to be.
 
         Raises:
             ApiError: a function is there twice or not at all, its schema cannot be kept to, or the model's calls cannot be
                 read.
         """
-        self._text, self._end_ids = text, end_ids
+        self._text, self._end_ids, self._asked = text, end_ids, asked
         self._family, self._marks = family_of(text), marks_of(text.tokenizer)
         self._reads_itself = self._family is not None and self._family.reads_every_answer
         self._tools = {} if choice == "none" else {function.name: function for function in functions}
@@ -73,6 +81,15 @@ class AnswerFormat:
         """Whether the model marks what it thinks."""
         return self._marks is not None or self._reads_itself
 
+    @functools.cached_property
+    def grammar(self) -> StructuredOutputs | None:
+        """What an answer has to be behind what the model thinks: what is asked for or, with tools, calls instead of it.
+
+        Raises:
+            ApiError: the tools' schemas cannot be kept to.
+        """
+        return self.calls(self._required, self._asked) or self._asked
+
     def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
         """Return the grammar of answers that have calls, or may have some, if the model may call tools; `said` is what an
         answer without calls has to be.
@@ -91,23 +108,12 @@ class AnswerFormat:
         except UsageError as error:
             raise ApiError(400, f"{error}; {error.hint}", "tools") from error
 
-    def trials(self) -> list[tuple[StructuredOutputs, str]]:
-        """Return the grammar of the calls, to be tried, and the request's field that it comes from, if there are tools.
-
-        Raises:
-            ApiError: the tools' schemas cannot be kept to.
-        """
-        calls = self.calls()
-        return [] if calls is None else [(calls, "tools")]
-
-    def constraint(self, prompt: Sequence[int], asked: StructuredOutputs | None) -> StructuredOutputs | None:
-        """Return what the answer after a prompt has to be: what is asked for or, with tools, calls instead of it, behind
-        what the model thinks."""
-        structured = self.calls(self._required, asked) or asked
-        if structured is None or self._marks is None or self._reads_itself:
-            return structured
+    def constraint(self, prompt: Sequence[int]) -> StructuredOutputs | None:
+        """Return what the answer after a prompt has to be: the grammar, behind what the model thinks."""
+        if self.grammar is None or self._marks is None or self._reads_itself:
+            return self.grammar
         opening, closing = map(self._text.tokenizer.token_to_id, self._marks)
-        return structured.after_reasoning(opening, closing, opened(self._marks[0], self._end_of(prompt)))
+        return self.grammar.after_reasoning(opening, closing, opened(self._marks[0], self._end_of(prompt)))
 
     def _end_of(self, prompt: Sequence[int]) -> str:
         return self._text.decode([*prompt[-END:]])

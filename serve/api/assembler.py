@@ -7,6 +7,7 @@ default ends every stream at once, but this server lets answers finish.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -26,15 +27,15 @@ from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.text.text import PromptTooLongError
-from outrider.serve.api import protocol
 from outrider.serve.api.errors import ApiError, api_error, unknown_model
+from outrider.serve.api.protocol import Common
 from outrider.serve.engine import EngineThread, Result, TimedOutError
 from outrider.serve.settings import Settings
 from outrider.serve.workers.worker_main import PromptJob
 
 PROMPTS = {"prompt", "messages", "tools", "instructions", "input"}  # what `log_prompts` is about
 LOGGER = logging.getLogger("outrider.serve")
-Body = TypeVar("Body", bound=protocol.Common)
+Body = TypeVar("Body", bound=Common)
 
 
 class ResponseAssembler(ABC, Generic[Body]):
@@ -71,12 +72,17 @@ class ResponseAssembler(ABC, Generic[Body]):
 
     @abstractmethod
     def params(self, prompt: list[int]) -> SamplingParams:
-        """Return the parameters for a prompt; raises `UsageError` if one is out of range."""
+        """Return the parameters of the answers, from the first prompt; raises `UsageError` if one is out of range."""
 
-    def trials(self) -> list[tuple[StructuredOutputs, str]]:
-        """Return the grammars to try before anything is queued, each with the request's field that it comes from."""
+    @functools.cached_property
+    def grammar(self) -> StructuredOutputs | None:
+        """What the answers have to be; raises `UsageError` or `ApiError` if that cannot be had."""
+        return self.body.structured()
+
+    def grammar_parts(self) -> dict[str, StructuredOutputs]:
+        """Return what the grammar consists of, by the request's field that each comes from."""
         structured = self.body.structured()
-        return [] if structured is None else [(structured, self.grammar_field)]
+        return {} if structured is None else {self.grammar_field: structured}
 
     @abstractmethod
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
@@ -121,12 +127,12 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_limits(prompts)
         self.prompts = prompts
-        trials = self.trials()
-        await self._try_grammars(trials)
-        requests = []
-        for prompt in prompts:  # where there is a grammar, Python may have to convert it, while streams go on
-            params = await asyncio.to_thread(self.params, prompt) if trials else self.params(prompt)
-            requests += [(prompt, replace(params, seed=seed)) for seed in self.body.seeds()]
+        if self.grammar is None:
+            params = self.params(prompts[0])
+        else:
+            await self._try_grammar(self.grammar)
+            params = await asyncio.to_thread(self.params, prompts[0])  # which may convert it, while streams go on
+        requests = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in self.body.seeds()]
         owner = self._http.state.owner
         self.requests = await self._engine.submit(
             requests,
@@ -140,17 +146,26 @@ class ResponseAssembler(ABC, Generic[Body]):
             return _Stream(self._stream(), self._cancel)
         return JSONResponse(self.whole(await self._collect()))
 
-    async def _try_grammars(self, trials: Sequence[tuple[StructuredOutputs, str]]) -> None:
-        """Compile what the answers' grammar consists of, where it can take neither the engines' time nor their memory."""
+    async def _try_grammar(self, grammar: StructuredOutputs) -> None:
+        """Compile the answers' grammar, where it can take neither the engines' time nor their memory."""
+        try:
+            await self._compile(grammar)
+        except UsageError as error:
+            parts = self.grammar_parts()
+            for field, part in parts.items() if len(parts) > 1 else ():  # one of these is the reason
+                try:
+                    await self._compile(part)
+                except UsageError as own:
+                    raise ApiError(400, f"{own}; {own.hint}", field) from error
+            raise ApiError(400, f"{error}; {error.hint}", next(iter(parts))) from error
+
+    async def _compile(self, grammar: StructuredOutputs) -> None:
         engine, owner = self._engine, self._http.state.owner
-        for structured, field in trials:
-            try:
-                async with asyncio.timeout(self._left), engine.turn(engine.compiling, owner):
-                    await engine.grammars.compile(structured, owner)
-            except UsageError as error:
-                raise ApiError(400, f"{error}; {error.hint}", field) from error
-            except TimeoutError as error:
-                raise TimedOutError("the grammar was not compiled in time", "try again later") from error
+        try:
+            async with asyncio.timeout(self._left), engine.turn(engine.compiling, owner):
+                await engine.grammars.compile(grammar, owner)
+        except TimeoutError as error:
+            raise TimedOutError("the grammar was not compiled in time", "try again later") from error
 
     def _check_choices(self, prompts: int) -> None:
         if prompts * self.body.n > (limit := self._settings.max_choices):
@@ -240,57 +255,6 @@ class ResponseAssembler(ABC, Generic[Body]):
         if self._settings.log_prompts:
             fields["prompts"] = self.body.model_dump(include=PROMPTS, exclude_defaults=True)
         LOGGER.info("answered", extra=fields)
-
-
-class ChoicesAssembler(ResponseAssembler[Body]):
-    """Assembles responses that have choices."""
-
-    object_name: ClassVar[str]
-    chunk_name: ClassVar[str]
-
-    @abstractmethod
-    def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
-        """Return a choice of a whole response."""
-
-    @abstractmethod
-    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Return a choice of a stream's chunk, or None if the event adds nothing to it."""
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Return choices that a stream begins with."""
-        return []
-
-    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
-        """Return all choices."""
-        choices = [self.choice(index, events) for index, events in enumerate(answers)]
-        return self._envelope(self.object_name, choices=choices, **self._totals())
-
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Yield the chunks, each with a choice."""
-        options = self.body.stream_options
-        usage = {"usage": None} if options is not None and options.include_usage else {}
-        for choice in self.opening():
-            yield sse(self._envelope(self.chunk_name, choices=[choice], **usage))
-        async for index, event in self.events():
-            if (more := self.chunk(index, event)) is not None:
-                yield sse(self._envelope(self.chunk_name, choices=[more], **usage))
-        if usage:
-            yield sse(self._envelope(self.chunk_name, choices=[], **self._totals()))
-        yield format_sse_event(data_str="[DONE]")
-
-    def _envelope(self, name: str, **fields: Any) -> dict[str, Any]:
-        return {"id": self.id, "created": self.created, "model": self.model, "object": name, **fields}
-
-    def _totals(self) -> dict[str, Any]:
-        stats = [request.stats for request in self.requests]
-        prompts = [len(prompt) for prompt in self.prompts]
-        return {"usage": protocol.usage(stats, prompts), "metrics": protocol.speculation_metrics(stats)}
-
-    def origin(self, events: Sequence[Event]) -> dict[str, Any]:
-        """Return the pieces of text with whether each was drafted, where the request asks for them."""
-        if not self.body.return_origin:
-            return {}
-        return {"origin": [[text, from_draft] for event in events for text, from_draft in event.pieces]}
 
 
 async def encode(engine: EngineThread, job: PromptJob, owner: Hashable, field: str, seconds: float) -> list[list[int]]:

@@ -4,53 +4,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from outrider.runtime.grammar.structured import StructuredOutputs
-from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.serve.api.answer import AnswerFormat, AnswerReader
-from outrider.serve.api.assembler import ChoicesAssembler
+from outrider.serve.api.answer import AnswerReader
 from outrider.serve.api.bodies import JsonRoute
+from outrider.serve.api.chat_protocol import ChatRequest
+from outrider.serve.api.choices import ChoicesAssembler
+from outrider.serve.api.conversation import ConversationAssembler
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.api.errors import CHAT_PATH, ApiError
-from outrider.serve.api.protocol import ChatRequest, NamedTool, chat_logprobs, template_messages, template_variables
+from outrider.serve.api.logprobs import chat_logprobs
 from outrider.serve.tools.base import Part
 
 router = APIRouter(route_class=JsonRoute)
 
 
-class ChatAssembler(ChoicesAssembler[ChatRequest]):
+class ChatAssembler(ConversationAssembler[ChatRequest], ChoicesAssembler[ChatRequest]):
     """Assembles the assistant's next message."""
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     prompt_field = "messages"
-
-    @functools.cached_property
-    def answers(self) -> AnswerFormat:
-        """What the model may answer; raises `ApiError` if the tools cannot be used."""
-        chat = self.body
-        choice = chat.tool_choice.function if isinstance(chat.tool_choice, NamedTool) else chat.tool_choice
-        return AnswerFormat(self.text, self.end_ids, [tool.function for tool in chat.tools], choice, chat.parallel_tool_calls)
-
-    def params(self, prompt: list[int]) -> SamplingParams:
-        """Return the request's parameters; without a maximum length, the answer may fill the cache."""
-        chat = self.body
-        max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
-        if max_tokens is None:
-            max_tokens = max(self.capacity - len(prompt) + 1, 1)
-        params = chat.params(max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
-        return replace(params, structured_outputs=self.answers.constraint(prompt, params.structured_outputs))
-
-    def trials(self) -> list[tuple[StructuredOutputs, str]]:
-        """Return also the grammar of the calls, if there are tools."""
-        return [*super().trials(), *self.answers.trials()]
 
     def opening(self) -> list[dict[str, Any]]:
         """Return a chunk with the role for each choice."""
@@ -118,10 +97,4 @@ async def chat_completions(
     assembler = ChatAssembler(http, body, engine, settings, model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    return await assembler.respond(
-        await assembler.encode(
-            messages=template_messages(body.messages),
-            tools=assembler.answers.definitions,
-            template_kwargs=template_variables(body.reasoning_effort, body.chat_template_kwargs),
-        )
-    )
+    return await assembler.answer()

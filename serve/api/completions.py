@@ -11,10 +11,12 @@ from fastapi.responses import Response
 
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.serve.api.assembler import ChoicesAssembler
 from outrider.serve.api.bodies import JsonRoute
+from outrider.serve.api.choices import ChoicesAssembler
+from outrider.serve.api.completions_protocol import CompletionRequest
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
-from outrider.serve.api.protocol import CompletionLogprobs, CompletionRequest, finish_reason
+from outrider.serve.api.logprobs import CompletionLogprobs
+from outrider.serve.api.usage import finish_reason
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -32,7 +34,7 @@ class CompletionAssembler(ChoicesAssembler[CompletionRequest]):
 
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the request's parameters, the same for each prompt."""
-        return self.body.params(self.body.max_tokens, self.body.logprobs)
+        return self.body.params(self.body.max_tokens, self.body.logprobs, self.grammar)
 
     def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
         """Return a choice with the text of the events."""

@@ -14,7 +14,9 @@ from starlette.exceptions import HTTPException
 from outrider.errors import OutriderError, UsageError
 from outrider.runtime.grammar.grammar import GrammarError
 from outrider.runtime.scheduler import QueueFullError
-from outrider.serve.api.protocol import ChatRequest, Common, CompletionRequest
+from outrider.serve.api.chat_protocol import ChatRequest
+from outrider.serve.api.completions_protocol import CompletionRequest
+from outrider.serve.api.protocol import Common
 from outrider.serve.api.responses_protocol import ResponsesRequest
 from outrider.serve.engine import NotReadyError, TimedOutError
 from outrider.serve.workers.grammars import GrammarBusyError

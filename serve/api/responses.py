@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from outrider.runtime.grammar.structured import StructuredOutputs
-from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.serve.api import protocol
+from outrider.serve.api import usage
 from outrider.serve.api.answer import AnswerFormat, AnswerReader
-from outrider.serve.api.assembler import ResponseAssembler, sse
+from outrider.serve.api.assembler import sse
 from outrider.serve.api.bodies import JsonRoute
+from outrider.serve.api.conversation import ConversationAssembler
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.api.errors import RESPONSES_PATH
 from outrider.serve.api.responses_protocol import NamedFunctionTool, ResponsesRequest
@@ -99,28 +97,12 @@ def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
     return {"logprobs": []} if part["type"] == "output_text" else {}
 
 
-class ResponsesAssembler(ResponseAssembler[ResponsesRequest]):
+class ResponsesAssembler(ConversationAssembler[ResponsesRequest]):
     """Assembles a response, whose output is a list of items."""
 
     id_prefix = "resp_"
     prompt_field = "input"
     grammar_field = "text"
-
-    @functools.cached_property
-    def answers(self) -> AnswerFormat:
-        """What the model may answer; raises `ApiError` if the tools cannot be used."""
-        body = self.body
-        return AnswerFormat(self.text, self.end_ids, body.tools, body.tool_choice, body.parallel_tool_calls)
-
-    def params(self, prompt: list[int]) -> SamplingParams:
-        """Return the request's parameters; without a maximum length, the answer may fill the cache."""
-        maximum = self.body.max_output_tokens
-        params = self.body.params(max(self.capacity - len(prompt) + 1, 1) if maximum is None else maximum, None)
-        return replace(params, structured_outputs=self.answers.constraint(prompt, params.structured_outputs))
-
-    def trials(self) -> list[tuple[StructuredOutputs, str]]:
-        """Return also the grammar of the calls, if there are tools."""
-        return [*super().trials(), *self.answers.trials()]
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
         """Return the response."""
@@ -195,15 +177,15 @@ class ResponsesAssembler(ResponseAssembler[ResponsesRequest]):
 
     def _usage(self, output: Output) -> dict[str, Any]:
         thought = "".join(item["content"][0]["text"] for item in output.items if item["type"] == "reasoning")
-        usage = protocol.usage([request.stats for request in self.requests], [*map(len, self.prompts)])
+        counted = usage.usage([request.stats for request in self.requests], [*map(len, self.prompts)])
         return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": counted["prompt_tokens_details"],
+            "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {
                 "reasoning_tokens": len(self.text.tokenizer.encode(thought, add_special_tokens=False).ids)
             },
-            "total_tokens": usage["total_tokens"],
+            "total_tokens": counted["total_tokens"],
         }
 
 
@@ -212,11 +194,4 @@ async def responses(
     body: ResponsesRequest, http: Request, engine: EngineDep, settings: SettingsDep, model: ModelName
 ) -> Response:
     """Answer the input."""
-    assembler = ResponsesAssembler(http, body, engine, settings, model)
-    return await assembler.respond(
-        await assembler.encode(
-            messages=body.messages(),
-            tools=assembler.answers.definitions,
-            template_kwargs=protocol.template_variables(body.reasoning.effort, body.chat_template_kwargs),
-        )
-    )
+    return await ResponsesAssembler(http, body, engine, settings, model).answer()

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Never, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.errors import UsageError
-from outrider.serve.api.protocol import (
-    MAX_TOOLS,
+from outrider.serve.api.chat_protocol import (
     CalledFunction,
-    Common,
+    Conversation,
     Effort,
     Function,
     Message,
     NamedFunction,
-    Strict,
     ToolCall,
     ToolName,
     few_parts,
     template_messages,
 )
+from outrider.serve.api.protocol import MAX_TOOLS, Common, Strict
 
 
 class InputText(Strict):
@@ -188,7 +188,7 @@ def _not_stored(store: Any) -> Any:
     return _stateless(store) if store is True else store
 
 
-class ResponsesRequest(Common):
+class ResponsesRequest(Conversation):
     """The body of `POST /v1/responses`."""
 
     no_effect = Common.no_effect | {"max_tool_calls"}
@@ -205,12 +205,10 @@ class ResponsesRequest(Common):
     max_output_tokens: int | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
-    parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions = Field(default=ReasoningOptions())
     truncation: Literal["auto", "disabled"] = "disabled"  # an input that is too long is refused with either
     include: Annotated[list[Includable], Field(max_length=16, fail_fast=True)] = Field(default=[])
-    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
     n: Literal[1] = 1
     response_format: None = None
     return_origin: Literal[False] = False
@@ -231,12 +229,28 @@ class ResponsesRequest(Common):
             return {}
         return {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the instructions and the input as chat templates expect them, but for the arguments of calls.
+    @property
+    def functions(self) -> Sequence[Function]:
+        """See `Conversation.functions`."""
+        return self.tools
 
-        Raises:
-            UsageError: there is no message.
-        """
+    @property
+    def choice(self) -> str | NamedFunction:
+        """See `Conversation.choice`."""
+        return self.tool_choice
+
+    @property
+    def effort(self) -> Effort | None:
+        """See `Conversation.effort`."""
+        return self.reasoning.effort
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """See `Conversation.max_new_tokens`."""
+        return self.max_output_tokens
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Return the instructions and the input; see `Conversation.template_messages`."""
         made = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return template_messages([*made, Message(role="user", content=self.input)])

@@ -11,9 +11,10 @@ from pydantic import Field, model_validator
 
 from outrider.serve.api.assembler import encode
 from outrider.serve.api.bodies import JsonRoute
+from outrider.serve.api.chat_protocol import Messages, Tools, template_messages
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.api.errors import ApiError, unknown_model
-from outrider.serve.api.protocol import Messages, Strict, Tools, template_messages
+from outrider.serve.api.protocol import Strict
 from outrider.serve.workers.worker_main import PromptJob
 
 router = APIRouter(route_class=JsonRoute)

@@ -101,15 +101,16 @@ def serve(
 ) -> list[tuple[Request, Asked, list[int]]]:
     """Run requests that arrive at the given steps, until all are done."""
     served: list[tuple[Request, Asked, list[int]]] = []
+    begun: dict[Request, int] = {}
     step = 0
     while step <= max(arrivals) or scheduler.busy:
         for asked in arrivals.get(step, []):
             text, params, _ = asked
             request = scheduler.submit(texts[text], replace(PARAMS[params], max_new_tokens=10 + 3 * (text % 5)))
-            request.timeout = step
+            begun[request] = step
             served.append((request, asked, []))
         for request, (_, _, cancelled), _ in served:
-            if cancelled is not None and step == request.timeout + cancelled:
+            if cancelled is not None and step == begun[request] + cancelled:
                 scheduler.cancel(request)
         for request, event in scheduler.step():
             if isinstance(event, OutriderError):

@@ -12,7 +12,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.serve.engine import EngineThread, Result
+from outrider.serve.engine import Delivery, EngineThread, Result
 from outrider.serve.metrics import Metrics
 from outrider.serve.watchdog import MAX_FAILED_STEPS, Watchdog
 
@@ -88,8 +88,7 @@ def test_a_request_counts_once() -> None:
     delivered: list[Result] = []
     answered, failed, left = request(tokens=6), request(), request()
     for each in (answered, failed, left):
-        engine.active[each] = None
-        each.sink = delivered.append
+        engine.active[each] = Delivery(delivered.append)
     answered.stats.cached_tokens, answered.stats.copied_tokens = 2, 1
     engine.deliver(answered, answered.take(RoundResult("model", [4, 5], [4, 5, 6], None)))
     engine.deliver(answered, answered.take(RoundResult("none", [], [7], None)))

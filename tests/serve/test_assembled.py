@@ -25,7 +25,7 @@ from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.scheduler import QueueFullError
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.text import Text, TextStream
-from outrider.serve.api.protocol import CompletionLogprobs
+from outrider.serve.api.logprobs import CompletionLogprobs
 from outrider.serve.api.turns import Turns
 from outrider.serve.app import create_app
 from outrider.serve.engine import NotReadyError, Result, TimedOutError

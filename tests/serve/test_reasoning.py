@@ -156,8 +156,8 @@ def test_a_mark_spelled_by_other_tokens_ends_no_reasoning_before_structured_outp
     made.add_tokens([*MARKS[0]])
     spelled = [token for each in "a</think>b" for token in made.encode(each, add_special_tokens=False).ids]
     ids = [made.token_to_id("<think>"), *spelled, made.token_to_id("</think>"), *made.encode("{}").ids]
-    answers = AnswerFormat(Text(made, None), [0], [], "auto", True)
-    structured = answers.constraint([1], StructuredOutputs(json_object=True))
+    answers = AnswerFormat(Text(made, None), [0], [], "auto", True, StructuredOutputs(json_object=True))
+    structured = answers.constraint([1])
     assert structured is not None
     assert LocalGrammars(made, made.get_vocab_size(), [0]).begin(structured).valid(ids) == len(ids)
     reader = answers.reader([1], SamplingParams(structured_outputs=structured))

@@ -24,8 +24,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from outrider.serve.api.bodies import check_text, count_values
+from outrider.serve.api.chat_protocol import ChatRequest
+from outrider.serve.api.completions_protocol import CompletionRequest
 from outrider.serve.api.errors import ApiError
-from outrider.serve.api.protocol import ChatRequest, CompletionRequest
 from outrider.serve.app import create_app
 from outrider.serve.engine import EngineThread
 from outrider.serve.settings import Settings

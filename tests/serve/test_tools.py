@@ -23,8 +23,8 @@ from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.text import TextStream
 from outrider.serve.api.answer import AnswerFormat
+from outrider.serve.api.chat_protocol import Function
 from outrider.serve.api.errors import ApiError
-from outrider.serve.api.protocol import Function
 from outrider.serve.tools import family_of
 from outrider.serve.tools.base import Family, OfferedTools, Part, Parts, Reader
 from outrider.tests.serve.families import EXAMPLES, text_of
@@ -145,7 +145,7 @@ def test_a_call_spelled_by_other_tokens_is_text(name: str) -> None:
     ids = [token for each in (opening, *written) for token in text.tokenizer.encode(each, add_special_tokens=False).ids]
     stats = Stats(prompt_tokens=1)
     events = [Event((token,), (False,), (), stats, "stop" if token == end else None) for token in [*ids, end]]
-    reader = answers.reader([1], SamplingParams(structured_outputs=answers.constraint([1], None)))
+    reader = answers.reader([1], SamplingParams(structured_outputs=answers.constraint([1])))
     parts = [part for event in events for part in reader.read(event)]
     assert ({part.kind for part in parts}, "".join(part.text for part in parts)) == ({"content"}, written)
     assert reader.finish_reason(events[-1]) == "stop"
@@ -159,9 +159,9 @@ def test_an_answer_is_structured_output_or_a_call(name: str) -> None:
     end = text.tokenizer.token_to_id(EXAMPLES[name].end)
     if name == "llama":
         with pytest.raises(ApiError, match="cannot be told"):
-            AnswerFormat(text, [end], calls, "auto", True).constraint([1], asked)
+            AnswerFormat(text, [end], calls, "auto", True, asked).constraint([1])
         return
-    free, required = (AnswerFormat(text, [end], calls, choice, True).constraint([1], asked) for choice in ("auto", "required"))
+    free, required = (AnswerFormat(text, [end], calls, choice, True, asked).constraint([1]) for choice in ("auto", "required"))
     assert free is not None
     assert required is not None
     for written, fits in ((answer(name, "", WEATHER), True), (answer(name, '{"name": "x"}'), False)):
@@ -338,7 +338,7 @@ def test_a_template_of_another_family_is_not_taken_for_one_of_these() -> None:
 def constrained(name: str, schema: dict[str, Any], strict: bool) -> str:
     """The grammar of an answer that calls a tool with such parameters."""
     call = Function(name="f", parameters=schema, strict=strict)
-    structured = AnswerFormat(text_of(name), [0], [call], "required", False).constraint([5], None)
+    structured = AnswerFormat(text_of(name), [0], [call], "required", False).constraint([5])
     assert structured is not None
     return structured.source()
 

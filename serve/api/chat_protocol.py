@@ -1,0 +1,271 @@
+"""The messages and tools of a conversation, and the body of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from outrider.serve.api.protocol import MAX_DEPTH, MAX_PARTS, MAX_TOOLS, Common, Strict, check_count
+
+
+class ContentPart(Strict):
+    """A part of a message's content."""
+
+    no_effect = frozenset({"cache_control", "prompt_cache_breakpoint"})
+
+    type: Literal["text"]
+    text: str
+
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]  # OpenAI's, and the dot that some frameworks use
+
+
+class CalledFunction(Strict):
+    """What an earlier call was."""
+
+    no_effect = frozenset({"parsed_arguments"})
+
+    name: ToolName
+    arguments: str
+
+
+class ToolCall(Strict):
+    """An earlier call, in a message of the assistant. The index is that of a stream's delta."""
+
+    no_effect = frozenset({"index", "extra_content", "provider_specific_fields"})
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    """A message of a chat. `reasoning` is vLLM's name of `reasoning_content`."""
+
+    no_effect = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields"})
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, exclude=True)
+    tool_calls: list[ToolCall] = Field(default=[], fail_fast=True)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _fields_of_the_role(self) -> Self:
+        if self.reasoning_content is None:
+            self.reasoning_content = self.reasoning
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError("tool_calls and reasoning_content are the assistant's")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to role tool, which needs it")
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+            raise ValueError("a message without tool_calls needs content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+
+
+def few_parts(messages: Any) -> Any:
+    """Return messages, if they and their parts are not too many."""
+    if isinstance(messages, list):
+        lists = [
+            each.get(key)
+            for each in messages[:MAX_PARTS]
+            if isinstance(each, dict)
+            for key in ("content", "tool_calls", "output")
+        ]
+        parts = sum(len(each) for each in lists if isinstance(each, list))
+        check_count(len(messages) + parts, MAX_PARTS, "messages and parts of messages")
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(few_parts)]
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them, but for the arguments of calls, which are text."""
+    roles, names = {"developer": "system"}, dict[str | None, str]()
+    made = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls}
+        each: dict[str, Any] = {"role": roles.get(message.role, message.role), "content": message.text}
+        if message.reasoning_content is not None:  # GPT-OSS calls it thinking
+            each |= dict.fromkeys(("reasoning_content", "thinking"), message.reasoning_content)
+        if message.tool_calls:
+            each["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        if message.role == "tool":
+            name = names.get(message.tool_call_id, message.name)
+            each |= {"tool_call_id": message.tool_call_id} | ({} if name is None else {"name": name})
+        made.append(each)
+    return made
+
+
+def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that JSON can hold: a response repeats it, and templates write it."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise PydanticCustomError("not_finite", "a schema has a number that is not finite")
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        if not (level := [value for values in inner for value in values]):
+            return schema
+    raise PydanticCustomError(
+        "too_deep", "a schema has lists and objects within each other, more than {limit} deep", {"limit": MAX_DEPTH}
+    )
+
+
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError("no_object", "the parameters of a function are those of an object")
+    return schema
+
+
+class Function(Strict):
+    """A function that the model may call. Unless it is `strict`, its calls may ignore some keywords of its parameters."""
+
+    name: ToolName
+    description: str = ""
+    parameters: Annotated[dict[str, Any], AfterValidator(_shallow), AfterValidator(_of_an_object)] = Field(
+        default={"type": "object", "properties": {}}
+    )
+    strict: bool = False
+
+    def definition(self) -> dict[str, Any]:
+        """Return the definition as chat templates expect it."""
+        return {"type": "function", "function": self.model_dump(exclude={"strict"})}
+
+
+class Tool(Strict):
+    """A tool: a function."""
+
+    no_effect = frozenset({"cache_control"})
+
+    type: Literal["function"]
+    function: Function
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedFunction(Strict):
+    """The function that the model has to call."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class Conversation(Common):
+    """What chats and responses have in common."""
+
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates expect them, but for the arguments of calls, which are text.
+
+        Raises:
+            UsageError: there is no message.
+        """
+        raise NotImplementedError
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        """The functions that the model may call."""
+        raise NotImplementedError
+
+    @property
+    def choice(self) -> str | NamedFunction:
+        """Whether the model calls one: "none", "auto" or "required", or the one that it has to call."""
+        raise NotImplementedError
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model is to think."""
+        raise NotImplementedError
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The maximum length of an answer; without one, it may fill the cache."""
+        raise NotImplementedError
+
+    @property
+    def candidates(self) -> int | None:
+        """How many candidates of each token get logprobs; None is no logprobs at all."""
+        return None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the chat template's variables: the effort, under the names that templates have for it, and those that the
+        request sets itself."""
+        made: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
+        return made | ({"enable_thinking": False} if self.effort == "none" else {}) | self.chat_template_kwargs
+
+
+class ChatRequest(Conversation):
+    """The body of `POST /v1/chat/completions`."""
+
+    no_effect = Common.no_effect | {"prediction", "verbosity"}
+    renamed: ClassVar[dict[str, str]] = {
+        "max_new_tokens": "max_completion_tokens",
+        "min_new_tokens": "min_tokens",
+        "logprobs": "top_logprobs",
+        "prompt": "messages",
+        "chat": "messages",
+        "template_kwargs": "chat_template_kwargs",
+    }
+
+    messages: Messages
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: Tools = Field(default=[])
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    reasoning_effort: Effort | None = None
+    modalities: list[Literal["text"]] = Field(default=[])
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """See `Conversation.template_messages`."""
+        return template_messages(self.messages)
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        """See `Conversation.functions`."""
+        return [tool.function for tool in self.tools]
+
+    @property
+    def choice(self) -> str | NamedFunction:
+        """See `Conversation.choice`."""
+        return self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+
+    @property
+    def effort(self) -> Effort | None:
+        """See `Conversation.effort`."""
+        return self.reasoning_effort
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """See `Conversation.max_new_tokens`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def candidates(self) -> int | None:
+        """See `Conversation.candidates`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
