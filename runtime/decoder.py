@@ -17,7 +17,7 @@ from outrider.errors import EngineError
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.cache.slots import Slots
 from outrider.runtime.drafters.base import DeviceDrafter, Drafter
-from outrider.runtime.grammar.grammar import GrammarError
+from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice, EarlyStop
 from outrider.runtime.policy.policy import Offer, Policy, SequenceView
 from outrider.runtime.request import Request

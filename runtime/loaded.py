@@ -20,7 +20,7 @@ from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
-from outrider.runtime.grammar.grammar import Grammars, LocalGrammars
+from outrider.runtime.grammar.compiler import Grammars, LocalGrammars
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import AUTO, NONE
@@ -30,7 +30,8 @@ from outrider.runtime.request import Request
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.rounds import Observer, Rounds
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.runtime.text.text import Text, TextStream
+from outrider.runtime.text.stream import TextStream
+from outrider.runtime.text.text import Text
 from outrider.runtime.text.token_bytes import token_bytes
 
 DEFAULT_K = 4  # where nothing chooses, the largest built k up to this: most pairs do best there

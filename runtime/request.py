@@ -14,7 +14,7 @@ from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.stats import Stats
-from outrider.runtime.text.text import Piece, TextStream
+from outrider.runtime.text.stream import Piece, TextStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from outrider.engines.device import Buffer, Layout
 from outrider.engines.session import Session
-from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.grammar.matcher import Matcher
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape, Step
 

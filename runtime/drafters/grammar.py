@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outrider.runtime.drafters.base import Drafter, Proposal
-from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.grammar.matcher import Matcher
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest

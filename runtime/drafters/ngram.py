@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.runtime.drafters.base import Drafter, Proposal, Resources
-from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.grammar.matcher import Matcher
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest

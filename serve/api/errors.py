@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from outrider.errors import OutriderError, UsageError
-from outrider.runtime.grammar.grammar import GrammarError
+from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.scheduler import QueueFullError
 from outrider.serve.api.protocol import ChatRequest, Common, CompletionRequest
 from outrider.serve.api.responses_protocol import ResponsesRequest

@@ -26,7 +26,8 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.stats import Stats
-from outrider.runtime.text.text import Text, TextStream
+from outrider.runtime.text.stream import TextStream
+from outrider.runtime.text.text import Text
 
 # The difference between the seeds of a request's choices: 2^64 divided by the golden ratio, which spreads them out.
 SEED_STEP = 0x9E3779B97F4A7C15

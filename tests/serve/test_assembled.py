@@ -24,7 +24,8 @@ from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.scheduler import QueueFullError
 from outrider.runtime.stats import Stats
-from outrider.runtime.text.text import Text, TextStream
+from outrider.runtime.text.stream import TextStream
+from outrider.runtime.text.text import Text
 from outrider.serve.api.protocol import CompletionLogprobs
 from outrider.serve.api.turns import Turns
 from outrider.serve.app import create_app
