@@ -1,4 +1,4 @@
-"""Drafting what a request's grammar forces: the tokens that spell the only text that may follow."""
+"""Drafting the tokens that a request's grammar forces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GrammarDrafter(Drafter):
-    """Proposes what the grammar forces next. The target may spell it in other tokens."""
+    """Proposes the spelling of forced text. The target may spell it in other tokens."""
 
     name = "grammar"
     label = "grammar"

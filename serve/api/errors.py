@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from outrider.errors import OutriderError, UsageError
 from outrider.runtime.grammar.errors import GrammarError
-from outrider.runtime.scheduler import QueueFullError
+from outrider.runtime.request_queue import QueueFullError
 from outrider.serve.api.protocol import ChatRequest, Common, CompletionRequest
 from outrider.serve.api.responses_protocol import ResponsesRequest
 from outrider.serve.engine import NotReadyError, TimedOutError

@@ -23,9 +23,10 @@ from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.policy import Observation, Offer, SequenceView
 from outrider.runtime.policy.round_times import SequenceBatch
 from outrider.runtime.request import Request
+from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.rounds.buffers import Lane
 from outrider.runtime.rounds.rounds import RoundResult, Rounds
-from outrider.runtime.scheduler import QueueFullError, Scheduler
+from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.support import BROKEN, build, reseal
 
@@ -353,7 +354,7 @@ def test_the_queue_is_limited_and_served_in_order(batched: Outrider) -> None:
     requests = [scheduler.submit(prompt, SamplingParams(max_new_tokens=3)) for _ in range(SLOTS + 2)]
     with pytest.raises(QueueFullError, match="6 requests are waiting"):
         scheduler.submit(prompt, SamplingParams())
-    with pytest.raises(UsageError, match="exceed the total capacity"):
+    with pytest.raises(UsageError, match="exceed the capacity"):
         scheduler.submit_all([(prompt, SamplingParams())] * (SLOTS + 3))
     scheduler.step()
     assert (scheduler.load.running, scheduler.load.waiting) == (SLOTS, 2)
