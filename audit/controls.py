@@ -11,7 +11,8 @@ import numpy as np
 from outrider.engines.arrays import Floats
 from outrider.runtime.drafters import companions
 from outrider.runtime.policy.adaptive import AdaptivePolicy
-from outrider.runtime.policy.choice import PLAIN, Choice, EarlyStop
+from outrider.runtime.policy.choice import PLAIN, Choice
+from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.policy import SequenceView
 from outrider.runtime.rounds.buffers import Lane, Shape
 from outrider.runtime.rounds.launches import Launches
@@ -140,11 +141,10 @@ class RandomPolicy(AdaptivePolicy):
     """Chooses at random, but identically in each run. The emitted tokens must not depend on the choices."""
 
     def __init__(self, like: AdaptivePolicy, seed: int = 0):
-        super().__init__(like.costs, like.names, like.may_stop)
+        super().__init__(like.times.costs, like.names, like.may_stop)
         self._random = random.Random(seed)
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
-        self._stopping = self.may_stop
         names = {name for sequence in sequences for name in sequence.offers}
         sizes = self.sizes(max(sequence.remaining for sequence in sequences))
         return self._random.choice(
@@ -152,5 +152,7 @@ class RandomPolicy(AdaptivePolicy):
         )
 
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
-        stop = super().early_stop(choice, sequence)
-        return stop and stop._replace(least=[math.inf if self._random.random() > 0.7 else -math.inf for _ in stop.least])
+        if not self.may_stop:
+            return None
+        stop = self.stopping_rule(choice, sequence)
+        return stop._replace(least=[math.inf if self._random.random() > 0.7 else -math.inf for _ in stop.least])

@@ -21,7 +21,8 @@ from outrider.runtime.drafters.base import DeviceDrafter, Drafter, Resources
 from outrider.runtime.matching import matching
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.adaptive import AdaptivePolicy
-from outrider.runtime.policy.choice import NONE, EarlyStop
+from outrider.runtime.policy.choice import NONE
+from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.policy.policy import FixedPolicy, Policy
 from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.request import Request

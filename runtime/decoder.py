@@ -1,9 +1,9 @@
-"""The draft-verify loop over the slots of a bundle. It knows no backend and no particular drafter.
+"""The draft-verify loop over the slots of a bundle, independent of backends and drafters.
 
 draft     the drafter proposes tokens, before the round or inside it
 verify    one pass of the target over the last confirmed token and the drafted ones
 accept    the longest prefix that the target agrees with, and one token of its own
-commit    the confirmed tokens grow; everything behind them in the caches is overwritten by later rounds
+commit    the confirmed tokens grow; later rounds overwrite the cache entries after them
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from outrider.errors import EngineError
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.cache.slots import Slots
 from outrider.runtime.drafters.base import DeviceDrafter, Drafter
-from outrider.runtime.grammar.grammar import GrammarError
-from outrider.runtime.policy.choice import NONE, PLAIN, Choice, EarlyStop
-from outrider.runtime.policy.policy import Offer, Policy, SequenceView
+from outrider.runtime.grammar.errors import GrammarError
+from outrider.runtime.policy.choice import NONE, PLAIN, Choice
+from outrider.runtime.policy.early_stop import EarlyStop
+from outrider.runtime.policy.policy import Observation, Offer, Policy, SequenceView
 from outrider.runtime.request import Request
 from outrider.runtime.rounds.buffers import Lane
 from outrider.runtime.rounds.rounds import RoundResult
 
 
 class Runner(Protocol):
-    """What runs the rounds: `Rounds`, or a simulation."""
+    """Runs rounds: `Rounds`, or a simulation."""
 
     def run(
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
@@ -47,8 +48,7 @@ class Decoder:
         clock: Callable[[], float] = time.perf_counter,
         engine_seconds: Callable[[], float] = lambda: 0.0,
     ):
-        """Decode with the built numbers of draft tokens `k`. `clock` returns seconds, `engine_seconds` how long engines have
-        run so far."""
+        """Decode with the built k. `clock` returns seconds, and `engine_seconds` the time that engines have run so far."""
         self.target = target
         self.rounds = rounds
         self.drafters = drafters
@@ -63,13 +63,13 @@ class Decoder:
     ) -> list[RoundResult | EngineError]:
         """Draft for requests whose prompts are read, and verify in one pass of the target.
 
-        Never emits more tokens than remain to a request: near its end fewer are drafted, and the rows left over in the built
-        shape are padding.
+        A round never emits more tokens than a request may still get. Near its end fewer are drafted, and unused rows of the
+        built shape are padding.
 
         Args:
             names: the drafters that may be used.
-            chunks: how much of a text a drafter may process before the round; a request whose drafter has more to catch up
-                with drafts nothing in this round. None is all of it.
+            chunks: the most chunks of a text that a drafter may process before the round; None is no limit. A request drafts
+                nothing in this round if its drafter has more pending.
 
         Raises:
             EngineError: the backend failed; nothing was confirmed.
@@ -80,17 +80,18 @@ class Decoder:
         choice, counts = self._plan(policy, requests, slots, views, chunks)
         lanes, first = self._lanes(choice, requests, slots, views, counts)
         stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
-        self.slots.synchronize()  # what was launched before must not count towards the time of this round
+        self.slots.synchronize()  # earlier launches must not count towards the time of this round
         started = self.clock()
         decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
         milliseconds = 1000 * (self.clock() - started)
         results = [result for slot in slots if (result := decided[slot.index - first]) is not None]
         done = [result if isinstance(result, RoundResult) else None for result in results]
         if any(done):
+            begun = 0
             if stop is not None and done[0] is not None:
-                count = len(done[0].drafted)
+                begun, count = choice.k, len(done[0].drafted)
                 choice = Choice(choice.drafter, self._size(count)) if count else PLAIN
-            policy.observe(choice, views, done, milliseconds)
+            policy.observe(Observation(choice, views, done, milliseconds, begun))
         for index, (request, slot, result) in enumerate(zip(requests, slots, done, strict=True)):
             if result is not None:
                 try:
@@ -102,13 +103,12 @@ class Decoder:
     def _view(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> SequenceView:
         try:
             offers = self._offers(request, slot, names, batched)
-        except GrammarError:  # its mask fails as well, and that ends this request alone
+        except GrammarError:  # its mask fails too, which ends this request alone
             offers = {}
         length, emitted = len(request.tokens), request.stats.emitted
         return SequenceView(length, emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
 
     def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> dict[str, Offer]:
-        """Return what drafters can do for a request."""
         offers, index, tokens, grammar = {}, slot.index, request.tokens, request.sampling.grammar
         for name in names:
             drafter = self.drafters[name]
@@ -131,14 +131,13 @@ class Decoder:
         views: Sequence[SequenceView],
         chunks: int | None,
     ) -> tuple[Choice, list[int]]:
-        """Let the drafter catch up, and return what can be drafted: the choice with the smallest built k that is needed, and
-        the number of tokens to draft for each request."""
+        """Let the drafter catch up. Return the choice with the smallest sufficient k, and each request's number of drafts."""
         choice = policy.choose(views)
         if not choice.k:
             return PLAIN, [0] * len(requests)
         first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
         longest = max([slot.cached + 1 for slot in self.slots.between(first, last)])
-        room = self.target.capacity - longest  # rows that fit behind the last confirmed token's own
+        room = self.target.capacity - longest  # rows that fit after the last confirmed token's
         built = [size for size in self._k if size <= min(choice.k, room)]
         most = max([view.remaining for view in views]) - 1
         limit = next((size for size in built if size >= most), built[-1])
@@ -156,19 +155,19 @@ class Decoder:
         return (Choice(choice.drafter, self._size(max(counts))), counts) if any(counts) else (PLAIN, counts)
 
     def _drafting(self, choice: Choice, view: SequenceView) -> str:
-        """Return the name of what drafts for a sequence in a round."""
+        """Return the drafter of a sequence in a round."""
         return choice.drafter if choice.drafter in self._on_device else view.proposer(choice.drafter) or NONE
 
     def _catch_up(self, name: str, request: Request, slot: Slot, chunks: int | None) -> bool:
         """Return whether the drafter has processed all tokens."""
         drafter, stats, started, engines = self.drafters[name], request.stats, self.clock(), self._engine_seconds()
         self.slots.catch_up(slot, drafter, chunks)
-        if not stats.rounds:  # then it reads the prompt, which is not part of the rounds' time
+        if not stats.rounds:  # it reads the prompt, which is not part of the rounds' time
             self.slots.synchronize()
             seconds = self.clock() - started
             stats.draft_prompt_seconds += seconds
             stats.prompt_seconds += seconds
-            stats.engine_seconds -= self._engine_seconds() - engines  # the scheduler adds it with that of the round
+            stats.engine_seconds -= self._engine_seconds() - engines  # the scheduler adds it with the round's
         return not drafter.pending(slot.index, request.tokens)
 
     def _lanes(
@@ -179,7 +178,7 @@ class Decoder:
         views: Sequence[SequenceView],
         counts: Sequence[int],
     ) -> tuple[list[Lane], int]:
-        """Return the lanes of a round, one for each slot from the first to the last one in use, and the first slot."""
+        """Return the lanes of a round, one for each slot from the first to the last in use, and the first slot's index."""
         first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
         lanes = [Lane([], None, NONE, 0, [], slot.cached) for slot in self.slots.between(first, last)]
         for request, slot, view, count in zip(requests, slots, views, counts, strict=True):
@@ -200,5 +199,5 @@ class Decoder:
         slot.cached, slot.finite = len(request.tokens) - 1, True
 
     def _size(self, drafted: int) -> int:
-        """The smallest built k that holds so many drafted tokens."""
+        """Return the smallest built k that has room for the drafted tokens."""
         return next(size for size in self._k if size >= drafted)

@@ -1,4 +1,4 @@
-"""`Outrider.load(bundle).generate(prompt)`: confirmed tokens as events."""
+"""`Outrider.load(bundle).generate(prompt)`: an answer as a stream of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Event", "Outrider", "SamplingParams", "StructuredOutputs"]
 
 
 class Outrider(LoadedBundle):
-    """A loaded bundle. It runs one generation at a time, and starting another ends the one before; see `Scheduler` for many."""
+    """A loaded bundle for one generation at a time: a new one ends the last. For several, see `Scheduler`."""
 
     def generate(
         self,
@@ -29,21 +29,21 @@ class Outrider(LoadedBundle):
         chat: bool = False,
         allow_special_tokens: bool = False,
     ) -> Iterator[Event]:
-        """Generate the continuation of a prompt (text, or token ids), with one event for each round.
+        """Generate the continuation of a prompt (text or token ids), and yield one event per round.
 
         Args:
-            params: how tokens are chosen, and when the text ends; by default greedy, and 256 tokens.
-            k: draft tokens a round: 0 is plain decoding, otherwise one of those that were built; "auto" chooses for every
-                round by what rounds cost and how much is accepted.
-            drafter: where they come from: a drafter's name, such as "model" or "ngram", or "auto", whichever is fastest at the
-                time. None is "auto" if k is, and otherwise the first drafter that the bundle can use.
+            params: how tokens are chosen and when the text ends; by default greedily, after 256 tokens.
+            k: draft tokens per round: a built number, or 0 for plain decoding. "auto" chooses for every round by cost and
+                acceptance.
+            drafter: a drafter's name, such as "model" or "ngram", or "auto" for the fastest one in each round. None is "auto"
+                if k is, and otherwise the bundle's first drafter.
             chat: put the prompt into the bundle's chat template.
             allow_special_tokens: with `chat`, let text of the prompt become special tokens, such as those that begin a turn.
 
         Raises:
-            UsageError: at once, before the first event, if an argument is wrong.
+            UsageError: an argument is wrong; raised before the first event.
             EngineError: from the iterator, if the logits contain NaN or infinity.
-            GrammarError: from the iterator, if the masks of a grammar take more than they may.
+            GrammarError: from the iterator, if the masks of a grammar exceed a limit.
         """
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {params!r}", "pass SamplingParams(...)")
@@ -55,12 +55,12 @@ class Outrider(LoadedBundle):
         request = self.request(tokens, params)
         self.check_drafting(k, drafter)
         if k == AUTO and params.seed is not None and params.temperature > 0 and not params.exact:
-            # With the rejection rule the answer to a seed depends on what was drafted, and that must not depend on timing.
+            # With the rejection rule a seed's answer depends on the drafts, which must not depend on timing.
             k, drafter = self.default_k, self.allowed_drafters(k, drafter)[0]
         return self._events(request, k, drafter)
 
     def _events(self, request: Request, k: int | str, drafter: str | None) -> Iterator[Event]:
-        paused = 0.0  # the time between events is the caller's
+        paused = 0.0  # the time between events does not count
         scheduler = Scheduler(self, k=k, drafter=drafter, clock=lambda: time.perf_counter() - paused)
         self.lease.holder = scheduler
         scheduler.enqueue([request])

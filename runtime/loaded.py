@@ -1,4 +1,4 @@
-"""A loaded bundle: its engines and text, the drafters and the loop over them, and the requests that it can answer."""
+"""A loaded bundle: its engines, text, drafters and decoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
-from outrider.runtime.grammar.grammar import Grammars, LocalGrammars
+from outrider.runtime.grammar.compiler import Grammars, LocalGrammars
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import AUTO, NONE
@@ -30,21 +30,22 @@ from outrider.runtime.request import Request
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.rounds import Observer, Rounds
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.runtime.text.text import Text, TextStream
+from outrider.runtime.text.stream import TextStream
+from outrider.runtime.text.text import Text
 from outrider.runtime.text.token_bytes import token_bytes
 
-DEFAULT_K = 4  # where nothing chooses, the largest built k up to this: most pairs do best there
+DEFAULT_K = 4  # the best k for most pairs
 
 
 @dataclass(slots=True)
 class Lease:
-    """Who runs on the caches now."""
+    """The current user of the caches."""
 
     holder: object = None
 
 
 class LoadedBundle:
-    """A bundle whose engines are loaded, with caches for some sequences."""
+    """A bundle with loaded engines, and caches for a number of sequences."""
 
     def __init__(
         self,
@@ -55,11 +56,10 @@ class LoadedBundle:
         policy: Policy | None = None,
         observer: Observer | None = None,
     ):
-        """Set up generation on a bundle's engines.
+        """Make caches for `slots` sequences.
 
         Args:
-            slots: sequences to make caches for.
-            policy: what chooses where k is "auto"; None is an `AdaptivePolicy`.
+            policy: chooses if k is "auto"; None is an `AdaptivePolicy`.
             observer: sees every result, and may replace it.
         """
         self.engines = engines
@@ -75,7 +75,6 @@ class LoadedBundle:
         self._assemble(policy or self.adaptive_policy(), observer)
 
     def _assemble(self, policy: Policy, observer: Observer | None) -> None:
-        """Put the loop together over the loaded engines."""
         target, device, build = self.sessions["target"], self.engines.device, self.build
         resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k)
         loaded = {name: drafters.get(name)(resources) for name in (*drafters.companions(), *self.drafters)}
@@ -91,13 +90,13 @@ class LoadedBundle:
         """Check every file of a bundle and load its engines.
 
         Args:
-            device: one of the backend's `devices`; None is what the bundle was built on.
-            slots: sequences to make caches for, at most the batch that the bundle was built for; None is all of them.
+            device: one of the backend's `devices`; None is the device that the bundle was built on.
+            slots: sequences to make caches for, at most the batch that the bundle was built for; None is the maximum.
 
         Raises:
-            FolderError: the bundle is missing, damaged, of a newer schema, or was replaced meanwhile.
-            EngineError: its backend is not installed, does not run here, or refuses an engine.
-            UsageError: the backend does not run on that device, or the bundle was built for fewer slots.
+            FolderError: the bundle is missing, damaged, has a newer schema, or was replaced while it was loaded.
+            EngineError: the backend is not installed, does not run here, or rejects an engine.
+            UsageError: the backend does not support the device, or the bundle was built for fewer slots.
         """
         with unchanged(Path(bundle)) as folder:
             manifest, build = read_bundle(folder)
@@ -112,15 +111,14 @@ class LoadedBundle:
             return loaded
 
     def observed(self, observer: Observer, policy: Policy | None = None) -> Self:
-        """Return the same loaded models and caches with an observer, and perhaps another policy. Use one of the two at a
-        time."""
-        self.lease.holder = None  # what runs now would continue on caches that are not its own
+        """Return a view of this bundle with an observer, and perhaps another policy. Use only one of the two at a time."""
+        self.lease.holder = None  # end the current generation: its caches will be overwritten
         other = copy.copy(self)
         other._assemble(policy or self.policy, observer)
         return other
 
     def adaptive_policy(self) -> AdaptivePolicy:
-        """Return a policy that has learned nothing yet."""
+        """Return a new adaptive policy."""
         stopping = self.engines.device.synchronous
         return AdaptivePolicy(lambda batch: RoundCosts(self.manifest, self.build, batch), self.drafters, stopping)
 
@@ -131,21 +129,21 @@ class LoadedBundle:
         self.close()
 
     def close(self) -> None:
-        """Free the device's memory. The bundle cannot be used any more."""
+        """Free the device's memory. The bundle cannot be used afterwards."""
         self.lease.holder = None
         del self.decoder, self.rounds, self.sessions, self.samplers, self.engines
-        gc.collect()  # launches hold buffers, and some hold each other
+        gc.collect()  # launches and buffers refer to each other
 
     @property
     def default_k(self) -> int:
-        """The k to use where nothing chooses: the largest built one up to 4, or else the smallest."""
+        """The fixed k to use by default: the largest built one up to 4, or else the smallest."""
         return max((k for k in self.build.k if k <= DEFAULT_K), default=min(self.build.k))
 
     def request(self, prompt: list[int], params: SamplingParams, owner: Hashable = None) -> Request:
-        """Return a new request of an owner; anything that identifies one will do.
+        """Return a new request. `owner` is anything that identifies its owner.
 
         Raises:
-            UsageError: it cannot be answered; see `generate`.
+            UsageError: the request cannot be answered; see `generate`.
         """
         params.check_tokens(self.vocab_rows)
         special = token_bytes(self.text.tokenizer).special if params.stop_strings else {}
@@ -159,7 +157,7 @@ class LoadedBundle:
         return Request(prompt, params, sampling, stream, self.build.capacity)
 
     def allowed_drafters(self, k: int | str, drafter: str | None) -> list[str]:
-        """Return the drafters that may be used with these arguments of `generate`, the one to prefer first."""
+        """Return the drafters that these arguments of `generate` allow, in order of preference."""
         if k == 0:
             return []
         if drafter is None:
@@ -169,7 +167,7 @@ class LoadedBundle:
         return [*chosen, *drafters.companions()]
 
     def policy_for(self, k: int | str, drafter: str | None) -> Policy:
-        """Return what chooses with these arguments of `generate`."""
+        """Return the policy for these arguments of `generate`."""
         if not isinstance(k, int):
             return self.policy
         return FixedPolicy(self.allowed_drafters(k, drafter)[0] if k else NONE, k)
@@ -180,7 +178,7 @@ class LoadedBundle:
             built = ", ".join(str(size) for size in [0, *self.build.k])
             raise UsageError(
                 f"k = {k} was not built into this bundle; it has k = {built}",
-                f"choose one of these or {AUTO}, or build the bundle again with this k",
+                f"choose one of these or {AUTO}, or rebuild the bundle with this k",
                 param="k",
             )
         if drafter not in (None, AUTO) and drafters.get(str(drafter)).name not in self.drafters:
@@ -212,8 +210,8 @@ class LoadedBundle:
         room = capacity - len(tokens) + 1
         if params.min_new_tokens > room:
             raise UsageError(
-                f"min_new_tokens is {params.min_new_tokens}, but after this prompt the bundle's capacity leaves {room}",
-                "ask for fewer, or build the bundle with a larger capacity",
+                f"min_new_tokens is {params.min_new_tokens}, but after this prompt the bundle has room for {room}",
+                "ask for fewer, or rebuild the bundle with a larger capacity",
                 param="min_new_tokens",
             )
         if params.min_new_tokens and len(set(end_ids)) == self.vocab_rows:
@@ -224,5 +222,5 @@ class LoadedBundle:
             )
 
     def engine_seconds(self) -> float:
-        """Return the time that the engines' own runs have taken so far."""
+        """Return the time that engines have run so far."""
         return self.rounds.seconds + sum(session.seconds for session in self.sessions.values())

@@ -1,4 +1,4 @@
-"""Comparing tokens that were guessed with those that came."""
+"""Compare guessed tokens with actual ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def matching(proposed: Sequence[int], actual: Sequence[int]) -> int:
-    """Return how many tokens are equal, from the first one on."""
+    """Return the length of the common prefix."""
     count = 0
     for guess, token in zip(proposed, actual, strict=False):
         if guess != token:

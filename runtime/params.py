@@ -1,4 +1,4 @@
-"""What a request may ask for: names, ranges and meanings as in the OpenAI and vLLM APIs."""
+"""Request parameters, with the names, ranges and meanings of the OpenAI and vLLM APIs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outrider.runtime.grammar.structured import StructuredOutputs
 
 RULES = ("rejection", "exact-match")
 NO_TRUNCATION = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}
-MAX_STOP = 1000  # characters of a stop string: each new token is searched for all of them, while other requests wait
+MAX_STOP = 1000  # characters of a stop string: searching for it delays other requests
 
-# For each number: its type, a check, and the check in words. The command line takes type and words from here.
-# If an API has no bound, ours is what fp32 can tell apart.
+# For each number: its type, a check, and the check in words. The command line uses types and words.
+# Where the APIs set no bound, ours is what fp32 can distinguish.
 RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda value: value == 0 or 1e-5 <= value <= 100, "0, or from 0.00001 to 100"),
     "top_k": (int, lambda value: value >= -1, "-1 or more"),
@@ -34,9 +34,9 @@ RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when the text ends. Draft and target are treated alike.
+    """How tokens are chosen and when the text ends. The same applies to draft and target.
 
-    Applied in this order: the mask of structured_outputs, logit bias and bans, penalties, temperature, min_p, top_k, top_p.
+    Order of application: the mask of structured_outputs, logit bias and bans, penalties, temperature, min_p, top_k, top_p.
 
     Raises:
         UsageError: a value is out of range; the message names the range.
@@ -47,21 +47,21 @@ class SamplingParams:
     top_p: float = 1.0  # keep the fewest tokens whose probabilities reach this sum; 1 keeps all
     min_p: float = 0.0  # keep tokens at least this likely, compared with the most likely one; 0 keeps all
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or answer
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has
-    frequency_penalty: float = 0.0  # subtracted for each time that the answer has the token
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the answer
     logit_bias: Mapping[int, float] | None = None  # by token id: added to the logit, -100 to 100
     seed: int | None = None  # fixes the answer; None draws one
-    # Which drafted tokens are accepted: one of RULES. None is exact-match where a seed is given, because then the answer
-    # equals plain decoding's whatever was drafted; elsewhere it is rejection, which accepts more.
+    # Which drafted tokens are accepted: one of RULES. None is exact-match with a seed, so that the answer equals plain
+    # decoding's whatever was drafted. Without a seed it is rejection, which accepts more.
     rule: str | None = None
     max_new_tokens: int = 256
-    min_new_tokens: int = 0  # before this many, no end-of-text or stop token is chosen, and stop strings are ignored
-    stop: str | Iterable[str] | None = ()  # strings that end the text, and are not part of it
+    min_new_tokens: int = 0  # until then, end-of-text and stop tokens are banned and stop strings are ignored
+    stop: str | Iterable[str] | None = ()  # strings that end the text; the answer excludes them
     stop_token_ids: Iterable[int] | None = ()  # tokens that end the text, besides the model's own
-    logprobs: int | None = None  # with each token, its logprob and those of this many most likely tokens
-    structured_outputs: StructuredOutputs | None = None  # what the answer must be; the logits of all other tokens are masked
+    logprobs: int | None = None  # report each token's logprob and those of this many most likely tokens
+    structured_outputs: StructuredOutputs | None = None  # what the answer must match; other tokens are masked
 
-    # Checked copies: the arguments may be any collections, even ones that can be read only once.
+    # Checked copies: the arguments may be any collections, even iterators.
     stop_strings: tuple[str, ...] = field(init=False)
     stop_tokens: tuple[int, ...] = field(init=False)
     biases: dict[int, float] = field(init=False)
@@ -76,7 +76,7 @@ class SamplingParams:
         _check(
             "structured_outputs", grammar, grammar is None or isinstance(grammar, StructuredOutputs), "StructuredOutputs(...)"
         )
-        if grammar is not None:  # it says itself where the text may end
+        if grammar is not None:  # it determines where the text may end
             _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens == 0, "0 with structured_outputs")
         _check("rule", self.rule, self.rule is None or self.rule in RULES, " or ".join(RULES))
         strings = (self.stop,) if isinstance(self.stop, str) else _copy("stop", self.stop, tuple)
@@ -121,7 +121,7 @@ def _copy(name: str, value: Any, kind: type) -> Any:
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    """Return whether a value is a finite number, and a whole one if `kind` is int; NumPy's numbers count."""
+    """Return whether a value is a finite number, NumPy's included, and an integer if `kind` is int."""
     known = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return known and value - value == 0  # false for NaN and infinity
 
@@ -132,7 +132,7 @@ def _check(name: str, value: object, fits: bool, requirement: str) -> None:
 
 
 def _wrong(name: str, value: object, requirement: str) -> UsageError:
-    shown = reprlib.repr(value)  # at most some characters
+    shown = reprlib.repr(value)  # shortened
     return UsageError(f"{name} is {shown}; it must be {requirement}", f"use a {name} that is {requirement}", param=name)
 
 

@@ -12,24 +12,24 @@ from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.stats import Stats
-from outrider.runtime.text.text import Piece, TextStream
+from outrider.runtime.text.stream import Piece, TextStream
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """The tokens that one round confirmed.
 
-    `pieces` may lag behind `token_ids`: a character may need more tokens, and text that may turn into a stop string is held
-    back. `finish_reason` is None except in the last event: "stop" (end of text, a stop string or stop token), "length"
-    (`max_new_tokens`) or "capacity" (the bundle's cache is full).
+    `pieces` may lag behind `token_ids`: a character may need more tokens, and a possible start of a stop string is held back.
+    The last event has a `finish_reason`: "stop" (end of text, a stop string or stop token), "length" (`max_new_tokens`) or
+    "capacity" (the bundle's cache is full).
     """
 
     token_ids: tuple[int, ...]
-    from_draft: tuple[bool, ...]  # for each token: drafted and accepted, or the target's own
+    from_draft: tuple[bool, ...]  # for each token: whether it was drafted
     pieces: tuple[Piece, ...]
-    stats: Stats  # of the whole generation so far; one object that keeps growing
+    stats: Stats  # of the whole generation so far; shared by its events
     finish_reason: str | None = None
-    logprobs: tuple[Logprobs, ...] | None = None  # of each token, where they were asked for
+    logprobs: tuple[Logprobs, ...] | None = None  # of each token, if the request asks for them
 
     @property
     def text(self) -> str:
@@ -43,12 +43,14 @@ class Request:
     def __init__(
         self, prompt: list[int], params: SamplingParams, sampling: SamplingState, stream: TextStream | None, capacity: int
     ):
-        """Prepare a request for a cache of `capacity` positions; see `Outrider.request`, which checks its arguments. Without a
-        stream there is no text, and nothing ends at a stop string."""
+        """Prepare a request for a cache of `capacity` positions. `LoadedBundle.request` checks the arguments.
+
+        Without a stream the events have no text, and stop strings are ignored.
+        """
         self.prompt = prompt
         self.params = params
         self.sampling = sampling
-        self.tokens = list(prompt)  # the confirmed ones: the prompt, and what was emitted
+        self.tokens = list(prompt)  # the confirmed ones: prompt and answer
         self.stats = Stats(prompt_tokens=len(prompt))
         self.acceptance: dict[str, Acceptance] = {}  # estimates by drafter
         self.owner: Hashable = None  # whose share of the slots and of the queue it takes
@@ -56,10 +58,10 @@ class Request:
         self.submitted = 0.0  # by the scheduler's clock, in seconds
         self.admitted: float | None = None
         self.slot: Slot | None = None
-        self.late: float | None = None  # since when its grammar keeps it from rounds
+        self.late: float | None = None  # since when its grammar is late
         self.cancelled = False
         self.finish_reason: str | None = None
-        # Every position that is left holds one token, and the last round's own token needs none.
+        # Each free position holds one token, and the last token needs none.
         self.limit = min(params.max_new_tokens, capacity - len(prompt) + 1)
         self._stream = stream
 
@@ -69,7 +71,7 @@ class Request:
         return self.slot is not None
 
     def ready(self, patient: bool = True) -> bool:
-        """Return whether it can take part in a round now, after a moment's patience: its grammar may be late."""
+        """Return whether it can take part in a round; see `Matcher.ready`."""
         return self.sampling.grammar is None or self.sampling.grammar.ready(patient)
 
     @property
@@ -78,7 +80,7 @@ class Request:
         return self.limit - self.stats.emitted
 
     def take(self, result: RoundResult) -> Event:
-        """Count a round, and return the part of it that is emitted."""
+        """Count a round, and return its event."""
         ids, pieces, reason = self._cut(result)
         accepted = min(result.accepted, len(ids))
         own = len(ids) - accepted
@@ -95,9 +97,9 @@ class Request:
         return Event(tuple(ids), from_draft, tuple(pieces), self.stats, reason, logprobs)
 
     def _cut(self, result: RoundResult) -> tuple[list[int], list[Piece], str | None]:
-        """Return the round's tokens up to the end of the text, what they spell, and "stop" if the text ends."""
+        """Return the round's tokens up to the end of the text, their text, and "stop" if the text ends."""
         end_ids, tokens = self.sampling.end_ids, result.tokens
-        if self._stream is None or not self._stream.stop:  # the usual case, at less cost
+        if self._stream is None or not self._stream.stop:  # the usual case, faster
             end = next((index + 1 for index, token in enumerate(tokens) if token in end_ids), None) if end_ids else None
             tokens = tokens[:end]
             pieces = [] if self._stream is None else self._stream.extend(tokens, result.accepted)

@@ -1,8 +1,8 @@
-"""Requests on a bundle: continuous batching over the slots that it was loaded with. One request alone is the simplest case.
+"""Continuous batching of requests over the slots of a loaded bundle.
 
-schedule      what the next step does: whom to admit, whose prompt to read on, who takes part in the round
-run           a chunk of one prompt, and one round of all requests whose prompts are read
-postprocess   what is emitted, and which slots are free again
+schedule      what the next step does: which requests to admit, to read prompts of, and to decode
+run           a chunk of one prompt, and a round of all requests whose prompts are read
+postprocess   emit tokens, and free slots
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.choice import AUTO
 from outrider.runtime.policy.policy import Policy
 from outrider.runtime.request import Event, Request
+from outrider.runtime.request_queue import RequestQueue
 from outrider.runtime.rounds.rounds import RoundResult
-
-
-class QueueFullError(OutriderError):
-    """More requests are waiting than may wait."""
 
 
 class SchedulerOutput(NamedTuple):
     """What a step does."""
 
-    read: Request | None  # a chunk of this one's prompt
-    round: list[Request]
+    read: Request | None  # whose prompt to read a chunk of
+    round: list[Request]  # which to decode
 
 
 NOTHING = SchedulerOutput(None, [])
-PAUSE = 0.002  # seconds, when all requests wait for what their grammars allow
-MAX_LATE = 0.5  # seconds that an answer waits for its grammar in a slot that another request could use
+PAUSE = 0.002  # seconds to sleep if all requests wait for their grammars
+MAX_LATE = 0.5  # seconds that an answer may wait for its grammar in a slot that another request could use
 
 
 @dataclass(slots=True)
@@ -44,17 +41,16 @@ class Load:
 
     running: int
     waiting: int
-    used: float  # share of the caches' positions, 0..1
+    used: float  # share of the cache positions, 0..1
     batch: int = 0  # requests of the last round
     k: int = 0  # of the last round
-    evicted: int = 0  # tokens worth keeping that were overwritten in the caches, since the bundle was loaded
+    evicted: int = 0  # reusable cached tokens that were overwritten since the bundle was loaded
 
 
 class Scheduler:
-    """Runs one step at a time, from one thread. What a request gets does not depend on the others.
+    """Runs one step at a time, from one thread. A request's answer does not depend on other requests.
 
-    Slots and places in the queue are shared fairly among the owners of requests: a free slot goes to the owner that runs the
-    fewest, and a full queue makes room for an owner that has fewer waiting than another.
+    Owners of requests get fair shares; see `RequestQueue`.
     """
 
     def __init__(
@@ -68,14 +64,14 @@ class Scheduler:
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Schedule on all slots of a loaded bundle, which must not generate otherwise meanwhile.
+        """Use all slots of a loaded bundle, which must not be used otherwise meanwhile.
 
         Args:
             max_waiting: requests that may wait for a slot.
             k, drafter: as in `Outrider.generate`, for all requests.
-            share_prefixes: whether what was read of one owner's prompts is used for those of others, which tells how long the
-                beginning is that they have in common.
-            policy: what chooses for each round; None is what k and drafter ask for.
+            share_prefixes: whether owners reuse cached prefixes of other owners' prompts. This reveals the length of a common
+                prefix.
+            policy: chooses for each round; None is the policy for k and drafter.
             clock: returns seconds.
 
         Raises:
@@ -90,15 +86,14 @@ class Scheduler:
         self._drafters = bundle.allowed_drafters(k, drafter)
         self._policy = policy or bundle.policy_for(k, drafter)
         self._clock = clock
-        self.displaced: list[Request] = []  # lost their place in the queue to another owner's; for the caller to take
-        self._waiting: deque[Request] = deque()
-        self._turns: dict[Hashable, int] = {}  # by owner: the number of the last admission
+        self._queue = RequestQueue()
+        self.displaced = self._queue.displaced
         for slot in self._slots:
             self._slots.forget(slot)
         self._forget()
 
     def reset(self) -> None:
-        """Drop the requests that have a slot, and what their caches hold. Those that wait keep waiting."""
+        """Drop the running requests and clear the caches. Waiting requests keep waiting."""
         for request in self._running:
             request.slot = None
         for slot in self._slots:
@@ -108,120 +103,86 @@ class Scheduler:
     def _forget(self) -> None:
         self._free = list(self._slots)
         self._running: list[Request] = []  # in the order of admission
-        self._reading: deque[Request] = deque()  # those whose prompts are not read yet; they take turns
+        self._reading: deque[Request] = deque()  # those with unread prompts, which take turns
         self._last = (0, 0)
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do."""
-        return bool(self._running or self._waiting)
+        """Whether requests are running or waiting."""
+        return bool(self._running or self._queue)
 
     @property
     def load(self) -> Load:
         """How busy the scheduler is now."""
         capacity = self.bundle.build.capacity
         used = sum(len(request.tokens) for request in self._running) / (len(self._slots) * capacity)
-        return Load(len(self._running), len(self._waiting), used, *self._last, self._slots.evicted)
+        return Load(len(self._running), len(self._queue), used, *self._last, self._slots.evicted)
 
     @property
     def room(self) -> int:
-        """How many more requests would find a place."""
-        return self.places - len(self._waiting)
+        """The number of free places in the queue."""
+        return self.places - len(self._queue)
 
     @property
     def places(self) -> int:
-        """How many requests may wait now, those that do included: as many more as there are free slots."""
+        """The number of requests that may wait: `max_waiting`, and one more for each free slot."""
         return self.max_waiting + len(self._free)
 
     def waiting(self) -> Counter[Hashable]:
-        """Return how many requests of each owner wait. Any thread may ask."""
-        return Counter(request.owner for request in list(self._waiting))
+        """Return the number of waiting requests by owner. Any thread may call it."""
+        return self._queue.by_owner()
 
     def submit(self, prompt: list[int], params: SamplingParams, owner: Hashable = None) -> Request:
-        """Queue a request, given by its token ids. The requests of one owner are served first come, first served.
-
-        Raises:
-            UsageError: it cannot be answered, alone or beside others.
-            QueueFullError: too many are waiting.
-        """
+        """Queue a request for the token ids of a prompt; see `submit_all`."""
         return self.submit_all([(prompt, params)], owner)[0]
 
     def submit_all(
         self, requests: Sequence[tuple[list[int], SamplingParams]], owner: Hashable = None, priority: int = 0
     ) -> list[Request]:
-        """Queue all of them, or none. Owners get fair shares; anything that identifies one will do.
+        """Queue all requests, or none.
 
         Args:
-            requests: token ids and parameters of each.
-            owner: whose they are.
-            priority: those of an owner with the lowest priority are served first, and lose their place in the queue last.
+            requests: the token ids and parameters of each.
+            owner: identifies the owner of the requests.
+            priority: the owner's requests with the lowest number are served first and displaced last. Equal ones are served
+                first come, first served.
 
         Raises:
-            UsageError: one cannot be answered, alone or beside others, or there will never be room for so many at once.
-            QueueFullError: too many are waiting.
+            UsageError: a request cannot be answered, or there are more requests than slots and places in the queue.
+            QueueFullError: too many requests are waiting.
         """
         self._check_count(len(requests))
         for _, params in requests:
             if params.seed is not None and params.temperature > 0 and not params.exact:
                 raise UsageError(
-                    "with the rejection rule the answer to a seed depends on how many tokens are drafted, and that depends on"
-                    " the other requests",
+                    "with the rejection rule, a seed's answer depends on how many tokens are drafted, and so on other requests",
                     "leave out the rule or the seed",
                     param="rule",
                 )
         return self.enqueue([self.bundle.request(prompt, params, owner) for prompt, params in requests], owner, priority)
 
     def enqueue(self, requests: Sequence[Request], owner: Hashable = None, priority: int = 0) -> list[Request]:
-        """Queue requests that were checked, all of them or none; see `submit_all`.
-
-        Raises:
-            UsageError: there will never be room for so many at once.
-            QueueFullError: too many are waiting.
-        """
+        """Queue requests made by `LoadedBundle.request`; see `submit_all`."""
         self._check_count(len(requests))
-        self._make_room(len(requests), owner)
         for request in requests:
             request.owner, request.priority, request.submitted = owner, priority, self._clock()
-        self._waiting += requests
+        self._queue.add(requests, owner, self.places)
         return list(requests)
-
-    def _make_room(self, count: int, owner: Hashable) -> None:
-        """Displace the latest of the least urgent requests of those that have most waiting, until `count` find a place.
-
-        An owner loses none while it has no more waiting than the newcomer will have (buffer stealing, McKenney 1990).
-        """
-        missing = count - self.room
-        waiting = self.waiting()
-        limit = waiting[owner] + count
-        displaced: list[Request] = []
-        while len(displaced) < missing:
-            most = max(waiting, key=waiting.__getitem__, default=owner)
-            if waiting[most] <= limit:
-                raise QueueFullError(f"the queue is full: {len(self._waiting)} requests are waiting", "try again later")
-            theirs = sorted((each for each in self._waiting if each.owner == most), key=lambda each: each.priority)
-            displaced.append(theirs[waiting[most] - 1])
-            waiting[most] -= 1
-        for request in displaced:
-            self.cancel(request)
-        self.displaced += displaced
 
     def _check_count(self, count: int) -> None:
         limit = self.max_waiting + len(self._slots)
         if count > limit:
-            raise UsageError(
-                f"{count} answers at once exceed the total capacity of {limit}", f"ask for at most {limit}", param="n"
-            )
+            raise UsageError(f"{count} answers at once exceed the capacity of {limit}", f"ask for at most {limit}", param="n")
 
     def cancel(self, request: Request) -> None:
-        """Drop a request; its slot is free at once."""
+        """Drop a request, and free its slot at once."""
         request.cancelled = True
-        if request in self._waiting:
-            self._waiting.remove(request)
-        elif request.slot is not None:
+        if request.slot is not None:
             self._release(request)
+        self._queue.remove(request)
 
     def step(self) -> list[tuple[Request, Event | OutriderError]]:
-        """Run the heartbeat: return what is emitted, in the order of admission, and which requests failed."""
+        """Run one step, and return events and errors in the order of admission."""
         plan = self._schedule()
         if plan == NOTHING and self._running:
             time.sleep(PAUSE)
@@ -229,8 +190,8 @@ class Scheduler:
 
     def _schedule(self) -> SchedulerOutput:
         self._preempt()
-        while self._waiting and self._free:
-            request = self._next()
+        while self._queue and self._free:
+            request = self._queue.next(self._running)
             if request.admitted is None:
                 request.admitted, request.acceptance = self._clock(), self._policy.begin()
             slot = self._slots.admit(request, self._free)
@@ -257,39 +218,20 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Put an answer whose grammar is late back into the queue, with its tokens, if another request could use its slot."""
-        if self._free or not self._waiting:
+        if self._free or not self._queue:
             return
         since = self._clock() - MAX_LATE
         late = [request for request in self._running if request.late is not None and request.late <= since]
-        if late and any(request.ready(patient=False) for request in self._waiting):
+        if late and any(request.ready(patient=False) for request in self._queue):
             running = Counter(request.owner for request in self._running)
             request = max(late, key=lambda each: running[each.owner])
             self._release(request)
-            request.tokens = list(request.tokens)  # the slot keeps the others, which end here
+            request.tokens = list(request.tokens)  # the old list belongs to the slot and ends here
             request.late = None
-            self._waiting.appendleft(request)
-
-    def _next(self) -> Request:
-        """Take a request from the queue, one whose grammar is late only if there is no other: of the owner that runs the
-        fewest, among these of the one whose turn was first, and of that owner's requests the most urgent."""
-        running = Counter(request.owner for request in self._running)
-        request = min(
-            self._waiting,
-            key=lambda each: (
-                not each.ready(patient=False),
-                running[each.owner],
-                self._turns.get(each.owner, -1),
-                each.priority,
-            ),
-        )
-        self._waiting.remove(request)
-        present = {each.owner for each in (*self._waiting, *self._running)}
-        turn = max(self._turns.values(), default=-1) + 1
-        self._turns = {owner: last for owner, last in self._turns.items() if owner in present} | {request.owner: turn}
-        return request
+            self._queue.put_back(request)
 
     def _close_gaps(self) -> None:
-        """Move the last slots in use into free ones between them: a pass runs over all slots from the first to the last."""
+        """Move slots in use together, because a pass runs over all slots from the first to the last in use."""
         used = sorted((request.slot for request in self._running if request.slot is not None), key=lambda slot: slot.index)
         while gaps := [slot for slot in self._free if used[0].index < slot.index < used[0].index + len(used)]:
             last, gap = used[-1], gaps[0]
@@ -311,7 +253,6 @@ class Scheduler:
         return results
 
     def _read(self, request: Request) -> EngineError | None:
-        """Read a chunk of a prompt."""
         assert request.slot is not None
         try:
             self._slots.share(request)
@@ -321,23 +262,23 @@ class Scheduler:
             return error
         if not request.slot.unread:
             self._reading.remove(request)
-            if not request.stats.emitted:  # or else it was preempted, and its answer is read again as well
+            if not request.stats.emitted:  # otherwise it was preempted, and its answer is read again too
                 request.stats.prompt_seconds = self._clock() - (request.admitted or 0.0)
         return None
 
     def _round(self, requests: list[Request]) -> list[tuple[Request, RoundResult | EngineError]]:
-        chunks = 1 if len(self._running) > 1 else None  # a drafter that has to catch up holds no one up
+        chunks = 1 if len(self._running) > 1 else None  # a drafter that catches up must not delay other requests
         try:
             results = self._decoder.round(requests, self._policy, self._drafters, chunks)
         except EngineError as error:
             if len(requests) == 1:
                 return [(requests[0], error)]
-            # It is the backend's failure, and perhaps one request's fault: run each on its own.
+            # The backend failed, perhaps because of one request: run each alone.
             return [result for request in requests for result in self._again(request)]
         return list(zip(requests, results, strict=True))
 
     def _again(self, request: Request) -> list[tuple[Request, RoundResult | EngineError]]:
-        """Run the round of one request alone, after one of several has failed."""
+        """Run a request's round alone, after a round with others has failed."""
         assert request.slot is not None
         try:
             self._slots.restore(request.slot)
@@ -350,22 +291,20 @@ class Scheduler:
     ) -> list[tuple[Request, Event | OutriderError]]:
         emitted: list[tuple[Request, Event | OutriderError]] = []
         for request, result in results:
+            outcome: Event | OutriderError
             if isinstance(result, EngineError):
                 assert request.slot is not None
                 request.slot.finite = False
+                outcome = result
+            else:
+                try:
+                    outcome = request.take(result)
+                    request.stats.seconds = self._clock() - (request.admitted or 0.0)
+                except EngineError as error:  # the tokenizer's
+                    outcome = error
+            if not isinstance(outcome, Event) or outcome.finish_reason is not None:
                 self._release(request)
-                emitted.append((request, result))
-                continue
-            try:
-                event = request.take(result)
-            except EngineError as error:  # the tokenizer's
-                self._release(request)
-                emitted.append((request, error))
-                continue
-            request.stats.seconds = self._clock() - (request.admitted or 0.0)
-            if event.finish_reason is not None:
-                self._release(request)
-            emitted.append((request, event))
+            emitted.append((request, outcome))
         return emitted
 
     def _release(self, request: Request) -> None:

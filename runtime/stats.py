@@ -1,4 +1,4 @@
-"""Counters and rates of a generation, with every denominator spelled out."""
+"""Counters and rates of a generation."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from itertools import zip_longest
 
 @dataclass(slots=True)
 class Stats:
-    """Counters of one generation. They balance:
+    """Counters of one generation:
 
     drafted = accepted + rejected + unexamined, and emitted = accepted + own.
 
-    A drafted token is unexamined when one before it was rejected, or when the text ended before it.
+    A drafted token is unexamined if an earlier one was rejected, or if the text ended before it.
     """
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of these, those that a cache held already, from other requests
-    copied_tokens: int = 0  # of these, those that were copied from another slot
+    cached_tokens: int = 0  # prompt tokens that earlier requests had left in a cache
+    copied_tokens: int = 0  # cached tokens that were copied from another slot
     rounds: int = 0  # passes of the target after the prompt
     drafting_rounds: int = 0  # rounds that verified at least one drafted token
     drafted: int = 0
     accepted: int = 0
     rejected: int = 0
-    own: int = 0  # emitted tokens that are the target's own
-    rounds_by_drafter: dict[str, int] = field(default_factory=dict)  # the drafting rounds
-    accepted_by_drafter: dict[str, int] = field(default_factory=dict)  # the accepted tokens
-    histogram: list[int] = field(default_factory=list)  # drafting rounds by how many of their tokens were accepted: 0, 1, ...
-    drafted_at: list[int] = field(default_factory=list)  # rounds drafting position i
-    accepted_at: list[int] = field(default_factory=list)  # rounds accepting position i
+    own: int = 0  # emitted tokens that were not drafted
+    rounds_by_drafter: dict[str, int] = field(default_factory=dict)  # drafting rounds only
+    accepted_by_drafter: dict[str, int] = field(default_factory=dict)
+    histogram: list[int] = field(default_factory=list)  # drafting rounds by their accepted tokens: 0, 1, ...
+    drafted_at: list[int] = field(default_factory=list)  # rounds that drafted position i
+    accepted_at: list[int] = field(default_factory=list)  # rounds that accepted position i
     seconds: float = 0.0  # from the request to the last token
-    prompt_seconds: float = 0.0  # of these, until the prompt was in the caches
-    draft_prompt_seconds: float = 0.0  # of these, the drafter's share
-    engine_seconds: float = 0.0  # of the time after the prompt, the engines' own runs
+    prompt_seconds: float = 0.0  # until the prompt was in the caches
+    draft_prompt_seconds: float = 0.0  # the drafter's share of prompt_seconds
+    engine_seconds: float = 0.0  # of engine runs after the prompt
 
     def count(self, drafter: str, drafted: int, accepted: int, rejected: int, own: int) -> None:
         """Add one round."""
@@ -72,17 +72,17 @@ class Stats:
 
     @property
     def emitted(self) -> int:
-        """Tokens that were emitted."""
+        """The number of emitted tokens."""
         return self.accepted + self.own
 
     @property
     def unexamined(self) -> int:
-        """Drafted tokens that did not have to be decided on."""
+        """The number of drafted tokens that were not decided on."""
         return self.drafted - self.accepted - self.rejected
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafting rounds: the tokens that a pass of the target yields (as in vLLM and AIPerf)."""
+        """1 + accepted / drafting rounds: tokens per pass of the target, as vLLM and AIPerf define it."""
         return 1 + self.accepted / self.drafting_rounds if self.drafting_rounds else 1.0
 
     @property
@@ -97,7 +97,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens over the time after the prompt was read."""
+        """Emitted tokens over the seconds after the prompt was read."""
         seconds = self.seconds - self.prompt_seconds
         return self.emitted / seconds if seconds > 0 else 0.0
 
@@ -108,35 +108,21 @@ class Stats:
         return 1 - self.engine_seconds / seconds if seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """Return every counter and rate, for JSON."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "copied_tokens": self.copied_tokens,
+        """Return the counters and rates, for JSON."""
+        by_position = ("histogram", "drafted_at", "accepted_at")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in by_position} | {
             "tokens": self.emitted,
-            "rounds": self.rounds,
-            "drafting_rounds": self.drafting_rounds,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "rejected": self.rejected,
             "unexamined": self.unexamined,
-            "own": self.own,
-            "rounds_by_drafter": self.rounds_by_drafter,
-            "accepted_by_drafter": self.accepted_by_drafter,
             "acceptance_histogram": self.histogram,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_rate": self.acceptance_rate,
             "per_position_rates": self.per_position_rates,
             "tokens_per_second": self.tokens_per_second,
-            "seconds": self.seconds,
-            "prompt_seconds": self.prompt_seconds,
-            "draft_prompt_seconds": self.draft_prompt_seconds,
-            "engine_seconds": self.engine_seconds,
             "outside_engines": self.outside_engines,
         }
 
     def line(self) -> str:
-        """Return one line for people."""
+        """Return one readable line."""
         rates = " ".join(f"{rate:.2f}" for rate in self.per_position_rates) or "-"
         return (
             f"{self.emitted} tokens in {self.rounds} rounds | mean acceptance length {self.mean_acceptance_length:.2f}"

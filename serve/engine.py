@@ -20,7 +20,8 @@ from outrider.errors import EngineError, FolderError, OutriderError
 from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
-from outrider.runtime.scheduler import QueueFullError, Scheduler
+from outrider.runtime.request_queue import QueueFullError
+from outrider.runtime.scheduler import Scheduler
 from outrider.serve.api.turns import Turns
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings

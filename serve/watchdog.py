@@ -8,7 +8,8 @@ from contextlib import suppress
 from outrider.errors import EngineError, OutriderError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
-from outrider.runtime.scheduler import QueueFullError, Scheduler
+from outrider.runtime.request_queue import QueueFullError
+from outrider.runtime.scheduler import Scheduler
 
 WARMUP = ([0, 0], SamplingParams(max_new_tokens=4))  # a prompt to read, and rounds
 MAX_FAILED_STEPS = 3  # consecutive failures after which the probe is submitted

@@ -16,6 +16,7 @@ from outrider.progress import Progress
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.text.chat_template import Chat
 from outrider.runtime.text.text import Text
 from outrider.training.texts import Sample
 
@@ -83,7 +84,7 @@ def prompts_of(samples: Sequence[Sample], text: Text, longest: int, seed: int = 
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
             if messages:
-                yield text.encode_chat(messages)
+                yield text.encode_chat(Chat(messages))
         elif sample.prompt is not None:
             yield text.encode(sample.prompt, chat=text.template is not None)
         else:
@@ -109,10 +110,10 @@ def given_examples(samples: Sequence[Sample], text: Text, longest: int, ends: Se
                 yield Given(Example(ids, [False] + [True] * (len(ids) - 1)), _beginning(ids, seed))
         messages = [msgspec.structs.asdict(each) for each in sample.messages or []]
         for end in (index for index, each in enumerate(messages) if index and each["role"] == "assistant"):
-            before = text.render(messages[:end])
-            after = text.render(messages[: end + 1], add_generation_prompt=False)
+            before = text.render(Chat(messages[:end]))
+            after = text.render(Chat(messages[: end + 1], add_generation_prompt=False))
             if after.startswith(before):
-                prompt = text.encode_chat(messages[:end])
+                prompt = text.encode_chat(Chat(messages[:end]))
                 answer = text.tokenizer.encode(after.removeprefix(before), add_special_tokens=False).ids
                 last = next((at for at, token in enumerate(answer) if token in ends), len(answer))
                 room = max(longest - len(prompt), 0)

@@ -18,7 +18,7 @@ from outrider.bench.report import spread
 from outrider.experiments.measure import arguments
 from outrider.runtime import drafters
 from outrider.runtime.generation import Outrider
-from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.grammar.matcher import Matcher
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.rounds import rounds

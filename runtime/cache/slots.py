@@ -1,4 +1,4 @@
-"""The slots of the caches: what each holds, and how a request gets one, reads its prompt into it, and leaves it."""
+"""The slots of the caches: assigning them to requests, reusing what they hold, and reading prompts into them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from outrider.runtime.cache.snapshots import Snapshots
 from outrider.runtime.drafters.base import Drafter
 from outrider.runtime.request import Request
 
-MIN_SHARED = 16  # tokens at the beginning of a text that are worth keeping or copying
+MIN_SHARED = 16  # length of a prefix that is worth keeping or copying
 
 
 class Eviction(NamedTuple):
-    """What is lost if another text is read in a slot; the slot with the least is overwritten first."""
+    """What is lost if a slot is overwritten. The slot with the least eviction is overwritten first."""
 
-    worth: int  # 0: nothing worth keeping, 1: what one request had, 2: what several requests had in common
-    held: int  # of that text by the slot, negated, if nothing worth keeping is lost
-    used: int  # when it was used last
+    worth: int  # 0: nothing worth keeping, 1: tokens of one request, 2: a prefix of several requests
+    held: int  # minus the reusable tokens, if nothing worth keeping is lost
+    used: int  # when the slot was last used
     lost: int  # tokens
 
 
 class Slots:
-    """The slots of a bundle's caches, the target's and the drafters' alike, by index."""
+    """The slots of a bundle's caches, for target and drafters, by index."""
 
     def __init__(self, target: Session, drafters: Mapping[str, Drafter], max_prompt_chunk: int):
-        """Set up empty slots; a prompt is read in chunks of at most so many tokens."""
+        """Make empty slots. Prompts are read in chunks of at most `max_prompt_chunk` tokens."""
         self._target = target
         self._drafters = drafters
         self._snapshots = Snapshots(target)
         self._chunk = max_prompt_chunk
         self._slots = [Slot(index) for index in range(target.batch)]
         self._clock = count(1)
-        self.across_owners = False  # whether texts of one owner may go on from those of another
-        self.evicted = 0  # tokens that were worth keeping and were overwritten, so far
-        self.launched = False  # whether something was launched outside of rounds that may still run
+        self.across_owners = False  # whether owners may reuse each other's texts
+        self.evicted = 0  # reusable tokens that were overwritten so far
+        self.launched = False  # whether a launch outside of rounds may still be running
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -51,14 +51,14 @@ class Slots:
         return iter(self._slots)
 
     def between(self, first: int, last: int) -> list[Slot]:
-        """Return the slots from one index to another, both included."""
+        """Return the slots from `first` to `last`, both included."""
         return self._slots[first : last + 1]
 
     def admit(self, request: Request, free: Sequence[Slot]) -> Slot:
-        """Give a request the free slot in which it does least harm, with what any slot holds of its prompt."""
-        harm = self._harm(request.tokens, self._owner(request))
-        slot = min(free, key=harm.__getitem__)
-        self.evicted += harm[slot].lost
+        """Give a request the free slot with the least eviction, with the prefix of its prompt that any slot holds."""
+        evictions = self._evictions(request.tokens, self._owner(request))
+        slot = min(free, key=evictions.__getitem__)
+        self.evicted += evictions[slot].lost
         self.begin(slot, request)
         if not request.stats.emitted:
             request.stats.cached_tokens = slot.cached
@@ -68,10 +68,10 @@ class Slots:
     def _owner(self, request: Request) -> Hashable:
         return None if self.across_owners else request.owner
 
-    def _harm(self, prompt: list[int], owner: Hashable) -> dict[Slot, Eviction]:
-        """Return what it does to each slot's content if a prompt is read there. What the prompt goes on from is not lost, and
-        neither is what another slot holds."""
-        # What has most in common is adjacent.
+    def _evictions(self, prompt: list[int], owner: Hashable) -> dict[Slot, Eviction]:
+        """Return what each slot would lose to a prompt. The prefix that the prompt reuses is not lost, nor is a prefix that
+        another slot holds."""
+        # Sorting puts texts with long common prefixes side by side.
         held = sorted(self._slots, key=lambda slot: (hash(slot.owner), slot.tokens[: slot.cached]))
         kept = {slot: self.reusable(slot, prompt, owner) for slot in held}
         reusable = dict(kept)
@@ -79,27 +79,27 @@ class Slots:
             common = one.shared(other.tokens[: other.cached], other.owner)
             kept[one] = max(kept[one], self._usable(other, common))
             kept[other] = max(kept[other], self._usable(one, common))
-        return {
-            slot: Eviction(1 + (kept[slot] < slot.reused), 0, slot.used, slot.cached - kept[slot])
-            if slot.cached - kept[slot] >= MIN_SHARED
-            else Eviction(0, -reusable[slot], slot.used, 0)
-            for slot in held
-        }
+        evictions = {}
+        for slot in held:
+            lost = slot.cached - kept[slot]
+            worth = 1 + (kept[slot] < slot.reused) if lost >= MIN_SHARED else 0
+            evictions[slot] = Eviction(worth, 0 if worth else -reusable[slot], slot.used, lost if worth else 0)
+        return evictions
 
     def reusable(self, slot: Slot, prompt: list[int], owner: Hashable) -> int:
-        """Return how many tokens at the beginning of an owner's prompt the target need not read again, as a slot holds them."""
+        """Return the length of the prompt's prefix that a slot can provide, for a prompt of `owner`."""
         length = max(min(slot.shared(prompt, owner), len(prompt) - 1), 0)
-        if not slot.finite:  # a token that leads to NaN spoils all of its chunk, so only whole chunks may be shared
+        if not slot.finite:  # a token that leads to NaN spoils its whole chunk, so only whole chunks are shared
             length -= length % self._chunk
         return self._usable(slot, length)
 
     def _usable(self, slot: Slot, length: int) -> int:
-        """Return after how many of the first `length` tokens in a slot's cache another text can go on. Recurrent layers can
-        only go on from where their state is, most often the end of the text, or where there is a snapshot of it."""
+        """Return the longest prefix in a slot's cache, up to `length` tokens, that another text can continue. Recurrent layers
+        can only continue from their current state, usually at the end of the text, or from a snapshot."""
         return max(self._target.usable(slot.index, length), self._snapshots.longest(slot, length))
 
     def begin(self, slot: Slot, request: Request) -> None:
-        """Give a slot to a request, which goes on from what its caches hold of the prompt."""
+        """Give a slot to a request, which reuses the prefix of the prompt in the slot's caches."""
         owner = self._owner(request)
         shared, slot.cached = slot.shared(request.tokens, owner), self.reusable(slot, request.tokens, owner)
         for drafter in self._drafters.values():
@@ -116,7 +116,7 @@ class Slots:
         request.slot = slot
 
     def share(self, request: Request) -> None:
-        """Copy what another slot holds of a prompt that is still to be read. The other may be reading the same prompt."""
+        """Copy the unread part of a prompt that another slot holds. That slot may be reading the same prompt."""
         slot = request.slot
         assert slot is not None
         others = [other for other in self._slots if other is not slot]
@@ -137,7 +137,7 @@ class Slots:
             request.stats.copied_tokens += copied
 
     def catch_up(self, slot: Slot, drafter: Drafter, chunks: int | None) -> None:
-        """Let a drafter process a text, or at most so many chunks of it, after what it has processed of it in other slots."""
+        """Let a drafter process a text, or at most `chunks` chunks of it. Prefixes are copied from other slots."""
         for other in self._slots:
             if other is not slot and other.finite and (shared := other.shared(slot.tokens, slot.owner)) >= MIN_SHARED:
                 drafter.copy(other.index, slot.index, shared)
@@ -145,13 +145,13 @@ class Slots:
         self.launched = True
 
     def release(self, slot: Slot) -> None:
-        """Take a slot from its request. Its caches keep their tokens, unless they may contain NaN."""
+        """Take a slot from its request. The caches keep their tokens, unless they may contain NaN."""
         slot.used = next(self._clock)
         if not slot.finite:
             self.clear(slot)
 
     def forget(self, slot: Slot) -> None:
-        """Let later requests overwrite a slot's caches."""
+        """Drop the text of a slot."""
         if not slot.finite:
             self.clear(slot)
         slot.empty()
@@ -159,7 +159,7 @@ class Slots:
             drafter.truncate(slot.index, 0)
 
     def clear(self, slot: Slot) -> None:
-        """Zero a slot's caches, which may contain NaN: a masked value still multiplies."""
+        """Zero a slot's caches, which may contain NaN. Masking does not remove NaN, because 0 * NaN is NaN."""
         self._target.clear(slot.index)
         self._snapshots.drop(slot)
         for drafter in self._drafters.values():
@@ -168,11 +168,11 @@ class Slots:
         slot.finite = True
 
     def move(self, source: Slot, gap: Slot, free: Sequence[Slot]) -> None:
-        """Move what a slot holds to a free one, whose own content goes to another free one if less is lost there."""
-        harm = self._harm([], None)
-        spare = min(free, key=harm.__getitem__)
-        self.evicted += harm[spare].lost
-        if harm[gap].worth and spare is not gap:
+        """Move a slot's content to the free slot `gap`. The gap's content moves to another free slot if less is lost there."""
+        evictions = self._evictions([], None)
+        spare = min(free, key=evictions.__getitem__)
+        self.evicted += evictions[spare].lost
+        if evictions[gap].worth and spare is not gap:
             self._copy(gap, spare)
             spare.tokens, spare.owner, spare.cached = gap.tokens, gap.owner, gap.cached
             spare.reused, spare.used = gap.reused, gap.used
@@ -181,10 +181,10 @@ class Slots:
         self._slots[source.index], self._slots[gap.index] = source, gap
         self.forget(gap)
         if not source.finite:
-            self.clear(gap)  # the entries that the source left there may contain NaN
+            self.clear(gap)  # the source's old entries there may contain NaN
 
     def _copy(self, source: Slot, target: Slot) -> None:
-        """Copy all that a slot holds over what another one holds."""
+        """Overwrite a slot with the content of another."""
         self._target.copy(source.index, target.index, source.cached)
         for drafter in self._drafters.values():
             drafter.truncate(target.index, 0)
@@ -193,7 +193,7 @@ class Slots:
 
     def prefill(self, slot: Slot) -> None:
         """Read the next chunk of a prompt into the target's cache."""
-        end = slot.cached + self._chunk - slot.cached % self._chunk  # so that equal beginnings are read in equal chunks
+        end = slot.cached + self._chunk - slot.cached % self._chunk  # so that equal prefixes are read in equal chunks
         if self._target.places and slot.cached + MIN_SHARED <= slot.branch < end:
             end = slot.branch
         chunk = slot.tokens[slot.cached : min(end, len(slot.tokens) - 1)]
@@ -206,7 +206,7 @@ class Slots:
             self.synchronize()  # the time of the prompt ends here
 
     def restore(self, slot: Slot) -> None:
-        """Read a text again as far as a failed round has lost it: with recurrent layers from the last snapshot on.
+        """Read the tokens again that a failed round has lost: with recurrent layers, all since the last snapshot.
 
         Raises:
             EngineError: the backend failed again.
@@ -217,7 +217,7 @@ class Slots:
             self.prefill(slot)
 
     def synchronize(self) -> None:
-        """Wait for what was launched outside rounds; a round itself needs one wait and no more."""
+        """Wait for launches outside of rounds."""
         if self.launched:
             self._target.device.synchronize()
             self.launched = False

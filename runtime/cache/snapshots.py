@@ -1,4 +1,4 @@
-"""States of recurrent layers at the ends of beginnings that other texts may have in common."""
+"""Snapshots of recurrent states after prefixes that other texts may have in common."""
 
 from __future__ import annotations
 
@@ -10,27 +10,22 @@ from outrider.runtime.cache.slot import Slot
 
 
 class Snapshot:
-    """The state after a text, which another text can go on from where some slot has the keys and values."""
+    """The state after a text. Another text can continue from it if some slot has the keys and values."""
 
     def __init__(self, place: int):
         self.place = place
         self.owner: Hashable = None
         self.text: list[int] = []  # empty if there is none
-        self.shared = False  # whether several requests had these tokens in common
+        self.shared = False  # whether several requests had this prefix
         self.used = 0
-
-    @property
-    def length(self) -> int:
-        """The number of tokens."""
-        return len(self.text)
 
     def begins(self, slot: Slot) -> bool:
         """Return whether a slot's text begins with this one, and has the same owner."""
-        return self.length > 0 and self.owner == slot.owner and self.text == slot.tokens[: self.length]
+        return bool(self.text) and self.owner == slot.owner and self.text == slot.tokens[: len(self.text)]
 
 
 class Snapshots:
-    """A fixed number of snapshots of a target; none if it has no recurrent layers."""
+    """The snapshots of a target: a fixed number, 0 without recurrent layers."""
 
     def __init__(self, target: Session):
         self._target = target
@@ -38,26 +33,26 @@ class Snapshots:
         self._clock = count(1)
 
     def longest(self, slot: Slot, limit: int) -> int:
-        """Return after how many of the first `limit` tokens of a slot's text there is a snapshot; 0 is its beginning."""
-        return max((each.length for each in self._all if each.length <= limit and each.begins(slot)), default=0)
+        """Return the length of the longest prefix of a slot's text, up to `limit` tokens, with a snapshot; 0 for none."""
+        return max((len(each.text) for each in self._all if len(each.text) <= limit and each.begins(slot)), default=0)
 
     def restore(self, slot: Slot) -> None:
-        """Give a slot the state after the tokens that its caches hold, if it has another one."""
+        """Set a slot's state to that after its cached tokens, unless it is."""
         if self._target.usable(slot.index, slot.cached) == slot.cached:
             return
-        (snapshot,) = (each for each in self._all if each.length == slot.cached and each.begins(slot))
-        self._target.restore(snapshot.place, slot.index, snapshot.length)
+        (snapshot,) = (each for each in self._all if len(each.text) == slot.cached and each.begins(slot))
+        self._target.restore(snapshot.place, slot.index, slot.cached)
         snapshot.shared, snapshot.used = True, next(self._clock)
 
     def take(self, slot: Slot, slots: Iterable[Slot], shared: bool) -> None:
-        """Keep the state of a slot. It takes the place of one that no slot has the entries for, else of the one that was used
-        least recently; those that several requests had in common make room only for others of these."""
+        """Save the state of a slot. This replaces a snapshot for which no slot has the cache entries, or else the least
+        recently used one. Snapshots shared by several requests are replaced only by other shared ones."""
 
         def worth(each: Snapshot) -> tuple[bool, bool, int]:
-            return any(other.shared(each.text, each.owner) == each.length > 0 for other in slots), each.shared, each.used
+            held = any(other.shared(each.text, each.owner) == len(each.text) > 0 for other in slots)
+            return held, each.shared, each.used
 
-        known = [each for each in self._all if each.length == slot.cached and each.begins(slot)]
-        if not self._all or known:
+        if not self._all or any(len(each.text) == slot.cached and each.begins(slot) for each in self._all):
             return
         snapshot = min(self._all, key=worth)
         held, common, _ = worth(snapshot)
@@ -68,7 +63,7 @@ class Snapshots:
         snapshot.shared, snapshot.used = shared, next(self._clock)
 
     def drop(self, slot: Slot) -> None:
-        """Forget those of a slot's text, whose states may contain NaN."""
+        """Drop the snapshots of a slot's text, whose states may contain NaN."""
         for each in self._all:
             if each.begins(slot):
                 each.text = []

@@ -1,6 +1,6 @@
 """Drafters by name. A new one is a file here and a `register` call.
 
-The order of registration is the order of preference where a caller fixes k and names no drafter.
+Drafters are registered in order of preference, for callers that fix k and name no drafter.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _REGISTRY: dict[str, type[Drafter]] = {}
 
 
 def register(drafter: type[Drafter]) -> None:
-    """Make a drafter available by its name."""
+    """Register a drafter under its name."""
     _REGISTRY[drafter.name] = drafter
 
 
 def unregister(name: str) -> None:
-    """Remove a drafter that was registered."""
+    """Remove a registered drafter."""
     del _REGISTRY[name]
 
 
 def names() -> list[str]:
-    """Return the names of the drafters that may be chosen, in order of preference."""
+    """Return the names of the drafters to choose from, in order of preference."""
     return [name for name, drafter in _REGISTRY.items() if not drafter.companion]
 
 
 def companions() -> list[str]:
-    """Return the names of the drafters that draft beside any other one."""
+    """Return the names of the drafters that run beside the chosen one."""
     return [name for name, drafter in _REGISTRY.items() if drafter.companion]
 
 
@@ -55,12 +55,12 @@ def get(name: str) -> type[Drafter]:
 
 
 def available(manifest: Manifest) -> list[str]:
-    """Return the names of the drafters that may be chosen for a bundle, in order of preference."""
+    """Return the names of the drafters to choose from for a bundle, in order of preference."""
     return [name for name in names() if get(name).available(manifest)]
 
 
 def on_device(names: Iterable[str]) -> list[str]:
-    """Return those of these drafters that draft on the device."""
+    """Return the names of the drafters that draft on the device."""
     return [name for name in names if issubclass(get(name), DeviceDrafter)]
 
 

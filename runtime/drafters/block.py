@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class BlockDrafter(ParallelHeadDrafter):
-    """A block head, whose entries are made from the target's features alone.
+    """A block head, which computes its cache entries from the target's features alone.
 
-    Its one pass of a round reads the features of the context, and the block: the last confirmed token, and a mask for every
-    drafted token, or for every one but the first in a head that samples from that token's row. Entries of the block are never
-    reused. `shift` is 1 because the last confirmed token has no feature yet.
+    Its pass reads the features of the context, and then the block: the last confirmed token and the mask tokens. There is a
+    mask for every drafted token, or for all but the first if the head samples from the last confirmed token's row. The block's
+    entries are never reused. `shift` is 1 because the last confirmed token has no feature yet.
 
-    With heads of its own (DSpark), each token's logits get a bias by the token before, and the probability that the token is
-    accepted is theirs.
+    DSpark has a Markov head and a confidence head: each token's logits get a bias by the token before, and the confidence is
+    the predicted probability that the token is accepted.
     """
 
     name = "block"
@@ -44,7 +44,7 @@ class BlockDrafter(ParallelHeadDrafter):
     def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool, begun: int = 0) -> float:
         return super().cost(costs, drafted, end, greedy, begun) + drafted * costs.sampler(MARKOV, 1)
 
-    # Heads of its own
+    # Markov and confidence heads
 
     def layout(self, batch: int, max_k: int) -> Layout:
         return {**super().layout(batch, max_k), self._tensor("anchor"): ((batch,), "int64")}
@@ -52,7 +52,7 @@ class BlockDrafter(ParallelHeadDrafter):
     def attach(self, buffers: RoundBuffers) -> None:
         super().attach(buffers)
         self._markov = buffers.samplers.get(MARKOV)
-        self._own: dict[int, _OwnHeads] = {}  # by drafted token
+        self._heads: dict[int, _HeadBuffers] = {}  # by drafted token
 
     def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:
         super().fill(lanes, shape)
@@ -61,7 +61,7 @@ class BlockDrafter(ParallelHeadDrafter):
 
     def _source(self, row: int, shape: Shape) -> tuple[int, ...]:
         place = super()._source(row, shape)
-        return place if self._markov is None else (*place, shape.context)  # the state lies behind the context's
+        return place if self._markov is None else (*place, shape.context)  # the state lies after the context's
 
     def _last_logits(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
         logits, before = super()._last_logits(row, shape)
@@ -82,12 +82,12 @@ class BlockDrafter(ParallelHeadDrafter):
         )
         return own.biased.part(0, batch, 1, self._session.vocab_rows), [*before, copy, bias]
 
-    def _heads_of(self, row: int) -> _OwnHeads:
+    def _heads_of(self, row: int) -> _HeadBuffers:
         assert isinstance(self._session, GraphSession)
-        if row not in self._own:
+        if row not in self._heads:
             width = self._session.block_state(1, 1).shape[2]
-            self._own[row] = _OwnHeads(self._buffers.device, self._buffers.batch, self._session.vocab_rows, width)
-        return self._own[row]
+            self._heads[row] = _HeadBuffers(self._buffers.device, self._buffers.batch, self._session.vocab_rows, width)
+        return self._heads[row]
 
     def confidence(self, row: int, shape: Shape) -> float:
         if self._markov is None:
@@ -114,8 +114,8 @@ class BlockDrafter(ParallelHeadDrafter):
         return biased, confidences
 
 
-class _OwnHeads:
-    """What the heads of a block head read and write for one drafted token."""
+class _HeadBuffers:
+    """The buffers of the Markov and confidence heads for one drafted token."""
 
     def __init__(self, device: Device, batch: int, vocab_rows: int, width: int):
         def zeros(*shape: int) -> Buffer:
@@ -124,7 +124,7 @@ class _OwnHeads:
         self.state, self.biased, self.confidence = zeros(batch, width), zeros(batch, vocab_rows), zeros(batch)
 
     def bind(self, markov: Engine | None, logits: Buffer, before: Buffer, batch: int) -> Launch:
-        """Prepare a run over the logits [B, 1, V] of a row, after the tokens [B, 1]."""
+        """Bind a run over the logits [B, 1, V] of a row, after the tokens [B, 1]."""
         assert markov is not None
         (_, width), (_, vocab_rows) = self.state.shape, self.biased.shape
         return markov.bind(

@@ -1,4 +1,4 @@
-"""Drafting with a model that has a cache of its own: what it holds of each text, and what its passes take."""
+"""Drafting with a model that has a KV cache: its content, and the cost of its passes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 
 
 class CachedDrafter(DeviceDrafter):
-    """A drafter whose model has a KV cache. Entry i of it belongs to the confirmed token i + `shift`."""
+    """A drafter whose model has a KV cache. Entry i belongs to the confirmed token i + `shift`."""
 
-    role: ClassVar[str]  # of its model
+    role: ClassVar[str]  # of the model
     shift: ClassVar[int] = 0
 
     def __init__(self, resources: Resources):
         super().__init__(resources)
         self._session = resources.sessions[self.role]
         self._chunk = resources.max_prompt_chunk
-        # For each slot the token behind each entry of the cache, whether confirmed or only drafted, and how many of them
-        # are known to be confirmed.
+        # By slot: the token of each cache entry, confirmed or drafted, and how many entries are known to be confirmed.
         self._written: list[list[int]] = [[] for _ in range(resources.slots)]
         self._agreed = [0] * resources.slots
         self._contexts = self.contexts(resources.k)
@@ -40,11 +39,11 @@ class CachedDrafter(DeviceDrafter):
     @classmethod
     @abstractmethod
     def contexts(cls, k: Sequence[int]) -> list[int]:
-        """Return the numbers of rows, ascending, that a round's first step may have; k are the built ones."""
+        """Return the possible numbers of context rows in a round's first step, ascending, given the built k."""
 
     @classmethod
     def typical_context(cls, k: Sequence[int], drafted: int) -> int:
-        """Return the rows of a context after a round of so many drafted tokens, all of which may have been accepted."""
+        """Return the context rows after a round in which all of `drafted` tokens may have been accepted."""
         contexts = cls.contexts(k)
         return next((rows for rows in contexts if rows > drafted), contexts[-1])
 
@@ -53,10 +52,10 @@ class CachedDrafter(DeviceDrafter):
 
     @abstractmethod
     def context_ids(self, tokens: list[int]) -> list[int]:
-        """Return what a pass reads in the rows of entries that belong to these tokens."""
+        """Return the input ids of the rows whose entries belong to these tokens."""
 
     def written(self, slot: int) -> list[int]:
-        """Return the token behind each entry of a slot's cache, whether confirmed or only drafted."""
+        """Return the token of each entry of a slot's cache, confirmed or drafted."""
         return self._written[slot]
 
     def truncate(self, slot: int, length: int) -> None:
@@ -78,8 +77,7 @@ class CachedDrafter(DeviceDrafter):
         self._keep(slot, 0)
 
     def pending(self, slot: int, tokens: list[int]) -> int:
-        room = len(tokens) - self.shift
-        return max(self.missing(slot, tokens) - max((rows for rows in self._contexts if rows <= room), default=0), 0)
+        return max(self.missing(slot, tokens) - self._longest_context(len(tokens) - self.shift, self._contexts), 0)
 
     def missing(self, slot: int, tokens: list[int]) -> int:
         written, agreed, shift = self._written[slot], self._agreed[slot], self.shift
@@ -91,7 +89,7 @@ class CachedDrafter(DeviceDrafter):
         return entries - agreed
 
     def catch_up(self, slot: int, tokens: list[int], chunks: int | None = None) -> None:
-        """Write the entries that a round's first step does not write itself, or at most so many chunks of them."""
+        """Write the entries that a round's first step does not write, or at most `chunks` chunks of them."""
         pending = self.pending(slot, tokens)
         first = self._agreed[slot]
         for at in range(first, first + pending, self._chunk)[:chunks]:
@@ -104,19 +102,23 @@ class CachedDrafter(DeviceDrafter):
         if drafted:
             at = self._agreed[slot]
             self._written[slot][at:] = [*tokens[at + self.shift :], *self._kept(drafted)]
-        else:  # what the round wrote for this slot, if anything, belongs to no token
+        else:  # entries that the round wrote for this slot belong to no token
             self._keep(slot, max(len(tokens) - self.shift - self._contexts[-1], 0))
 
     @abstractmethod
     def _kept(self, drafted: list[int]) -> list[int]:
-        """Return those of the drafted tokens whose entries stay right if the tokens are accepted."""
+        """Return the drafted tokens whose entries stay valid if the tokens are accepted."""
 
     # Costs
 
     @classmethod
     def unread(cls, tokens: int, k: Sequence[int]) -> int:
         entries = tokens - cls.shift
-        return max(entries - max((rows for rows in cls.contexts(k) if rows <= entries), default=0), 0)
+        return max(entries - cls._longest_context(entries, cls.contexts(k)), 0)
+
+    @staticmethod
+    def _longest_context(entries: int, contexts: Sequence[int]) -> int:
+        return max((rows for rows in contexts if rows <= entries), default=0)
 
     @classmethod
     def cost(cls, costs: Costs, drafted: int, end: int, greedy: bool, begun: int = 0) -> float:
@@ -133,13 +135,13 @@ class CachedDrafter(DeviceDrafter):
 
     @classmethod
     def upkeep(cls, costs: Costs, end: int) -> float:
-        contexts = cls.contexts(costs.k)  # the tokens of such rounds make the next context longer
+        contexts = cls.contexts(costs.k)  # such rounds make the next context longer
         return costs.step(cls.role, contexts[-1], end) - costs.step(cls.role, contexts[0], end)
 
     def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:
         session, text = self._session, prompt + tokens
-        begin = len(prompt) - 1 - self.shift  # the entry whose logits are those of the first token
-        agrees, confidences = [False] * max(-begin, 0), [0.0] * max(-begin, 0)  # nothing drafts these
+        begin = len(prompt) - 1 - self.shift  # the entry that predicts the first token
+        agrees, confidences = [False] * max(-begin, 0), [0.0] * max(-begin, 0)  # cannot be drafted
         entries = text[self.shift : -1]
         for at in range(0, len(entries), self._chunk):
             chunk = entries[at : at + self._chunk]

@@ -1,18 +1,18 @@
-"""Drafting what a request's grammar forces: the tokens that spell the only text that may follow."""
+"""Drafting the tokens that a request's grammar forces."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from outrider.runtime.drafters.base import Drafter, Proposal
-from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.grammar.matcher import Matcher
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
 
 
 class GrammarDrafter(Drafter):
-    """Proposes what the grammar forces next. The target may spell it in other tokens."""
+    """Proposes the spelling of forced text. The target may spell it in other tokens."""
 
     name = "grammar"
     label = "grammar"

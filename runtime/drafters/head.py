@@ -11,10 +11,10 @@ from outrider.runtime.rounds.buffers import Lane, Shape
 
 
 class HeadDrafter(StepDrafter):
-    """A draft head, whose entries are right only if it made them from the target's features.
+    """A draft head, whose cache entries are valid only if computed from the target's features.
 
-    Entry i is made from the target's feature i and the token i + 1. A draft step reads the head's own output instead, so what
-    it writes is not kept: after a round, the context is all tokens that the round emitted.
+    Entry i is computed from the target's feature i and the token i + 1. Draft steps read the head's own output instead, so
+    their entries are not kept: after a round, the context is all tokens that the round emitted.
     """
 
     name = "head"

@@ -18,8 +18,8 @@ CONTEXT = 2
 class ModelDrafter(StepDrafter):
     """A draft model.
 
-    Its context is the last two confirmed tokens: after a round in which every drafted token was accepted, the entry of the last
-    but one is missing, and otherwise it is written again with the same value. One shape serves both cases.
+    Its context is the last two confirmed tokens. After a round in which every drafted token was accepted, the second-last entry
+    is missing; otherwise it is overwritten by the same value. So one shape serves both cases.
     """
 
     name = "model"

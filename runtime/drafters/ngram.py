@@ -1,4 +1,4 @@
-"""Drafting without a model: propose what followed the last time that the text had the same tokens (prompt lookup)."""
+"""Drafting without a model: propose what followed the last occurrence of the same tokens (prompt lookup)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.runtime.drafters.base import Drafter, Proposal, Resources
-from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.grammar.matcher import Matcher
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Manifest
 
-LONGEST, SHORTEST = 4, 2  # tokens that must match; the longest match is followed
+LONGEST, SHORTEST = 4, 2  # tokens that must match; the longest match wins
 
 
 class NgramIndex:
-    """A text by its runs of tokens. A lookup takes the same time however long the text is."""
+    """A text indexed by its n-grams. Lookups take constant time."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # a run of tokens -> the index after its last occurrence
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the index after its last occurrence
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -37,7 +37,7 @@ class NgramIndex:
         end = len(text)
         run = tuple(text[-LONGEST:])
         for token in tokens:
-            # Only runs that end before this token, so that a text never matches its own end.
+            # Add n-grams that end before this token, so that the end of a text does not match itself.
             for start in range(len(run) - SHORTEST + 1):
                 after[run[start:]] = end
             run = (*run[1 - LONGEST :], token)
@@ -52,7 +52,7 @@ class NgramIndex:
             if start is None:
                 continue
             proposed = text[start : start + k]
-            if len(proposed) < k:  # the text repeats what lies behind the match, so the proposal goes on repeating it
+            if len(proposed) < k:  # the text repeats what follows the match, so repeat it further
                 proposed = (proposed * (k // len(proposed) + 1))[:k]
             return Proposal(proposed, length)
         return None

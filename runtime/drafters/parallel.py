@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class ParallelDrafter(StepDrafter):
-    """A parallel draft: a language model that was trained to continue a text with mask tokens in it.
+    """A parallel draft: a language model trained to continue a text that ends with mask tokens.
 
-    Its one pass of a round reads the context, and a mask for every drafted token but the first. The last row of the context
-    gives the logits of the first token, and each mask those of the token after it. Cache entries of masks are never
-    reused, so the context of the next round consists of all tokens that this one emitted.
+    Its pass reads the context, and a mask for every drafted token but the first. The last row of the context gives the logits
+    of the first token, and each mask those of the token after it. Cache entries of masks are never reused, so the next context
+    is all tokens that the round emitted.
     """
 
     name = "parallel"
@@ -64,12 +64,12 @@ class ParallelDrafter(StepDrafter):
         if not drafted:
             return 0.0
         read = max(drafted, begun)
-        context = cls.typical_context(costs.k, read // 2)  # where drafting pays, about half of the tokens are accepted
+        context = cls.typical_context(costs.k, read // 2)  # if drafting pays, about half of the tokens are accepted
         rows = context + read + READS_MASKS[cls.role][-1]
         return costs.step(cls.role, rows, end) + drafted * costs.sampler(DRAFT_SAMPLERS[greedy], 1)
 
     def agreement(self, prompt: list[int], tokens: list[int]) -> tuple[list[bool], list[float]]:
-        """Draft the answer in blocks of the largest k, each after what precedes it; see `DeviceDrafter.agreement`."""
+        """Draft the answer in blocks of the largest k; see `DeviceDrafter.agreement`."""
         session, text = self._session, prompt + tokens
         agrees, confidences = [False] * max(self.shift + 1 - len(prompt), 0), [0.0] * max(self.shift + 1 - len(prompt), 0)
         read = 0  # entries
@@ -81,7 +81,7 @@ class ParallelDrafter(StepDrafter):
                 read += len(chunk)
             block = text[begin : begin + self._max_k]
             if len(entries) + len(self._behind(0, len(block))) > session.capacity:
-                block = block[:-1]  # a text that fills the cache leaves no room for the last token's mask
+                block = block[:-1]  # the cache has no room for the last token's mask
                 if not block:
                     break
             ids = [*self.context_ids(entries[read:]), *self._behind(text[begin - 1], len(block))]
@@ -94,7 +94,7 @@ class ParallelDrafter(StepDrafter):
         return agrees + [False] * missing, confidences + [0.0] * missing
 
     def _block(self, ids: list[int], position: int, before: list[int]) -> tuple[Floats, list[float]]:
-        """Return the logits [D, V] of a block whose tokens follow those of `before`, and how sure the drafter is of each."""
+        """Return the logits [D, V] and the confidences of a block, whose tokens follow those in `before`."""
         rows = self._session.run(np.array([ids], dtype=np.int64), np.array([position]))[0, -len(before) :]
         return rows, [round(top_probability(row, np.empty_like(row)), 4) for row in rows]
 
@@ -102,7 +102,7 @@ class ParallelDrafter(StepDrafter):
 class ParallelHeadDrafter(ParallelDrafter):
     """A draft head that proposes several tokens in one pass (P-EAGLE, arXiv 2602.01469).
 
-    Entry i is made from the target's feature i and the token i + 1; masks have a feature of their own.
+    Entry i is computed from the target's feature i and the token i + 1. Masks have their own feature.
     """
 
     name = "parallel-head"

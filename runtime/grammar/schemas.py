@@ -1,4 +1,4 @@
-"""JSON schemas: which of their keywords are enforced. llguidance, which compiles them, ignores those that it does not know."""
+"""JSON schemas: which keywords are enforced. llguidance compiles schemas, and ignores keywords that it does not know."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from outrider.errors import UsageError
+from outrider.runtime.grammar.errors import refused
 
 # fmt: off
-# Where a schema has others.
+# Keywords whose values contain schemas.
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _PLACES = frozenset({"anyOf", "allOf", "oneOf", "items", "prefixItems", "additionalItems", "additionalProperties"})
 _VALUES = frozenset({
@@ -21,25 +21,25 @@ _ANNOTATIONS = frozenset({
     "title", "description", "default", "example", "examples", "$comment", "deprecated", "readOnly", "writeOnly",
     "contentEncoding", "contentMediaType", "contentSchema", "discriminator", "$dynamicAnchor", "$recursiveAnchor",
 })
-# Left out unless they have to be enforced; docs/reference/http-api.md lists them.
+# Removed, or refused if the schema is strict; docs/reference/http-api.md lists them.
 _NOT_ENFORCED = frozenset({
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired",
     "dependentSchemas", "dependencies", "propertyNames", "unevaluatedProperties", "unevaluatedItems",
 })
 # fmt: on
-_REFUSED = frozenset({"$id", "$schema", "$dynamicRef", "$recursiveRef", "$vocabulary"})  # within a schema
-# Others say nothing.
+_REFUSED = frozenset({"$id", "$schema", "$dynamicRef", "$recursiveRef", "$vocabulary"})  # below the root
+# Other formats are annotations.
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-_MOST = 2**53  # beyond this, whole numbers are rounded
+_MAX_EXACT = 2**53  # larger integers are rounded
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
-_MOST_STEPS = 64  # of a reference
-_MOST_NAMES = 32  # optional properties, one of which has to be there
+_MAX_STEPS = 64  # of a reference
+_MAX_NAMES = 32  # optional properties, if minProperties requires one of them
 
 
 def enforced(schema: Any, strict: bool, root: bool = True) -> Any:
-    """Return a schema without what is not enforced: annotations and, unless it is `strict`, some assertions and unknown
-    keywords.
+    """Return a schema without keywords that are not enforced: annotations and, unless it is `strict`, some assertions and
+    unknown keywords.
 
     Raises:
         UsageError: a keyword cannot be enforced.
@@ -48,38 +48,34 @@ def enforced(schema: Any, strict: bool, root: bool = True) -> Any:
         return schema
     kept = {}
     for key, value in schema.items():
-        if key in _ANNOTATIONS or key.startswith("x-") or _says_nothing(schema, key, value) or (root and key == "$id"):
+        if key in _ANNOTATIONS or key.startswith("x-") or _is_trivial(schema, key, value) or (root and key == "$id"):
             continue
         if key in _MAPS or key in _PLACES or key in _VALUES or (root and key == "$schema"):
-            if _kept_to(schema, key, value):
+            if _is_enforced(schema, key, value):
                 kept[key] = value
                 continue
         elif key in _REFUSED:
-            raise UsageError(
-                f"the keyword {key} of a schema is not supported there", "leave it out", param="structured_outputs"
-            )
+            raise refused(f"the schema keyword {key} is not supported there", "remove it")
         elif key not in _NOT_ENFORCED and isinstance(value, dict) and not strict:
             kept[key] = value  # a $ref may point there
         if strict:
-            raise UsageError(
-                f"the keyword {key} of a schema {_why(key)}", "leave it out, or change it", param="structured_outputs"
-            )
+            raise refused(f"the schema keyword {key} {_reason(key)}", "remove it, or change it")
     made = over(kept, lambda inner: enforced(inner, strict, root=False))
     _exhaust_patterns(made)
-    further = [*made["allOf"]] if isinstance(made.get("allOf"), list) else []
-    if made.get("minProperties") == 1 and isinstance(names := made.get("properties"), dict) and 0 < len(names) <= _MOST_NAMES:
+    added = [*made["allOf"]] if isinstance(made.get("allOf"), list) else []
+    if made.get("minProperties") == 1 and isinstance(names := made.get("properties"), dict) and 0 < len(names) <= _MAX_NAMES:
         del made["minProperties"]
-        further.append({"anyOf": [{"required": [name]} for name in names]})
+        added.append({"anyOf": [{"required": [name]} for name in names]})
     if not strict and "oneOf" in made:
-        further.append({"anyOf": made.pop("oneOf")})
-    made |= {"allOf": further} if further else {}
+        added.append({"anyOf": made.pop("oneOf")})
+    made |= {"allOf": added} if added else {}
     if root:
         _refuse_cycles(made)
     return made
 
 
 def over(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a schema with each of the schemas in it changed."""
+    """Return a schema with a change applied to each of its direct subschemas."""
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
@@ -92,8 +88,8 @@ def over(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, A
 
 
 def resolved(root: Any, reference: str) -> Any:
-    """Return the schema that a reference points to within the same document; None if there is none."""
-    found, parts = root, reference.split("/", _MOST_STEPS)
+    """Return the schema that a reference within the document points to; None if there is none."""
+    found, parts = root, reference.split("/", _MAX_STEPS)
     for part in parts[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
@@ -104,10 +100,10 @@ def resolved(root: Any, reference: str) -> Any:
 
 
 def _refuse_cycles(root: Any) -> None:
-    """Refuse references that lead back to themselves without going into a value.
+    """Check that no reference leads back to itself without entering a value.
 
     Raises:
-        UsageError: there are some, or too many lead to further ones.
+        UsageError: one does, or references are nested too deeply.
     """
     done: dict[str, bool] = {}
 
@@ -119,9 +115,7 @@ def _refuse_cycles(root: Any) -> None:
                 follow(inner)
         if isinstance(reference := schema.get("$ref"), str) and not done.get(reference):
             if reference in done:
-                raise UsageError(
-                    f"the reference {reference[:100]!r} of a schema leads to itself", "correct it", param="structured_outputs"
-                )
+                raise refused(f"the schema reference {reference[:100]!r} leads to itself", "correct it")
             done[reference] = False
             follow(resolved(root, reference))
             done[reference] = True
@@ -134,10 +128,11 @@ def _refuse_cycles(root: Any) -> None:
     try:
         everywhere(root)
     except RecursionError as error:
-        raise UsageError("a schema refers to others too deep", "refer to fewer", param="structured_outputs") from error
+        raise refused("the references of a schema are nested too deeply", "reduce the nesting") from error
 
 
-def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:
+def _is_trivial(schema: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Return whether every value satisfies a keyword."""
     if key == "format":
         return isinstance(value, str) and value not in _FORMATS
     if key == "minProperties":
@@ -148,47 +143,47 @@ def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:
     return (key == "uniqueItems" and value is False) or (key.startswith("unevaluated") and value is True)
 
 
-def _kept_to(schema: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Whether a keyword that is known is enforced beside the others of a schema."""
+def _is_enforced(schema: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Return whether a supported keyword can be enforced with this value, beside the schema's other keywords."""
     if key == "pattern":
         return not isinstance(value, str) or _LOOKAROUND.search(value) is None
     if key in _BOUNDS:
-        return not isinstance(value, int | float) or abs(value) <= _MOST
+        return not isinstance(value, int | float) or abs(value) <= _MAX_EXACT
     if key in ("const", "enum"):
         return not _has_rounded(value)
     if key in ("minProperties", "maxProperties"):
         names, required = schema.get("properties"), schema.get("required")
         named = set(names) if isinstance(names, dict) else set()
-        return (key == "minProperties" and value == 1 and len(named) <= _MOST_NAMES) or named <= set(
+        return (key == "minProperties" and value == 1 and len(named) <= _MAX_NAMES) or named <= set(
             map(str, required if isinstance(required, list) else ())
         )
     return True
 
 
 def _has_rounded(value: Any) -> bool:
-    """Return whether a constant has a whole number that would be rounded."""
+    """Return whether a constant contains an integer that would be rounded."""
     if isinstance(value, dict | list):
         return any(map(_has_rounded, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, int) and abs(value) > _MOST
+    return isinstance(value, int) and abs(value) > _MAX_EXACT
 
 
-def _why(key: str) -> str:
+def _reason(key: str) -> str:
     if key == "pattern":
-        return "looks around, which is not supported"
+        return "uses lookaround, which is not supported"
     if key in _BOUNDS:
-        return f"is beyond {_MOST:,}"
+        return f"is beyond {_MAX_EXACT:,}"
     if key in ("const", "enum"):
-        return f"has a number beyond {_MOST:,}"
+        return f"contains a number beyond {_MAX_EXACT:,}"
     if key in ("minProperties", "maxProperties"):
         return "is not supported beside optional properties"
     return "is not supported" if key in _NOT_ENFORCED else "is not known"
 
 
 def _exhaust_patterns(schema: dict[str, Any]) -> None:
-    """Take away patterns of names of which named properties are all matches: a grammar cannot say that no name is left.
+    """Remove patternProperties patterns that only match named properties: a grammar cannot express that no other name is left.
 
     Raises:
-        UsageError: a pattern is anchored on both sides and of a limited length, so it could be one of these.
+        UsageError: a pattern is anchored on both sides and has a limited length, so it might be such a pattern.
     """
     patterns, named = schema.get("patternProperties"), schema.get("properties")
     if not isinstance(patterns, dict) or not isinstance(named, dict) or not named:
@@ -200,10 +195,7 @@ def _exhaust_patterns(schema: dict[str, Any]) -> None:
                 named[name] = {"allOf": [named[name], value]}
                 del patterns[pattern]
         elif "^" in plain and "$" in plain and not any(each in plain for each in ("*", "+", ",}")):
-            raise UsageError(
-                f"the pattern {pattern[:100]!r} of patternProperties may match no more names than properties has",
-                "name these in properties instead",
-                param="structured_outputs",
-            )
+            message = f"the pattern {pattern[:100]!r} of patternProperties may match no more names than properties has"
+            raise refused(message, "name them in properties instead")
     if not patterns:
         del schema["patternProperties"]

@@ -1,4 +1,4 @@
-"""What passes take, by the costs in a bundle's manifest."""
+"""How long passes take, by the costs in a bundle's manifest."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 
 from outrider.bundle.manifest import Build, Manifest
 
-GUESSED_ROW = 0.03  # of a pass of one row: what each further row adds, where nothing was measured
+GUESSED_ROW = 0.03  # share of a one-row pass that each further row adds, if nothing was measured
 
 
 def expected_tokens(rate: float, k: int) -> float:
-    """Return the tokens that a round of k drafted ones emits on average, where each is accepted with probability `rate` if
-    all before it were: (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
+    """Return the mean number of tokens that a round of k drafted ones emits, if each is accepted with probability `rate` after
+    accepted ones: (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
     return (1 - rate ** (k + 1)) / (1 - rate) if rate < 1 else k + 1.0
 
 
 class Costs:
     """Milliseconds of passes of `batch` sequences.
 
-    Where nothing was measured (`measured` is False), a pass of the target takes 1 and everything else what the sizes of the
-    models suggest. Only ratios mean something then.
+    If nothing was measured (`measured` is False), a pass of the target takes 1, and other models take time in proportion to
+    their sizes. Then only ratios are meaningful.
     """
 
     def __init__(self, manifest: Manifest, build: Build, batch: int = 1):
@@ -48,7 +48,7 @@ class Costs:
             }
 
     def scaled(self, engines: Collection[str], factor: float) -> Self:
-        """Return the same costs, but with these engines taking `factor` times as long."""
+        """Return costs by which these engines take `factor` times as long."""
         other = copy.copy(self)
         other._known = {}
         other._guessed = {role: size * (factor if role in engines else 1) for role, size in self._guessed.items()}
@@ -60,18 +60,18 @@ class Costs:
         return other
 
     def size(self, drafted: int) -> int:
-        """Return the smallest built k, or 0, that holds so many drafted tokens."""
+        """Return the smallest k, a built one or 0, that has room for `drafted` tokens."""
         return next(k for k in (0, *self.k) if k >= drafted)
 
     def step(self, role: str, rows: int, end: int) -> float:
-        """Return the time of a model's pass that ends at position `end`: that of the smallest window that holds it, with rows
-        between the measured ones interpolated, and rows beyond them extrapolated from the last ones."""
+        """Return the time of a model's pass that ends at position `end`, in the smallest window that has room for it. Times
+        are interpolated between measured numbers of rows, and extrapolated beyond them."""
         if role not in self._tables:
             return self._guessed[role] * (1 + GUESSED_ROW * (rows - 1))
         return self._interpolated(role, rows, self._windows[self.window(end)])
 
     def window(self, end: int) -> int:
-        """Return the index of the smallest window that holds position `end`, or else of the last one."""
+        """Return the index of the smallest window with room for position `end`, or else of the last one."""
         return min(bisect_left(self._windows, end), self._last_window)
 
     def _interpolated(self, name: str, rows: int, window: int) -> float:
@@ -83,15 +83,15 @@ class Costs:
         xs, ys = self._tables[name][window]
         if rows <= xs[-1]:
             return float(np.interp(rows, xs, ys))
-        # A prompt's chunk is measured in two windows alone; the slope of its rows there is used for the others as well.
+        # A chunk of a prompt is measured in two windows only; their slope is used in the others as well.
         longer = [table for table in self._tables[name].values() if table[0][-1] > xs[-1]]
         (*_, x, last_x), (*_, y, last_y) = longer[0] if longer and len(longer[0][0]) > 1 else (xs, ys)
         return ys[-1] + (rows - xs[-1]) * max((last_y - y) / (last_x - x), 0.0)
 
     def sampler(self, name: str, rows: int) -> float:
-        """Return the time of a sampler's run."""
+        """Return the time of a run of a sampler."""
         return self._interpolated(name, rows, 0) if name in self._tables else 0.0
 
     def verification(self, rows: int, end: int, greedy: bool) -> float:
-        """Return the time of the target's pass and the verifier's run."""
+        """Return the time of a pass of the target and a run of the verifier."""
         return self.step("target", rows, end) + self.sampler("greedy_verifier" if greedy else "verifier", rows)

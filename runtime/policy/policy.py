@@ -1,4 +1,4 @@
-"""What decides on the drafter and the number of draft tokens of each round. What is emitted does not depend on it; see
+"""The interface of policies, which choose the drafter and k of each round. The emitted tokens do not depend on the choice; see
 `SamplingParams.rule`."""
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from typing import NamedTuple
 from outrider.runtime import drafters
 from outrider.runtime.drafters.base import Proposal
 from outrider.runtime.policy.acceptance import Acceptance
-from outrider.runtime.policy.choice import PLAIN, Choice, EarlyStop
+from outrider.runtime.policy.choice import PLAIN, Choice
+from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.rounds.rounds import RoundResult
 
 
 class Offer(NamedTuple):
     """What a drafter can do for a sequence in the next round."""
 
-    pending: int  # confirmed tokens that it has to process first
-    proposal: Proposal | None  # None where it drafts on the device
+    pending: int  # confirmed tokens that it must process first
+    proposal: Proposal | None  # None if it drafts on the device
 
 
 class SequenceView(NamedTuple):
@@ -29,23 +30,33 @@ class SequenceView(NamedTuple):
     emitted: int
     remaining: int  # tokens that may still be emitted
     greedy: bool
-    offers: Mapping[str, Offer]  # by drafter; those that cannot draft now are missing
-    acceptance: Mapping[str, Acceptance]  # of the drafters that draft on the device, in this request
+    offers: Mapping[str, Offer]  # of the drafters that can draft now
+    acceptance: Mapping[str, Acceptance]  # of the drafters on the device, in this request
 
     def proposer(self, preferred: str) -> str | None:
-        """Return whose proposal the sequence takes in a round of proposals from the host: the preferred drafter's, or else
-        another's, since the pass has room for it."""
+        """Return the drafter whose proposal the sequence uses in a round of proposals: the preferred one or, because the pass
+        has room for it, another one."""
         names = [name for name, offer in self.offers.items() if offer.proposal is not None]
         return preferred if preferred in names else next(iter(names), None)
 
 
-class Policy(ABC):
-    """Decides on each round of one or several sequences that share its passes."""
+class Observation(NamedTuple):
+    """A round that was run."""
 
-    names: list[str]  # the drafters that it may choose
+    choice: Choice  # its k is that of the pass
+    sequences: Sequence[SequenceView]
+    results: Sequence[RoundResult | None]  # one for each sequence; None if it failed
+    milliseconds: float  # without catching up
+    begun: int = 0  # tokens that it set out to draft, if it could stop early
+
+
+class Policy(ABC):
+    """Chooses for each round of one or several sequences."""
+
+    names: list[str]  # the drafters to choose from
 
     def begin(self) -> dict[str, Acceptance]:
-        """Return the estimates of acceptance, by drafter, that a new request starts with."""
+        """Return a new request's estimates of acceptance, by drafter."""
         return {}
 
     @abstractmethod
@@ -53,32 +64,22 @@ class Policy(ABC):
         """Return how the next round drafts."""
 
     def worth_catching_up(self, choice: Choice, sequence: SequenceView) -> bool:
-        """Return whether the chosen drafter is to process what is pending of a sequence, to draft for that one, too."""
+        """Return whether the chosen drafter should process a sequence's pending tokens, to draft for it as well."""
         return True
 
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
-        """Return where the round that was chosen last, of one sequence, stops drafting; None is at its end."""
+        """Return when the chosen round of one sequence stops drafting; None if it does not stop early."""
         return None
 
-    def observe(  # noqa: B027
-        self,
-        choice: Choice,
-        sequences: Sequence[SequenceView],
-        results: Sequence[RoundResult | None],
-        milliseconds: float,
-    ) -> None:
-        """Learn from a round.
-
-        Args:
-            choice: what was run; its k is that of the pass.
-            results: one for each sequence; None where it failed.
-            milliseconds: the time that the round took, without catching up.
-        """
+    def observe(self, seen: Observation) -> None:  # noqa: B027
+        """Learn from a round."""
 
 
 class FixedPolicy(Policy):
-    """Always uses the same drafter and k; a companion's proposals, which cost no drafting, where all sequences have some or
-    that drafter offers nothing; or plain decoding."""
+    """Always uses the same drafter and k, or plain decoding.
+
+    A companion's proposals are free. They replace the drafter if all sequences have some, or if it cannot draft for any.
+    """
 
     def __init__(self, drafter: str, k: int):
         self.names = [drafter] if k else []

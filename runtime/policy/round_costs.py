@@ -1,4 +1,4 @@
-"""What rounds take, predicted from the costs of their passes and by their drafters."""
+"""How long rounds take, by the costs of their passes and their drafters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RoundCosts(Costs):
         return other
 
     def round(self, drafter: str, drafted: int, k: int, end: int, greedy: bool, begun: int = 0) -> float:
-        """Return the time of a round that drafts so many tokens, verified in a pass that was built for k and ends at position
-        `end`; for `begun` see `Drafter.cost`."""
+        """Return the time of a round that drafts `drafted` tokens and verifies them in a pass built for k that ends at position
+        `end`. For `begun` see `Drafter.cost`."""
         key = drafter, drafted, k, self.window(end), greedy, begun
         time = self._rounds.get(key)
         if time is None:
@@ -36,5 +36,5 @@ class RoundCosts(Costs):
         return time
 
     def catch_up(self, drafter: str, tokens: int, end: int) -> float:
-        """Return the time that a drafter takes to process so many pending tokens."""
+        """Return the time that a drafter takes to process `tokens` pending tokens."""
         return drafters.get(drafter).catch_up_cost(self, tokens, end) if tokens > 0 else 0.0

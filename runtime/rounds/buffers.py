@@ -15,7 +15,7 @@ from outrider.engines.contract import DECIDED, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, Layout, host_buffer
 from outrider.engines.session import Session
 from outrider.errors import EngineError
-from outrider.runtime.policy.choice import EarlyStop
+from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.rounds.sampling import SamplingState
 
 VERIFIER = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.runtime.grammar.grammar import GrammarError
+from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.rounds.buffers import VERIFIER, Lane, RoundState, Shape
 from outrider.runtime.rounds.host_sampler import drafted_tokens
 from outrider.runtime.rounds.launches import Launches

@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol
 
 from outrider.engines.device import Device
 from outrider.errors import EngineError
-from outrider.runtime.policy.choice import NONE, EarlyStop
+from outrider.runtime.policy.choice import NONE
+from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.rounds.buffers import Lane, RoundState, Shape
 from outrider.runtime.rounds.host_sampler import resolve
 from outrider.runtime.rounds.launches import Launches

@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
-from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.grammar.matcher import Matcher
 from outrider.runtime.params import SamplingParams
 
 DRAWS = 64  # positions whose random numbers are drawn at once

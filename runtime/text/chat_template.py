@@ -1,13 +1,14 @@
-"""Chat templates: programs of a checkpoint's author, run in a sandbox."""
+"""Chat templates: Jinja programs that come with a checkpoint, run in a sandbox."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -17,9 +18,8 @@ import jinja2.sandbox
 
 from outrider.errors import UsageError
 
-Messages = Sequence[dict[str, Any]]  # a tool call's arguments are values, not JSON
+Messages = Sequence[dict[str, Any]]  # the arguments of tool calls are parsed
 Tools = Sequence[dict[str, Any]]
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 TURNS: Messages = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "0"}}, "required": ["a"]}
 TOOLS: Tools = [{"type": "function", "function": {"name": "f", "description": "0", "parameters": PARAMETERS}}]
@@ -31,61 +31,57 @@ CALLING: Messages = [
     {"role": "assistant", "content": "4"},
     TURNS[2],
 ]
-# Many templates accept no system message, and many know no tools.
-SAMPLES: Sequence[tuple[Messages, Tools]] = (
-    (TURNS, ()),
-    ([{"role": "system", "content": "0"}, *TURNS], ()),
-    (CALLING, TOOLS),
-)
-MARK = "seekable"  # what probes say, with the role behind it
+MARK = "seekable"  # the content of probes, followed by the role
 CORRECT = "correct the checkpoint's template, or remove it, and export again"
 
 
+class Chat(NamedTuple):
+    """The input of a chat template."""
+
+    messages: Messages
+    tools: Tools = ()  # definitions of the tools that the model may call
+    add_generation_prompt: bool = True  # whether the assistant's turn begins after the messages
+    variables: Mapping[str, Any] = MappingProxyType({})  # of this template only, such as `enable_thinking`
+
+
+# Many templates reject system messages, and many ignore tools.
+SAMPLES = Chat(TURNS), Chat([{"role": "system", "content": "0"}, *TURNS]), Chat(CALLING, TOOLS)
+
+
 def with_tools(default: str, tools: str) -> str:
-    """Return a template that is the one of `tools` where a request has tools, and else `default`, as transformers chooses."""
-    # A template loses one line end behind it, and no spaces; these tags lose a line end behind them, and no spaces before.
+    """Return a template that applies `tools` to requests with tools and `default` to others, as transformers does."""
+    # A template loses one trailing newline and keeps spaces; these tags lose the newline after them and keep spaces before.
     first, second = (each.removesuffix("\n") for each in (tools, default))
     return f"{{% if tools %}}\n{first}{{%+ else %}}\n{second}{{%+ endif %}}"
 
 
 class ChatTemplate:
-    """A bundle's chat template. Nothing bounds how long one runs: `serve` runs it in a process that it can end."""
+    """A bundle's chat template. It may run forever, so `serve` runs it in a process that it can end."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
-        """Keep a template with the variables it may use besides the messages, such as `bos_token`."""
+        """Take a template, and its variables other than the chat, such as `bos_token`."""
         self.source, self.special_tokens = source, special_tokens
 
-    def render(
-        self,
-        messages: Messages,
-        tools: Tools = (),
-        *,
-        add_generation_prompt: bool = True,
-        further: Mapping[str, Any] = NOTHING,
-    ) -> str:
-        """Return the messages in the template, ready for the assistant's turn if `add_generation_prompt`.
-
-        Args:
-            tools: the definitions of tools that the model may call.
-            further: variables of this template's own, such as `enable_thinking`.
+    def render(self, chat: Chat) -> str:
+        """Return a chat in the template.
 
         Raises:
-            UsageError: the template rejects the messages or does not show what users say, or a variable has another meaning
-                in every template.
+            UsageError: the template rejects the messages or omits what users say, or a variable's name is reserved.
         """
-        self.check(bool(tools))
-        return self._render([self._formed(each, bool(tools)) for each in messages], tools, add_generation_prompt, further)
+        tools = bool(chat.tools)
+        self.check(tools)
+        return self._render(chat._replace(messages=[self._formed(each, tools) for each in chat.messages]))
 
     def check(self, tools: bool = False) -> None:
-        """Check that the template is one, and shows what users say in chats with or without tools.
+        """Check that the template compiles, and shows what users say in chats with or without tools.
 
         Raises:
-            UsageError: it is not or does not.
+            UsageError: it does not.
         """
         try:
             self._template  # noqa: B018  # compiles it
         except Exception as error:
-            raise UsageError(f"the chat template is not one: {_reason(error)}", CORRECT, param="chat") from error
+            raise UsageError(f"the chat template is not valid: {_reason(error)}", CORRECT, param="chat") from error
         if self._forms[tools].get("user") == "":
             where = " in chats with tools" if tools else ""
             message = f"the chat template does not show what users say{where}, neither as text nor as a list of parts"
@@ -100,8 +96,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def _forms(self) -> Mapping[bool, Mapping[str, str]]:
-        """How the template reads what each role says, with tools and without: as "text" if it shows that, or else as a list of
-        "parts", or in neither form. Roles that it rejects are absent."""
+        """The form in which the template shows each role's content, with tools and without: "text", or else a list of "parts",
+        or "" for neither. Roles that it rejects are absent."""
         forms = {}
         for tools in (False, True):
             text = self._shown(lambda said: said, tools)
@@ -110,27 +106,25 @@ class ChatTemplate:
         return forms
 
     def _shown(self, form: Callable[[str], Any], tools: bool) -> dict[str, bool]:
-        """Return for each role whether small conversations show what it says in this form; rejected ones count for nothing."""
+        """Return for each role whether sample chats show its content in this form. Rejected samples are ignored."""
         shown: dict[str, bool] = {}
-        for messages in (TURNS[:1], *(messages for messages, known in SAMPLES if tools or not known)):
+        for messages in (TURNS[:1], *(sample.messages for sample in SAMPLES if tools or not sample.tools)):
             roles = {message["role"] for message in messages}
             said = [each | {"content": form(MARK + each["role"])} for each in messages]
             try:
-                written = self._render(said, TOOLS if tools else ()).lower()
+                written = self._render(Chat(said, TOOLS if tools else ())).lower()
             except UsageError:
                 continue
             shown |= {role: shown.get(role, False) or MARK + role in written for role in roles}
         return shown
 
-    def _render(
-        self, messages: Messages, tools: Tools, add_generation_prompt: bool = True, further: Mapping[str, Any] = NOTHING
-    ) -> str:
-        turns = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        variables = {**self.special_tokens, **turns, "tools": list(tools) or None, "documents": None}
-        if taken := sorted(further.keys() & variables.keys()):
-            raise UsageError(f"{taken[0]} cannot be a variable of the template's own", "leave it out", param="template_kwargs")
+    def _render(self, chat: Chat) -> str:
+        turns = {"messages": list(chat.messages), "add_generation_prompt": chat.add_generation_prompt}
+        variables = {**self.special_tokens, **turns, "tools": list(chat.tools) or None, "documents": None}
+        if reserved := sorted(chat.variables.keys() & variables.keys()):
+            raise UsageError(f"{reserved[0]} is a reserved template variable", "leave it out", param="template_kwargs")
         try:
-            return self._template.render({**further, **variables})
+            return self._template.render({**chat.variables, **variables})
         except Exception as error:  # a template is a program and may fail in any way
             raise UsageError(
                 f"the chat template rejects the messages: {_reason(error)}",
@@ -139,18 +133,16 @@ class ChatTemplate:
             ) from error
 
     def samples(self) -> str:
-        """Return small conversations in the template, those that it does not reject."""
-        rendered = []
-        for messages, tools in SAMPLES:
-            try:
-                rendered.append(self.render(messages, tools))
-            except UsageError:
-                continue
-        return "".join(rendered)
+        """Return sample chats in the template, without those that it rejects."""
+        rendered = ""
+        for sample in SAMPLES:
+            with suppress(UsageError):
+                rendered += self.render(sample)
+        return rendered
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        """The compiled template, made when it is first needed: compiling takes longer than most renderings."""
+        """The compiled template, cached because compiling takes longer than most renderings."""
         return _environment().from_string(self.source)
 
 
@@ -163,7 +155,7 @@ def _reason(error: Exception) -> str:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return a sandbox with what transformers offers to chat templates, since those of checkpoints rely on it."""
+    """Return a sandbox with the extensions, filters and functions that transformers gives to chat templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -174,9 +166,9 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Ignore `{% generation %}`, which marks the assistant's part for training, and keep its contents."""
+    """Ignores the tag `{% generation %}`, which marks the assistant's text for training, and keeps its content."""
 
-    tags = {"generation"}  # noqa: RUF012  # the form that jinja2 asks for
+    tags = {"generation"}  # noqa: RUF012  # jinja2 requires a set
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -11,7 +11,8 @@ from outrider.runtime.grammar.schemas import enforced
 from outrider.runtime.grammar.structured import SAID, StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.text.text import TOKEN_MARK, Text, TextStream
+from outrider.runtime.text.stream import TOKEN_MARK, TextStream
+from outrider.runtime.text.text import Text
 from outrider.serve.api.chat_protocol import Function, NamedFunction
 from outrider.serve.api.errors import ApiError
 from outrider.serve.api.reasoning import ReasoningSplitter, marks_of, opened

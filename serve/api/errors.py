@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from outrider.errors import OutriderError, UsageError
-from outrider.runtime.grammar.grammar import GrammarError
-from outrider.runtime.scheduler import QueueFullError
+from outrider.runtime.grammar.errors import GrammarError
+from outrider.runtime.request_queue import QueueFullError
 from outrider.serve.api.chat_protocol import ChatRequest
 from outrider.serve.api.completions_protocol import CompletionRequest
 from outrider.serve.api.protocol import Common

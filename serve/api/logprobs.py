@@ -7,7 +7,8 @@ from typing import Any
 
 from outrider.runtime.request import Event
 from outrider.runtime.rounds.logprobs import Logprobs
-from outrider.runtime.text.text import Text, TextStream
+from outrider.runtime.text.stream import TextStream
+from outrider.runtime.text.text import Text
 
 
 class CompletionLogprobs:

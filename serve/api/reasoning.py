@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from outrider.runtime.text.text import TOKEN_MARK
+from outrider.runtime.text.stream import TOKEN_MARK
 from outrider.serve.tools.base import overlap
 
 # Qwen3, DeepSeek-R1, GLM-4.5 and most others; Seed-OSS. Both marks are tokens of the vocabulary, and are not special.

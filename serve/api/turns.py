@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 
-from outrider.runtime.scheduler import QueueFullError
+from outrider.runtime.request_queue import QueueFullError
 
 
 class Turns:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from outrider.runtime.grammar.structured import SPACES
-from outrider.runtime.text.text import TOKEN_MARK
+from outrider.runtime.text.stream import TOKEN_MARK
 
 BEGINNING = '{"name": "'
 

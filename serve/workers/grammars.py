@@ -20,8 +20,10 @@ import msgspec
 import numpy as np
 
 from outrider.errors import EngineError
-from outrider.runtime.grammar.grammar import Bools, GrammarError, Grammars, Matcher
-from outrider.runtime.grammar.structured import StructuredOutputs, refused
+from outrider.runtime.grammar.compiler import Grammars
+from outrider.runtime.grammar.errors import GrammarError, refused
+from outrider.runtime.grammar.matcher import Bools, Matcher
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.matching import matching
 from outrider.serve.workers.worker_main import GRAMMAR_SECONDS, Advance, Begin, Compile, Masks, Reply, Valid, takes_much
 from outrider.serve.workers.workers import Worker, WorkerEndedError, Workers

@@ -24,9 +24,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.errors import UsageError
-from outrider.runtime.grammar.grammar import Bools, GrammarError, LocalGrammars, LocalMatcher, rehearse
+from outrider.runtime.grammar.compiler import LocalGrammars, rehearse
+from outrider.runtime.grammar.errors import GrammarError
+from outrider.runtime.grammar.matcher import Bools, LocalMatcher
 from outrider.runtime.grammar.structured import StructuredOutputs
-from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.chat_template import Chat, ChatTemplate
 from outrider.runtime.text.text import PromptTooLongError, Text
 from outrider.serve.api.arguments import arguments_of
 
@@ -299,16 +301,9 @@ def _resident() -> int:
 def _prompts(text: Text, job: PromptJob) -> list[list[int]]:
     limit = job.limit
     if job.messages:
-        prompts = [
-            text.encode_chat(
-                [*map(_with_arguments, job.messages)],
-                job.tools,
-                limit=limit,
-                allow_special_tokens=job.allow_special_tokens,
-                add_generation_prompt=job.add_generation_prompt,
-                template_kwargs=job.template_kwargs,
-            )
-        ]
+        messages = [*map(_with_arguments, job.messages)]
+        chat = Chat(messages, job.tools, job.add_generation_prompt, job.template_kwargs)
+        prompts = [text.encode_chat(chat, limit=limit, allow_special_tokens=job.allow_special_tokens)]
     else:
         add = job.add_special_tokens
         prompts = [text.encode(each, chat=False, limit=limit, add_special_tokens=add) for each in job.texts]

@@ -26,7 +26,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from outrider.audit.controls import RandomPolicy
 from outrider.errors import OutriderError, UsageError
 from outrider.runtime.generation import Event, Outrider
-from outrider.runtime.grammar.grammar import GrammarError, LocalGrammars, LocalMatcher, rehearse
+from outrider.runtime.grammar.compiler import LocalGrammars, rehearse
+from outrider.runtime.grammar.errors import GrammarError
+from outrider.runtime.grammar.matcher import LocalMatcher
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Request
@@ -350,8 +352,8 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
     begun = Counter[str]()
     make = LocalMatcher.__init__
 
-    def counting(self: LocalMatcher, begin: Callable[[], Any]) -> None:
-        make(self, lambda: (begun.update(["anew"]), begin())[1])
+    def counting(self: LocalMatcher, compiled: Callable[[], Any], vocab_rows: int, end_ids: Sequence[int]) -> None:
+        make(self, lambda: (begun.update(["anew"]), compiled())[1], vocab_rows, end_ids)
 
     monkeypatch.setattr(LocalMatcher, "__init__", counting)
     ways = [dead, *([each] for each in dead)]
@@ -461,20 +463,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a regex that does not parse": ({"regex": "(a"}, r"invalid regex.*\(a: unclosed group"),
     "a pattern that does not parse": ({"json": {"type": "string", "pattern": "(a"}}, r"parse error: \(a: unclosed group"),
     "a number that is rounded": ({"json": {"const": 2**53 + 1}}, "const"),
-    "a schema that is not JSON": ({"json": "{"}, "cannot be read"),
+    "a schema that is not JSON": ({"json": "{"}, "is not valid"),
     "a keyword that is not supported": ({"json": {"type": "string", "not": {"const": "a"}}}, r"\bnot\b"),
     "a keyword that is not known": ({"json": {"type": "string", "maxlength": 3}}, "maxlength"),
     "a bound that is rounded": ({"json": {"type": "integer", "minimum": 1e20, "maximum": 2e20}}, "minimum"),
     "a reference to itself": ({"json": {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}]}}}}, "leads to itself"),
-    "a chain of references": ({"json": {"$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}}}, "too deep"),
+    "a chain of references": ({"json": {"$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}}}, "too deeply"),
     "no further name": (
         {"json": {"properties": {"a": {}}, "additionalProperties": False, "patternProperties": {"^[a]$": {}}}},
         "may match no more names",
     ),
     "a type that does not exist": ({"json": {"type": "text"}}, "text"),
-    "a token that does not exist": ({"grammar": "start: <nothing>"}, "names <nothing>, which is no special token"),
+    "a token that does not exist": ({"grammar": "start: <nothing>"}, "names <nothing>, which is not a special token"),
     "a rule that does not exist": ({"grammar": "start: other"}, "other"),
-    "a grammar in no syntax": ({"grammar": "root ::= ("}, "cannot be read"),
+    "a grammar in no syntax": ({"grammar": "root ::= ("}, "is not valid"),
     "no choice": ({"choice": []}, "0 kinds|not a list"),
     "an empty choice": ({"choice": ["a", ""]}, "not a list"),
     "a choice of numbers": ({"choice": [1]}, "not a list"),
@@ -550,7 +552,7 @@ def test_masks_that_are_late_change_nothing(
     grammars = [GRAMMARS["schema"], GRAMMARS["branches"], None]
     params = [SamplingParams(max_new_tokens=40, structured_outputs=each, seed=7, temperature=1.0) for each in grammars]
     want = [tokens(list(outrider.generate(prompt, each, k=0))) for each in params]
-    monkeypatch.setattr("outrider.runtime.grammar.grammar.LocalMatcher", LateMatcher)
+    monkeypatch.setattr("outrider.runtime.grammar.compiler.LocalMatcher", LateMatcher)
     scheduler = Scheduler(outrider, k=4, drafter=drafter)
     requests = scheduler.submit_all([(prompt, each) for each in params])
     answers: dict[Request, list[int]] = {request: [] for request in requests}
@@ -582,7 +584,7 @@ def test_an_answer_whose_masks_do_not_come_gives_its_slot_to_another_request(
     structured = [GRAMMARS["schema"], GRAMMARS["branches"], None, None]
     params = [SamplingParams(max_new_tokens=40, structured_outputs=each, seed=7, temperature=1.0) for each in structured]
     want = [tokens(list(outrider.generate(prompt, each, k=0))) for each in params]
-    monkeypatch.setattr("outrider.runtime.grammar.grammar.LocalMatcher", StuckMatcher)
+    monkeypatch.setattr("outrider.runtime.grammar.compiler.LocalMatcher", StuckMatcher)
     now = [0.0]
     scheduler = Scheduler(outrider, k=4, drafter=drafter, clock=lambda: now[0])
     late = scheduler.submit_all([(prompt, each) for each in params[:2]], "late")
@@ -619,7 +621,7 @@ def test_an_answer_whose_masks_do_not_come_gives_its_slot_to_another_request(
 
 def test_answers_do_not_end_by_what_others_have_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those by one grammar share the states of its lexer, and so their limit."""
-    monkeypatch.setattr("outrider.runtime.grammar.grammar.LIMITS", LLParserLimits(max_lexer_states=600))
+    monkeypatch.setattr("outrider.runtime.grammar.compiler.LIMITS", LLParserLimits(max_lexer_states=600))
     grammars = LocalGrammars(tokenizer(), tokenizer().get_vocab_size(), [0])
     structured = StructuredOutputs(regex="(a|b)*a(a|b){12}")
     letters = np.random.default_rng(0).choice(["a", "b"], size=2000)

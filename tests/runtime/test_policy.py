@@ -20,9 +20,10 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.adaptive import AdaptivePolicy
-from outrider.runtime.policy.choice import NONE, PLAIN, Choice, EarlyStop
+from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.costs import expected_tokens
-from outrider.runtime.policy.policy import FixedPolicy, Offer, Policy, SequenceView
+from outrider.runtime.policy.early_stop import EarlyStop
+from outrider.runtime.policy.policy import FixedPolicy, Observation, Offer, Policy, SequenceView
 from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.rounds.rounds import RoundResult
 
@@ -72,7 +73,7 @@ def view(
 
 def observe(policy: Policy, choice: Choice, sequence: SequenceView, drafted: int, accepted: int, milliseconds: float) -> None:
     result = RoundResult(choice.drafter if drafted else NONE, [0] * drafted, [0] * (accepted + 1), None)
-    policy.observe(choice, [sequence], [result], milliseconds)
+    policy.observe(Observation(choice, [sequence], [result], milliseconds))
 
 
 def text(agrees: list[bool], prompt: int = 40) -> Trace:
@@ -155,7 +156,7 @@ def test_catching_up_takes_what_rounds_take_of_what_the_costs_say() -> None:
     for _ in range(8):
         observe(policy, PLAIN, view(policy), 0, 0, 2 * table.round(NONE, 0, 0, 40, True))
     late = [view(policy, pending=100)]
-    assert policy.catch_up(MODEL, late) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
+    assert policy.times.catch_up(MODEL, late) == pytest.approx(2 * table.catch_up(MODEL, 100, 40), rel=0.05)
 
 
 def test_a_draft_that_was_measured_to_be_of_no_use_is_hardly_asked() -> None:
@@ -205,7 +206,7 @@ def test_speculation_that_loses_at_high_load_turns_itself_off(row: float, least:
             accepted = next((i for i in range(choice.k) if chance.random() >= 0.8), choice.k)
             results.append(RoundResult(choice.drafter, [0] * choice.k, [0] * (accepted + 1), None))
             tokens += accepted + 1
-        policy.observe(choice, sequences, results, time)
+        policy.observe(Observation(choice, sequences, results, time))
         taken += time
     assert least <= (tokens / taken) / (8 / table.round(NONE, 0, 0, 40, True)) <= most
 
@@ -339,7 +340,7 @@ def test_rates_are_probabilities_and_more_drafted_tokens_never_mean_fewer_emitte
         history.observe(drafted, min(accepted, drafted))
         seen.observe(drafted, min(accepted, drafted))
     assert 0 <= seen.rate <= seen.optimistic <= 1
-    tokens = [seen.tokens(k) for k in range(9)]
+    tokens = [expected_tokens(seen.rate, k) for k in range(9)]
     assert tokens == sorted(tokens)
     assert tokens[0] == 1
 

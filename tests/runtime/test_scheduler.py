@@ -20,11 +20,13 @@ from outrider.errors import EngineError, UsageError
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
-from outrider.runtime.policy.policy import Offer, SequenceView
+from outrider.runtime.policy.policy import Observation, Offer, SequenceView
+from outrider.runtime.policy.round_times import SequenceBatch
 from outrider.runtime.request import Request
+from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.rounds.buffers import Lane
 from outrider.runtime.rounds.rounds import RoundResult, Rounds
-from outrider.runtime.scheduler import QueueFullError, Scheduler
+from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.support import BROKEN, build, reseal
 
@@ -352,7 +354,7 @@ def test_the_queue_is_limited_and_served_in_order(batched: Outrider) -> None:
     requests = [scheduler.submit(prompt, SamplingParams(max_new_tokens=3)) for _ in range(SLOTS + 2)]
     with pytest.raises(QueueFullError, match="6 requests are waiting"):
         scheduler.submit(prompt, SamplingParams())
-    with pytest.raises(UsageError, match="exceed the total capacity"):
+    with pytest.raises(UsageError, match="exceed the capacity"):
         scheduler.submit_all([(prompt, SamplingParams())] * (SLOTS + 3))
     scheduler.step()
     assert (scheduler.load.running, scheduler.load.waiting) == (SLOTS, 2)
@@ -501,16 +503,16 @@ def test_measured_times_of_batched_rounds_are_forgotten(batched: Outrider) -> No
     """The first round of a kind includes binding its buffers, and what was slow once may not stay slow."""
     policy = batched.adaptive_policy()
     sequences = [SequenceView(20, 10, 50, True, {"model": Offer(0, None)}, policy.begin()) for _ in range(3)]
-    drafting = Choice("model", 2)
+    drafting, batch = Choice("model", 2), SequenceBatch.of(sequences)
     drafted, plain = RoundResult("model", [5, 6], [5, 7], None), RoundResult(NONE, [], [5], None)
-    usual, predicted = policy.time(drafting, sequences), policy.time(PLAIN, sequences)
-    policy.observe(drafting, sequences, [drafted] * 3, 100 * usual)
-    assert policy.time(drafting, sequences) == usual
-    policy.observe(drafting, sequences, [drafted] * 3, 2 * usual)
-    assert policy.time(drafting, sequences) == pytest.approx(2 * usual, rel=0.1)
+    usual, predicted = policy.times.round(drafting, batch), policy.times.round(PLAIN, batch)
+    policy.observe(Observation(drafting, sequences, [drafted] * 3, 100 * usual))
+    assert policy.times.round(drafting, batch) == usual
+    policy.observe(Observation(drafting, sequences, [drafted] * 3, 2 * usual))
+    assert policy.times.round(drafting, batch) == pytest.approx(2 * usual, rel=0.1)
     for _ in range(6000):
-        policy.observe(PLAIN, sequences, [plain] * 3, predicted)
-    assert policy.time(drafting, sequences) == pytest.approx(usual, rel=0.03)
+        policy.observe(Observation(PLAIN, sequences, [plain] * 3, predicted))
+    assert policy.times.round(drafting, batch) == pytest.approx(usual, rel=0.03)
 
 
 def test_a_failed_round_is_run_again_for_each_request_alone(

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
 from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider
-from outrider.runtime.text.chat_template import TOOLS, ChatTemplate, with_tools
-from outrider.runtime.text.text import TOKEN_MARK, Text, TextStream
+from outrider.runtime.text.chat_template import TOOLS, Chat, ChatTemplate, with_tools
+from outrider.runtime.text.stream import TOKEN_MARK, TextStream
+from outrider.runtime.text.text import Text
 from outrider.tests.support import END, sentencepiece, tokenizer
 
 MIXED = "naïve café — 中文 🙂👩‍👩‍👧 done"
@@ -121,7 +122,7 @@ def test_the_chat_template_is_applied(tiny_bundle: Path, tiny: Outrider, tmp_pat
     text = templated(
         tiny_bundle, tiny, "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}", tmp_path
     )
-    assert text.render([{"role": "user", "content": "hi"}]) == "<s>[user] hi"
+    assert text.render(Chat([{"role": "user", "content": "hi"}])) == "<s>[user] hi"
 
 
 @pytest.mark.parametrize(
@@ -136,8 +137,8 @@ def test_the_chat_template_is_applied(tiny_bundle: Path, tiny: Outrider, tmp_pat
     ],
 )
 def test_a_chat_template_that_fails_is_one_error(tiny_bundle: Path, tiny: Outrider, tmp_path: Path, template: str) -> None:
-    with pytest.raises(UsageError, match=r"chat template (rejects|is not one)"):
-        templated(tiny_bundle, tiny, template, tmp_path).render([{"role": "user", "content": "hi"}])
+    with pytest.raises(UsageError, match=r"chat template (rejects|is not valid)"):
+        templated(tiny_bundle, tiny, template, tmp_path).render(Chat([{"role": "user", "content": "hi"}]))
 
 
 TYPED = "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}"
@@ -157,7 +158,7 @@ def test_a_template_reads_content_in_the_form_that_it_shows(template: str) -> No
         {"role": "user", "content": "A secret"},
         {"role": "assistant", "content": ""},
     ]
-    assert ChatTemplate(template, {}).render(said) == "<system>Be kind.<user>A secret<assistant>"
+    assert ChatTemplate(template, {}).render(Chat(said)) == "<system>Be kind.<user>A secret<assistant>"
 
 
 TEXTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -168,14 +169,14 @@ BRANCH = "{% for m in messages %}<{{ m.role }}>{{ m.content[0].text if tools els
 def test_a_template_may_read_content_in_another_form_where_there_are_tools(template: str) -> None:
     said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "A secret"}]
     for tools in ((), TOOLS):
-        assert ChatTemplate(template, {}).render(said, tools) == "<system>Be kind.<user>A secret"
+        assert ChatTemplate(template, {}).render(Chat(said, tools)) == "<system>Be kind.<user>A secret"
 
 
 def test_a_template_that_does_not_show_what_users_say_where_there_are_tools_is_refused_there() -> None:
     template, said = ChatTemplate("{{ 'tools' if tools else messages[-1].content }}", {}), [{"role": "user", "content": "hi"}]
-    assert template.render(said) == "hi"
+    assert template.render(Chat(said)) == "hi"
     with pytest.raises(UsageError, match="does not show what users say in chats with tools"):
-        template.render(said, TOOLS)
+        template.render(Chat(said, TOOLS))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_a_template_that_does_not_show_what_users_say_where_there_are_tools_is_r
 )
 def test_a_template_that_does_not_show_what_users_say_is_refused(template: str) -> None:
     with pytest.raises(UsageError, match="does not show what users say"):
-        ChatTemplate(template, {}).render([{"role": "user", "content": "hi"}])
+        ChatTemplate(template, {}).render(Chat([{"role": "user", "content": "hi"}]))
 
 
 @pytest.mark.parametrize(
@@ -193,8 +194,8 @@ def test_a_template_for_tools_and_one_without_are_each_as_if_alone(default: str)
     tools = "\n{% macro of(t) %}{{ t.name }}{% endmacro %}{{ of(tools[0]) }} {{ messages[-1].content }}\n   "
     said, known = [{"role": "user", "content": "hi"}], [{"name": "f"}]
     both = ChatTemplate(with_tools(default, tools), {})
-    assert both.render(said) == ChatTemplate(default, {}).render(said)
-    assert both.render(said, known) == ChatTemplate(tools, {}).render(said, known) != both.render(said)
+    assert both.render(Chat(said)) == ChatTemplate(default, {}).render(Chat(said))
+    assert both.render(Chat(said, known)) == ChatTemplate(tools, {}).render(Chat(said, known)) != both.render(Chat(said))
 
 
 def test_the_chat_template_is_compiled_once(
@@ -209,7 +210,7 @@ def test_the_chat_template_is_compiled_once(
 
     monkeypatch.setattr(jinja2.Environment, "compile", counting)
     text = templated(tiny_bundle, tiny, "{% for m in messages %}[{{ m.content }}]{% endfor %}", tmp_path)
-    assert [text.render([{"role": "user", "content": content}]) for content in "abc"] == ["[a]", "[b]", "[c]"]
+    assert [text.render(Chat([{"role": "user", "content": content}])) for content in "abc"] == ["[a]", "[b]", "[c]"]
     assert len(compiled) == 1
 
 
@@ -219,7 +220,7 @@ def test_what_transformers_gives_a_template_is_there(tiny_bundle: Path, tiny: Ou
         "{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y')[:2] }}"
     )
     text = templated(tiny_bundle, tiny, template, tmp_path)
-    assert text.render([{"role": "user", "content": "<é>"}]) == '{"role": "user", "content": "<é>"}20'
+    assert text.render(Chat([{"role": "user", "content": "<é>"}])) == '{"role": "user", "content": "<é>"}20'
 
 
 def test_a_tokenizer_that_would_cut_the_prompt_does_not(tiny_bundle: Path, tiny: Outrider, tmp_path: Path) -> None:

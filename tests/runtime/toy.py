@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.bundle.manifest import Manifest
 from outrider.runtime.drafters.base import Drafter, Proposal
-from outrider.runtime.grammar.grammar import Matcher
+from outrider.runtime.grammar.matcher import Matcher
 
 
 class Repeat(Drafter):

@@ -19,12 +19,13 @@ import pytest
 from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
+from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.runtime.scheduler import QueueFullError
 from outrider.runtime.stats import Stats
-from outrider.runtime.text.text import Text, TextStream
+from outrider.runtime.text.stream import TextStream
+from outrider.runtime.text.text import Text
 from outrider.serve.api.logprobs import CompletionLogprobs
 from outrider.serve.api.turns import Turns
 from outrider.serve.app import create_app

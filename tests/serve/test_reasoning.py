@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
-from outrider.runtime.grammar.grammar import LocalGrammars
+from outrider.runtime.grammar.compiler import LocalGrammars
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event

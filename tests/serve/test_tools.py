@@ -21,7 +21,8 @@ from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
-from outrider.runtime.text.text import TextStream
+from outrider.runtime.text.chat_template import Chat
+from outrider.runtime.text.stream import TextStream
 from outrider.serve.api.answer import AnswerFormat
 from outrider.serve.api.chat_protocol import Function
 from outrider.serve.api.errors import ApiError
@@ -67,7 +68,7 @@ def answer(name: str, content: str, *calls: Call) -> str:
     ]
     question: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
     message = {"role": "assistant", "content": content, "tool_calls": of_message}
-    rendered = text_of(name).render([*question, message], add_generation_prompt=False)
+    rendered = text_of(name).render(Chat([*question, message], add_generation_prompt=False))
     return rendered.split(EXAMPLES[name].before, 1)[1].strip("\n").removesuffix(EXAMPLES[name].end).removesuffix("<|end|>")
 
 

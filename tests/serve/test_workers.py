@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 from outrider.errors import EngineError, UsageError
-from outrider.runtime.grammar.grammar import GrammarError, LocalGrammars, Matcher
+from outrider.runtime.grammar.compiler import LocalGrammars
+from outrider.runtime.grammar.errors import GrammarError
+from outrider.runtime.grammar.matcher import Matcher
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.text.chat_template import ChatTemplate
 from outrider.runtime.text.text import PromptTooLongError, Text

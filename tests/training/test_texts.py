@@ -10,7 +10,7 @@ import pytest
 
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
-from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.chat_template import Chat, ChatTemplate
 from outrider.runtime.text.text import Text
 from outrider.training.answers import given_examples, held_out, prompts_of
 from outrider.training.texts import ChatMessage, Sample, read_texts
@@ -82,7 +82,7 @@ def test_every_turn_of_the_assistant_is_learned_after_what_a_server_would_read(t
         assert ids[:first] == prompt
         assert text.tokenizer.decode(ids[first:], skip_special_tokens=True).strip() == answers[turn]
     first_turns = [{"role": "user", "content": "What are 0 rooms?"}]
-    assert given[0].prompt == text.encode_chat(first_turns)
+    assert given[0].prompt == text.encode_chat(Chat(first_turns))
 
 
 def test_control_tokens_in_a_prompt_stay_text(text: Text) -> None:
@@ -95,7 +95,7 @@ def test_a_prompt_ends_before_the_last_answer(text: Text) -> None:
     asked = conversations(40)
     ids = prompts_of(asked, text, longest=512)[0]
     assert asked[0].messages is not None
-    assert ids == text.encode_chat([{"role": each.role, "content": each.content} for each in asked[0].messages[:3]])
+    assert ids == text.encode_chat(Chat([{"role": each.role, "content": each.content} for each in asked[0].messages[:3]]))
 
 
 def test_a_long_text_is_many_prompts(text: Text) -> None:
