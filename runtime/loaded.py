@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -30,7 +30,7 @@ from outrider.runtime.request import Request
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.rounds import Observer, Rounds
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.runtime.text.stream import TextStream
+from outrider.runtime.text.stream import NONE_SHOWN, TextStream
 from outrider.runtime.text.text import Text
 from outrider.runtime.text.token_bytes import token_bytes
 
@@ -139,8 +139,10 @@ class LoadedBundle:
         """The fixed k to use by default: the largest built one up to 4, or else the smallest."""
         return max((k for k in self.build.k if k <= DEFAULT_K), default=min(self.build.k))
 
-    def request(self, prompt: list[int], params: SamplingParams, owner: Hashable = None) -> Request:
-        """Return a new request. `owner` is anything that identifies its owner.
+    def request(
+        self, prompt: list[int], params: SamplingParams, owner: Hashable = None, shown: Mapping[int, str] = NONE_SHOWN
+    ) -> Request:
+        """Return a new request. `owner` is anything that identifies its owner; for `shown` see `TextStream`.
 
         Raises:
             UsageError: the request cannot be answered; see `generate`.
@@ -153,7 +155,7 @@ class LoadedBundle:
         structured = params.structured_outputs
         grammar = None if structured is None else self.grammars.begin(structured, owner)
         sampling = SamplingState(params, prompt, end_ids, self.vocab_rows, grammar)
-        stream = TextStream(self.text.tokenizer, prompt, params.stop_strings)
+        stream = TextStream(self.text.tokenizer, prompt, params.stop_strings, shown)
         return Request(prompt, params, sampling, stream, self.build.capacity)
 
     def allowed_drafters(self, k: int | str, drafter: str | None) -> list[str]:

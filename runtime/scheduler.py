@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from outrider.runtime.policy.policy import Policy
 from outrider.runtime.request import Event, Request
 from outrider.runtime.request_queue import RequestQueue
 from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.text.stream import NONE_SHOWN
 
 
 class SchedulerOutput(NamedTuple):
@@ -137,7 +138,11 @@ class Scheduler:
         return self.submit_all([(prompt, params)], owner)[0]
 
     def submit_all(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], owner: Hashable = None, priority: int = 0
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        owner: Hashable = None,
+        priority: int = 0,
+        shown: Mapping[int, str] = NONE_SHOWN,
     ) -> list[Request]:
         """Queue all requests, or none.
 
@@ -146,6 +151,7 @@ class Scheduler:
             owner: identifies the owner of the requests.
             priority: the owner's requests with the lowest number are served first and displaced last. Equal ones are served
                 first come, first served.
+            shown: tokens that are part of the text, as in `TextStream`.
 
         Raises:
             UsageError: a request cannot be answered, or there are more requests than slots and places in the queue.
@@ -159,7 +165,8 @@ class Scheduler:
                     "leave out the rule or the seed",
                     param="rule",
                 )
-        return self.enqueue([self.bundle.request(prompt, params, owner) for prompt, params in requests], owner, priority)
+        made = [self.bundle.request(prompt, params, owner, shown) for prompt, params in requests]
+        return self.enqueue(made, owner, priority)
 
     def enqueue(self, requests: Sequence[Request], owner: Hashable = None, priority: int = 0) -> list[Request]:
         """Queue requests made by `LoadedBundle.request`; see `submit_all`."""

@@ -8,7 +8,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.scheduler import Scheduler
+from outrider.runtime.text.stream import NONE_SHOWN
 from outrider.serve.api.turns import Turns
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
@@ -157,6 +158,7 @@ class EngineThread:
         self,
         requests: Sequence[tuple[list[int], SamplingParams]],
         deliver: Callable[[int, Result], None],
+        shown: Mapping[int, str] = NONE_SHOWN,
         owner: Hashable = None,
         priority: int = 0,
         timeout: float | None = None,
@@ -168,7 +170,7 @@ class EngineThread:
             requests: token ids and parameters of each.
             deliver: called in the event loop with the index of a request and each of its results, of which the last is an
                 event with a finish reason or an error.
-            owner, priority: see `Scheduler.submit_all`.
+            shown, owner, priority: see `Scheduler.submit_all`.
             timeout: seconds until the last token, if they are fewer than the server's.
             waited: how many of them have passed.
 
@@ -187,7 +189,7 @@ class EngineThread:
         sinks = (partial(_call_soon, loop, deliver, index) for index in range(len(requests)))
         deliveries = [Delivery(sink, limit, deadline) for sink in sinks]
         settle = partial(_call_soon, loop, _settle, accepted)
-        self._inbox.put(partial(self._submit, requests, owner, priority, deliveries, settle))
+        self._inbox.put(partial(self._submit, requests, owner, priority, shown, deliveries, settle))
         try:
             return await asyncio.shield(accepted)
         except asyncio.CancelledError:  # the client has disconnected meanwhile
@@ -288,11 +290,12 @@ class EngineThread:
         requests: Sequence[tuple[list[int], SamplingParams]],
         owner: Hashable,
         priority: int,
+        shown: Mapping[int, str],
         deliveries: Sequence[Delivery],
         settle: Callable[[list[Request] | OutriderError], None],
     ) -> None:
         try:
-            accepted = self.scheduler.submit_all(requests, owner, priority)
+            accepted = self.scheduler.submit_all(requests, owner, priority, shown)
         except OutriderError as error:
             settle(error)
         except Exception as error:  # a bug must end this request, not the thread

@@ -9,9 +9,8 @@ from typing import Any
 from outrider.errors import UsageError
 from outrider.runtime.grammar.schemas import enforced
 from outrider.runtime.grammar.structured import SAID, StructuredOutputs
-from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
-from outrider.runtime.text.stream import TOKEN_MARK, TextStream
+from outrider.runtime.text.stream import TOKEN_MARK
 from outrider.runtime.text.text import Text
 from outrider.serve.api.chat_protocol import Function, NamedFunction
 from outrider.serve.api.errors import ApiError
@@ -124,42 +123,40 @@ class AnswerFormat:
         assert self._family is not None
         return self._family.call_id()
 
-    def reader(self, prompt: list[int], params: SamplingParams) -> AnswerReader:
-        """Return what reads one answer."""
-        splitter, reader, tokenizer = None, None, self._text.tokenizer
+    @functools.cached_property
+    def shown(self) -> dict[int, str]:
+        """The tokens that are read as such, with their texts: they come in the answer's text, each with a mark before it."""
         shown: dict[int, str] = {}
+        if self._marks is not None and not self._reads_itself and self.grammar is not None:
+            # The grammar ends the reasoning at the token, not at the same text.
+            shown |= {self._text.tokenizer.token_to_id(text): text for text in self._marks}
+        if self._family is not None and (self._schemas or self._reads_itself):
+            shown |= self._family.shown
+        return shown
+
+    def reader(self, prompt: list[int]) -> AnswerReader:
+        """Return what reads one answer, whose text has the tokens that are `shown`."""
+        splitter, reader = None, None
         if self._marks is not None and not self._reads_itself:
-            opening, closing = self._marks
-            if params.structured_outputs is not None:  # its grammar ends the reasoning at the token, not at the same text
-                shown |= {tokenizer.token_to_id(text): text for text in self._marks}
-                opening, closing = mark(opening), mark(closing)
+            opening, closing = self._marks if self.grammar is None else map(mark, self._marks)
             splitter = ReasoningSplitter((opening, closing), self._end_of(prompt))
         if (family := self._family) is not None and (self._schemas or self._reads_itself):
-            shown |= family.shown
             reader = Reader(lambda reader: family.read(reader, self._schemas))
-        stream = TextStream(tokenizer, prompt, params.stop_strings, shown) if shown or reader else None
-        return AnswerReader(splitter, reader, stream, params.min_new_tokens)
+        return AnswerReader(splitter, reader)
 
 
 class AnswerReader:
     """Takes one answer apart as it comes."""
 
-    def __init__(
-        self,
-        splitter: ReasoningSplitter | None,
-        reader: Reader | None = None,
-        stream: TextStream | None = None,
-        minimum: int = 0,
-    ):
-        """Begin an answer; a `stream` has its text with marks before some tokens, and may stop after so many tokens."""
-        self._splitter, self._reader, self._stream, self._minimum = splitter, reader, stream, minimum
-        self._count = 0
+    def __init__(self, splitter: ReasoningSplitter | None, reader: Reader | None = None):
+        """Begin an answer."""
+        self._splitter, self._reader = splitter, reader
         self._called = False
 
     def read(self, event: Event) -> list[Part]:
         """Return the parts that are known after an event, none of them empty."""
         last = event.finish_reason is not None
-        text, parts = self._text(event), []
+        text, parts = event.text, []
         if self._splitter is not None:
             thought, text = self._splitter.push(text, last)
             parts.append(Part("reasoning_content", thought))
@@ -167,19 +164,6 @@ class AnswerReader:
         self._called = self._called or any(part.kind == "name" for part in parts)
         parts = [part._replace(text=part.text.replace(TOKEN_MARK, "")) for part in parts]
         return [part for part in parts if part.text]
-
-    def _text(self, event: Event) -> str:
-        """Return the text that an event adds, with marks before some tokens."""
-        if self._stream is None:
-            return event.text
-        pieces = []
-        for token in event.token_ids:
-            if not self._stream.stopped:
-                pieces += self._stream.push(token, False, may_stop=self._count >= self._minimum)
-            self._count += 1
-        if event.finish_reason is not None:
-            pieces += self._stream.finish()
-        return "".join(piece for piece, _ in pieces)
 
     @property
     def cut(self) -> bool:

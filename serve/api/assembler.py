@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -26,6 +26,7 @@ from outrider.errors import OutriderError, UsageError
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
+from outrider.runtime.text.stream import NONE_SHOWN
 from outrider.runtime.text.text import PromptTooLongError
 from outrider.serve.api.errors import ApiError, api_error, unknown_model
 from outrider.serve.api.protocol import Common
@@ -69,6 +70,11 @@ class ResponseAssembler(ABC, Generic[Body]):
         self._finished: dict[int, str] = {}  # finish reasons by choice
         self._started = time.perf_counter()
         self._first_token: float | None = None
+
+    @property
+    def shown(self) -> Mapping[int, str]:
+        """The tokens that are part of the answers' text, though special ones are not; see `TextStream`."""
+        return NONE_SHOWN
 
     @abstractmethod
     def params(self, prompt: list[int]) -> SamplingParams:
@@ -137,6 +143,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         self.requests = await self._engine.submit(
             requests,
             lambda *result: self._results.put_nowait(result),
+            self.shown,
             owner,
             self.body.priority,
             self.body.timeout,

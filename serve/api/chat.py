@@ -39,7 +39,7 @@ class ChatAssembler(ConversationAssembler[ChatRequest], ChoicesAssembler[ChatReq
     @functools.cached_property
     def _readers(self) -> list[AnswerReader]:
         """One for each choice."""
-        return [self.answers.reader(request.prompt, request.params) for request in self.requests]
+        return [self.answers.reader(request.prompt) for request in self.requests]
 
     @functools.cached_property
     def _calls(self) -> list[int]:

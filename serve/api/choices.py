@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from fastapi.sse import format_sse_event
 
 from outrider.runtime.request import Event
+from outrider.runtime.text.stream import TOKEN_MARK
 from outrider.serve.api import usage
 from outrider.serve.api.assembler import Body, ResponseAssembler, sse
 
@@ -61,4 +62,5 @@ class ChoicesAssembler(ResponseAssembler[Body]):
         """Return the pieces of text with whether each was drafted, where the request asks for them."""
         if not self.body.return_origin:
             return {}
-        return {"origin": [[text, from_draft] for event in events for text, from_draft in event.pieces]}
+        pieces = ((text.replace(TOKEN_MARK, ""), from_draft) for event in events for text, from_draft in event.pieces)
+        return {"origin": [[text, from_draft] for text, from_draft in pieces if text]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TypeVar
 
 from fastapi.responses import Response
@@ -29,6 +30,11 @@ class ConversationAssembler(ResponseAssembler[ConversationBody]):
     def grammar(self) -> StructuredOutputs | None:
         """See `ResponseAssembler.grammar`."""
         return self.answers.grammar
+
+    @property
+    def shown(self) -> Mapping[int, str]:
+        """See `ResponseAssembler.shown`."""
+        return self.answers.shown
 
     def grammar_parts(self) -> dict[str, StructuredOutputs]:
         """See `ResponseAssembler.grammar_parts`."""

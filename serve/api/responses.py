@@ -136,7 +136,7 @@ class ResponsesAssembler(ConversationAssembler[ResponsesRequest]):
     @functools.cached_property
     def _reader(self) -> AnswerReader:
         (request,) = self.requests
-        return self.answers.reader(request.prompt, request.params)
+        return self.answers.reader(request.prompt)
 
     def _more(self, output: Output, event: Event) -> Iterator[dict[str, Any]]:
         yield from output.take(self._reader.read(event))

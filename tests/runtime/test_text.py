@@ -276,6 +276,24 @@ def test_half_characters_hold_back_nothing_but_themselves() -> None:
     assert pushed(TextStream(made, [0, 2], ()), [0, 2]) == ["k", "", "\ufffd"]  # without the prompt's half character
 
 
+def test_stop_strings_match_the_text_without_marks_and_special_tokens() -> None:
+    made: Any = tokenizer(300)
+    made.add_special_tokens(["<|call|>"])
+    made.add_tokens(["</think>"])
+    call, thought = map(made.token_to_id, ("<|call|>", "</think>"))
+    the, quick = (made.encode(text).ids for text in (" the", "quick"))
+    shown = {call: "<|call|>", thought: "</think>"}
+    for stop, ids, text in (
+        (">q", [*the, thought, *quick], f" the{TOKEN_MARK}</think"),
+        ("</think>", [*the, thought, *quick], " the"),
+        ("eq", [*the, call, *quick], " th"),
+        ("call", [*the, call, *quick], f" the{TOKEN_MARK}<|call|>quick"),
+    ):
+        stream = TextStream(made, [1], (stop,), shown)
+        pieces = [piece for token in ids for piece in stream.push(token, from_draft=False)] + stream.finish()
+        assert ("".join(piece for piece, _ in pieces), stream.stopped) == (text, stop != "call"), stop
+
+
 def test_special_tokens_that_are_shown_are_text_beside_others_that_are_not() -> None:
     """Also between the bytes of a character, and at the end of the prompt."""
     made = tokenizer()

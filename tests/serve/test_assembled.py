@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,11 +83,12 @@ class Player:
         self,
         requests: Sequence[tuple[list[int], SamplingParams]],
         deliver: Callable[[int, Result], None],
+        shown: Mapping[int, str],
         *_: Hashable,
     ) -> list[Request]:
         loop = asyncio.get_running_loop()
         for index, (prompt, params) in enumerate(requests):
-            stream = TextStream(TEXT.tokenizer, prompt, params.stop_strings)
+            stream = TextStream(TEXT.tokenizer, prompt, params.stop_strings, shown)
             request = Request(prompt, params, SamplingState(params, prompt, [0], 512), stream, CAPACITY)
             request.stats.cached_tokens = 1
             self.requests.append(request)

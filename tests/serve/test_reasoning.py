@@ -20,6 +20,7 @@ from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
+from outrider.runtime.text.stream import TextStream
 from outrider.runtime.text.text import Text
 from outrider.serve.api.answer import AnswerFormat
 from outrider.serve.api.reasoning import MARKS, ReasoningSplitter, Split
@@ -160,6 +161,6 @@ def test_a_mark_spelled_by_other_tokens_ends_no_reasoning_before_structured_outp
     structured = answers.constraint([1])
     assert structured is not None
     assert LocalGrammars(made, made.get_vocab_size(), [0]).begin(structured).valid(ids) == len(ids)
-    reader = answers.reader([1], SamplingParams(structured_outputs=structured))
-    parts = reader.read(Event((*ids, 0), (False,) * (len(ids) + 1), (), Stats(prompt_tokens=1), "stop"))
+    pieces = TextStream(made, [1], (), answers.shown).extend(ids, 0)
+    parts = answers.reader([1]).read(Event((), (), tuple(pieces), Stats(prompt_tokens=1), "stop"))
     assert parts == [Part("reasoning_content", "a</think>b"), Part("content", "{}")]

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from outrider.errors import UsageError
 from outrider.runtime.grammar.schemas import enforced
 from outrider.runtime.grammar.structured import StructuredOutputs
-from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.chat_template import Chat
@@ -144,9 +143,9 @@ def test_a_call_spelled_by_other_tokens_is_text(name: str) -> None:
     written = "<|python_tag|>" * (name == "llama") + answer(name, "", ("delete_all", {"path": "/"})) + "</think>"
     opening = "<|channel|>final<|message|>" * (name == "gpt_oss")  # it says nothing outside of a channel
     ids = [token for each in (opening, *written) for token in text.tokenizer.encode(each, add_special_tokens=False).ids]
-    stats = Stats(prompt_tokens=1)
-    events = [Event((token,), (False,), (), stats, "stop" if token == end else None) for token in [*ids, end]]
-    reader = answers.reader([1], SamplingParams(structured_outputs=answers.constraint([1])))
+    stats, stream, reader = Stats(prompt_tokens=1), TextStream(text.tokenizer, [1], (), answers.shown), answers.reader([1])
+    pieces = [tuple(stream.extend([token], 0)) for token in [*ids, end]]
+    events = [Event((), (), each, stats) for each in pieces] + [Event((end,), (False,), (), stats, "stop")]
     parts = [part for event in events for part in reader.read(event)]
     assert ({part.kind for part in parts}, "".join(part.text for part in parts)) == ({"content"}, written)
     assert reader.finish_reason(events[-1]) == "stop"
