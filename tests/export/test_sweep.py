@@ -273,12 +273,12 @@ def section(results: dict[str, tuple[str, str]]) -> str:
     lines = [
         f"transformers {hf.__version__} registers {len(results)} model types as causal language models.",
         "`scripts/models-page` (`tests/export/test_sweep.py`) makes a tiny random model of each, with a layer of each kind in",
-        "its default configuration, and exports it in fp32. Of a multimodal model type, it is the text model, if that is",
-        "registered by itself. Encoders are made decoders (`is_decoder`).",
+        "its default configuration, and exports it in fp32. For a multimodal model type, it exports the text model if that is",
+        "registered separately. Encoders run as decoders (`is_decoder`).",
         "",
         f"**{len(exported)} of {len(results)} are exported**: run on ONNX Runtime in chunks of {', '.join(map(str, CHUNKS))}"
         f" tokens, the logits are within {TOLERANCE:.0e}",
-        "of eager transformers'. Of those that are not in the first table, nothing else is tested.",
+        "of eager transformers'. Model types outside the first table are tested no further.",
         "",
         f"Exported: {', '.join(exported)}.",
         "",
