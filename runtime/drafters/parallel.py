@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,11 +13,9 @@ from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
 from outrider.engines.device import Buffer, Layout
 from outrider.runtime.drafters.base import Resources
 from outrider.runtime.drafters.step import StepDrafter
+from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import RoundBuffers, Shape
 from outrider.runtime.rounds.sampling import top_probability
-
-if TYPE_CHECKING:
-    from outrider.runtime.policy.costs import Costs
 
 
 class ParallelDrafter(StepDrafter):
