@@ -35,7 +35,7 @@ class BlockDrafter(ParallelHeadDrafter):
     def context_ids(self, tokens: list[int]) -> list[int]:
         return [CONTEXT] * len(tokens)
 
-    def _behind(self, last: int, drafted: int) -> list[int]:
+    def _after_context(self, last: int, drafted: int) -> list[int]:
         return [last, *[self._session.mask_token] * (drafted - self._session.from_anchor)]
 
     @classmethod

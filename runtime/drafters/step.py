@@ -24,7 +24,7 @@ class StepDrafter(CachedDrafter):
     def context_ids(self, tokens: list[int]) -> list[int]:
         return tokens
 
-    def _behind(self, last: int, drafted: int) -> list[int]:
+    def _after_context(self, last: int, drafted: int) -> list[int]:
         """Return the input ids of a round's first step after its context, for a text that ends with the token `last`."""
         return []
 
@@ -87,7 +87,7 @@ class StepDrafter(CachedDrafter):
                 # A batched sequence that drafts nothing may be shorter than the context.
                 start = max(len(tokens) - self.shift - context, 0)
                 given = tokens[start + self.shift : start + self.shift + context]
-                read = [*self.context_ids(given), *self._behind(tokens[-1], drafted)]
+                read = [*self.context_ids(given), *self._after_context(tokens[-1], drafted)]
                 ids[index, : len(read)] = read
                 ids[index, len(read) :] = 0
                 if not shape.greedy:
