@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outrider.engines.session import Session
 from outrider.errors import EngineError
@@ -33,6 +33,14 @@ class Runner(Protocol):
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
     ) -> list[RoundResult | EngineError | None]:
         """Run one round; see `Rounds.run`."""
+
+
+class Active(NamedTuple):
+    """A request that takes part in a round."""
+
+    request: Request
+    slot: Slot
+    view: SequenceView
 
 
 class Decoder:
@@ -74,17 +82,20 @@ class Decoder:
         Raises:
             EngineError: the backend failed; nothing was confirmed.
         """
-        slots = [slot for request in requests if (slot := request.slot) is not None]
         batched = len(requests) > 1
-        views = [self._view(request, slot, names, batched) for request, slot in zip(requests, slots, strict=True)]
-        choice, counts = self._plan(policy, requests, slots, views, chunks)
-        lanes, first = self._lanes(choice, requests, slots, views, counts)
+        active = [self._active(request, names, batched) for request in requests]
+        views = [each.view for each in active]
+        indexes = [each.slot.index for each in active]
+        first = min(indexes)
+        used = self.slots.between(first, max(indexes))
+        choice, counts = self._plan(policy, active, used, chunks)
+        lanes = self._lanes(choice, active, used, counts)
         stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
         self.slots.synchronize()  # earlier launches must not count towards the time of this round
         started = self.clock()
         decided = self.rounds.run(lanes, choice.k + 1, first=first, drafter=choice.drafter, stop=stop)
         milliseconds = 1000 * (self.clock() - started)
-        results = [result for slot in slots if (result := decided[slot.index - first]) is not None]
+        results = [result for index in indexes if (result := decided[index - first]) is not None]
         done = [result if isinstance(result, RoundResult) else None for result in results]
         if any(done):
             begun = 0
@@ -92,21 +103,24 @@ class Decoder:
                 begun, count = choice.k, len(done[0].drafted)
                 choice = Choice(choice.drafter, self._size(count)) if count else PLAIN
             policy.observe(Observation(choice, views, done, milliseconds, begun))
-        for index, (request, slot, result) in enumerate(zip(requests, slots, done, strict=True)):
+        for index, (each, result) in enumerate(zip(active, done, strict=True)):
             if result is not None:
                 try:
-                    self._commit(choice, request, slot, result)
+                    self._commit(choice, each.request, each.slot, result)
                 except GrammarError as error:
                     results[index] = error
         return results
 
-    def _view(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> SequenceView:
+    def _active(self, request: Request, names: Sequence[str], batched: bool) -> Active:
+        slot = request.slot
+        assert slot is not None
         try:
             offers = self._offers(request, slot, names, batched)
         except GrammarError:  # its mask fails too, which ends this request alone
             offers = {}
         length, emitted = len(request.tokens), request.stats.emitted
-        return SequenceView(length, emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
+        view = SequenceView(length, emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
+        return Active(request, slot, view)
 
     def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> dict[str, Offer]:
         offers, index, tokens, grammar = {}, slot.index, request.tokens, request.sampling.grammar
@@ -124,25 +138,18 @@ class Decoder:
         return offers
 
     def _plan(
-        self,
-        policy: Policy,
-        requests: Sequence[Request],
-        slots: Sequence[Slot],
-        views: Sequence[SequenceView],
-        chunks: int | None,
+        self, policy: Policy, active: Sequence[Active], used: Sequence[Slot], chunks: int | None
     ) -> tuple[Choice, list[int]]:
         """Let the drafter catch up. Return the choice with the smallest sufficient k, and each request's number of drafts."""
-        choice = policy.choose(views)
+        choice = policy.choose([each.view for each in active])
         if not choice.k:
-            return PLAIN, [0] * len(requests)
-        first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
-        longest = max([slot.cached + 1 for slot in self.slots.between(first, last)])
-        room = self.target.capacity - longest  # rows that fit after the last confirmed token's
+            return PLAIN, [0] * len(active)
+        room = self.target.capacity - max([slot.cached + 1 for slot in used])  # rows that fit after the last confirmed token's
         built = [size for size in self._k if size <= min(choice.k, room)]
-        most = max([view.remaining for view in views]) - 1
+        most = max([each.view.remaining for each in active]) - 1
         limit = next((size for size in built if size >= most), built[-1])
         counts = []
-        for request, slot, view in zip(requests, slots, views, strict=True):
+        for request, slot, view in active:
             count, offer = min(limit, view.remaining - 1), view.offers.get(self._drafting(choice, view))
             if offer is None:
                 count = 0
@@ -170,26 +177,19 @@ class Decoder:
             stats.engine_seconds -= self._engine_seconds() - engines  # the scheduler adds it with the round's
         return not drafter.pending(slot.index, request.tokens)
 
-    def _lanes(
-        self,
-        choice: Choice,
-        requests: Sequence[Request],
-        slots: Sequence[Slot],
-        views: Sequence[SequenceView],
-        counts: Sequence[int],
-    ) -> tuple[list[Lane], int]:
-        """Return the lanes of a round, one for each slot from the first to the last in use, and the first slot's index."""
-        first, last = min(slot.index for slot in slots), max(slot.index for slot in slots)
-        lanes = [Lane([], None, NONE, 0, [], slot.cached) for slot in self.slots.between(first, last)]
-        for request, slot, view, count in zip(requests, slots, views, counts, strict=True):
+    def _lanes(self, choice: Choice, active: Sequence[Active], used: Sequence[Slot], counts: Sequence[int]) -> list[Lane]:
+        """Return the lanes of a round, one for each slot from the first to the last in use."""
+        lanes, first = [Lane([], None, NONE, 0, [], slot.cached) for slot in used], used[0].index
+        for (request, slot, view), count in zip(active, counts, strict=True):
             drafter = self._drafting(choice, view) if count else NONE
             proposal = view.offers[drafter].proposal if count else None
             proposed = [] if proposal is None else proposal.tokens[:count]
             position = len(request.tokens) - 1
             on_device = self._on_device.get(drafter)
             missing = 0 if on_device is None else on_device.missing(slot.index, request.tokens)
-            lanes[slot.index - first] = Lane(request.tokens, request.sampling, drafter, count, proposed, position, missing)
-        return lanes, first
+            at = slot.index - first
+            lanes[at] = Lane(request.tokens, request.sampling, drafter, count, proposed, position, missing)
+        return lanes
 
     def _commit(self, choice: Choice, request: Request, slot: Slot, result: RoundResult) -> None:
         request.sampling.advance(result.tokens)

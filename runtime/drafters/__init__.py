@@ -1,13 +1,13 @@
-"""Drafters by name. A new one is a file here and a `register` call.
+"""Drafters by name. A new one is a file here and an entry in `_BUILT_IN`.
 
-Drafters are registered in order of preference, for callers that fix k and name no drafter.
+The order is the order of preference, for callers that fix k and name no drafter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from outrider.bundle.manifest import Manifest
 from outrider.errors import UsageError
 from outrider.runtime.drafters.base import DeviceDrafter, Drafter
 from outrider.runtime.drafters.block import BlockDrafter
@@ -17,10 +17,8 @@ from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
 from outrider.runtime.drafters.parallel import ParallelDrafter, ParallelHeadDrafter
 
-if TYPE_CHECKING:
-    from outrider.bundle.manifest import Manifest
-
-_REGISTRY: dict[str, type[Drafter]] = {}
+_BUILT_IN = (HeadDrafter, BlockDrafter, ParallelHeadDrafter, ParallelDrafter, ModelDrafter, NgramDrafter, GrammarDrafter)
+_REGISTRY: dict[str, type[Drafter]] = {kind.name: kind for kind in _BUILT_IN}
 
 
 def register(drafter: type[Drafter]) -> None:
@@ -62,12 +60,3 @@ def available(manifest: Manifest) -> list[str]:
 def on_device(names: Iterable[str]) -> list[str]:
     """Return the names of the drafters that draft on the device."""
     return [name for name in names if issubclass(get(name), DeviceDrafter)]
-
-
-register(HeadDrafter)
-register(BlockDrafter)
-register(ParallelHeadDrafter)
-register(ParallelDrafter)
-register(ModelDrafter)
-register(NgramDrafter)
-register(GrammarDrafter)

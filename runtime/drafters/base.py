@@ -1,6 +1,6 @@
 """The drafter interface: all that the rest of Outrider knows about the source of drafted tokens.
 
-A drafter is one file and one `register` call; see `outrider.runtime.drafters`. There are two kinds:
+A drafter is one file and one entry in the registry; see `outrider.runtime.drafters`. There are two kinds:
 
 - A `Drafter` proposes tokens on the host before the round (`propose`). N-grams do this.
 - A `DeviceDrafter` drafts inside the round: its launches run before the target's pass, so tokens go from buffer to buffer
@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.bundle.manifest import Manifest
 from outrider.engines.device import Buffer, Layout
 from outrider.engines.session import Session
 from outrider.runtime.grammar.matcher import Matcher
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape, Step
-
-if TYPE_CHECKING:
-    from outrider.bundle.manifest import Manifest
 
 
 class Proposal(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,10 +12,8 @@ from outrider.engines.contract import BLOCK_STATE, CONTEXT, DRAFT_SAMPLERS, LOGI
 from outrider.engines.device import Buffer, Device, Engine, Launch, Layout
 from outrider.engines.session import GraphSession
 from outrider.runtime.drafters.parallel import ParallelHeadDrafter
+from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape
-
-if TYPE_CHECKING:
-    from outrider.runtime.policy.costs import Costs
 
 
 class BlockDrafter(ParallelHeadDrafter):
@@ -37,7 +35,7 @@ class BlockDrafter(ParallelHeadDrafter):
     def context_ids(self, tokens: list[int]) -> list[int]:
         return [CONTEXT] * len(tokens)
 
-    def _behind(self, last: int, drafted: int) -> list[int]:
+    def _after_context(self, last: int, drafted: int) -> list[int]:
         return [last, *[self._session.mask_token] * (drafted - self._session.from_anchor)]
 
     @classmethod

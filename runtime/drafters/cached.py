@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from outrider.bundle.manifest import Manifest
 from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
+from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.sampling import top_probability
-
-if TYPE_CHECKING:
-    from outrider.bundle.manifest import Manifest
-    from outrider.runtime.policy.costs import Costs
 
 
 class CachedDrafter(DeviceDrafter):

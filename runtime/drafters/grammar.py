@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from outrider.bundle.manifest import Manifest
 from outrider.runtime.drafters.base import Drafter, Proposal
 from outrider.runtime.grammar.matcher import Matcher
-
-if TYPE_CHECKING:
-    from outrider.bundle.manifest import Manifest
 
 
 class GrammarDrafter(Drafter):

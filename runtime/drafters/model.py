@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.runtime.drafters.step import StepDrafter
+from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane
-
-if TYPE_CHECKING:
-    from outrider.runtime.policy.costs import Costs
 
 CONTEXT = 2
 

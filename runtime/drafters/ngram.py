@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from outrider.bundle.manifest import Manifest
 from outrider.runtime.drafters.base import Drafter, Proposal, Resources
 from outrider.runtime.grammar.matcher import Matcher
-
-if TYPE_CHECKING:
-    from outrider.bundle.manifest import Manifest
 
 LONGEST, SHORTEST = 4, 2  # tokens that must match; the longest match wins
 

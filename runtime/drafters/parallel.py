@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,11 +13,9 @@ from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
 from outrider.engines.device import Buffer, Layout
 from outrider.runtime.drafters.base import Resources
 from outrider.runtime.drafters.step import StepDrafter
+from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import RoundBuffers, Shape
 from outrider.runtime.rounds.sampling import top_probability
-
-if TYPE_CHECKING:
-    from outrider.runtime.policy.costs import Costs
 
 
 class ParallelDrafter(StepDrafter):
@@ -46,11 +44,11 @@ class ParallelDrafter(StepDrafter):
     def _kept(self, drafted: list[int]) -> list[int]:
         return []
 
-    def _behind(self, last: int, drafted: int) -> list[int]:
+    def _after_context(self, last: int, drafted: int) -> list[int]:
         return [self._session.mask_token] * (drafted - 1)
 
     def _first_rows(self, context: int, drafted: int) -> int:
-        return context + len(self._behind(0, drafted))
+        return context + len(self._after_context(0, drafted))
 
     def _most_logits(self, max_k: int) -> list[int]:
         return [max_k if self._session.skips_logits else self._first_rows(self._contexts[-1], max_k)]
@@ -80,11 +78,11 @@ class ParallelDrafter(StepDrafter):
                 session.write(np.array([self.context_ids(chunk)]), np.array([read]))
                 read += len(chunk)
             block = text[begin : begin + self._max_k]
-            if len(entries) + len(self._behind(0, len(block))) > session.capacity:
+            if len(entries) + len(self._after_context(0, len(block))) > session.capacity:
                 block = block[:-1]  # the cache has no room for the last token's mask
                 if not block:
                     break
-            ids = [*self.context_ids(entries[read:]), *self._behind(text[begin - 1], len(block))]
+            ids = [*self.context_ids(entries[read:]), *self._after_context(text[begin - 1], len(block))]
             rows, sure = self._block(ids, read, text[begin - 1 : begin + len(block) - 1])
             agrees += (rows.argmax(-1) == np.array(block)).tolist()
             confidences += sure

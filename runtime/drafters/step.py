@@ -16,7 +16,7 @@ from outrider.runtime.rounds.sampling import DRAFTING, DRAWING, top_probability
 
 
 class StepDrafter(CachedDrafter):
-    """A step model, which drafts one token a step unless a subclass has it otherwise.
+    """A step model, which drafts one token per step unless a subclass overrides this.
 
     The first step of a round writes the last few entries of the cache, its context, and drafts from the last of them.
     """
@@ -24,8 +24,8 @@ class StepDrafter(CachedDrafter):
     def context_ids(self, tokens: list[int]) -> list[int]:
         return tokens
 
-    def _behind(self, last: int, drafted: int) -> list[int]:
-        """Return what a round's first step reads behind its context, after a text that ends with the token `last`."""
+    def _after_context(self, last: int, drafted: int) -> list[int]:
+        """Return the input ids of a round's first step after its context, for a text that ends with the token `last`."""
         return []
 
     def context_rows(self, lanes: Sequence[Lane]) -> int:
@@ -56,18 +56,18 @@ class StepDrafter(CachedDrafter):
         width = self._session.vocab_rows
         sizes = [buffers.batch * most for most in self._most_logits(buffers.max_k)]
         self._logits = [device.zeros((size, width), "float32", "the logits of a round") for size in sizes]
-        self._rows: dict[int, Buffer] = {}  # by drafted token, where its logits cannot be read in their place
+        self._rows: dict[int, Buffer] = {}  # by drafted token: a copy of its logits, if needed
 
     def _first_rows(self, context: int, drafted: int) -> int:
-        """Return the rows of a round's first step."""
+        """Return the number of rows of a round's first step."""
         return context
 
     def _most_logits(self, max_k: int) -> list[int]:
-        """Return the most rows of logits of each step of a round."""
+        """Return the maximum rows of logits of each step of a round."""
         return [1 if self._session.skips_logits else self._contexts[-1], *[1] * (max_k - 1)]
 
     def _place(self, row: int, shape: Shape) -> tuple[int, int, int]:
-        """Return whose logits a token is drawn from: the step, its row among the step's rows of logits, and their number."""
+        """Return the place of a token's logits: the step, the row in the step's logits, and their number of rows."""
         rows = 1 if row or self._session.skips_logits else shape.context
         return row, rows - 1, rows
 
@@ -77,7 +77,7 @@ class StepDrafter(CachedDrafter):
         ids = self._ids[: shape.batch * rows].reshape(shape.batch, rows)
         for index, lane in enumerate(lanes):
             sampling = lane.sampling
-            if sampling is None:  # a slot between others: its pass writes where no entry is needed
+            if sampling is None:  # an unused slot: its pass writes where no entry is needed
                 ids[index] = 0
                 written = self._written[shape.first + index]
                 start = min(len(written), self._session.capacity - max(rows, context + drafted - 1))
@@ -87,7 +87,7 @@ class StepDrafter(CachedDrafter):
                 # A batched sequence that drafts nothing may be shorter than the context.
                 start = max(len(tokens) - self.shift - context, 0)
                 given = tokens[start + self.shift : start + self.shift + context]
-                read = [*self.context_ids(given), *self._behind(tokens[-1], drafted)]
+                read = [*self.context_ids(given), *self._after_context(tokens[-1], drafted)]
                 ids[index, : len(read)] = read
                 ids[index, len(read) :] = 0
                 if not shape.greedy:
@@ -101,13 +101,13 @@ class StepDrafter(CachedDrafter):
     def steps(self, shape: Shape) -> list[Step]:
         steps = []
         for row in range(shape.drafted):
-            if self._place(row, shape)[0] == row:  # else an earlier step gives the logits
+            if self._place(row, shape)[0] == row:  # otherwise an earlier step gives the logits
                 steps.append(Step(self._step(row, shape)))
             steps.append(Step(self._sampler(row, shape), self._buffers.outputs.host[f"status {row}"], row))
         return steps
 
     def _step(self, row: int, shape: Shape) -> Launch:
-        """The pass that gives the logits of a drafted token."""
+        """Return the pass that gives the logits of a drafted token."""
         rows, of_logits = 1 if row else self._first_rows(shape.context, shape.drafted), self._place(row, shape)[-1]
 
         def make() -> Launch:
@@ -122,11 +122,11 @@ class StepDrafter(CachedDrafter):
         return self._buffers.cached((self.name, "step", row, rows, of_logits, shape.window, shape.first, shape.batch), make)
 
     def _feature_positions(self, row: int, shape: Shape) -> Buffer | None:
-        """Return where a step writes the feature that the next one reads, if it does."""
+        """Return where a step writes the features that the next one reads, if it does."""
         return None
 
     def _last_logits(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
-        """The logits [B, 1, V] that a token is drawn from, and the launches that bring them there."""
+        """Return the logits [B, 1, V] from which a token is drawn, and the launches that copy them there."""
         step, at, rows = self._place(row, shape)
         whole, width, device = self._logits[step], self._session.vocab_rows, self._buffers.device
         if rows == 1:
@@ -141,7 +141,7 @@ class StepDrafter(CachedDrafter):
         return own.part(0, shape.batch, 1, width), [device.copy_columns(own, 0, matrix, at * width, width)]
 
     def _sampler(self, row: int, shape: Shape) -> Launch:
-        """The run of the sampler that draws a token from the logits of a step."""
+        """Return the run of the sampler that draws a token."""
         buffers = self._buffers
 
         def make() -> Launch:
@@ -168,7 +168,7 @@ class StepDrafter(CachedDrafter):
         return buffers.cached(key, make)
 
     def _source(self, row: int, shape: Shape) -> tuple[int, ...]:
-        """Return what rounds have in common whose sampler reads the logits of a token in the same place."""
+        """Return the key of the place from which a sampler reads a token's logits."""
         return self._place(row, shape)
 
     def logits(self, row: int, shape: Shape, lane: int) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from bisect import bisect_left
 from collections.abc import Collection
 from typing import Self
@@ -34,7 +35,6 @@ class Costs:
         self.acceptance = build.acceptance
         self._windows = build.windows
         self._last_window = len(build.windows) - 1
-        self._known: dict[tuple[str, int, int], float] = {}  # by engine, rows and window
         self._tables: dict[str, dict[int, tuple[list[int], list[float]]]] = {}  # by engine and window: rows and medians
         sizes = {role: model.parameters for role, model in manifest.models.items()}
         self._guessed = {role: size / sizes["target"] for role, size in sizes.items()}
@@ -46,17 +46,18 @@ class Costs:
                 for window in windows
                 if (at := sorted((c for c in of_batch if c.window == window), key=lambda c: c.rows))
             }
+        self._interpolated = functools.cache(self._interpolate)
 
     def scaled(self, engines: Collection[str], factor: float) -> Self:
         """Return costs by which these engines take `factor` times as long."""
         other = copy.copy(self)
-        other._known = {}
         other._guessed = {role: size * (factor if role in engines else 1) for role, size in self._guessed.items()}
         other._tables = self._tables | {
             name: {at: (rows, [time * factor for time in times]) for at, (rows, times) in self._tables[name].items()}
             for name in engines
             if name in self._tables
         }
+        other._interpolated = functools.cache(other._interpolate)
         return other
 
     def size(self, drafted: int) -> int:
@@ -73,11 +74,6 @@ class Costs:
     def window(self, end: int) -> int:
         """Return the index of the smallest window with room for position `end`, or else of the last one."""
         return min(bisect_left(self._windows, end), self._last_window)
-
-    def _interpolated(self, name: str, rows: int, window: int) -> float:
-        if (name, rows, window) not in self._known:
-            self._known[name, rows, window] = self._interpolate(name, rows, window)
-        return self._known[name, rows, window]
 
     def _interpolate(self, name: str, rows: int, window: int) -> float:
         xs, ys = self._tables[name][window]

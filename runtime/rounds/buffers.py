@@ -1,4 +1,4 @@
-"""The buffers of a round, each at a fixed address, and what they are for."""
+"""A round's lanes, its shape, and its buffers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from outrider.runtime.policy.early_stop import EarlyStop
 from outrider.runtime.rounds.sampling import SamplingState
 
 VERIFIER = -1
-MAX_CACHED = 512  # launches, and lists of them; each holds bindings of an engine
+MAX_CACHED = 512  # launches or lists of them; each holds an engine's bindings
 Array = npt.NDArray[Any]
 
 
 class Lane(NamedTuple):
-    """One sequence's place in the batch of a round."""
+    """One sequence in the batch of a round."""
 
     tokens: list[int]  # the confirmed ones
     sampling: SamplingState | None  # None for a padding lane
-    drafter: str  # whose tokens it drafts; in a round of proposals, each lane may have another's
+    drafter: str  # in a round of proposals, lanes may have different drafters
     k: int  # tokens to draft
-    proposed: list[int]  # these, where a drafter proposed them on the host
+    proposed: list[int]  # the drafted tokens, if they were proposed on the host
     position: int  # the cache entry that the target's first row writes
-    missing: int = 0  # how many of the last tokens the drafter on the device has not processed
+    missing: int = 0  # confirmed tokens that the drafter on the device has not processed
 
 
 class Shape(NamedTuple):
-    """What two rounds have in common if they consist of the same launches."""
+    """Identifies the launches of a round: rounds of equal shapes have the same launches."""
 
     first: int  # slot of the first lane
     batch: int  # lanes, in consecutive slots
@@ -45,15 +45,15 @@ class Shape(NamedTuple):
     drafted: int  # tokens to draft
     rows: int  # of the target's pass
     window: int
-    greedy: bool  # use the samplers that need no settings, random numbers or candidates
-    edits: int  # entries of the table of edits
-    candidates: int  # that top_k and top_p choose from
-    top: int | None  # most likely tokens to report the logprobs of; None reports none
+    greedy: bool  # whether its samplers need no settings, random numbers or candidates
+    edits: int  # entries in the table of edits
+    candidates: int  # from which top_k and top_p choose
+    top: int | None  # number of most likely tokens to report; None reports no logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A launch of a round; a sampler's has a status."""
+    """A launch of a round. Samplers have a status."""
 
     launch: Launch
     status: Array | None = None  # int64 [B], on the host
@@ -61,38 +61,38 @@ class Step:
 
 
 class RoundState:
-    """A round under way."""
+    """A running round."""
 
     def __init__(self, lanes: Sequence[Lane], shape: Shape, stop: EarlyStop | None):
         self.lanes = lanes
         self.shape = shape
         self.stop = stop
-        self.active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]  # lanes that have not failed
+        self.active = [index for index, lane in enumerate(lanes) if lane.sampling is not None]  # not failed
         self.failed: dict[int, EngineError] = {}
-        # How many rows count of each lane with a grammar.
+        # The number of valid rows of each lane with a grammar.
         self.rows = {at: 1 for at in self.active if getattr(lanes[at].sampling, "grammar", None) is not None}
         self.confidences: list[float] = []
-        self.stops_with: int | None = None  # rows of the target's pass, where drafting is to stop at the last step that ran
+        self.stops_with: int | None = None  # rows of the target's pass, if drafting stops after the last step
 
     def fail(self, index: int, error: EngineError) -> None:
-        """Leave a lane out of the rest of the round; the others go on."""
+        """Exclude a lane from the rest of the round."""
         self.active.remove(index)
         self.failed[index] = error
 
     def decided(self, step: Step) -> bool:
-        """Return whether a step's sampler has decided for all lanes."""
+        """Return whether a step's sampler has decided for all active lanes."""
         status = step.status
         return status is None or all(status[index] == DECIDED for index in self.active)
 
 
 class RoundBuffers:
-    """The buffers of rounds of up to as many sequences as the sessions have slots.
+    """The buffers of rounds over the sessions' slots.
 
-    In a round of N lanes the tensors [N, ...] lie at the beginning of each buffer, without gaps.
+    In a round of N lanes, the tensors [N, ...] are at the start of each buffer, without gaps.
     """
 
     def __init__(self, device: Device, target: Session, samplers: Mapping[str, Engine], inputs: Sequence[Layout], max_k: int):
-        """Lay out the buffers for rounds of up to `max_k` drafted tokens, with the inputs of drafters."""
+        """Allocate the buffers for rounds of up to `max_k` drafted tokens, with the inputs of drafters."""
         self.device = device
         self.target = target
         self.vocab_rows = target.vocab_rows
@@ -123,10 +123,10 @@ class RoundBuffers:
         self._tables: dict[int, Arena] = {}  # by their number of edits
         self._launches: LRUCache[tuple[Any, ...], Launch] = LRUCache(MAX_CACHED)
 
-    # Launches that drafters make, too
+    # Launches, also for drafters
 
     def cached(self, key: tuple[Any, ...], make: Callable[[], Launch]) -> Launch:
-        """Return the launch with this key, which is made when it is first asked for."""
+        """Return the launch with this key, and make it if necessary."""
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = make()
@@ -151,11 +151,11 @@ class RoundBuffers:
         return self.outputs.device["drafted"].part(0, shape.batch, self.max_k + 1)
 
     def token(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
-        """Return where a drafter's sampler writes its tokens [B, 1], and the launches that copy them to the others."""
+        """Return the buffer for a drafter's sampled tokens [B, 1], and the launches that copy them to the matrix."""
         return self._column("token", self.drafted_matrix(shape), row, shape.batch, 1)
 
     def q_row(self, row: int, shape: Shape) -> tuple[Buffer, list[Launch]]:
-        """Return where a drafter writes the distributions [B, V] of a row's tokens, and the launches that copy them on."""
+        """Return the buffer for the distributions [B, V] of a row's tokens, and the launches that copy them on."""
         first = row * shape.batch * self.vocab_rows
         q = self._q.part(first, shape.batch, self.vocab_rows)
         if q.address % self.device.alignment == 0:
@@ -165,12 +165,12 @@ class RoundBuffers:
         return flat.part(0, shape.batch, self.vocab_rows), copies
 
     def q_view(self, row: int) -> Floats:
-        """Return the distribution [V] of a row's token, in a round of one sequence, where the memory is the host's."""
+        """Return the distribution [V] of a row's token in a round of one sequence, if the memory is the host's."""
         view: Floats = self._q.view()[row]
         return view
 
     def _column(self, name: str, whole: Buffer, first: int, rows: int, columns: int) -> tuple[Buffer, list[Launch]]:
-        """A tensor that an engine may write, and the launch that copies it into columns of the matrix `whole`."""
+        """Return a tensor that an engine may write, and the launch that copies it into columns of the matrix `whole`."""
         if (name, first, rows) not in self._columns:
             own = self.device.zeros((rows, columns), whole.dtype, "the buffers of a round")
             self._columns[name, first, rows] = own, [self.device.copy_columns(whole, first, own, 0, columns)]
@@ -185,14 +185,14 @@ class RoundBuffers:
         return tokens
 
     def q(self, count: int, shape: Shape, lane: int) -> Floats:
-        """Return the distributions [count, V] that a lane's drafted tokens were drawn from, as the drafter claims."""
+        """Return the drafter's distributions [count, V] of a lane's drafted tokens."""
         q: Floats = self.device.read(self._q.part(0, count, shape.batch, self.vocab_rows))[:, lane]
         return q
 
     def q_of(self, row: int, shape: Shape, lane: int) -> Buffer:
-        """Return where the distribution [1, V] of a lane's drafted token lies."""
+        """Return the buffer of the distribution [1, V] of a lane's drafted token."""
         return self._q.part((row * shape.batch + lane) * self.vocab_rows, 1, self.vocab_rows)
 
     def target_rows(self, shape: Shape, lane: int, count: int) -> Buffer:
-        """Return where the target's logits [count, V] of a lane's first rows lie."""
+        """Return the buffer of the target's logits [count, V] of a lane's first rows."""
         return self.target_logits.part(lane * shape.rows * self.vocab_rows, count, self.vocab_rows)

@@ -1,4 +1,4 @@
-"""What the host decides in a sampler's place, exactly and slowly."""
+"""Decisions that the host makes in a sampler's place, exactly and slowly."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def not_finite() -> EngineError:
 
 
 def resolve(launches: Launches, state: RoundState, at: int) -> int:
-    """Decide what the sampler of the step `at` did not. Where top_k or top_p reach beyond the candidates, the round goes on
-    from there with more of them; lanes whose logits are not finite fail.
+    """Decide for the lanes that the sampler of step `at` left undecided. If top_k or top_p reach beyond the candidates, the
+    step is repeated with more of them. Lanes whose logits are not finite fail.
 
     Returns:
-        the index of the step that the round goes on with.
+        the index of the next step to run.
     """
     shape, steps, synchronous = state.shape, launches.steps(state.shape), launches.device.synchronous
     row, status, drafter = steps[at].row, steps[at].status, launches.on_device(shape)
@@ -37,7 +37,7 @@ def resolve(launches: Launches, state: RoundState, at: int) -> int:
     for index in [index for index in state.active if status[index] not in (DECIDED, MORE_CANDIDATES)]:
         state.fail(index, not_finite())
         if row != VERIFIER:
-            put_drafted(launches, row, shape, index, 0)  # any token will do for the passes that follow
+            put_drafted(launches, row, shape, index, 0)  # any token will do for the later passes
     undecided = [index for index in state.active if status[index] == MORE_CANDIDATES]
     if undecided and shape.candidates < launches.max_candidates:
         larger = (size for size in CANDIDATES if shape.candidates < size)
@@ -49,8 +49,8 @@ def resolve(launches: Launches, state: RoundState, at: int) -> int:
 
 
 def decide_on_host(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> None:
-    """Decide in float64 what a sampler's graph could not, because TensorRT's TopK takes no more candidates. This is exact
-    and slow, and only nearly flat distributions need it."""
+    """Decide in float64 where a sampler's graph cannot, because TensorRT's TopK supports no more candidates. Only nearly flat
+    distributions need this."""
     sampling, drafter = lane.sampling, launches.on_device(shape)
     assert sampling is not None
     settings = reference.named_settings(sampling.settings[0])
@@ -73,7 +73,7 @@ def decide_on_host(launches: Launches, row: int, shape: Shape, index: int, lane:
 
 
 def drafted_tokens(launches: Launches, shape: Shape, lane: int) -> list[int]:
-    """Return the drafted tokens of a lane, and whatever lies behind them."""
+    """Return the drafted tokens of a lane, followed by unused entries."""
     proposed = launches.inputs.device["proposed"].part(0, shape.batch, shape.rows)
     matrix = proposed if launches.on_device(shape) is None else launches.drafted_matrix(shape)
     tokens: list[int] = launches.device.read(matrix)[lane].tolist()

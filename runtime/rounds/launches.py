@@ -17,7 +17,7 @@ from outrider.runtime.rounds.buffers import MAX_CACHED, Lane, RoundBuffers, Shap
 from outrider.runtime.rounds.logprobs import LogprobsRuns
 from outrider.runtime.rounds.sampling import ACCEPTING, DRAWING, SamplingState
 
-# For a slot that takes no part in a round: greedy, and one edit that changes nothing.
+# For slots that take no part in a round: greedy, with one edit that changes nothing.
 NO_EDITS = np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1, len(EDITS)), dtype=np.float32)
 NO_SETTINGS = np.array([1.0 if name in ("top_p", "repetition_penalty") else 0.0 for name in SETTINGS], dtype=np.float32)
 
@@ -32,13 +32,13 @@ class Launches(RoundBuffers):
         layouts = [drafter.layout(target.batch, max_k) for drafter in drafters]
         super().__init__(device, target, samplers, layouts, max_k)
         self._drafters = {drafter.name: drafter for drafter in drafters}
-        self._sent: list[tuple[object, bool]] = []  # the tables that the device has, and by which rule they accept
+        self._sent: list[tuple[object, bool]] = []  # by lane: the table on the device, and whether the rule is exact-match
         self.logprobs = LogprobsRuns(self)
         self._steps: LRUCache[Shape, list[Step]] = LRUCache(MAX_CACHED)
         for drafter in drafters:
             drafter.attach(self)
 
-    # What a round is
+    # The shape
 
     def shape(self, lanes: Sequence[Lane], first: int, rows: int, drafter: str) -> Shape:
         """Return the shape of a round of the slots from `first` on, with `rows` rows in the target's pass.
@@ -67,25 +67,25 @@ class Launches(RoundBuffers):
         )
 
     def on_device(self, shape: Shape) -> DeviceDrafter | None:
-        """Return the drafter whose launches are part of a round, if it has one."""
+        """Return the drafter whose launches are part of the round, if there is one."""
         return self._drafters.get(shape.drafter)
 
     def _candidates(self, minimum: int) -> int:
-        """Return the number of candidates to begin with. Few different ones are used, because each has its own launches."""
+        """Return the number of candidates to start with. Few numbers are used, because each has its own launches."""
         sufficient = (size for size in (1, *CANDIDATES) if size >= minimum)
         return min(next(sufficient, self.vocab_rows), self.max_candidates)
 
     def _table_size(self, samplings: Sequence[SamplingState]) -> int:
-        """Return the number of edits that the tables have room for; few different sizes, for the same reason."""
+        """Return the size of the tables of edits. Few sizes are used, because each has its own launches."""
         size, longest = 1, max(sampling.table()[0].shape[1] for sampling in samplings)
         while size < longest:
             size *= 4
         return min(size, self.vocab_rows)
 
-    # What the host writes before a round
+    # The inputs
 
     def fill(self, lanes: Sequence[Lane], shape: Shape) -> None:
-        """Write what the round reads from the host, and send the requests' settings where the device has others."""
+        """Write the round's inputs, and upload the requests' settings if they have changed."""
         host, rows, batch = self.inputs.host, shape.rows, shape.batch
         ids = host["input_ids"][: batch * rows].reshape(batch, rows)
         positions, counts = host["positions"], host["drafted_count"]
@@ -110,10 +110,10 @@ class Launches(RoundBuffers):
             self._send_tables(lanes, shape)
 
     def _send_tables(self, lanes: Sequence[Lane], shape: Shape) -> None:
-        """Upload the requests' settings and edits where the device has others.
+        """Upload the requests' settings and edits if they have changed.
 
-        Tokens that were proposed on the host were drawn from no distribution. Accepting one where the target's own draw is
-        the same keeps the target's distribution, and does so as often as possible: with the target's probability of it.
+        Tokens proposed on the host were not drawn from a distribution. Exact-match accepts one if the target draws the same,
+        which keeps the target's distribution and accepts as often as possible: with the target's probability of the token.
         """
         proposed = shape.drafted > 0 and shape.drafter not in self._drafters
         tables = [NO_EDITS if lane.sampling is None else lane.sampling.table() for lane in lanes]
@@ -139,14 +139,14 @@ class Launches(RoundBuffers):
             host["settings"][index, SETTINGS.index("exact_match")] = exact[index]
             for name, values in (("edit_ids", edit_ids), ("edits", edits)):
                 host[name][index, :count] = values[0]
-                host[name][index, count:] = values[0, :1]  # entries of one token must be equal
+                host[name][index, count:] = values[0, :1]  # a token's entries must be equal
         self._tables[size].upload()
         self._sent = current
 
     # The launches
 
     def steps(self, shape: Shape) -> list[Step]:
-        """Return the launches of a round, in order; those of rounds that differ in candidates alone correspond by index."""
+        """Return the launches of a round, in order. Shapes that differ only in candidates have corresponding steps."""
         steps = self._steps.get(shape)
         if steps is None:
             drafter = self._drafters.get(shape.drafter)
@@ -202,7 +202,7 @@ class Launches(RoundBuffers):
         return self.cached(("verifier", rows, batch, on_device, shape.greedy, shape.edits, shape.candidates), make)
 
     def _drafted_rows(self, shape: Shape, on_device: bool) -> tuple[Buffer, list[Launch]]:
-        """The drafted tokens [B, S] as the verifier reads them, and the launches that bring them there."""
+        """Return the drafted tokens [B, S] for the verifier, and the launches that copy them there."""
         batch, rows = shape.batch, shape.rows
         if not on_device:
             return self.inputs.device["proposed"].part(0, batch, rows), []
@@ -215,6 +215,6 @@ class Launches(RoundBuffers):
         return narrow, [self.device.copy_columns(narrow, 0, drafted, 0, rows)]
 
     def shorten(self, shape: Shape, drafted: int, rows: int) -> Shape:
-        """Return the round of one sequence under way with fewer drafted tokens, where the device's memory is the host's."""
+        """Return the shape of the running round of one sequence with fewer tokens, if the memory is the host's."""
         self.inputs.host["drafted_count"][0] = drafted
         return shape._replace(drafted=drafted, rows=rows)

@@ -12,22 +12,22 @@ from outrider.runtime.rounds.buffers import RoundBuffers, Shape
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural logarithms of the target's probabilities in one position, before bias, penalties and truncation; with a grammar,
-    among the tokens that it allows."""
+    """Natural logarithms of the target's probabilities at one position, before bias, penalties and truncation. With a grammar,
+    they are normalized over the allowed tokens."""
 
     logprob: float  # of the token itself
     top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
 
 
 class LogprobsRuns:
-    """The runs of the engine that computes logprobs, and what the last one has computed."""
+    """The runs of the engine that computes logprobs, and their results."""
 
     def __init__(self, buffers: RoundBuffers):
         self._buffers = buffers
-        self._arenas: dict[int, Arena] = {}  # by how many tokens are reported
+        self._arenas: dict[int, Arena] = {}  # by the number of reported tokens
 
     def run(self, shape: Shape) -> Launch:
-        """Return the run for rounds of a shape that reports logprobs."""
+        """Return the run for rounds of a shape."""
         assert shape.top is not None
         buffers, batch, rows, top = self._buffers, shape.batch, shape.rows, shape.top
 
@@ -60,6 +60,6 @@ class LogprobsRuns:
         for row in range(lane * shape.rows, lane * shape.rows + count):
             best = slice(row * shape.top, row * shape.top + top)
             pairs = zip(host["top_ids"][best].tolist(), host["top_logprobs"][best].tolist(), strict=True)
-            allowed = tuple(pair for pair in pairs if pair[1] > -np.inf)  # a grammar may leave fewer tokens
+            allowed = tuple(pair for pair in pairs if pair[1] > -np.inf)  # a grammar may allow fewer tokens
             logprobs.append(Logprobs(float(host["logprobs"][row]), allowed))
         return logprobs

@@ -1,4 +1,4 @@
-"""What a request's grammar forbids, written over the logits on the host: between a pass and the sampler that reads them."""
+"""Apply grammars to logits on the host, between a pass and the sampler that reads them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from outrider.runtime.rounds.launches import Launches
 
 
 def mask_row(launches: Launches, state: RoundState, row: int) -> None:
-    """Write the masks of all lanes with a grammar over the logits that the sampler of a row reads, and note how many rows of
-    the round count. A lane whose masks cannot be had fails."""
+    """Mask the logits that the sampler of a row reads, in all lanes with a grammar, and note the valid rows. A lane whose masks
+    cannot be computed fails."""
     for index in [index for index in state.rows if index in state.active]:
         try:
             state.rows[index] = _mask(launches, row, state.shape, index, state.lanes[index])
@@ -21,14 +21,14 @@ def mask_row(launches: Launches, state: RoundState, row: int) -> None:
 
 
 def _mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) -> int:
-    """Set to minus infinity what may not follow a lane's drafted tokens: the logits of the drafted token in that row, or all
-    rows of the target's pass. A row that follows a token outside the grammar cannot matter, and stays as it is.
+    """Set the logits of forbidden tokens to minus infinity: those of the drafted token in that row, or of all rows of the
+    target's pass. Rows after a token outside the grammar do not matter, and stay unchanged.
 
     Returns:
-        how many rows of the round count; see `Matcher.masks`.
+        the number of valid rows; see `Matcher.masks`.
 
     Raises:
-        GrammarError: the masks take more than they may, or leave no token.
+        GrammarError: the masks exceed a limit, or allow no token.
     """
     assert lane.sampling is not None
     grammar, device = lane.sampling.grammar, launches.device
@@ -49,8 +49,8 @@ def _mask(launches: Launches, row: int, shape: Shape, index: int, lane: Lane) ->
     for values, allowed in zip(logits, masks, strict=True):
         if not values.sum() < np.inf:  # the sampler has to see NaN
             continue
-        if row == VERIFIER or values[allowed].max() > -np.inf:  # a draft may know none of the tokens that are left
+        if row == VERIFIER or values[allowed].max() > -np.inf:  # the draft's vocabulary may lack all allowed tokens
             np.copyto(values, -np.inf, where=~allowed)
-    if not device.synchronous:  # otherwise its memory is the host's
+    if not device.synchronous:  # otherwise the memory is the host's
         device.write(buffer, logits)
     return rows

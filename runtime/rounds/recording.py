@@ -1,4 +1,4 @@
-"""Rounds on a device that runs behind the host: many launches with one wait, recorded where possible."""
+"""Rounds on an asynchronous device: many launches with one wait, recorded if possible."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outrider.runtime.rounds.buffers import VERIFIER, Array, RoundState, Shape, 
 from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.masks import mask_row
 
-MAX_RECORDED = 64  # parts kept recorded; each holds some memory of the device
-RECORD_AT = 3  # runs of a part after which it is recorded: that takes two more, and many shapes are never seen again
+MAX_RECORDED = 64  # recorded segments; each holds some device memory
+RECORD_AT = 3  # runs after which a segment is recorded: recording takes two more, and many shapes never recur
 
 
 class Segment(NamedTuple):
-    """Steps that run without the host: all of a round, or those before or after it writes masks."""
+    """Steps that run without the host: a whole round, or the steps before or after masks are written."""
 
     shape: Shape
     begin: int
@@ -28,27 +28,27 @@ class Segment(NamedTuple):
 
 
 class Recorder:
-    """Launches the steps of rounds, and records those that run often. `seconds` is the time that it took, waiting included."""
+    """Launches the steps of rounds, and records frequent ones. `seconds` is the time spent, waiting included."""
 
     def __init__(self, launches: Launches, enabled: bool):
-        """Launch steps of these rounds; `enabled` says whether their engines may be recorded."""
+        """Use these launches; `enabled` says whether their engines can be recorded."""
         self.enabled = enabled
         self.seconds = 0.0
         self._device, self._launches = launches.device, launches
         self._recorded: dict[Segment, Launch] = {}  # in the order of their last use
-        self._seen: Counter[Segment] = Counter()  # how often those that are not recorded have run
+        self._seen: Counter[Segment] = Counter()  # runs of segments that are not recorded
 
     @property
     def recorded(self) -> Mapping[Segment, Launch]:
-        """Return what runs in place of the launches of each recorded segment, in the order of their last use."""
+        """Return the replays of the recorded segments, in the order of their last use."""
         return MappingProxyType(self._recorded)
 
     def advance(self, state: RoundState, begin: int) -> int | None:
-        """Launch the steps from `begin` on, and return the first whose sampler did not decide for an active lane; None once all
-        have run and decided."""
+        """Launch the steps from `begin` on. Return the first step whose sampler did not decide for an active lane; None if all
+        have decided."""
         shape, steps, fresh = state.shape, self._launches.steps(state.shape), begin == 0
         verifier = next(at for at, step in enumerate(steps) if step.status is not None and step.row == VERIFIER)
-        # The pass before it changes the states of recurrent layers, so it is never launched twice; masks come behind it.
+        # The target's pass changes recurrent states, so it must not be launched twice; masks are applied after it.
         waits = [verifier - 1] * (self._launches.target.recurrence is not None) + [verifier] * bool(state.rows)
         for end in [*(end for end in waits if end > begin), len(steps)]:
             segment, started = Segment(shape, begin, end), time.perf_counter()
@@ -74,7 +74,7 @@ class Recorder:
         self._device.synchronize()
 
     def _replay(self, segment: Segment) -> bool:
-        """Run what was recorded of a segment. Return whether anything was."""
+        """Replay a segment if it is recorded, and return whether it is."""
         replay = self._recorded.pop(segment, None) if self.enabled else None
         if replay is None:
             return False
@@ -84,7 +84,7 @@ class Recorder:
         return True
 
     def _record(self, segment: Segment, steps: Sequence[Step]) -> None:
-        """Record steps that have just run, to be replayed from now on if the replay decides as the launches did."""
+        """Record steps that have just run, and check that the replay gives the same results."""
         while len(self._recorded) >= MAX_RECORDED:
             least_recent = next(iter(self._recorded))
             del self._recorded[least_recent], self._seen[least_recent]
@@ -107,8 +107,8 @@ class Recorder:
         self._recorded[segment] = replay
 
     def _outcome(self, shape: Shape) -> list[Array]:
-        """Return what a round has decided. What a lane is given beyond the tokens that it drafts is left out: it depends on
-        what earlier rounds have left in the caches."""
+        """Return the outputs of a round. Tokens beyond those that a lane drafts are zeroed: they depend on what earlier rounds
+        left in the caches."""
         outcome = {name: values.copy() for name, values in self._launches.outputs.host.items()}
         width, counts = self._launches.max_k + 1, self._launches.inputs.host["drafted_count"]
         for lane, count in enumerate(counts[: shape.batch]):

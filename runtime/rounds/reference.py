@@ -1,7 +1,7 @@
-"""The sampler's arithmetic as a textbook has it: float64 NumPy, one row after another, no graph and no backend.
+"""The sampler's arithmetic as in a textbook: float64 NumPy, row by row, without graphs and backends.
 
-Tests and the audit compare the graphs with it; a round decides by it what a backend's graph cannot. With a `Fault` it is
-one of the audit's negative controls.
+Tests and the audit compare the graphs with it, and a round falls back to it where a backend's graph cannot decide. With a
+`Fault` it is one of the audit's negative controls.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from outrider.engines.contract import BLOCK, SETTINGS
 
 Doubles = npt.NDArray[np.float64]
-TOLERANCE = 2e-4  # relative: what fp32 may be off in a running sum over a whole vocabulary
+TOLERANCE = 2e-4  # relative error of fp32 in a running sum over a whole vocabulary
 
 
 class Fault(Enum):
-    """One wrong line each; all of them change what is emitted."""
+    """One wrong line each. All of them change the emitted tokens."""
 
     ALWAYS_ACCEPT = "always accept"
     INVERTED_RATIO = "accept with p/q inverted"
@@ -29,7 +29,7 @@ class Fault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What is done to one token's logit; see `contract.EDITS`."""
+    """The edits of one token's logit; see `contract.EDITS`."""
 
     bias: float = 0.0
     count: int = 0
@@ -38,7 +38,7 @@ class Edit:
 
 
 def edit(logits: Doubles, settings: dict[str, float], edits: dict[int, Edit], prefix: list[int], row: int) -> Doubles:
-    """Logits [V] with bias, ban and penalties, after the drafted `prefix`, in the row of that number."""
+    """Return logits [V] with bias, ban and penalties, in a row after the drafted `prefix`."""
     out = logits.copy()
     for token in edits.keys() | set(prefix):
         known = edits.get(token, Edit())
@@ -53,7 +53,7 @@ def edit(logits: Doubles, settings: dict[str, float], edits: dict[int, Edit], pr
 
 
 def warp(logits: Doubles, settings: dict[str, float]) -> Doubles:
-    """Probabilities [V] from which the next token is drawn."""
+    """Return the probabilities [V] from which the next token is drawn."""
     if settings["temperature"] == 0:
         one_hot = np.zeros(len(logits))
         one_hot[logits.argmax()] = 1
@@ -74,8 +74,8 @@ def warp(logits: Doubles, settings: dict[str, float]) -> Doubles:
 def draft(
     logits: npt.NDArray[np.floating], width: int, settings: dict[str, float], edits: dict[int, Edit], prefix: list[int]
 ) -> Doubles:
-    """The distribution [V], V being `width`, that a token is drafted from after the drafted `prefix`, from the draft's
-    logits [Vd]."""
+    """Return the distribution [width] from which a token is drafted after the drafted `prefix`, given the draft's logits
+    [Vd]."""
     laid_out = np.full(width, -np.inf)
     common = min(width, len(logits))
     laid_out[:common] = logits[:common]
@@ -83,7 +83,7 @@ def draft(
 
 
 def excluded(logits: Doubles, settings: dict[str, float], token: int) -> bool:
-    """Whether truncation excludes a token for these logits [V], whatever fp32 makes of a share that just reaches top_p."""
+    """Return whether truncation excludes a token for these logits [V], even if fp32 misjudges a sum that just reaches top_p."""
     if settings["temperature"] == 0:
         return bool(logits[token] < logits.max())
     with np.errstate(under="ignore"):
@@ -100,7 +100,7 @@ def excluded(logits: Doubles, settings: dict[str, float], token: int) -> bool:
 
 
 def draw(weights: Doubles, uniforms: npt.NDArray[np.floating]) -> int:
-    """The token that two uniform numbers pick from weights [V]: its block of 256, then itself."""
+    """Return the token that two uniform numbers pick from weights [V]: first its block of 256, then the token."""
     blocks = np.pad(weights, (0, -len(weights) % BLOCK)).reshape(-1, BLOCK)
     block = _pick(blocks.sum(axis=1), float(uniforms[0]))
     return block * BLOCK + _pick(blocks[block], float(uniforms[1]))
@@ -122,14 +122,14 @@ def verify(
     edits: dict[int, Edit] | None = None,
     fault: Fault | None = None,
 ) -> list[int]:
-    """What one round emits: the accepted drafted tokens and one of the target's own.
+    """Return the tokens that one round emits: the accepted drafted tokens and one of the target's own.
 
     Args:
         logits: the target's, [k + 1, V].
         drafted: k tokens, each drawn from its row of `q` [k, V].
         settings: by the names of `contract.SETTINGS`.
         uniforms: [k + 1, 3]: accepting, block and token of each row.
-        fault: the line that is to be wrong.
+        fault: the line to make wrong.
     """
     edits = edits or {}
     if fault is Fault.TARGET_NOT_TRUNCATED:
@@ -157,12 +157,12 @@ def verify(
 
 
 def named_settings(values: npt.NDArray[np.float32]) -> dict[str, float]:
-    """One sequence's settings [8] by name."""
+    """Return one sequence's settings [8] by name."""
     return dict(zip(SETTINGS, values.tolist(), strict=True))
 
 
 def edits_of(edit_ids: npt.NDArray[np.int64], edits: npt.NDArray[np.float32]) -> dict[int, Edit]:
-    """One sequence's table, [1, N] and [1, N, 4], by token."""
+    """Return one sequence's table, [1, N] and [1, N, 4], by token."""
     return {
         token: Edit(bias, int(count), seen > 0, int(banned_rows))
         for token, (bias, count, seen, banned_rows) in zip(edit_ids[0].tolist(), edits[0].tolist(), strict=True)

@@ -1,14 +1,14 @@
-"""One round on the device: its launches in order, repeated where a sampler could not decide, recorded where possible.
+"""One round on the device: its launches in order, recorded if possible, repeated if a sampler could not decide.
 
-    upload      what the host knows: last tokens, positions, random numbers          one copy
-    draft       a step of the drafter and its sampler, as often as asked             a token goes from each to the next
+    upload      last tokens, positions and random numbers                            one copy
+    draft       steps of the drafter and its sampler                                 each passes its token to the next
     verify      the target's pass over the last confirmed token and the drafted ones
     decide      the verifier
     download    the accepted tokens, the target's own, and every sampler's status    one copy, one wait
 
-Nothing in between comes to the host, so a device that can record launches replays a whole round as one. Only the masks of a
-grammar are the host's work: before the verifier, and before each draft sampler where launches are done when they return. Such a
-round is two recordings.
+Nothing in between comes to the host, so a device that can record launches replays a whole round as one. Only the masks of
+grammars are computed on the host: before the verifier and, on a synchronous device, before each draft sampler. Such a round
+is two recordings.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from outrider.runtime.rounds.recording import Recorder
 
 
 class RoundResult(NamedTuple):
-    """What a round decided for one sequence."""
+    """The result of a round for one sequence."""
 
-    drafter: str  # a drafter's name, or `NONE` where nothing was drafted
+    drafter: str  # a drafter's name, or `NONE` if nothing was drafted
     drafted: list[int]
     tokens: list[int]  # the accepted ones, and one of the target's own
-    logprobs: list[Logprobs] | None  # of each token, where the request asks for them
-    confidences: Sequence[float] = ()  # the drafter's, in the drafted tokens, where it might have stopped behind them
+    logprobs: list[Logprobs] | None  # of each token, if the request asks for them
+    confidences: Sequence[float] = ()  # the drafter's, after which it might have stopped
 
     @property
     def accepted(self) -> int:
@@ -45,17 +45,17 @@ class RoundResult(NamedTuple):
 
 
 class Observer(Protocol):
-    """Sees each result while the buffers still hold the numbers that it was decided from, and may replace it."""
+    """Sees each result while the buffers still hold its inputs, and may replace it."""
 
     def __call__(self, launches: Launches, shape: Shape, index: int, lane: Lane, result: RoundResult) -> RoundResult:
-        """Return the result to use for the lane with this index."""
+        """Return the result to use for a lane."""
 
 
 class Rounds:
-    """Runs rounds of the sequences in the sessions' slots."""
+    """Runs rounds over the sessions' slots."""
 
     def __init__(self, device: Device, launches: Launches, *, record: bool, observer: Observer | None = None):
-        """Run rounds over these launches; `record` says whether their engines may be recorded."""
+        """Run rounds with these launches; `record` says whether their engines can be recorded."""
         self.device = device
         self.launches = launches
         self.recorder = Recorder(launches, record)
@@ -70,16 +70,16 @@ class Rounds:
     def run(
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
     ) -> list[RoundResult | EngineError | None]:
-        """Draft tokens after the confirmed ones of each lane, and decide on them by one target pass of `rows` rows. Rows
-        beyond the drafted tokens are padding, and their logits are not used.
+        """Draft tokens after the confirmed ones of each lane, and verify them in one target pass of `rows` rows. Rows beyond
+        the drafted tokens are padding, and their logits are unused.
 
         Args:
             lanes: one for each slot from `first` on.
             drafter: the drafter of all lanes that draft.
-            stop: where drafting may end early; used with one lane, on a device whose launches are done when they return.
+            stop: when to stop drafting early; used for one lane on a synchronous device.
 
         Returns:
-            for each lane its result, or why there is none; None for a slot that takes no part.
+            for each lane its result or its error; None for a slot that takes no part.
 
         Raises:
             EngineError: the rows do not fit the cache, or the backend failed.
@@ -106,7 +106,7 @@ class Rounds:
         return result if self.observer is None else self.observer(launches, shape, index, lane, result)
 
     def _decide(self, state: RoundState) -> None:
-        """Launch a round's steps until all is decided."""
+        """Launch a round's steps until all samplers have decided."""
         advance = self._advance if self.device.synchronous else self.recorder.advance
         begin = 0
         while state.active and (at := advance(state, begin)) is not None:
@@ -119,8 +119,8 @@ class Rounds:
                 begin = resolve(self.launches, state, at)
 
     def _advance(self, state: RoundState, begin: int) -> int | None:
-        """Launch the steps from `begin` on, one by one, and return the first whose sampler did not decide for an active lane,
-        or at which drafting is to stop; None once all have run and decided."""
+        """Launch the steps from `begin` on. Return the first step whose sampler did not decide for an active lane, or after
+        which drafting stops; None if all have decided."""
         clock, shape, stop = time.perf_counter, state.shape, state.stop
         steps = self.launches.steps(shape)
         for at in range(begin, len(steps)):

@@ -1,4 +1,4 @@
-"""What the sampler graphs need to know of one request: settings, random numbers, and the tokens that it edits."""
+"""The samplers' inputs for one request: settings, random numbers, and edits of logits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
 from outrider.runtime.grammar.matcher import Matcher
 from outrider.runtime.params import SamplingParams
 
-DRAWS = 64  # positions whose random numbers are drawn at once
+DRAWS = 64  # positions to draw random numbers for at once
 DRAFTING, ACCEPTING, DRAWING = slice(0, 2), slice(2, 3), slice(3, 5)  # the uses of a position's five numbers
 
 
 class SamplingState:
-    """The samplers' view of one request, from its prompt to its last token."""
+    """The samplers' state of one request."""
 
     def __init__(
         self, params: SamplingParams, prompt: list[int], end_ids: list[int], vocab_rows: int, grammar: Matcher | None = None
     ):
-        """Set up a request whose text ends at any of `end_ids`, which are banned before `min_new_tokens`."""
+        """Start a request whose text ends at any of `end_ids`. They are banned before `min_new_tokens`."""
         self.params = params
         self.grammar = grammar
         self.end_ids = frozenset(end_ids)
@@ -34,7 +34,7 @@ class SamplingState:
             self.candidates = min(CANDIDATES[0], vocab_rows)
         self.emitted = 0
         seed = secrets.randbits(63) if params.seed is None else int(params.seed)
-        # The raw numbers of a bit generator are the same in every release of NumPy; what its Generator makes of them is not.
+        # The raw numbers of a bit generator are the same in every release of NumPy; those of its Generator are not.
         self._random = np.random.Philox(key=seed % 2**64)
         self._uniforms = np.empty((0, 5), dtype=np.float32)
         self._edits: dict[int, list[float]] = {}
@@ -49,7 +49,7 @@ class SamplingState:
             for token in prompt:
                 self._edit(token, "seen", 1)
 
-        self.greedy = params.temperature == 0 and not self._edits  # the likeliest tokens of unchanged logits
+        self.greedy = params.temperature == 0 and not self._edits  # whether it takes the argmax of unchanged logits
 
     def setting(self, name: str) -> float:
         """Return one of `contract.SETTINGS`."""
@@ -69,7 +69,7 @@ class SamplingState:
                 self._edit(token, "seen", 1)
                 self._edit(token, "count", self._edits[token][EDITS.index("count")] + 1)
         if self.params.min_new_tokens:
-            self._table = None  # the ban ends in an earlier row now
+            self._table = None  # the ban now ends in an earlier row
 
     def uniforms(self, first: int, count: int) -> Floats:
         """Return random numbers, float32 [count, 5] in [0, 1), for the answer's tokens from index `first` on.
@@ -85,7 +85,7 @@ class SamplingState:
         return self._uniforms[first : first + count]
 
     def table(self) -> tuple[Int64s, Floats]:
-        """Return `edit_ids` [1, N] and `edits` [1, N, 4]; without any edit, one entry that changes nothing."""
+        """Return `edit_ids` [1, N] and `edits` [1, N, 4], with one entry that changes nothing if there are no edits."""
         if self._table is None:
             rows = np.array(list(self._edits.values()) or [[0.0] * len(EDITS)], dtype=np.float32)
             rows[:, EDITS.index("banned_rows")] -= self.emitted
@@ -98,6 +98,6 @@ class SamplingState:
 
 
 def top_probability(logits: Floats, scratch: Floats) -> float:
-    """Return softmax's probability of the likeliest token, 1 / sum(exp(x - max x)); both arrays are float32 [V]."""
+    """Return softmax's probability of the most likely token, 1 / sum(exp(x - max x)); both arrays are float32 [V]."""
     np.subtract(logits, logits.max(), out=scratch)
     return float(1 / np.exp(scratch, out=scratch).sum())

@@ -1,4 +1,4 @@
-"""How many tokens a prompt has at least, known from its length alone: tokenizing a long text takes seconds."""
+"""A lower bound on the tokens of a prompt, by its length alone: tokenizing a long text takes seconds."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-# Characters that a normalizer makes one of, at most. No character of Unicode decomposes into more than four, so composing
-# (NFC, NFKC) leaves at least a quarter; to decompose and to change case never yields fewer characters.
+# The most characters that a normalizer turns into one. No Unicode character decomposes into more than four, so composing
+# (NFC, NFKC) leaves at least a quarter. Decomposing and changing case never yield fewer characters.
 SHRINKING = {"NFC": 4.0, "NFKC": 4.0, "NFD": 1.0, "NFKD": 1.0, "Lowercase": 1.0, "Prepend": 1.0, "ByteLevel": 1.0}
 KEEPING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")  # pre-tokenizers that drop nothing
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 class Bound(NamedTuple):
-    """Characters that a token stands for, at most."""
+    """The most characters that a token stands for."""
 
     characters: float
-    absorbing: tuple[str, ...]  # added tokens that stand for any amount of white space beside them, too
+    absorbing: tuple[str, ...]  # added tokens that also absorb any amount of adjacent white space
 
     def tokens(self, text: str) -> int:
-        """Return how many tokens a text has at least."""
+        """Return the least number of tokens of a text."""
         absorbed = any(token in text for token in self.absorbing)
         length = sum(map(len, text.split())) if absorbed else len(text)
         return int(-(-length // self.characters))
 
 
 def bound(tokenizer: Tokenizer) -> Bound | None:
-    """Return a bound that holds for every text, or None where none is known.
+    """Return a bound that holds for every text, or None if none is known.
 
-    Characters are counted before they are normalized. A token stands for no more of its normalized text's characters than
-    its own text has, because in a byte-level vocabulary a character of a token is a byte of the text, and a character has
-    at least one byte. Every character belongs to a token only if the vocabulary has every byte, and if neither normalizer
-    nor pre-tokenizer removes text; those that are not known not to have no bound.
+    The bound counts characters before normalization. A token stands for at most as many normalized characters as its own text
+    has: in a byte-level vocabulary, each character of a token is one byte, and each character of a text has at least one byte.
+    Every character belongs to a token if the vocabulary has every byte, and if neither normalizer nor pre-tokenizer removes
+    text. Normalizers and pre-tokenizers that are not known to keep text have no bound.
     """
     normalizers, pre_tokenizers = list(_parts(tokenizer.normalizer)), list(_parts(tokenizer.pre_tokenizer))
     shrinking = 1.0
@@ -59,7 +59,7 @@ def bound(tokenizer: Tokenizer) -> Bound | None:
     if not by_bytes and not (getattr(model, "byte_fallback", False) and vocabulary.keys() >= BYTES):
         return None
     absorbing = [token for token in tokenizer.get_added_tokens_decoder().values() if token.lstrip or token.rstrip]
-    # One that is looked for in normalized text may be in any text, as "" is.
+    # A token that is matched in normalized text may occur in any text, as "" does.
     texts = tuple("" if token.normalized and normalizers else token.content for token in absorbing)
     return Bound(shrinking * max(map(len, vocabulary)), texts)
 

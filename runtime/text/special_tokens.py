@@ -1,4 +1,4 @@
-"""Keeps the text of chat messages from becoming control tokens, such as those that begin a turn."""
+"""Keep text of chat messages from becoming control tokens, such as those that begin a turn."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from outrider.runtime.text.prompt_length import BYTES
 def control_tokens(added: Iterable[AddedToken], written: str) -> list[str]:
     """Return the texts of the tokens that only a chat template may write.
 
-    These are the special tokens, and those that `written`, small conversations in the template, contains: some tokenizers
-    do not mark the tokens that begin a turn as special. White space, words and single bytes stay text.
+    These are the special tokens, and other added tokens in `written`, sample chats in the template: some tokenizers do not mark
+    the tokens that begin a turn as special. White space, words and single bytes remain text.
     """
     special, others = [], []
     for token in added:
@@ -32,11 +32,11 @@ def control_tokens(added: Iterable[AddedToken], written: str) -> list[str]:
 
 
 class Aliases:
-    """Other names for control tokens, which no message can contain, and a tokenizer that knows them by these names only.
+    """Aliases of control tokens, which no message can contain, and a tokenizer that knows the tokens only by their aliases.
 
-    A chat is rendered with placeholders for the control tokens in its messages. What is left of them in the result is the
-    template's own. It gets the aliases, the placeholders become the messages' text again, and one call encodes the whole:
-    so nothing else about the tokens changes, neither at the seams nor in words.
+    A chat is rendered with placeholders for the control tokens in its messages. The remaining control tokens are the template's
+    own, and are replaced by their aliases. Then the placeholders become the messages' text again, and one call encodes the
+    whole text. So no other token changes, not even at the seams.
     """
 
     def __init__(self, tokenizer: Tokenizer, control: list[str]):
@@ -45,8 +45,8 @@ class Aliases:
         Raises:
             ValueError: the tokens cannot be renamed in this tokenizer.
         """
-        nonce = secrets.token_hex(8)  # whoever could guess the names could forge the tokens
-        # The first and last characters are for private use: normalizers leave them alone, and they are not part of a word.
+        nonce = secrets.token_hex(8)  # guessable aliases could be forged
+        # Private-use characters at both ends: normalizers keep them, and they are not part of a word.
         self._aliases = {text: f"\ue000{nonce}{index}\ue001" for index, text in enumerate(control)}
         self._placeholders = {text: f"\ue002{nonce}{index}\ue003" for index, text in enumerate(control)}
         self.tokenizer = _renamed(tokenizer, self._aliases)
@@ -56,18 +56,18 @@ class Aliases:
         return _replace(text, self._placeholders)
 
     def show(self, rendered: str) -> str:
-        """Return a text whose placeholders are the messages' text again."""
+        """Replace placeholders by the messages' text."""
         return _replace(rendered, {placeholder: text for text, placeholder in self._placeholders.items()})
 
     def protect(self, rendered: str) -> str:
-        """Return a rendered chat for `tokenizer`, made from one with placeholders."""
+        """Return a chat rendered with placeholders in the form that `tokenizer` encodes."""
         return self.show(_replace(rendered, self._aliases))
 
 
 def unspelled(tokenizer: Tokenizer, is_special: Callable[[int], bool]) -> str:
-    """Return a tokenizer, in JSON, that makes ordinary tokens of the texts of its special tokens, whose ids it keeps.
+    """Return a tokenizer, in JSON, that encodes the texts of its special tokens as ordinary tokens, with unchanged ids.
 
-    A grammar's text is bytes: where one token for it alone is proposed, llguidance does not take it.
+    llguidance follows a grammar's text by bytes, and does not accept a single special token that spells it.
     """
     special = [token.content for index, token in tokenizer.get_added_tokens_decoder().items() if is_special(index)]
     description = json.loads(Aliases(tokenizer, special).tokenizer.to_str())
@@ -77,13 +77,13 @@ def unspelled(tokenizer: Tokenizer, is_special: Callable[[int], bool]) -> str:
 
 
 def _replace(text: str, names: dict[str, str]) -> str:
-    """Replace names by others, of several that begin at the same place the longest, as tokenizers do."""
+    """Replace names by others. At each position the longest name wins, as in tokenizers."""
     pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     return re.sub(pattern, lambda match: names[match.group()], text)
 
 
 def _renamed(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
-    """Return a tokenizer in which tokens have other texts, and the same ids."""
+    """Return a tokenizer in which tokens have new texts and the same ids."""
     description: dict[str, Any] = json.loads(tokenizer.to_str())
     for token in description["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -93,7 +93,7 @@ def _renamed(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
         model["unk_token"] = names.get(model.get("unk_token"), model.get("unk_token"))
     else:
         model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
-    if "merges" in model:  # none may make such a token from ordinary text
+    if "merges" in model:  # drop those that would form such a token from ordinary text
         pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
         model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
     try:

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for: those of a text, or a part of a character."""
+"""The bytes that tokens stand for; a token may be part of a character."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from outrider.errors import EngineError
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
-"""What the characters of byte-level tokens stand for."""
+"""The byte that each character of a byte-level token stands for."""
 
 
 class TokenBytes:
     """The bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
-        """Learn how the tokenizer writes bytes."""
+        """Find out how the tokenizer encodes bytes."""
         self._tokenizer: Any = tokenizer
         added = self._tokenizer.get_added_tokens_decoder()
         self.special: dict[int, str] = {token: each.content for token, each in added.items() if each.special}
-        """The texts of the tokens that are no part of a text."""
+        """The special tokens and their texts; they are not part of an answer's text."""
         decoder = b"" if self._tokenizer.decoder is None else self._tokenizer.decoder.__getstate__()
         self._byte_level, self._byte_fallback = b'"ByteLevel"' in decoder, b'"ByteFallback"' in decoder
-        self._changed = not decoder.startswith(b'{"type":"ByteLevel"')  # perhaps, by further decoders
+        self._changed = not decoder.startswith(b'{"type":"ByteLevel"')  # perhaps: there may be other decoders
         self._whole = {token: each.content for token, each in added.items() if each.special or self._byte_level}
 
     def of(self, token: int, begins: bool = False) -> bytes:
-        """Return the bytes of a token behind others, or where it `begins` a text, some of which have no space then.
+        """Return the bytes of a token after others, or of one that `begins` a text, where some have no space.
 
         Raises:
             EngineError: the tokenizer fails.
@@ -52,7 +52,7 @@ class TokenBytes:
 
 @functools.lru_cache(maxsize=4)
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
-    """Return the bytes of a tokenizer's tokens; reading what it is made of takes long."""
+    """Return the cached bytes of a tokenizer's tokens, because reading its configuration takes long."""
     return TokenBytes(tokenizer)
 
 
@@ -72,10 +72,10 @@ def decode(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def panicked(error: BaseException) -> bool:
-    """Return whether Rust code has panicked: that is no Exception, and no module exports it."""
+    """Return whether Rust code has panicked. A PanicException is not an Exception, and no module exports it."""
     return type(error).__name__ == "PanicException"
 
 
 def line(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Return an error's message in one line."""
     return " ".join(str(error).split())
