@@ -6,7 +6,8 @@ from pathlib import Path
 
 from outrider.backends import registry
 from outrider.backends.base import Engines
-from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import Build, Manifest
 from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress

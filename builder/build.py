@@ -16,7 +16,8 @@ from outrider.backends.base import Backend, BuildSpec, check_costs
 from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.passes import measure
-from outrider.bundle.folder import digest_all, read_manifest, staged, unchanged, write_whole
+from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
+from outrider.bundle.integrity import unchanged
 from outrider.bundle.manifest import MANIFEST, Build, Manifest
 from outrider.engines.contract import window_buckets
 from outrider.errors import DeviceError, FolderError, OutriderError, OutriderWarning, UsageError

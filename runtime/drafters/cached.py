@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from outrider.engines.contract import DRAFT_SAMPLERS
+from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
 from outrider.runtime.rounds.sampling import top_probability
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.engines.contract import DRAFT_SAMPLERS
+from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.rounds.buffers import Lane
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.backends.tensorrt.engine import choose_profile, silent_logger
+from outrider.backends.tensorrt.engine import RuntimeCache, cache_file, choose_profile, silent_logger
 from outrider.backends.tensorrt.engines import (
     check_gpu,
     check_validity,
@@ -26,8 +26,8 @@ from outrider.backends.tensorrt.engines import (
 )
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, plan_file
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
-from outrider.backends.tensorrt.runtime_cache import RuntimeCache, cache_file
-from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import Build
 from outrider.engines.device import Launch
 from outrider.engines.session import Pass
