@@ -33,6 +33,7 @@ SAMPLER_TOLERANCE = 1e-3  # of probabilities and logprobs, which are all compute
 SAME_CHOICES = 0.95  # share of choices that must be equal; rounding changes a few, at a nucleus's edge or between two tokens
 CASES = 40  # random inputs for each shape of a sampler
 Arrays = dict[str, npt.NDArray[Any]]
+Side = tuple[Device, Engine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +82,26 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
     }
     for role in engines.manifest.roles:
         progress.stage(f"comparing the {role}")
-        tolerance = tolerances[role]
         sessions = engines.session(role, batch=1), reference.session(role, batch=1)
         for session in sessions:
             give_features(session, engines.manifest.models[role].features)
         for rows in sorted({*required_rows(role, build), build.max_prompt_chunk}):
             if rows > build.capacity:
                 continue
-            yield _step(role, rows, tolerance, *sessions, drafted=build.k[-1])
+            yield _step(role, rows, tolerances[role], *sessions, drafted=build.k[-1])
         precisions = (each.models[role].precision for each in (engines.manifest, manifest))
         got, want = (written_features(*each) for each in zip(sessions, precisions, strict=True))
         if got is not None and want is not None:
-            yield _features(role, build.max_prompt_chunk, tolerance, got, want)
+            yield _features(role, build.max_prompt_chunk, tolerances[role], got, want)
         del sessions  # one model in memory at a time
     for name in engines.manifest.samplers:
         progress.stage(f"comparing the {name}")
-        samplers = engines.sampler(name), reference.sampler(name)
+        sides = (engines.device, engines.sampler(name)), (reference.device, reference.sampler(name))
         if name == MARKOV:
-            yield _markov(engines.manifest.models["block-head"], tolerances["block-head"], engines, reference, *samplers)
+            yield _markov(engines.manifest.models["block-head"], tolerances["block-head"], *sides)
             continue
         for rows in sorted(required_rows(name, build)):
-            yield _sampler(name, rows, engines, reference, *samplers)
+            yield _sampler(name, rows, build.k[-1] + 1, engines.manifest.vocab_rows, *sides)
 
 
 def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session, drafted: int) -> Compared:
@@ -130,14 +130,12 @@ def _features(role: str, rows: int, tolerance: float, got: Floats, want: Floats)
     return Compared(f"{role}'s features", rows, difference(want, got), allowed, float(near))
 
 
-def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: Engine, their_engine: Engine) -> Compared:
+def _sampler(name: str, rows: int, max_rows: int, vocab_rows: int, ours: Side, theirs: Side) -> Compared:
     """Run random rounds."""
-    vocab_rows = ours.manifest.vocab_rows
     distance, same = 0.0, []
     for seed in range(CASES):
-        inputs = _inputs(name, rows, ours.build.k[-1] + 1, vocab_rows, np.random.default_rng(seed))
-        want = _run_sampler(theirs.device, their_engine, name, inputs, vocab_rows)
-        got = _run_sampler(ours.device, our_engine, name, inputs, vocab_rows)
+        inputs = _inputs(name, rows, max_rows, vocab_rows, np.random.default_rng(seed))
+        want, got = (_run_sampler(*side, name, inputs, vocab_rows) for side in (theirs, ours))
         choices = next(each for each in ("token", "tokens", "top_ids") if each in want)
         equal = bool((want[choices] == got[choices]).all() and (want.get("status") == got.get("status")))
         same.append(equal)
@@ -147,9 +145,7 @@ def _sampler(name: str, rows: int, ours: Engines, theirs: Engines, our_engine: E
     return Compared(name, rows, distance, SAMPLER_TOLERANCE, float(np.mean(same)))
 
 
-def _markov(
-    model: Model, tolerance: float, ours: Engines, theirs: Engines, our_engine: Engine, their_engine: Engine
-) -> Compared:
+def _markov(model: Model, tolerance: float, ours: Side, theirs: Side) -> Compared:
     """Run random rows."""
     assert model.block_state is not None
     distance, scale, same = 0.0, 1.0, []
@@ -160,8 +156,8 @@ def _markov(
             BLOCK_STATE: random.standard_normal((1, 1, model.block_state)).astype(np.float32),
             "before": random.integers(0, model.vocab_rows, (1, 1)),
         }
-        want = _run_sampler(theirs.device, their_engine, MARKOV, inputs, model.vocab_rows, model.block_state)
-        got = _run_sampler(ours.device, our_engine, MARKOV, inputs, model.vocab_rows, model.block_state)
+        sizes = model.vocab_rows, model.block_state
+        want, got = (_run_sampler(*side, MARKOV, inputs, *sizes) for side in (theirs, ours))
         scale = max(scale, largest(want["biased"]))
         same.append(bool(want["biased"].argmax() == got["biased"].argmax()))
         distance = max(distance, *(difference(values, got[each]) for each, values in want.items()))

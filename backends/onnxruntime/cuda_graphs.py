@@ -15,7 +15,7 @@ from typing import Any
 
 import onnxruntime
 
-from outrider.backends.base import reason
+from outrider.backends.onnxruntime.package import first_line
 from outrider.engines.device import Buffer, Device, Launch
 from outrider.errors import OutriderWarning
 
@@ -77,7 +77,7 @@ class CudaGraphs:
                 if [self._device.read(each).tobytes() for each in outputs] != expected:
                     raise ValueError("a replay computed different results")
         except Exception as error:  # ONNX Runtime's exceptions have no other base
-            warnings.warn(f"a pass runs as plain launches: {reason(error)}", OutriderWarning, stacklevel=2)
+            warnings.warn(f"a pass runs as plain launches: {first_line(error)}", OutriderWarning, stacklevel=2)
             self._session.run_with_iobinding(binding, self._plain)
             return self._plain
         self._recorded += 1

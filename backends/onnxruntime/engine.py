@@ -17,6 +17,7 @@ import onnxruntime
 
 from outrider.backends.base import Engines, GraphEngines, check_tensors, engine_tensors
 from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs, run_options
+from outrider.backends.onnxruntime.package import first_line
 from outrider.bundle.manifest import WEIGHTS, Build, Manifest, model_file, sampler_file
 from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
 from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch, host_buffer
@@ -293,9 +294,3 @@ def _bind(bound: Any, name: str, buffer: Buffer) -> None:
 
 def _sizes(shape: Any) -> tuple[int | None, ...]:
     return tuple(size if isinstance(size, int) else None for size in shape)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -60,19 +60,16 @@ class TensorRTEngines(GraphEngines):
         self._runtime = trt.Runtime(self._log)
         if build.version_compatible:
             self._runtime.engine_host_code_allowed = True
-        self._plans = {name: self._load(name, path) for name, path in plan_paths(folder, manifest).items()}
+        self._plans = {name: self._load(name, folder / plan_file(name)) for name in manifest.engines}
         self._keep_weights()
         # Engines take turns on one stream, so all contexts share one piece of memory.
         self._scratch = device.zeros((self._scratch_size(),), "uint8", "the engines' working memory")
         self._engines: dict[str, TensorRTEngine] = {}
 
     def step_model(self, role: str) -> Engine:
-        return self._engine(role)
+        return self.sampler(role)
 
     def sampler(self, name: str) -> Engine:
-        return self._engine(name)
-
-    def _engine(self, name: str) -> Engine:
         if name not in self._engines:
             plan, profiles = self._plans[name], self.build.profiles[name]
             kernels = cache_file(self.folder, self.manifest, plan_file(name))
@@ -169,11 +166,6 @@ def warm(role: str, session: Session, rows: Sequence[int], progress: Progress) -
         progress.advance(1)
     for slot in range(session.batch):
         session.clear(slot)
-
-
-def plan_paths(folder: Path, manifest: Manifest) -> dict[str, Path]:
-    """Return the paths of a bundle's plans, by engine."""
-    return {name: folder / plan_file(name) for name in manifest.engines}
 
 
 def check_validity(trt: Any, runtime: Any, path: Path, data: Any, hint: str) -> None:

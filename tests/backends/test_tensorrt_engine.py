@@ -19,7 +19,6 @@ from outrider.backends.tensorrt.engines import (
     check_gpu,
     check_validity,
     check_version,
-    plan_paths,
     reserved,
     warm,
     weight_budgets,
@@ -91,9 +90,8 @@ def test_a_bundle_without_a_draft_has_every_plan_that_is_loaded(checkpoints: Pat
 def check_alone(alone: Path) -> None:
     """Neither the draft's plan nor the drafters' are in it, and none of them may be asked for."""
     manifest, _ = open_bundle(alone)
-    plans = plan_paths(alone, manifest)
-    assert set(plans) == {"target", "verifier", "greedy_verifier", "logprobs"}
-    assert set(plans.values()) == set(alone.rglob("*.plan"))
+    assert set(manifest.engines) == {"target", "verifier", "greedy_verifier", "logprobs"}
+    assert {alone / plan_file(name) for name in manifest.engines} == set(alone.rglob("*.plan"))
     done = run_here("generate", alone, "--prompt", "the")
     assert "error: no NVIDIA GPU found" in done.stderr
 
@@ -101,7 +99,7 @@ def check_alone(alone: Path) -> None:
 def test_a_plan_is_not_valid_without_a_gpu(bundle: Path, made: Build) -> None:
     trt = RTX.load()
     runtime = trt.Runtime(silent_logger(trt))
-    for path in plan_paths(bundle, read_manifest(bundle)).values():
+    for path in [bundle / plan_file(name) for name in read_manifest(bundle).engines]:
         with pytest.raises(DeviceError, match="does not run here"):
             check_validity(trt, runtime, path, np.memmap(path, dtype=np.uint8, mode="r"), "build it again")
 
