@@ -1,1 +1,1 @@
-"""The losslessness audit, which checks that a bundle emits what its target alone would."""
+"""The losslessness audit: checks that a bundle emits what its target alone would."""

@@ -1,16 +1,16 @@
-"""`outrider verify`: evidence that a bundle emits what its target alone would, and that the evidence means something.
+"""`outrider verify`: checks that a bundle emits what its target alone would, and that the checks can detect errors.
 
 1. Arithmetic: the float64 reference agrees with the decisions of the sampler graphs, in plain and in speculative rounds.
 2. Greedy: the speculative text is the plain text, for every k; also under the masks of grammars that force, forbid and branch.
-3. Batched: if a bundle takes several requests at once, each gets the same text as alone, greedy or with a seed.
+3. Batched: if a bundle runs several requests at once, each gets the same text as alone, greedy or with a seed.
 4. Sampled: tokens at several places of the text have the same distribution in speculative and in plain decoding.
 5. Support: no token is emitted that truncation excludes.
 6. Negative controls: the same test detects each of four wrong samplers, and one that accepts every proposal from the host; and
-   it passes a second implementation of the right one.
+   it passes a second implementation of the right sampler.
 7. Counters: every drafted and every emitted token is accounted for.
 
-The first part looks at one decision at a time, so it also detects a graph that is wrong in plain decoding. The fourth detects
-what no single decision shows, such as drafted tokens that were not drawn from the q that they claim.
+The first part checks single decisions, so it also detects a graph that is wrong in plain decoding. The fourth detects errors
+that no single decision shows, such as drafted tokens that were not drawn from their claimed distribution q.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.audit.controls import RandomPolicy, ReferenceWatch, Watch
 from outrider.audit.prompts import PROMPTS, REPEATING
 from outrider.audit.report import Arithmetic, Audit, Control, Counters, Sampled
 from outrider.audit.statistics import Comparison, compare
-from outrider.audit.texts import LENGTH, DraftingMode, compare_batched, compare_greedy, count_sampled
+from outrider.audit.texts import LENGTH, DraftingMode, answers, compare_batched, compare_greedy, count_sampled
 from outrider.errors import EngineError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
@@ -34,17 +34,16 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.choice import AUTO
-from outrider.runtime.request import Request
 from outrider.runtime.rounds.reference import Fault
-from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.scheduler import Scheduler
 
 DRAWS = 500
-MORE_DRAWS = 4  # times as many, for a wrong sampler that was not detected
+MORE_DRAWS = 4  # factor for a wrong sampler that was not detected
 FALSE_ALARM = 1e-4  # probability that a correct bundle fails by chance, over all comparisons together
 SAMPLED_TOKENS = 5
 PLACES = {"first": 0, "second": 1, "third": 2, "last": -1}  # of the sampled tokens
 
-# Hot and cold, with and without each kind of truncation, by both rules; each on one of the prompts.
+# High and low temperatures, with and without each kind of truncation, with both rules; each on one prompt.
 SAMPLED = (
     (SamplingParams(temperature=0.7, rule="rejection"), PROMPTS[4]),
     (SamplingParams(temperature=0.7, top_p=0.9, rule="rejection"), PROMPTS[8]),
@@ -56,11 +55,11 @@ SAMPLED = (
     ),
 )
 CONTROLLED = SAMPLED[1]
-PROPOSED = (SamplingParams(temperature=1.0, rule="rejection"), REPEATING)  # for tokens that are proposed on the host
-# Greedy texts without edits use separate graphs; this one uses the others.
+PROPOSED = (SamplingParams(temperature=1.0, rule="rejection"), REPEATING)  # for drafters on the host
+# Greedy texts without edits use their own graphs; this text uses the others.
 EDITED = (SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5), PROMPTS[0])
 
-# By grammars that force, forbid and branch: of bundles that have a token to end a text with.
+# Grammars that force, forbid and branch, for bundles with an end-of-text token.
 MASKED = tuple(
     (SamplingParams(structured_outputs=structured), PROMPTS[0])
     for structured in (
@@ -79,16 +78,16 @@ Settings = tuple[tuple[SamplingParams, str], ...]
 
 
 class Scope(NamedTuple):
-    """What an audit compares."""
+    """The texts and settings that an audit compares."""
 
     prompts: Sequence[str] = PROMPTS
     masked: Settings = MASKED
     sampled: Settings = SAMPLED
     length: int = LENGTH  # tokens of each text that is compared as a whole
-    controls: bool = True  # whether wrong samplers are drawn from, too
+    controls: bool = True  # whether to draw from wrong samplers as well
 
     def texts(self, settings: Sequence[tuple[SamplingParams, str]]) -> Settings:
-        """Return settings for whole texts."""
+        """Return settings for texts of the full length."""
         return tuple((replace(params, max_new_tokens=self.length), text) for params, text in settings)
 
 
@@ -96,7 +95,7 @@ EVERYTHING = Scope()
 
 
 class Plan(NamedTuple):
-    """What is drawn at one setting and compared with plain decoding."""
+    """The draws at one setting, which are compared with plain decoding."""
 
     params: SamplingParams
     prompt: str
@@ -106,11 +105,12 @@ class Plan(NamedTuple):
 
 
 def plans(outrider: Outrider, scope: Scope) -> list[Plan]:
-    """Return what is drawn: every k of the first drafter and all drafters at random at each setting; the default k of each
-    other one that drafts on the device; and the largest k of each one that proposes on the host, at one setting.
+    """Return the draws of an audit.
 
-    The wrong samplers get the drafter that is accepted most often, because over one that is never accepted, some of them are
-    right.
+    At each setting: every k of the first drafter, all drafters at random, and the default k of other drafters on the device.
+    At one setting: the largest k of each drafter on the host.
+
+    Wrong samplers run with the drafter that is accepted most often: with one that is never accepted, some of them are right.
     """
     k, first, on_device = outrider.build.k, outrider.drafters[0], drafters.on_device(outrider.drafters)
     usual = [*(DraftingMode(each, first) for each in k), DraftingMode(AUTO, None)]
@@ -130,7 +130,7 @@ def plans(outrider: Outrider, scope: Scope) -> list[Plan]:
 
 
 def masked(outrider: Outrider, settings: Settings) -> Settings:
-    """Return settings with grammars, if the bundle can follow one."""
+    """Return the settings, which have grammars, if the bundle can follow a grammar."""
     return settings if outrider.manifest.generation.eos_token_ids else ()
 
 
@@ -139,7 +139,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, scope: Scope = EVERYTHING, 
 
     Args:
         draws: sampled texts for each setting and k; more find smaller differences.
-        scope: what is compared. Less than everything is evidence for less.
+        scope: what to compare. A smaller scope proves less.
 
     Raises:
         EngineError: a run failed.
@@ -170,7 +170,7 @@ def audit(outrider: Outrider, *, draws: int = DRAWS, scope: Scope = EVERYTHING, 
 
 
 def _sample(cell: Cell, plan: Plan, draws: int, arithmetic: Arithmetic, sampled: list[Sampled]) -> Tokens:
-    """Draw a plan's texts and compare them, each mode and all of them together. Return the plain ones."""
+    """Draw a plan's texts, and compare each mode and all modes together with plain decoding. Return the plain texts."""
     watch = Watch()
     plain = cell.draw(watch, DraftingMode(0, None), 2 * draws)
     drawn = {mode: cell.draw(watch, mode, draws) for mode in plan.modes}
@@ -184,10 +184,10 @@ def _sample(cell: Cell, plan: Plan, draws: int, arithmetic: Arithmetic, sampled:
 
 
 def _control(cell: Cell, plan: Plan, fault: Fault | None, draws: int, plain: Tokens) -> Control:
-    """Draw texts by a sampler with a fault, or by the reference without one, and compare them with the plain ones.
+    """Draw texts with a faulty sampler, or with the correct reference, and compare them with the plain texts.
 
-    Where the draft nearly has the target's distribution, some faults change little. One that is not detected is given more
-    draws, once.
+    If the draft's distribution is close to the target's, some faults change little. If a fault is not detected, more texts are
+    drawn once.
     """
     watch, drawn = ReferenceWatch(fault), np.empty((0, SAMPLED_TOKENS), dtype=np.int64)
     for total in (draws, MORE_DRAWS * draws):
@@ -201,7 +201,7 @@ def _control(cell: Cell, plan: Plan, fault: Fault | None, draws: int, plain: Tok
 
 
 def _shown(plan: Plan, mode: DraftingMode) -> int | str:
-    """Return how a report names a mode: by its k, or by its drafter if the plan has only one mode."""
+    """Return the name of a mode in a report: its k, or its drafter if the plan has only one mode."""
     return mode.k if len(plan.modes) > 1 or mode.drafter is None else mode.drafter
 
 
@@ -230,50 +230,32 @@ class Cell:
         return [compare(place, plain[:, at], drawn[:, at], self.significance) for place, at in PLACES.items()]
 
     def draw(self, watch: Watch, mode: DraftingMode, draws: int, first: int = 0) -> Tokens:
-        """Return the tokens of `draws` short texts, [draws, SAMPLED_TOKENS]. Texts that end early are padded with -1; the last
-        column holds the final token.
+        """Return the tokens of `draws` short texts, [draws, SAMPLED_TOKENS]. Texts that end early are padded with -1, but the
+        last column always has the final token.
 
-        Every text has its own seed, also across settings and modes, so the samples are independent; `first` is the number of
+        Every text has its own seed, across all settings and modes, so the samples are independent. `first` is the number of
         texts drawn before.
         """
         mode_id = 2**15  # k = auto
         if isinstance(mode.k, int):
             mode_id = mode.k + (mode.drafter is not None and 2**10 * self.outrider.drafters.index(mode.drafter))
         observed = self.outrider.observed(watch, RandomPolicy(self.outrider.adaptive_policy()))
-        policy, allowed = observed.policy_for(*mode), observed.allowed_drafters(*mode)
-        decoder = observed.decoder
-        # Drafting stops early only in a sequence that is alone.
-        free, running = [decoder.slots[0]] if mode.k == AUTO else list(decoder.slots), dict[int, tuple[Request, list[int]]]()
+        scheduler = Scheduler(observed, max_waiting=draws, k=mode.k, drafter=mode.drafter)
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)
-        begun = 0
-        while running or begun < draws:
-            while free and begun < draws:
-                seed = (self.number << 48) + (mode_id << 32) + first + begun
-                request = observed.request(self.prompt, replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS))
-                request.acceptance = policy.begin()
-                slot = free.pop()
-                decoder.slots.begin(slot, request)
-                while slot.unread:
-                    decoder.slots.prefill(slot)
-                running[begun] = request, []
-                begun += 1
-            results = decoder.round([request for request, _ in running.values()], policy, allowed)
-            for (index, (request, tokens)), result in zip([*running.items()], results, strict=True):
-                if not isinstance(result, RoundResult):
-                    raise result
-                tokens += request.take(result).token_ids
-                if request.finish_reason is not None:
-                    drawn[index, : len(tokens)] = tokens
-                    drawn[index, -1] = tokens[-1]
-                    assert request.slot is not None
-                    free.append(request.slot)
-                    del running[index]
-                    self.progress.advance(1)
+        together = 1 if mode.k == AUTO else 8 * len(observed.decoder.slots)  # only a sequence alone stops drafting early
+        for begin in range(0, draws, together):
+            rows = range(begin, min(begin + together, draws))
+            seeds = [(self.number << 48) + (mode_id << 32) + first + row for row in rows]
+            params = [replace(self.params, seed=seed, max_new_tokens=SAMPLED_TOKENS) for seed in seeds]
+            for row, answer in zip(rows, answers(scheduler, [(self.prompt, each) for each in params]), strict=True):
+                drawn[row, : len(answer.tokens)] = answer.tokens
+                drawn[row, -1] = answer.tokens[-1]
+            self.progress.advance(len(rows))
         return drawn
 
 
 def _named(params: SamplingParams) -> str:
-    """Return the settings that differ from the defaults."""
+    """Return the settings that differ from the defaults, as text."""
     usual = SamplingParams()
     names = ("temperature", "top_k", "top_p", "min_p")
     named = [f"{name} {getattr(params, name)}" for name in names if getattr(params, name) != getattr(usual, name)]

@@ -1,4 +1,4 @@
-"""Observers of rounds: one checks the bundle's decisions, the other replaces them by correct or faulty ones."""
+"""Observers of rounds: one checks the bundle's decisions, the other replaces them with correct or faulty ones."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from outrider.runtime.rounds.reference import TOLERANCE, Fault, draft, draw, edi
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import ACCEPTING, DRAFTING, DRAWING, SamplingState
 
-CHECKED = 4  # the reference checks one in this many decisions
-CLOSE = 1e-4  # how much fp32 may change a probability
+CHECKED = 4  # the reference checks every fourth decision
+CLOSE = 1e-4  # the tolerance of a probability in fp32
 
 
 class Watch:
-    """Counts emitted tokens, those that truncation excludes, and decisions on which the reference disagrees."""
+    """Counts emitted tokens, emitted tokens that truncation excludes, and decisions that differ from the reference's."""
 
     def __init__(self) -> None:
         self.emitted = 0
@@ -57,7 +57,7 @@ class Watch:
         return result._replace(tokens=emitted)
 
     def decide(self, view: Decision, drafted: list[int], emitted: list[int]) -> list[int]:
-        """Return the tokens to emit; the graph has decided on `emitted`."""
+        """Return the tokens to emit. The graph has decided on `emitted`."""
         if self._check_this():
             self.disagreed += not any(emitted == view.reference(drafted, settings) for settings in view.readings())
         return emitted
@@ -80,7 +80,7 @@ class Decision:
         return self._launches.device.read(self._launches.target_rows(self._shape, self._index, rows))
 
     def drawn_so(self, drafted: list[int], row: int, settings: dict[str, float]) -> bool:
-        """Return whether the reference would draw the token of this row from the same q."""
+        """Return whether the reference has the same q for this row, and draws the same token from it."""
         launches, shape, sampling = self._launches, self._shape, self._sampling
         drafter = launches.on_device(shape)
         assert drafter is not None
@@ -113,7 +113,7 @@ class Decision:
         return any(abs(normal[row, token] - value) > 10 * CLOSE for row, token, value in claimed)
 
     def readings(self) -> Iterator[dict[str, float]]:
-        """Yield the round's settings, and those with a top_p that fp32 cannot tell apart from theirs."""
+        """Yield the round's settings, and variants with a top_p that fp32 cannot distinguish from theirs."""
         settings = named_settings(self._sampling.settings[0])
         if self._shape.drafted and self._launches.on_device(self._shape) is None:
             settings |= {"exact_match": 1.0}
@@ -124,9 +124,9 @@ class Decision:
 
 
 class ReferenceWatch(Watch):
-    """Replaces each decision by the reference's, with a fault or, to check the reference itself, without.
+    """Replaces each decision with the reference's, with a fault or, to check the reference itself, without one.
 
-    The caches hold every drafted token regardless of the decision, so a result may be replaced after the round.
+    The caches hold every drafted token whatever the decision, so a result can be replaced after the round.
     """
 
     def __init__(self, fault: Fault | None):
@@ -138,7 +138,7 @@ class ReferenceWatch(Watch):
 
 
 class RandomPolicy(AdaptivePolicy):
-    """Chooses at random, but identically in each run. The emitted tokens must not depend on the choices."""
+    """Chooses at random, but the same in each run. The emitted tokens must not depend on the choices."""
 
     def __init__(self, like: AdaptivePolicy, seed: int = 0):
         super().__init__(like.times.costs, like.names, like.may_stop)

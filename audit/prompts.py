@@ -15,5 +15,5 @@ PROMPTS = (
     "Write a short letter to a neighbour who looked after your cat.\n\nDear",
 )
 
-# It ends in tokens that occurred before, but the text need not continue as it did there.
+# Its last tokens occurred before, but the text need not continue as it did there.
 REPEATING = "The first colour is red. The second colour is blue. The third colour is"

@@ -13,19 +13,19 @@ ROUNDING = 1e-4  # share of the decisions that may differ from the reference
 
 @dataclass(slots=True)
 class Arithmetic:
-    """Decisions of the sampler graphs, repeated by the float64 reference on the same inputs."""
+    """Decisions of the sampler graphs, compared with the float64 reference on the same inputs."""
 
     checked: int = 0
     disagreed: int = 0
 
     def add(self, watch: Watch) -> None:
-        """Add what a watch counted."""
+        """Add the counts of a watch."""
         self.checked += watch.checked
         self.disagreed += watch.disagreed
 
     @property
     def allowed(self) -> int:
-        """The number of disagreements that pass: in fp32 a uniform may fall on the other side of a boundary."""
+        """The allowed number of disagreements: in fp32, a uniform may fall on the other side of a boundary."""
         return max(1, int(ROUNDING * self.checked))
 
     @property
@@ -35,7 +35,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a text departs from the plain one."""
+    """The first difference between a text and the plain one."""
 
     prompt: str
     temperature: float
@@ -47,13 +47,13 @@ class Divergence:
 
 @dataclass(slots=True)
 class ComparedTexts:
-    """Texts that must equal those of plain decoding of the request alone. They may diverge at a near-tie, where the plain
-    model's own choice changes with the number of rows or sequences of a pass."""
+    """Texts that must equal plain decoding of each request alone. They may diverge at a near-tie, where the model's choice
+    depends on the number of rows or sequences of a pass."""
 
     requests: int  # number of distinct requests
     compared: int = 0
     near_ties: list[Divergence] = field(default_factory=list)
-    differences: list[Divergence] = field(default_factory=list)  # that no near-tie explains
+    differences: list[Divergence] = field(default_factory=list)  # other divergences
 
     @property
     def ties(self) -> int:
@@ -62,7 +62,7 @@ class ComparedTexts:
 
     @property
     def allowed(self) -> int:
-        """The number of near-ties that pass."""
+        """The allowed number of near-ties."""
         return max(1, int(NEAR_TIES * self.requests))
 
     @property
@@ -75,10 +75,10 @@ class Sampled:
     """Speculative draws compared with plain ones at one setting."""
 
     setting: str
-    k: int | str | None  # "auto" is every drafter and k at random, a drafter's name its largest k, None all of these together
+    k: int | str | None  # "auto": every drafter and k at random; a drafter's name: its default or largest k; None: all together
     comparisons: list[Comparison]
     emitted: int = 0
-    excluded: int = 0  # tokens that were emitted although truncation excludes them
+    excluded: int = 0  # emitted tokens that truncation excludes
 
     @property
     def passed(self) -> bool:
@@ -87,7 +87,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class Control:
-    """A sampler that must fail, or without a fault must pass."""
+    """A sampler that must fail if it has a fault, and pass if not."""
 
     fault: str | None
     sampled: Sampled
@@ -103,8 +103,8 @@ class Control:
 
 @dataclass(slots=True)
 class Counters:
-    """Sums over the greedy and some sampled generations, counted by the runtime and again from each pass of the target. The
-    tokens that batched passes verified are counted for all requests together."""
+    """Sums over the greedy generations and some sampled ones, counted by the runtime and again from each pass of the target.
+    For batched requests, verified tokens are counted for all requests together."""
 
     generations: int = 0
     drafted: int = 0
@@ -113,7 +113,7 @@ class Counters:
     unexamined: int = 0
     emitted: int = 0
     own: int = 0
-    unbalanced: int = 0  # generations that do not balance
+    unbalanced: int = 0  # generations whose two counts differ
 
     @property
     def passed(self) -> bool:
@@ -132,7 +132,7 @@ class Audit:
     counters: Counters
 
     def verdicts(self) -> dict[str, bool]:
-        """Return which part passed."""
+        """Return whether each part passed."""
         return {
             "arithmetic": self.arithmetic.passed,
             "greedy": self.greedy.passed,

@@ -1,4 +1,4 @@
-"""Tests whether two samples of tokens come from one distribution, and reports which differences the test can detect."""
+"""Tests whether two samples of tokens come from the same distribution, and computes which differences the test detects."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-RARE = 10  # tokens seen less often in both samples together are grouped, as the test's approximation requires
+RARE = 10  # rarer tokens, in both samples together, are grouped: the test's approximation requires it
 POWER = 0.99
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two samples of one place in the text."""
+    """Two samples of tokens at one place in the text."""
 
     place: str
     draws: tuple[int, int]
     p_value: float  # of Pearson's chi-square test of homogeneity
     distance: float  # total variation between the two samples
-    bound: float  # chance alone exceeds it with a probability below the significance
-    distance_at_most: float  # between the two distributions, except with the significance's probability
-    detects: float | None  # the distance that the bound detects with a probability of POWER or more; None if there is none
+    bound: float  # exceeded by chance with a probability below the significance
+    distance_at_most: float  # bound on the distance of the distributions, which fails with the significance's probability
+    detects: float | None  # the distance that is detected with a probability of at least POWER; None if there is none
     significance: float
 
     @property
@@ -64,8 +64,8 @@ def homogeneity(counts: npt.NDArray[np.integer]) -> float:
     """Return the p-value of Pearson's chi-square test that both rows of counts [2, n] come from one distribution."""
     counts = counts[:, counts.sum(axis=0) > 0]
     both = counts.sum(axis=0)
-    # Rare tokens are grouped in the order of their ids until a group is large enough. The grouping depends on the sum of both
-    # samples alone, so it favours neither, and a token that is rare in only one sample is not grouped.
+    # Rare tokens are grouped in the order of their ids until a group is large enough. The grouping depends only on the sum of
+    # both samples, so it favours neither, and a token that is rare in only one sample is not grouped.
     rare = counts[:, both < RARE]
     group = (np.cumsum(rare.sum(axis=0)) - 1) // (2 * RARE)
     grouped = np.stack([np.bincount(group, weights=each, minlength=1) for each in rare])

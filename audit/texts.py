@@ -1,4 +1,4 @@
-"""Compares whole texts with those of plain decoding: speculative ones, and those of batched requests."""
+"""Compares whole texts of speculative decoding and of batched requests with those of plain decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from outrider.runtime import drafters
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.choice import AUTO
-from outrider.runtime.request import Request
 from outrider.runtime.rounds.reference import TOLERANCE, edits_of, named_settings, verify
 from outrider.runtime.rounds.sampling import ACCEPTING, DRAWING
 from outrider.runtime.scheduler import Scheduler
@@ -27,7 +26,7 @@ LENGTH = 64  # tokens of each prompt's continuation
 
 
 class DraftingMode(NamedTuple):
-    """A decoding mode, as `Outrider.generate` takes it."""
+    """The arguments of `Outrider.generate` that choose k and the drafter."""
 
     k: int | str
     drafter: str | None
@@ -36,8 +35,16 @@ class DraftingMode(NamedTuple):
 PLAIN = DraftingMode(0, None)
 
 
+class Answer(NamedTuple):
+    """The answer to one of several batched requests."""
+
+    tokens: list[int]
+    accepted: int  # how many of the tokens were drafted
+    stats: Stats
+
+
 def modes(outrider: Outrider) -> list[DraftingMode]:
-    """Return every k of the drafters on the device, the largest k of the others, and all of these at random."""
+    """Return every k of the drafters on the device, the largest k of the other drafters, and a random choice of all."""
     k, on_device = outrider.build.k, drafters.on_device(outrider.drafters)
     fixed = [DraftingMode(each, name) for name in outrider.drafters for each in (k if name in on_device else k[-1:])]
     return [*fixed, DraftingMode(AUTO, AUTO)]
@@ -46,7 +53,7 @@ def modes(outrider: Outrider) -> list[DraftingMode]:
 def compare_greedy(
     outrider: Outrider, watch: Watch, cases: Sequence[tuple[SamplingParams, str]], counters: Counters, progress: Progress
 ) -> ComparedTexts:
-    """Compare speculative greedy texts, one at a time, on an observed bundle."""
+    """Compare speculative greedy texts, one request at a time, on an observed bundle."""
     texts = ComparedTexts(len(cases))
     progress.stage("comparing greedy texts", len(cases) * (1 + len(modes(outrider))))
     for params, text in cases:
@@ -68,10 +75,10 @@ def compare_batched(
     counters: Counters,
     progress: Progress,
 ) -> ComparedTexts:
-    """Compare the texts of requests batched over all slots with those of the same requests run alone by plain decoding.
+    """Compare the texts of requests that run batched over all slots with plain decoding of each request alone.
 
-    Each starts when a slot is free and leaves when it ends. Some are greedy, and some are sampled with a seed. Others use
-    the rejection rule; their texts depend on k, so only the watch checks them.
+    A request starts when a slot is free. Some are greedy, and some are sampled with a seed. Others use the rejection rule;
+    their texts depend on k, so only the watch checks them.
     """
     drawn = [(replace(params, seed=seed, logprobs=2), text) for seed, (params, text) in enumerate(sampled)]
     cases = [*greedy, *((replace(params, rule=rule), text) for params, text in drawn for rule in ("exact-match", "rejection"))]
@@ -90,16 +97,13 @@ def compare_batched(
     for mode in (PLAIN, *modes(outrider)):
         scheduler = Scheduler(outrider, max_waiting=repeats * len(cases), k=mode.k, drafter=mode.drafter)
         watch.decided.clear()
-        requests = [outrider.request(outrider.text.encode(text, chat=False), params) for params, text in cases * repeats]
-        # Every run batches the same requests, so requests with a seed and the rejection rule may be among them.
-        answers = _run(scheduler, scheduler.enqueue(requests))
+        prompts = [(outrider.text.encode(text, chat=False), params) for params, text in cases * repeats]
         total = Stats()
-        for request, (tokens, accepted), (params, text), plain in zip(
-            requests, answers, cases * repeats, alone * repeats, strict=True
+        for (tokens, accepted, stats), (params, text), plain in zip(
+            answers(scheduler, prompts), cases * repeats, alone * repeats, strict=True
         ):
             if plain is not None:
                 compare_text(outrider, texts, text, params, mode, plain, tokens, sequences=slots)
-            stats = request.stats
             _count(counters, stats, (stats.emitted, stats.accepted) == (len(tokens), accepted) and stats.unexamined >= 0)
             total.add(stats)
         drafted = sum(checked for checked, _ in watch.decided)
@@ -108,8 +112,12 @@ def compare_batched(
     return texts
 
 
-def _run(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[list[int], int]]:
-    """Return each answer's tokens, and how many of them were drafted."""
+def answers(scheduler: Scheduler, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Answer]:
+    """Run a request for each prompt, all batched together, and return their answers.
+
+    Every run batches the same requests, so the rejection rule may be combined with a seed.
+    """
+    requests = scheduler.enqueue([scheduler.bundle.request(*prompt) for prompt in prompts])
     tokens: dict[int, list[int]] = {id(request): [] for request in requests}
     accepted = dict.fromkeys(tokens, 0)
     while scheduler.busy:
@@ -118,7 +126,7 @@ def _run(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[list[i
                 raise event
             tokens[id(request)] += event.token_ids
             accepted[id(request)] += sum(event.from_draft)
-    return list(zip(tokens.values(), accepted.values(), strict=True))
+    return [Answer(tokens[id(request)], accepted[id(request)], request.stats) for request in requests]
 
 
 def compare_text(
@@ -131,7 +139,7 @@ def compare_text(
     answer: list[int],
     sequences: int,
 ) -> None:
-    """Compare the answers to a request; `answer` comes from passes of at most `sequences` sequences."""
+    """Compare the answers to a request. `answer` comes from passes of at most `sequences` sequences."""
     texts.compared += 1
     if answer == plain:
         return
@@ -148,14 +156,17 @@ def compare_text(
 def near_choices(
     outrider: Outrider, prompt: list[int], params: SamplingParams, before: list[int], sizes: list[int], sequences: int
 ) -> set[int]:
-    """Return the tokens that the reference chooses after a context, given the logits of any row of any pass that plain decoding
-    or a round of one of these sizes may make, with one to `sequences` sequences; all passes after the prompt have one shape."""
+    """Return the tokens that the reference may choose after a context, given the logits from passes of different shapes.
+
+    The passes are those of plain decoding and of rounds of these sizes, with one to `sequences` sequences, and the token's row
+    may be any of theirs. All passes after the prompt have the same shape.
+    """
     sampling = outrider.request(prompt, params).sampling
     sampling.advance(before)
     settings, edits = named_settings(sampling.settings[0]), edits_of(*sampling.table())
     uniforms = sampling.uniforms(sampling.emitted, 1)[:, ACCEPTING.start : DRAWING.stop]
     allowed = np.array(True if sampling.grammar is None else sampling.grammar.masks([])[0][0])
-    # In fp32 a uniform may fall on the other side of a boundary, or a token may fall out of the nucleus.
+    # In fp32, a uniform may fall on the other side of a boundary, and a token may fall out of the nucleus.
     readings = [
         (settings | {"top_p": min(settings["top_p"] * (1 + wider), 1.0)}, np.clip(uniforms + shift, 0, 1))
         for wider, shift in product((0.0, -TOLERANCE, TOLERANCE), repeat=2)
@@ -189,7 +200,7 @@ def near_choices(
 
 
 def count_sampled(outrider: Outrider, watch: Watch, settings: Sequence[tuple[SamplingParams, str]], counters: Counters) -> None:
-    """Generate some sampled texts through the public interface to check their counters, with logprobs and with edits."""
+    """Check the counters of some sampled texts from the public interface, with logprobs and with edits."""
     for params, text in settings:
         prompt = outrider.text.encode(text, chat=False)
         for seed, mode in enumerate(modes(outrider)):
@@ -204,7 +215,7 @@ def _generate(
     mode: DraftingMode,
     counters: Counters,
 ) -> list[int]:
-    """Return one generation's tokens, and check its counters against what each pass of the target verified and emitted."""
+    """Return a generation's tokens, after checking its counters against the tokens that each pass verified and emitted."""
     tokens: list[int] = []
     drafted = accepted = rejected = 0
     balanced = True

@@ -1,1 +1,1 @@
-"""What builds and runs engines: `base` has the interface, `registry` the implementations."""
+"""Backends, which build and run engines: `base` has the interface, `registry` the implementations."""

@@ -1,7 +1,8 @@
-"""The seam between Outrider and whatever builds and runs engines: `Backend`, and the `Engines` that it opens."""
+"""The interface of backends, which build and run engines: `Backend`, and the `Engines` that it opens."""
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.bundle.folder import check_files
+from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged, round_rows
-from outrider.engines.contract import DRAFT_SAMPLERS, MARKOV, Tensor, recent_rows, sampler_tensors, step_tensors, window_buckets
+from outrider.engines.contract import Tensor, recent_rows, step_tensors, window_buckets
 from outrider.engines.device import Cpu, Device, Engine
-from outrider.engines.session import GraphSession, Session, Sizes
+from outrider.engines.graph_session import GraphSession
+from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV, sampler_tensors
+from outrider.engines.session import Session, Sizes
 from outrider.errors import EngineError, FolderError
 from outrider.progress import Progress
 
@@ -22,8 +25,8 @@ from outrider.progress import Progress
 class Engines(ABC):
     """A bundle's engines on a device.
 
-    The runtime needs only sessions and samplers from here. A backend whose models are not graphs over bound buffers (paged
-    attention, ragged batches) subclasses this and makes its own sessions; the others use `GraphEngines`.
+    The runtime needs only sessions and samplers from it. Most backends subclass `GraphEngines`. A backend whose models are not
+    graphs over bound buffers (paged attention, ragged batches) subclasses this class and makes its own sessions.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, build: Build, device: Device):
@@ -37,13 +40,13 @@ class Engines(ABC):
         """Return the model of one of `ROLES` with a fresh cache for `batch` sequences. On a CPU, several threads call this.
 
         Raises:
-            EngineError: the backend refuses the model, or the model is not what the manifest says; or the device has no
-                memory for the cache.
+            EngineError: the backend refuses the model, the model does not match the manifest, or the device has no memory for
+                the cache.
         """
 
     def sessions(self, batch: int) -> dict[str, Session]:
-        """Return what `session` does for every model, by role. On a CPU they load side by side: kernels that bring weights into
-        their own order use one thread."""
+        """Return a session for every model, by role. On a CPU they load in parallel, because kernels use one thread to reorder
+        weights."""
         roles = self.manifest.roles
         if isinstance(self.device, Cpu):
             with ThreadPoolExecutor(len(roles)) as pool:
@@ -60,15 +63,15 @@ class Engines(ABC):
         """Return one of `contract.SAMPLERS`.
 
         Raises:
-            EngineError: the backend refuses it, or it is not what the manifest says.
+            EngineError: the backend refuses it, or it does not match the manifest.
         """
 
     def unrounded(self) -> Engines | None:
-        """Return engines whose products do not round activations, to compare with others; None if they cannot do without."""
+        """Return engines whose products do not round activations, for comparisons; None if rounding cannot be turned off."""
         return self
 
     def sizes(self, role: str, batch: int) -> Sizes:
-        """Return what `session` makes a session for."""
+        """Return the sizes of the session of one of `ROLES`."""
         model, build = self.manifest.models[role], self.build
         return Sizes(
             model.layers,
@@ -87,18 +90,18 @@ class Engines(ABC):
         )
 
     def prepare(self, sessions: Mapping[str, Session], progress: Progress) -> None:  # noqa: B027  # most need nothing
-        """Do what would otherwise delay the first requests: nothing, unless a backend compiles kernels for shapes it meets."""
+        """Do work that would delay the first requests, such as compiling kernels for the shapes of rounds."""
 
 
 class GraphEngines(Engines):
-    """Engines whose step models are graphs that run over bound buffers, so that one kind of session serves all of them."""
+    """Engines whose step models are graphs over bound buffers, which all use `GraphSession`."""
 
     @abstractmethod
     def step_model(self, role: str) -> Engine:
         """Return the graph of one of `ROLES`.
 
         Raises:
-            EngineError: the backend refuses it, or it is not what the manifest says.
+            EngineError: the backend refuses it, or it does not match the manifest.
         """
 
     def session(self, role: str, batch: int) -> Session:
@@ -110,7 +113,7 @@ class GraphEngines(Engines):
 class Option:
     """An option that a backend adds to `build-engine`."""
 
-    name: str  # key in `BuildSpec.options`; on the command line with two dashes, and dashes for underscores
+    name: str  # key in `BuildSpec.options`; `flag` on the command line
     help: str
     type: type = str  # str, int, float, Path, bool (a flag), or tuple (strings separated by commas)
     metavar: str | None = None
@@ -124,25 +127,25 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class BuildSpec:
-    """What `build-engine` was asked to build, checked against the models."""
+    """The arguments of `build-engine`, checked against the models."""
 
     source: Path  # the export
     manifest: Manifest  # of the export
-    output: Path  # the bundle, for messages; it is written under another name first
+    output: Path  # the bundle, for messages only: it is written under another name first
     k: list[int]  # ascending
     capacity: int
     batch: int
     max_prompt_chunk: int
     device: str | None = None  # one of the backend's `devices`
-    options: Mapping[str, Any] = field(default_factory=dict)  # those of the backend's `options` that were given
+    options: Mapping[str, Any] = field(default_factory=dict)  # the given ones of the backend's `options`
 
     def result(self, backend: Backend, version: str, device: str, **fields: Any) -> Build:
-        """Return the manifest's `Build` for these numbers, nothing measured yet.
+        """Return the manifest's `Build`, without measurements.
 
         Args:
             version: the release of the backend's package.
-            device: what the engines are built on or for.
-            fields: further fields of `Build`.
+            device: the device that the engines are built on or for.
+            fields: more fields of `Build`.
         """
         return Build(
             backend=backend.name,
@@ -157,10 +160,10 @@ class BuildSpec:
         )
 
     def copy(self, names: Iterable[str], folder: Path, size: int, progress: Progress) -> None:
-        """Check every file of the export, and copy those called `names` into `folder`.
+        """Check every file of the export, and copy the files `names` into `folder`.
 
         Args:
-            size: bytes that the whole bundle will take, so that a full disk is reported before minutes of work.
+            size: bytes of the whole bundle, so that a full disk is reported before minutes of work.
 
         Raises:
             FolderError: the export is damaged, or the disk has less than `size` bytes free.
@@ -169,7 +172,7 @@ class BuildSpec:
         free = shutil.disk_usage(folder).free
         if size > free:
             raise FolderError(
-                f"no room to write {self.output}: it takes {size:,} bytes and {free:,} are free", "free some disk space"
+                f"no room to write {self.output}: it takes {size:,} bytes, and {free:,} are free", "free some disk space"
             )
         entries = {name: self.manifest.files[name] for name in names}
         progress.stage("copying from the export", sum(entry.size for entry in entries.values()))
@@ -182,15 +185,15 @@ class BuildSpec:
 class Backend(ABC):
     """One way to build a bundle's engines and to run them.
 
-    `registry.register` makes an instance known; everything else (commands, builder, bundle checks, audit) asks the registry.
+    `registry.register` adds an instance to the registry, where commands, builder, bundle checks and audit find it.
     Constructing an instance and reading its attributes must not import the backend's package.
     """
 
     name: str  # in `--backend` and in the manifest
     extra: str | None = None  # outrider's extra that installs the backend's package
-    devices: tuple[str, ...] = ()  # what `--device` may name when building and calibrating
-    options: tuple[Option, ...] = ()  # what it adds to `build-engine`
-    requires_costs = True  # False where a bundle may be built on a machine that cannot run it, and calibrated later
+    devices: tuple[str, ...] = ()  # the values of `--device` for building and calibrating
+    options: tuple[Option, ...] = ()  # its options of `build-engine`
+    requires_costs = True  # False if a bundle may be built on a machine that cannot run it, and calibrated later
 
     @abstractmethod
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
@@ -210,11 +213,11 @@ class Backend(ABC):
         """Return a bundle's engines.
 
         Args:
-            device: one of `devices`; None is what the bundle was built for.
+            device: one of `devices`; None is the device that the bundle was built for.
 
         Raises:
             UsageError: the backend does not run on that device.
-            DeviceError: this machine has no such device.
+            DeviceError: this machine does not have the device.
             EngineError: the backend is not installed, or refuses the bundle.
         """
 
@@ -223,7 +226,7 @@ class Backend(ABC):
         """Return the paths inside a bundle of the files of one of `ENGINES`."""
 
     def check(self, manifest: Manifest, build: Build) -> None:
-        """Check that a manifest lists what the backend needs: files, costs, and in subclasses more.
+        """Check that a manifest lists what the backend needs: files and costs, and more in subclasses.
 
         Raises:
             FolderError: something is missing.
@@ -236,7 +239,7 @@ class Backend(ABC):
 
 
 def check_costs(manifest: Manifest, build: Build) -> None:
-    """Check that a build has the costs of every pass that its rounds may make.
+    """Check that a build has the cost of every pass that its rounds may run.
 
     Raises:
         FolderError: some are missing.
@@ -253,7 +256,7 @@ def check_costs(manifest: Manifest, build: Build) -> None:
 
 
 def required_rows(name: str, build: Build) -> set[int]:
-    """Return the numbers of rows that rounds run one of `ENGINES` with."""
+    """Return the row counts that rounds run one of `ENGINES` with."""
     if name in (*DRAFT_SAMPLERS, MARKOV):
         return {1}
     return {*round_rows(name, build.k)} if name in ROLES else {1, *(k + 1 for k in build.k)}
@@ -269,7 +272,7 @@ def engine_tensors(manifest: Manifest, name: str) -> tuple[list[Tensor], list[Te
 
 
 def check_tensors(path: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Check that an engine's tensors, by name, are those that it must have.
+    """Check that an engine has the expected tensors, by name.
 
     Raises:
         EngineError: one is missing, unexpected, or of another type or shape.
@@ -280,3 +283,23 @@ def check_tensors(path: Path, actual: Mapping[str, object], expected: Mapping[st
                 f"{path} is not the engine that the manifest describes: {name} is {actual.get(name)}, not {expected.get(name)}",
                 "make the bundle again: outrider export, then outrider build-engine",
             )
+
+
+def import_package(module: str, extra: str) -> Any:
+    """Import the package that a backend runs on, and return its module.
+
+    Args:
+        extra: outrider's extra that installs it.
+
+    Raises:
+        EngineError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:  # an OSError if one of the package's libraries is missing
+        raise EngineError(f"{module} cannot be imported: {error}", f"pip install 'outrider[{extra}]'") from error
+
+
+def reason(error: Exception) -> str:
+    """Return an exception's message in one line, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

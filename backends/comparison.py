@@ -1,14 +1,16 @@
-"""Comparing engines with the exported graphs: those of a bundle at any time, and a rewritten model before it is sealed."""
+"""Compares engines with the exported graphs: rewritten models before a bundle is sealed, and a bundle's engines at any time."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from outrider.backends.base import Engines
-from outrider.backends.onnxruntime.package import package_version
+from outrider.backends.base import Engines, import_package
+from outrider.backends.onnxruntime.package import EXTRA
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.arrays import Floats, Int64s
 from outrider.engines.contract import CONTEXT, PAST_FEATURES
@@ -22,34 +24,43 @@ Pass = tuple[Int64s, Int64s, int]
 
 
 def alike(engines: Engines, export: Path, manifest: Manifest) -> tuple[Engines, Engines, bool]:
-    """Return engines, what they are compared with, and whether both do without rounding activations: both or neither does.
+    """Return engines and their reference, ONNX Runtime on the CPU. Either both round activations, or neither.
 
     Args:
-        export: the folder of the exported graphs, which run on the CPU.
-        manifest: the export's.
+        export: the folder of the exported graphs.
+        manifest: the export's manifest.
+
+    Returns:
+        The engines, the reference, and whether neither rounds.
 
     Raises:
         EngineError: ONNX Runtime is not installed, or refuses the graphs.
     """
-    reference, ours = _reference(export, manifest, engines.build), engines.unrounded()
+    import_package("onnxruntime", EXTRA)
+    from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
+
+    plain = msgspec.structs.replace(engines.build, backend="onnxruntime", device="cpu", rewrites={})
+    reference, ours = OnnxRuntimeEngines(export, manifest, plain, Cpu()), engines.unrounded()
     theirs = reference.unrounded()
     return (engines, reference, False) if ours is None or theirs is None else (ours, theirs, True)
 
 
-def _reference(export: Path, manifest: Manifest, build: Build) -> Engines:
-    """Return an export's own graphs on the CPU, which the engines of every backend are compared with."""
-    package_version()
-    from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
+def largest(values: npt.NDArray[Any]) -> float:
+    """Return the largest finite magnitude, at least 1: tolerances of logits are relative to it."""
+    return max(1.0, float(np.abs(values[np.isfinite(values)]).max(initial=0)))
 
-    plain = msgspec.structs.replace(build, backend="onnxruntime", device="cpu", rewrites={})
-    return OnnxRuntimeEngines(export, manifest, plain, Cpu())
+
+def difference(want: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
+    """Return the largest difference: 0 between equal infinities, infinity if only one side is NaN or infinite."""
+    distance = np.subtract(want, got, out=np.zeros_like(want), where=want != got)
+    return float(np.nan_to_num(np.abs(distance), nan=np.inf).max())
 
 
 def check_same(export: Path, engines: Engines, role: str) -> None:
-    """Compare what one of `ROLES` computes with what the graph in the folder `export` does, over passes of every kind.
+    """Check that the model of one of `ROLES` computes the same as its graph in the folder `export`, over all kinds of passes.
 
-    A model of bf16 is not compared: the export runs on the CPU, where ONNX Runtime has no kernels for bf16.
-    `outrider verify --engines` compares them on a GPU.
+    A bf16 model is not compared: the export runs on the CPU, where ONNX Runtime has no bf16 kernels. Use
+    `outrider verify --engines` on a GPU.
 
     Raises:
         EngineError: they differ by more than the precision's tolerance, or a model does not run.
@@ -62,11 +73,10 @@ def check_same(export: Path, engines: Engines, role: str) -> None:
     tolerance = PRECISIONS[model.precision].unrounded if unrounded else PRECISIONS[model.precision].fusion
     expected, actual = (_results(each, role) for each in (theirs, ours))
     for want, got in zip(expected, actual, strict=True):
-        finite = np.isfinite(want)
-        allowed = tolerance * max(1.0, float(np.abs(want[finite]).max(initial=0)))
-        if (finite != np.isfinite(got)).any() or (np.abs(want[finite] - got[finite]) > allowed).any():
+        allowed = tolerance * largest(want)
+        if not difference(want, got) <= allowed:
             raise EngineError(
-                f"rewritten, the results of the {role} would differ by more than {allowed:.2g}",
+                f"the rewritten {role}'s results would differ by more than {allowed:.2g}",
                 "build the export with --backend onnxruntime, and report this",
             )
 
@@ -86,21 +96,21 @@ def _passes(build: Build, vocab_rows: int) -> list[Pass]:
 
 
 def with_context(role: str, ids: Int64s) -> Int64s:
-    """Return the ids of a pass; in one of a block head, the first half of the rows are those of a context."""
+    """Return the ids of a pass. For a block head, the first half of the rows becomes context."""
     if role == "block-head":
         ids[:, : ids.shape[1] // 2] = CONTEXT
     return ids
 
 
 def give_features(session: Session, width: int | None) -> None:
-    """Give random features to a draft head, the same each time."""
+    """Give a draft head random features, the same each time."""
     if session.reads_features and width is not None:
         shape = session.batch, session.capacity, width
         session.set_features(np.random.default_rng(1).standard_normal(shape, dtype=np.float32))
 
 
 def _results(engines: Engines, role: str) -> list[Floats]:
-    """Return the logits of the passes on one model, which leaves memory then, and the features that it has written."""
+    """Return the logits of all passes on one model, and the features that it has written. The model leaves memory then."""
     session = engines.session(role, engines.build.batch)  # first: a batch that has no room is refused
     give_features(session, engines.manifest.models[role].features)
     logits = []
@@ -111,7 +121,7 @@ def _results(engines: Engines, role: str) -> list[Floats]:
         count, rows = ids.shape
         if session.recurrence is None or not 1 < rows <= engines.build.k[-1] + 1:
             continue
-        if int(positions.max()) + 2 + rows <= session.capacity:  # after a row that was confirmed, one that is accepted later
+        if int(positions.max()) + 2 + rows <= session.capacity:  # after a confirmed row and one that is accepted later
             session.assume(positions, first)
             session.run(ids, positions, first, certain=[1] * count)
             logits.append(session.run(ids, positions + 2, first, certain=[1] * count).copy())
@@ -120,6 +130,6 @@ def _results(engines: Engines, role: str) -> list[Floats]:
 
 
 def written_features(session: Session, precision: str) -> Floats | None:
-    """Return the features of a session's first slots, float32 [B, C, H]; None if it has none."""
+    """Return the features of a session's slots, float32 [B, C, H]; None if it has none."""
     features = session.cache().get(PAST_FEATURES)
     return None if features is None else DTYPES[PRECISIONS[precision].dtype].decode(features[:, 0, : session.capacity])

@@ -1,4 +1,4 @@
-"""Opening bundles: the manifest and every file are checked, then the bundle's backend opens its engines."""
+"""Opens bundles: checks the manifest and every file, then lets the bundle's backend open the engines."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from pathlib import Path
 
 from outrider.backends import registry
 from outrider.backends.base import Engines
-from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import Build, Manifest
 from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
 
 
 def open_bundle(folder: Path, progress: Progress = SILENT) -> tuple[Manifest, Build]:
-    """Return a bundle's manifest and how it was built, after checking the digest of every file.
+    """Return a bundle's manifest and its `Build`, after checking the digest of every file.
 
     Raises:
         FolderError: the folder is missing, damaged or of another version, or is an export.
-        EngineError: the bundle is for a backend that this release does not have.
+        EngineError: this release does not have the bundle's backend.
     """
     manifest, build = read_bundle(folder)
     check_files(folder, manifest, progress)
@@ -25,7 +26,7 @@ def open_bundle(folder: Path, progress: Progress = SILENT) -> tuple[Manifest, Bu
 
 
 def read_bundle(folder: Path) -> tuple[Manifest, Build]:
-    """Do the same without looking at the other files."""
+    """Do the same, but check only the manifest."""
     manifest = read_manifest(folder)
     if manifest.build is None:
         raise FolderError(f"{folder} is an export, not a bundle", f"build it first: outrider build-engine {folder} -o BUNDLE")
@@ -37,7 +38,7 @@ def open_engines(folder: Path, manifest: Manifest, build: Build, device: str | N
     """Return a bundle's engines.
 
     Args:
-        device: one of the backend's `devices`; None is what the bundle was built for.
+        device: one of the backend's `devices`; None is the device that the bundle was built for.
 
     Raises:
         UsageError: the backend does not run on that device.

@@ -1,4 +1,4 @@
-"""The registry of backends. A new one is a `Backend` and a call of `register`."""
+"""The registry of backends. To add one, subclass `Backend` and call `register`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _BACKENDS: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Make a backend known by its name.
+    """Add a backend to the registry, under its name.
 
     Raises:
         ValueError: the name is taken.
     """
     if backend.name in _BACKENDS:
-        raise ValueError(f"there is a backend called {backend.name!r} already")
+        raise ValueError(f"there is already a backend called {backend.name!r}")
     _BACKENDS[backend.name] = backend
 
 
 def unregister(name: str) -> None:
-    """Remove a backend that was registered."""
+    """Remove a backend from the registry."""
     del _BACKENDS[name]
 
 
@@ -44,10 +44,10 @@ def names() -> tuple[str, ...]:
 
 
 def devices() -> tuple[str, ...]:
-    """Return what `--device` may name for some backend."""
+    """Return the values of `--device`, over all backends."""
     return tuple(dict.fromkeys(device for backend in _BACKENDS.values() for device in backend.devices))
 
 
-REFERENCE = OnnxRuntimeBackend()  # the default, and what engines of the others are compared with
+REFERENCE = OnnxRuntimeBackend()  # the default, and the reference for comparisons
 for _backend in (REFERENCE, OpenVinoBackend(), RTX_BACKEND, TENSORRT_BACKEND):
     register(_backend)

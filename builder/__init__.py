@@ -1,1 +1,1 @@
-"""Builds bundles: an exported pair becomes engines with fixed k, measured and sealed."""
+"""Builds bundles: turns an exported pair into engines with fixed k, measures them, and seals the folder."""

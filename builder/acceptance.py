@@ -1,4 +1,4 @@
-"""Measures how often the target accepts what a bundle's drafters propose, on prompts that ship with Outrider."""
+"""Measures how often the target accepts the tokens of a bundle's drafters, on prompts that ship with Outrider."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ ANSWER_TOKENS = 32  # of each prompt
 
 
 def measure_acceptance(folder: Path, manifest: Manifest, build: Build, progress: Progress = SILENT) -> dict[str, float]:
-    """Return, for each drafter that runs on the device, the share of the target's own greedy tokens that would have been the
-    drafter's, over the beginnings of answers to a shipped prompt of each workload. A drafter is missing if too few prompts fit
-    or the answers end at once.
+    """Return, for each drafter on the device, the share of the target's greedy tokens that it would have drafted.
+
+    The answers to one shipped prompt per workload are measured, up to `ANSWER_TOKENS` each. A drafter is missing if too few
+    prompts fit, or if the answers are too short.
 
     Raises:
         EngineError: an engine does not run here, or the logits contain NaN or infinity.

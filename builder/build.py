@@ -1,4 +1,4 @@
-"""`outrider build-engine` and `outrider calibrate`: an exported pair becomes a bundle of engines, which is measured."""
+"""`outrider build-engine` and `outrider calibrate`: build a bundle of engines from an exported pair, and measure it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from outrider.backends.base import Backend, BuildSpec, check_costs
 from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
 from outrider.builder.passes import measure
-from outrider.bundle.folder import digest_all, read_manifest, staged, unchanged, write_whole
+from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
+from outrider.bundle.integrity import unchanged
 from outrider.bundle.manifest import MANIFEST, Build, Manifest
 from outrider.engines.contract import window_buckets
 from outrider.errors import DeviceError, FolderError, OutriderError, OutriderWarning, UsageError
@@ -45,17 +46,17 @@ def build_engine(
 
     Args:
         backend: one of `registry.names()`.
-        k: numbers of draft tokens that a round may have; 0, plain decoding, is always available.
+        k: numbers of draft tokens per round; 0, plain decoding, is always available.
         capacity: positions of the cache, for prompt and answer together; None is 1024, or the models' maximum if that is
             less.
-        batch: sequences that may run at once.
-        max_prompt_chunk: longest pass while reading a prompt, in tokens; None is 64, or the capacity if that is less.
-        device: where to measure, one of the backend's `devices`; None leaves it to the backend.
+        batch: maximum number of sequences in a batch.
+        max_prompt_chunk: maximum number of prompt tokens per pass; None is 64, or the capacity if that is less.
+        device: where to measure, one of the backend's `devices`; None is the backend's default.
         options: values for the backend's `options`, by name.
-        measured: a build whose costs and acceptance are taken; nothing is measured, and no engine runs. None measures here.
+        measured: a build to take costs and acceptance from, so that no engine runs; None measures here.
 
     Raises:
-        UsageError: the sizes do not fit each other, the models or `measured`, or an option does not belong to the backend.
+        UsageError: the sizes do not fit each other, the models or `measured`, or the backend does not have an option.
         FolderError: the export is damaged, or the output cannot be written.
         EngineError: the backend refuses a model, or does not run it.
     """
@@ -74,7 +75,9 @@ def build_engine(
         _check_measured(measured, spec)
     for role, model in manifest.models.items():
         if model.trained_k is not None and model.trained_k < spec.k[-1]:
-            message = f"the {role} was trained to draft {model.trained_k} tokens; of k = {spec.k[-1]}, more are rarely accepted"
+            message = (
+                f"the {role} was trained to draft {model.trained_k} tokens; with k = {spec.k[-1]}, more are rarely accepted"
+            )
             warnings.warn(message, OutriderWarning, stacklevel=2)
     with staged(output) as folder:
         with unchanged(source) as intact:
@@ -101,15 +104,15 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
     """Measure a bundle's costs and its draft's acceptance on this machine, and write them into its manifest.
 
     Args:
-        device: where to measure, one of the backend's `devices`, which also becomes the default for running the bundle; None
-            is the bundle's own.
+        device: where to measure, one of the backend's `devices`, which also becomes the bundle's default; None is the bundle's
+            current default.
 
     Raises:
         FolderError: the folder is not a bundle, is damaged, or cannot be written.
         EngineError: an engine does not run here.
         UsageError: the backend does not run on that device.
     """
-    write_whole(bundle / MANIFEST, read_manifest(bundle).encode())  # what cannot be written fails now, not after measuring
+    write_whole(bundle / MANIFEST, read_manifest(bundle).encode())  # fails before measuring if it cannot be written
     with unchanged(bundle) as folder:
         manifest, build = open_bundle(folder, progress)
         if device is not None:
@@ -126,7 +129,7 @@ def _check_measured(measured: Build, spec: BuildSpec) -> None:
         check_costs(spec.manifest, msgspec.structs.replace(measured, **sizes))
     except FolderError as error:
         raise UsageError(
-            "the costs are not those of every pass of these engines",
+            "the costs do not include every pass of these engines",
             "take them from a bundle with the same models, k and capacity, or measure here",
         ) from error
 
@@ -134,10 +137,10 @@ def _check_measured(measured: Build, spec: BuildSpec) -> None:
 def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:
     """Return `build` with its costs and acceptance measured."""
     build = msgspec.structs.replace(build, costs=measure(open_engines(folder, manifest, build), progress))
-    gc.collect()  # launches own buffers, some in reference cycles, and both models are in memory next
+    gc.collect()  # launches own buffers, some in reference cycles, and next both models must fit into memory
     try:
         return msgspec.structs.replace(build, acceptance=measure_acceptance(folder, manifest, build, progress))
-    except (OutriderError, MemoryError) as error:  # a bundle is useful without it: the first rounds show the acceptance
+    except (OutriderError, MemoryError) as error:  # a bundle is useful without it: the first rounds measure it
         progress.stage(f"could not measure acceptance ({error})")
         return build
 

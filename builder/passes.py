@@ -1,4 +1,4 @@
-"""Runs the engines to time every pass of a round on this machine."""
+"""Times every pass of a round on this machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 
 from outrider.backends.base import Engines
 from outrider.bundle.manifest import Build, Cost, Manifest, round_rows
-from outrider.engines.contract import CANDIDATES, DRAFT_SAMPLERS, MARKOV, sampler_tensors, step_rows
-from outrider.engines.device import Device, Engine, Launch, host_buffer
+from outrider.engines.contract import step_rows
+from outrider.engines.device import Device, Engine, Launch
+from outrider.engines.samplers import CANDIDATES, DRAFT_SAMPLERS, MARKOV, sampler_buffers
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.progress import Progress
@@ -26,14 +27,14 @@ PassKey = tuple[str, int, int, int]
 
 
 class Timed(NamedTuple):
-    """What is timed of a pass."""
+    """A pass to be timed."""
 
-    run: Callable[[], None]  # returns when all is done
-    passes: int = 1  # that a run makes
+    run: Callable[[], None]  # returns when the work is done
+    passes: int = 1  # per run
 
 
 class Stopwatch:
-    """Times passes in turn, so that a machine that slows down affects all of them alike."""
+    """Times passes in turn, so that a machine that slows down affects all of them equally."""
 
     def __init__(self, passes: Mapping[PassKey, Timed]):
         self._passes = passes
@@ -44,8 +45,8 @@ class Stopwatch:
     def run(self, times: int = 1, wanted: Callable[[PassKey], bool] = lambda _: True) -> None:
         """Run each wanted pass `times` times.
 
-        A pass of another shape than the engine's last one runs once more, untimed: a backend may have to prepare for the shape,
-        and the rounds of a sequence seldom change theirs.
+        If an engine's last pass had another shape, the pass first runs once untimed: a backend may have to prepare for the
+        shape, and the rounds of a sequence seldom change theirs.
         """
         before: dict[str, tuple[int, int]] = {}
         for _ in range(times):
@@ -79,12 +80,11 @@ class Stopwatch:
 
 
 def measure(engines: Engines, progress: Progress) -> dict[str, list[Cost]]:
-    """Return the cost of every pass that a round may make, by engine. This also checks that every engine runs.
+    """Return the cost of every pass that a round may run, by engine. This also checks that every engine runs.
 
-    Where rounds are recorded, it is the cost of a pass in a recording.
-
-    Passes of the models are measured at the end of every window, and a prompt's chunk in the smallest and the largest window
-    that hold it; all for batch sizes that double up to the bundle's.
+    If rounds are recorded, it is the cost of a pass in a recording. Passes of the models are measured at the end of every
+    window, and a prompt's chunk in the smallest and the largest window that hold it. The batch sizes are powers of two, and the
+    bundle's batch.
 
     Raises:
         EngineError: an engine does not run here.
@@ -92,14 +92,14 @@ def measure(engines: Engines, progress: Progress) -> dict[str, list[Cost]]:
     manifest, build = engines.manifest, engines.build
     batches = [2**power for power in range(build.batch.bit_length())]
     batches += [build.batch] if build.batch not in batches else []
-    batches.reverse()  # the largest first, so that a lack of memory shows at once
+    batches.reverse()  # the largest first, so that a lack of memory shows immediately
     costs: dict[str, list[Cost]] = defaultdict(list)
     for role in manifest.roles:
         progress.stage(f"measuring the {role}", len(batches) * TIMED_RUNS)
         for batch in batches:
             session = engines.session(role, batch)
             stopwatch = Stopwatch(steps(session, role, build, build.windows))
-            for _ in range(TIMED_RUNS):  # all windows in turn, so that other load affects them alike
+            for _ in range(TIMED_RUNS):  # all windows in turn, so that other load affects them equally
                 stopwatch.run()
                 progress.advance(1)
             costs[role] += stopwatch.costs()[role]
@@ -117,7 +117,7 @@ def measure(engines: Engines, progress: Progress) -> dict[str, list[Cost]]:
 
 
 def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> dict[PassKey, Timed]:
-    """Return the passes of a model that rounds and prompts make, each at the end of its window."""
+    """Return the passes of a model in rounds and prompts, each at the end of its window."""
     chunk = build.max_prompt_chunk
     holding = [window for window in build.windows if window >= chunk]
     passes: dict[PassKey, Timed] = {}
@@ -130,12 +130,12 @@ def steps(session: Session, role: str, build: Build, windows: Sequence[int]) -> 
 
 
 def sampler_rows(name: str, build: Build) -> list[int]:
-    """Return the row counts that a sampler is run for."""
+    """Return the row counts of a sampler."""
     return [1] if name in (*DRAFT_SAMPLERS, MARKOV) else step_rows(build.k)
 
 
 def _step(session: Session, rows: int, position: int, verifies: bool) -> Timed:
-    """Return one pass of `rows` rows: of a prompt, or with the logits of all rows, of which one is confirmed."""
+    """Return a pass of `rows` rows. If it verifies, it computes the logits of all rows, and only one row is confirmed."""
     ids = np.zeros((session.batch, rows), dtype=np.int64)
     positions = np.full(session.batch, position, dtype=np.int64)
     certain = [1 if verifies else rows] * session.batch
@@ -153,17 +153,17 @@ def _step(session: Session, rows: int, position: int, verifies: bool) -> Timed:
 
 
 def _recorded(device: Device, recordable: bool, run: Callable[[], None], launch: Callable[[], Launch]) -> Timed:
-    """Return a run as it is in a recorded round, where the device records and the engine allows it.
+    """Return a run as in a recorded round, if the device records and the engine allows it.
 
     Args:
-        launch: returns the run without a wait.
+        launch: returns a launch of the run, which does not wait.
     """
     if device.synchronous or not recordable:
         return Timed(run)
-    run()  # only what has run is recorded
+    run()  # a launch must have run before it is recorded
     try:
         replay = device.capture([launch()] * RECORDED)
-    except EngineError:  # rounds are not recorded then, either
+    except EngineError:  # then rounds are not recorded either
         return Timed(run)
 
     def run_recorded() -> None:
@@ -178,19 +178,10 @@ def sampling(
 ) -> dict[PassKey, Timed]:
     """Return the run of a sampler over `rows` rows, at temperature 1 and top_p 0.9 unless it is greedy."""
     sizes = {"batch": batch, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
-    inputs, outputs = sampler_tensors(name, manifest.vocab_rows, manifest.block_state)
-    tensors = {
-        each.name: device.zeros(
-            tuple(size if isinstance(size, int) else sizes[size] for size in each.shape), each.dtype, "the samplers"
-        )
-        for each in (*inputs, *outputs)
-    }
-    candidates = 1
+    tensors = sampler_buffers(device, name, sizes, manifest.vocab_rows, manifest.block_state)
     if "settings" in tensors:
         device.write(tensors["settings"], np.array([[1, 0, 0.9, 0, 1, 0, 0, 0]] * batch))
-        candidates = min(CANDIDATES[0], manifest.vocab_rows)
-    if "candidates" in tensors:
-        tensors["candidates"] = host_buffer(np.array([candidates], dtype=np.int64))
+        tensors["candidates"].view()[...] = min(CANDIDATES[0], manifest.vocab_rows)
     launch = engine.bind(tensors)
 
     def run() -> None:

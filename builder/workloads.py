@@ -1,4 +1,4 @@
-"""Prompts by workload, one `{"workload": ..., "prompt": ...}` per line."""
+"""Files of prompts by workload, with one `{"workload": ..., "prompt": ...}` per line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SHIPPED = Path(__file__).with_name("workloads.jsonl")  # in the project's own wo
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One line. Other fields are ignored."""
+    """A line of the file. Other fields are ignored."""
 
     workload: Annotated[str, msgspec.Meta(min_length=1)]
     prompt: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 def load(path: Path, each: int | None = None) -> list[Prompt]:
-    """Return the prompts of a file, or the first `each` of every workload.
+    """Return the prompts of a file, or only the first `each` of every workload.
 
     Raises:
         UsageError: the file cannot be read, a line is not a valid prompt, or the file has none.

@@ -1,7 +1,7 @@
-"""`manifest.json`: what an export or a bundle is, and the digest of each of its files.
+"""`manifest.json`: describes an export or a bundle, and has the digest of each of its files.
 
-Both folders share one schema; only a bundle has `build`. It is plain data, and apart from measurements nothing in it depends on
-when or where it was written, so the same inputs give the same export.
+Both kinds of folder share one schema; only a bundle has `build`. Except for measurements, nothing in a manifest depends on when
+or where it was written, so the same inputs give the same export.
 """
 
 from __future__ import annotations
@@ -10,27 +10,20 @@ from typing import Annotated
 
 import msgspec
 
-from outrider.engines.contract import (
-    CONTRACT_VERSION,
-    DRAFT_SAMPLERS,
-    MARKOV,
-    SAMPLERS,
-    RecurrentLayer,
-    step_rows,
-    window_buckets,
-)
+from outrider.engines.contract import CONTRACT_VERSION, RecurrentLayer, step_rows, window_buckets
 from outrider.engines.precisions import PRECISIONS
+from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV, SAMPLERS
 from outrider.errors import FolderError
 
 SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-WEIGHTS = ".data"  # at the end of the names of files of weights
+WEIGHTS = ".data"  # suffix of files of weights
 ROLES = ("target", "draft", "parallel-draft", "head", "parallel-head", "block-head")
 READS_FEATURES = ("head", "parallel-head", "block-head")
-# Models that draft k tokens in one pass, and the rows of that pass less k and the rows of its context: there is a mask for each
-# token but the first, and in a block head the last confirmed token is a row of its own, with k - 1 masks behind it or k.
+# Models that draft k tokens in one pass, and the possible rows of that pass beyond k and its context. There is a mask for each
+# token but the first. In a block head, the last confirmed token has its own row, followed by k - 1 or k masks.
 READS_MASKS = {"parallel-draft": (-1,), "parallel-head": (-1,), "block-head": (0, 1)}
 ENGINES = (*ROLES, *SAMPLERS, MARKOV)
 REMAKE = "make the folder again with this outrider: outrider export, then outrider build-engine"
@@ -39,35 +32,35 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 Shape = Annotated[list[Positive], msgspec.Meta(min_length=1)]
-Profile = dict[str, tuple[Shape, Shape, Shape]]  # input -> its minimum, typical and maximum shape; of `candidates`, values
+Profile = dict[str, tuple[Shape, Shape, Shape]]  # input -> minimum, typical and maximum shape; values for `candidates`
 
 
 def model_file(role: str) -> str:
-    """Return the path of a role's graph inside an export or a bundle; its weights are beside it, with `WEIGHTS` appended.
+    """Return the path of a role's graph in an export or a bundle. Its weights are in the same path with `WEIGHTS` appended.
 
-    A head is in the target's folder, because it may use weights in the target's file.
+    A head is in the target's folder, because it may use weights from the target's file.
     """
     return f"target/{role}.onnx" if role in READS_FEATURES else f"{role}/model.onnx"
 
 
 def round_rows(role: str, k: list[int]) -> list[int]:
-    """Return the numbers of rows, ascending, that rounds of the built `k` run a role's model with."""
+    """Return the row counts of a role's model in rounds of the built `k`, ascending."""
     return step_rows(k, READS_MASKS.get(role, ()))
 
 
 def sampler_file(name: str) -> str:
-    """Return the path of the graph of one of `Manifest.samplers` inside an export or a bundle."""
+    """Return the path of the graph of one of `Manifest.samplers` in an export or a bundle."""
     return f"sampler/{name}.onnx"
 
 
 def graph_files(name: str) -> tuple[str, ...]:
-    """Return the paths inside an export of the files of one of `ENGINES`: a graph, and its weights if it has any."""
+    """Return the paths in an export of the files of one of `ENGINES`: a graph, and its weights if it has any."""
     path = model_file(name) if name in ROLES else sampler_file(name)
     return (path, path + WEIGHTS) if name in ROLES or name == MARKOV else (path,)
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base of the manifest's parts: immutable, and strict about unknown fields."""
+    """The base of the manifest's parts: immutable, without unknown fields."""
 
 
 class FileEntry(Struct, frozen=True):
@@ -78,13 +71,13 @@ class FileEntry(Struct, frozen=True):
 
 
 class Parity(Struct, frozen=True):
-    """How far the exported graph's logits are from the checkpoint's, over `rows` rows in uneven chunks."""
+    """The difference between the exported graph's logits and the checkpoint's, over `rows` rows in uneven chunks."""
 
     rows: int
     max_abs_diff: float
     tolerance: float
     argmax_agreement: float  # share of rows, 0..1
-    # For quantized models: the graph's, and the fp32 checkpoint's, on the text in export/heldout.py.
+    # For quantized models: the perplexity of the graph and of the fp32 checkpoint on the text in export/heldout.py.
     perplexity: float | None = None
     reference_perplexity: float | None = None
 
@@ -93,30 +86,30 @@ class Quantization(Struct, frozen=True):
     """How a model's weights were quantized: in blocks along the input dimension, each with an fp32 scale."""
 
     method: str  # rtn (round to nearest) or auto-round
-    head_precision: str  # int4, int8 or fp32: the output head's
-    block: Positive  # inputs that share a scale; 64 or 32 in layers whose inputs it does not divide
+    head_precision: str  # of the output head: int4, int8 or fp32
+    block: Positive  # inputs per scale; 64 or 32 in layers whose inputs it does not divide
     weights: int  # number of quantized weights
-    kept: dict[str, int]  # matrices left in fp32, without embeddings, and the number of weights of each
+    kept: dict[str, int]  # matrices in fp32, except embeddings, and the number of weights of each
 
 
 class Model(Struct, frozen=True):
-    """The target, or what drafts for it: a draft model, a parallel draft, or a draft head of some kind."""
+    """The target, or a model that drafts for it: a draft model, a parallel draft, or a draft head."""
 
     source: str
     architecture: str
     parameters: Positive
     precision: str  # fp32, fp16, bf16, int4 or int8; the last two apply to weights, and everything else is fp32
-    vocab_rows: Positive  # width of the logits, padding included; the target's for all models
-    max_positions: Positive | None  # the longest text that the model supports; None if it has no limit
-    layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each with attention
+    vocab_rows: Positive  # width of the logits, including padding; the same for all models
+    max_positions: Positive | None  # the longest supported text; None if there is no limit
+    layers: list[tuple[Positive, Positive, Positive]]  # (key/value heads, key width, value width) of each layer with attention
     parity: Parity
     recurrent: list[RecurrentLayer] = []  # the sizes of each recurrent layer
     quantization: Quantization | None = None
     head_tokens: Positive | None = None  # size of a draft's reduced vocabulary, if it has one
-    features: Positive | None = None  # width of what a draft head reads of the target, in both; None without a head
-    mask_token: Annotated[int, msgspec.Meta(ge=0)] | None = None  # of `READS_MASKS`: it stands for tokens not known yet
-    block_state: Positive | None = None  # width of what a block head gives to its Markov and confidence heads, if it has any
-    # Of a block head: the tokens that a block of its training drafts, and whether the last confirmed token's row gives the
+    features: Positive | None = None  # width of the features, in the target and the draft head; None without a head
+    mask_token: Annotated[int, msgspec.Meta(ge=0)] | None = None  # for `READS_MASKS`: stands for unknown tokens
+    block_state: Positive | None = None  # width of a block head's output for its Markov and confidence heads, if it has any
+    # For a block head: the number of tokens that it was trained to draft, and whether the last confirmed token's row gives the
     # logits of the first of them.
     trained_k: Positive | None = None
     from_anchor: bool = False
@@ -126,14 +119,14 @@ class Generation(Struct, frozen=True):
     """Generation defaults from the target's checkpoint."""
 
     eos_token_ids: list[int]
-    special_tokens: dict[str, str]  # bos_token, eos_token, ...: those that a chat template may use
+    special_tokens: dict[str, str]  # bos_token, eos_token, ..., for the chat template
 
 
 class Cost(Struct, frozen=True):
-    """Milliseconds of one pass over `batch` sequences, in `runs` runs; a step model's pass ends at the end of `window`."""
+    """Milliseconds of a pass over `batch` sequences, in `runs` runs. A step model's pass ends at the end of `window`."""
 
     rows: Positive
-    window: Annotated[int, msgspec.Meta(ge=0)]  # 0 for samplers, which have no window
+    window: Annotated[int, msgspec.Meta(ge=0)]  # 0 for samplers
     batch: Positive
     median: Milliseconds
     fastest: Milliseconds
@@ -146,20 +139,20 @@ class Build(Struct, frozen=True):
 
     backend: str
     backend_version: str
-    device: str  # the device that it was built on or for
+    device: str  # that it was built on or for
     k: list[Positive]  # ascending
     capacity: Positive
     batch: Positive
     max_prompt_chunk: Positive
     windows: list[Positive]
     costs: dict[str, list[Cost]] = {}  # by engine; empty if they were not measured
-    # By drafter, the share of the target's own greedy tokens that it would have proposed, over prompts that ship with outrider.
+    # By drafter, the share of the target's greedy tokens that it would have drafted, over prompts that ship with outrider.
     acceptance: dict[str, Share] = {}  # empty if it was not measured
-    # What follows belongs to single backends: the first to ONNX Runtime and OpenVINO, the others to TensorRT.
+    # The other fields are for single backends: the first for ONNX Runtime and OpenVINO, the others for TensorRT.
     rewrites: dict[str, dict[str, int]] = {}  # role -> rewrite -> how often it was applied; empty for exported graphs
-    compute_capabilities: list[str] = []  # such as 8.9, that the engines may run on; empty leaves the choice to the plans
+    compute_capabilities: list[str] = []  # such as 8.9, that the engines run on; if empty, the plans decide
     profiles: dict[str, list[Profile]] = {}  # engine -> its optimization profiles, in order, without the cache's tensors
-    version_compatible: bool = False  # whether newer releases of the package run the plans, with the host code inside them
+    version_compatible: bool = False  # whether newer releases of the package can run the plans, which then contain host code
 
     def rows(self, engine: str) -> list[tuple[int, int]]:
         """Return the minimum and maximum rows of a pass, for each profile of one of `ENGINES`."""
@@ -182,23 +175,23 @@ class Manifest(Struct, frozen=True):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Return the roles that have a model: a target may come without a draft."""
+        """Return the roles that have a model. A target may have no draft."""
         return tuple(role for role in ROLES if role in self.models)
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Return those of `contract.SAMPLERS` that the models need, and `MARKOV` if they need it."""
+        """Return the samplers that the models need."""
         needed = tuple(name for name in SAMPLERS if len(self.models) > 1 or name not in DRAFT_SAMPLERS)
         return needed if self.block_state is None else (*needed, MARKOV)
 
     @property
     def block_state(self) -> int | None:
-        """Return the width of what a block head gives to its Markov and confidence heads; None if there are none."""
+        """Return the width of a block head's output for its Markov and confidence heads; None if there are none."""
         return next((model.block_state for model in self.models.values() if model.block_state is not None), None)
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Return those of `ENGINES` that the models need."""
+        """Return the engines that the models need."""
         return self.roles + self.samplers
 
     @property
@@ -212,22 +205,22 @@ class Manifest(Struct, frozen=True):
 
 
 class _Versions(msgspec.Struct):
-    """The only part whose meaning may never change."""
+    """The only fields whose meaning must never change."""
 
     schema_version: int
     contract_version: int = CONTRACT_VERSION
 
 
 def damaged(reason: str) -> FolderError:
-    """Return the error for a manifest with an impossible content."""
+    """Return the error for a manifest with impossible contents."""
     return FolderError(f"{MANIFEST} is damaged: {' '.join(reason.split())}", REMAKE)
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Parse a manifest, and check everything but what depends on the backend, which `Backend.check` does.
+    """Parse a manifest, and check everything that does not depend on the backend. `Backend.check` checks the rest.
 
     Raises:
-        FolderError: it is not JSON, of another schema or contract version, or has missing, unknown or ill-typed fields.
+        FolderError: it is not JSON, has another schema or contract version, or has missing, unknown or wrong fields.
     """
     try:
         versions = msgspec.json.decode(data, type=_Versions)
@@ -247,9 +240,9 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check what types alone cannot express, and raise `FolderError`."""
+    """Raise `FolderError` for contents that the types allow, but that are impossible."""
     if not {"target"} <= set(manifest.models) <= set(ROLES):
-        raise damaged(f"it names the models {sorted(manifest.models)}, not a target, and perhaps {' and '.join(ROLES[1:])}")
+        raise damaged(f"its models are {sorted(manifest.models)}; it must have a target, and may have {', '.join(ROLES[1:])}")
     features = {role: model.features for role, model in manifest.models.items() if model.features is not None}
     heads = [role for role in READS_FEATURES if role in manifest.models]
     if features.keys() != ({"target", *heads} if heads else set()) or len({*features.values()}) > 1 or len(heads) > 1:
@@ -262,7 +255,7 @@ def _check(manifest: Manifest) -> None:
         if role in READS_FEATURES and (model.mask_token or 0) >= model.vocab_rows:  # a parallel draft may have one token more
             raise damaged(f"the mask token is not in the vocabulary - at `$.models.{role}.mask_token`")
         if (model.mask_token is not None) != (role in READS_MASKS):
-            raise damaged(f"what drafts in one pass has a mask token, and nothing else has - at `$.models.{role}.mask_token`")
+            raise damaged(f"only a model that drafts in one pass has a mask token - at `$.models.{role}.mask_token`")
         if model.precision not in PRECISIONS:
             raise damaged(f"{model.precision!r} is not one of {', '.join(PRECISIONS)} - at `$.models.{role}.precision`")
     rows = manifest.vocab_rows

@@ -63,7 +63,7 @@ def command(
 def _compare_engines(bundle: Path, export: Path, device: str | None, as_json: bool) -> bool:
     from outrider.audit.engine_checks import compare_engines
     from outrider.backends.open import open_bundle, open_engines
-    from outrider.bundle.folder import unchanged
+    from outrider.bundle.integrity import unchanged
 
     with progress_bar() as progress, unchanged(bundle) as bundle, unchanged(export) as export:
         engines = open_engines(bundle, *open_bundle(bundle, progress), device)

@@ -1,1 +1,1 @@
-"""Tensor names and shapes, devices, engines bound to buffers, and sessions with a KV cache."""
+"""Tensor names and shapes, devices, and sessions: step models with a KV cache."""

@@ -1,4 +1,4 @@
-"""Names for the NumPy arrays that pass between the host and the engines."""
+"""Types of the NumPy arrays that pass between the host and the engines."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ ON_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """Return the results of a CUDA call without its error code.
+    """Return the results of a CUDA call, without its error code.
 
     Raises:
         EngineError: the code is an error.
@@ -52,7 +52,7 @@ def _describe(error: Any) -> str:
 
 
 class Memory:
-    """Memory that CUDA allocated, freed with the last reference to it. `np.asarray` makes an array of pinned host memory."""
+    """Memory that CUDA allocated, freed with the last reference. `np.asarray` turns pinned host memory into an array."""
 
     def __init__(self, address: int, size: int, free: Callable[[int], object]):
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
@@ -80,7 +80,6 @@ class Cuda(Device):
         self.compute_capability = f"{properties.major}.{properties.minor}"
 
     def memory(self) -> tuple[int, int]:
-        """Return the free and the total bytes of GPU memory."""
         free, total = checked(runtime.cudaMemGetInfo())
         return int(free), int(total)
 
@@ -105,7 +104,7 @@ class Cuda(Device):
             runtime.cudaGetLastError()
             raise EngineError(
                 f"no pinned host memory for the buffers of a round, which take {size:,} bytes",
-                "stop other programs that pin memory, or raise the limit of locked memory (ulimit -l)",
+                "stop other programs that pin memory, or raise the limit on locked memory (ulimit -l)",
             )
         checked((error,))
         host = np.asarray(Memory(int(address), size, runtime.cudaFreeHost))
@@ -129,7 +128,7 @@ class Cuda(Device):
         where = target.address + to * item, target.shape[1] * item, source.address + first * item, source.shape[1] * item
 
         def launch() -> None:
-            assert target.memory, source.memory  # keeps both alive as long as the launch
+            assert target.memory, source.memory  # keeps both alive for as long as the launch
             checked(runtime.cudaMemcpy2DAsync(*where, count * item, rows, ON_DEVICE, self.stream))
 
         return launch
@@ -143,7 +142,7 @@ class Cuda(Device):
     def write(self, buffer: Buffer, values: npt.NDArray[Any]) -> None:
         whole = np.empty(buffer.shape, DTYPES[buffer.dtype].numpy)
         whole[...] = values
-        # On this stream, so that it is in order with all other work.
+        # On this stream, so that it stays in order with other work.
         checked(runtime.cudaMemcpyAsync(buffer.address, whole.ctypes.data, whole.nbytes, TO_DEVICE, self.stream))
         self.synchronize()
 
@@ -152,17 +151,17 @@ class Cuda(Device):
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
         if checked(runtime.cudaStreamIsCapturing(self.stream)) != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone:
-            raise EngineError("the stream is being recorded already", "nothing needs to be done: the launches run one by one")
+            raise EngineError("the stream is already being recorded", "no action needed: the launches run one by one")
         mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         collects = gc.isenabled()
-        gc.disable()  # it may find memory of the GPU to free, which ends a capture
+        gc.disable()  # it may free GPU memory, which ends a capture
         try:
             checked(runtime.cudaStreamBeginCapture(self.stream, mode))
             try:
                 for launch in launches:
                     launch()
             finally:
-                error, graph = runtime.cudaStreamEndCapture(self.stream)  # also where a launch failed
+                error, graph = runtime.cudaStreamEndCapture(self.stream)  # even if a launch failed
         finally:
             if collects:
                 gc.enable()
@@ -170,8 +169,8 @@ class Cuda(Device):
             error, recorded = runtime.cudaGraphInstantiate(graph, 0)
             runtime.cudaGraphDestroy(graph)
         if error != SUCCESS:
-            raise EngineError(_describe(error), "nothing needs to be done: the launches run one by one")
-        references = list(launches)  # they own the buffers that the graph points to
+            raise EngineError(_describe(error), "no action needed: the launches run one by one")
+        references = list(launches)  # they own the buffers that the graph uses
 
         def replay() -> None:
             assert references

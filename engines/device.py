@@ -1,7 +1,4 @@
-"""What engines run on: memory at fixed addresses, copies, and an order of work.
-
-The CPU is here; GPUs are in `engines/cuda.py`.
-"""
+"""Devices: memory at fixed addresses, copies, and one queue of work. The CPU is here; GPUs are in `engines/cuda.py`."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import c_byte
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from outrider.errors import EngineError
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 Launch = Callable[[], None]
-"""Queues one prepared piece of work behind everything launched before it."""
+"""Queues one prepared piece of work after everything launched before it."""
 
 Layout = Mapping[str, tuple[tuple[int, ...], str]]
 """Tensors by name: shape, and type as a key of `DTYPES`."""
@@ -37,8 +35,8 @@ class Buffer:
     address: int
     shape: tuple[int, ...]
     dtype: str  # a key of `DTYPES`
-    place: str  # the memory that it is in, "cpu" or "cuda"
-    memory: object  # owns that memory, and is referenced to keep it alive
+    place: str  # where its memory is, "cpu" or "cuda"
+    memory: object  # owns the memory; referenced here to keep it alive
 
     @property
     def itemsize(self) -> int:
@@ -49,38 +47,38 @@ class Buffer:
         return math.prod(self.shape) * self.itemsize
 
     def part(self, first: int, *shape: int) -> Buffer:
-        """Return a tensor of `shape` in the same memory, which starts at item number `first`."""
+        """Return a tensor of `shape` in the same memory, starting at item number `first`."""
         return Buffer(self.address + first * self.itemsize, shape, self.dtype, self.place, self.memory)
 
     def view(self) -> npt.NDArray[Any]:
-        """Return the tensor as an array; for CPU memory only."""
+        """Return the tensor as an array; only for CPU memory."""
         memory: Any = (c_byte * self.nbytes).from_address(self.address)
         return np.frombuffer(memory, dtype=DTYPES[self.dtype].numpy).reshape(self.shape)
 
 
 def host_buffer(array: npt.NDArray[Any]) -> Buffer:
-    """Return a host array as a tensor. Every backend reads the number of candidates from host memory."""
+    """Return a host array as a tensor, such as the number of candidates, which every backend reads from host memory."""
     return Buffer(array.ctypes.data, array.shape, array.dtype.name, "cpu", array)
 
 
 class Device(ABC):
-    """One processor: its memory, and one queue of work."""
+    """One processor, with its memory and one queue of work."""
 
     name: str  # "cpu", or the GPU's product name
     synchronous: bool  # whether a launch has finished when it returns
     stream: int  # the handle of the CUDA stream that all work goes to; 0 on a CPU
-    alignment: int  # the addresses of tensors are multiples of this many bytes
+    alignment: int  # addresses of tensors are multiples of this number of bytes
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """Return the free and the total bytes of its memory."""
+        """Return the free and the total bytes of the device's memory."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
         """Allocate a zeroed tensor. Its memory is freed with the last reference to it.
 
         Args:
-            purpose: what the tensor is for, for the error message.
+            purpose: the use of the tensor, for the error message.
 
         Raises:
             EngineError: the device has too little memory.
@@ -88,11 +86,11 @@ class Device(ABC):
 
     @abstractmethod
     def mirrored(self, size: int) -> tuple[npt.NDArray[np.uint8], Buffer]:
-        """Allocate `size` bytes on both the host and the device. On a CPU both are the same bytes."""
+        """Allocate `size` bytes on both the host and the device. On a CPU, they are the same bytes."""
 
     @abstractmethod
     def upload(self, host: npt.NDArray[Any], buffer: Buffer) -> Launch:
-        """Prepare a copy of `host`, which came from `mirrored`, into its buffer. Each launch copies the current contents."""
+        """Prepare a copy of `host`, an array from `mirrored`, into its buffer. Each launch copies the current contents."""
 
     @abstractmethod
     def download(self, buffer: Buffer, host: npt.NDArray[Any]) -> Launch:
@@ -100,15 +98,15 @@ class Device(ABC):
 
     @abstractmethod
     def copy_columns(self, target: Buffer, to: int, source: Buffer, first: int, count: int) -> Launch:
-        """Prepare a copy of `count` columns of `source` [R, C1], from `first` on, into `target` [R, C2], from `to` on."""
+        """Prepare a copy of `count` columns of `source` [R, C1] into `target` [R, C2], from column `first` to column `to`."""
 
     @abstractmethod
     def read(self, buffer: Buffer) -> npt.NDArray[Any]:
-        """Return a tensor's contents once everything launched has finished; on a CPU, a view of them."""
+        """Return a tensor's contents after everything launched has finished; on a CPU, a view of them."""
 
     @abstractmethod
     def write(self, buffer: Buffer, values: npt.NDArray[Any]) -> None:
-        """Replace a tensor's contents once everything launched has finished."""
+        """Replace a tensor's contents after everything launched has finished."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -120,7 +118,7 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        """Record launches, each of which has run at least once, into a single one.
+        """Record launches as one launch. Each of them must have run at least once.
 
         Raises:
             EngineError: the device cannot record them; they can still be launched one by one.
@@ -130,34 +128,30 @@ class Device(ABC):
 class Engine(ABC):
     """One compiled graph."""
 
-    max_candidates: int | None = None  # the largest K that its TopK supports; None if there is no limit
-    spare_slots = 0  # positions that a step model's cache needs beyond the capacity
-    skips_logits = False  # whether a step model can compute the logits of only as many of the last rows as its buffer holds
+    max_candidates: int | None = None  # the largest K of its TopK; None if there is no limit
+    spare_slots = 0  # extra positions of a step model's cache, beyond the capacity
+    skips_logits = False  # whether a step model can compute the logits of only the last rows, as many as their buffer holds
     recordable = True  # whether the device may record its launches
-    overwrites = True  # whether it may write recurrent states over those that it reads
+    overwrites = True  # whether it may write recurrent states over its inputs
 
     @abstractmethod
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
-        """Prepare a run over these buffers; their shapes determine the run's. A failing launch raises `EngineError`."""
+        """Prepare a run over these buffers, whose shapes determine the run's. A failing launch raises `EngineError`."""
 
 
 class Arena:
-    """Tensors in one piece of memory on the host, mirrored on the device, so that one copy moves all of them."""
+    """Tensors in one block of host memory, mirrored on the device, so that one copy moves all of them."""
 
     def __init__(self, device: Device, layout: Layout):
         """Allocate both sides; `layout` lists the tensors."""
-        offsets, size = {}, 0
-        for name, (shape, dtype) in layout.items():
-            offsets[name] = size
-            nbytes = math.prod(shape) * DTYPES[dtype].numpy.itemsize
-            size += -(-nbytes // device.alignment) * device.alignment
-        host, whole = device.mirrored(size)
+        sizes = [math.prod(shape) * DTYPES[dtype].numpy.itemsize for shape, dtype in layout.values()]
+        offsets = [0, *accumulate(-(-size // device.alignment) * device.alignment for size in sizes)]
+        host, whole = device.mirrored(offsets[-1])
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, Buffer] = {}
-        for name, (shape, dtype) in layout.items():
-            nbytes = math.prod(shape) * DTYPES[dtype].numpy.itemsize
-            self.host[name] = host[offsets[name] : offsets[name] + nbytes].view(DTYPES[dtype].numpy).reshape(shape)
-            self.device[name] = Buffer(whole.address + offsets[name], shape, dtype, whole.place, whole.memory)
+        for (name, (shape, dtype)), size, at in zip(layout.items(), sizes, offsets, strict=False):
+            self.host[name] = host[at : at + size].view(DTYPES[dtype].numpy).reshape(shape)
+            self.device[name] = Buffer(whole.address + at, shape, dtype, whole.place, whole.memory)
         self.upload = device.upload(host, whole)
         self.download = device.download(whole, host)
 
@@ -175,7 +169,7 @@ def in_sequence(launches: Sequence[Launch]) -> Launch:
 
 
 def nothing() -> None:
-    """Do nothing; the launch of a copy between two views of the same memory."""
+    """Do nothing: the launch of a copy between two views of the same memory."""
 
 
 class Cpu(Device):
@@ -192,7 +186,7 @@ class Cpu(Device):
             free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, OSError, ValueError):  # not every system reports it
             return sys.maxsize, sys.maxsize
-        with suppress(OSError, ValueError):  # a container may have less
+        with suppress(OSError, ValueError):  # a container may have a lower limit
             total = min(total, int(CONTAINER_LIMIT.read_text()))
         return min(free, total), total
 

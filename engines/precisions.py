@@ -1,4 +1,4 @@
-"""Types of tensors and precisions of models: one table each for the names and tolerances that depend on them."""
+"""Types of tensors and precisions of models: a table of names for each type, and of tolerances for each precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.engines.arrays import Floats
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One type of tensor elements, under each library's name for it."""
+    """A type of tensor elements, with each library's name for it."""
 
     numpy: np.dtype[Any]  # holds the elements on the host; NumPy has no bfloat16, so uint16 holds its bits
     onnx: int  # `TensorProto.DataType`
@@ -22,14 +22,14 @@ class DType:
     openvino: str  # the name of `Type`
 
     def encode(self, values: Floats) -> npt.NDArray[Any]:
-        """Return float32 values as the host holds them in this type, rounded to the nearest, and to even between two."""
+        """Return float32 values in this type's host representation, rounded to nearest, ties to even."""
         if self.onnxruntime != "tensor(bfloat16)":
             return values.astype(self.numpy)
         bits = values.astype(np.float32).view(np.uint32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(self.numpy)
 
     def decode(self, held: npt.NDArray[Any]) -> Floats:
-        """Return what the host holds in this type as float32 values."""
+        """Return float32 values from this type's host representation."""
         if self.onnxruntime != "tensor(bfloat16)":
             return held.astype(np.float32)
         return (held.astype(np.uint32) << 16).view(np.float32)
@@ -52,20 +52,20 @@ class Precision:
     """
 
     weight_bits: int
-    dtype: str  # key of `DTYPES`: of the cache and of all that is not a rounded weight
+    dtype: str  # key of `DTYPES`, for the cache and everything except quantized weights
     parity: float  # the exported graph against the checkpoint, both on the CPU
-    fusion: float  # the graph fused for ONNX Runtime against the exported one
+    fusion: float  # the graph fused for ONNX Runtime against the exported graph
     comparison: float  # a bundle's engines against ONNX Runtime on the CPU (`outrider verify --engines`)
-    unrounded: float  # the same, where neither rounds activations
+    unrounded: float  # the same, if neither rounds activations
 
 
-# Parity: fp32 differs by the order of sums only. In fp16 and bf16 the checkpoint itself rounds after each operation (11 and 8
-# significant bits), where the graph on ONNX Runtime rounds its weights only; a few roundings per layer add up. A quantized
+# Parity: in fp32 only the order of sums differs. In fp16 and bf16 the checkpoint rounds after each operation (11 and 8
+# significant bits), but the graph on ONNX Runtime rounds only its weights; a few roundings per layer add up. A quantized
 # graph computes in fp32, and so does the quantized checkpoint that it is compared with.
-# Fusion: another order of the same sums, which grows where activations are rounded to int8.
-# Comparison: a few roundings of the type. With quantized weights ONNX Runtime rounds activations to int8; that alone moved the
-# logits of the pair in examples/tiny-pair by 1e-2, and those of a model of 1.5B by a fifth of the largest. Where both sides can
-# leave it out, scales that one of them keeps in fp16 remain: 3e-3 on that model.
+# Fusion: another order of the same sums. The difference is larger if activations are rounded to int8.
+# Comparison: a few roundings in the type. With quantized weights, ONNX Runtime rounds activations to int8. That alone moved the
+# logits of the pair in examples/tiny-pair by 1e-2, and those of a 1.5B model by 20% of the largest logit. Without this
+# rounding, scales that one side keeps in fp16 still differ: 3e-3 on that model.
 PRECISIONS = {
     "fp32": Precision(32, "float32", parity=1e-4, fusion=1e-3, comparison=1e-3, unrounded=1e-3),
     "fp16": Precision(16, "float16", parity=2e-2, fusion=2e-2, comparison=2e-2, unrounded=2e-2),
@@ -74,6 +74,6 @@ PRECISIONS = {
     "int4": Precision(4, "float32", parity=1e-4, fusion=5e-2, comparison=4e-2, unrounded=5e-3),
 }
 
-# By bits, the largest block of quantized weights with which ONNX Runtime's CPU kernels give a row the same bits whatever the
-# number of rows. Larger blocks lose more accuracy, but are faster.
+# For each number of bits, the largest block of quantized weights for which ONNX Runtime's CPU kernels compute a row to the same
+# bits whatever the number of rows. Larger blocks are faster, but less accurate.
 BATCH_INVARIANT_BLOCK = {4: 32, 8: 64}

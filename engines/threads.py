@@ -6,7 +6,7 @@ import os
 
 
 def thread_count() -> int:
-    """Return the size of the pool that all engines of a process share: `OMP_NUM_THREADS`, or the cores it may use."""
+    """Return the size of the thread pool that all engines of a process share: `OMP_NUM_THREADS`, or the cores it may use."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if setting.isdecimal() and int(setting) > 0:
         return int(setting)

@@ -33,8 +33,9 @@ from outrider.bundle.manifest import (
     sampler_file,
 )
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import CONTEXT, CONTRACT_VERSION, MARKOV, SAMPLERS
+from outrider.engines.contract import CONTEXT, CONTRACT_VERSION
 from outrider.engines.precisions import PRECISIONS
+from outrider.engines.samplers import MARKOV, SAMPLERS
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.arguments import ExportArguments, ExportOptions
 from outrider.export.checkpoints.checkpoint import (

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from outrider.backends.onnxruntime.engine import ACCURACY, CPU, first_line, session_options
+from outrider.backends.onnxruntime.engine import ACCURACY, CPU, session_options
+from outrider.backends.onnxruntime.package import first_line
 from outrider.bundle.manifest import Parity
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import (

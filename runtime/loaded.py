@@ -12,7 +12,7 @@ from typing import Self
 
 from outrider.backends.base import Engines
 from outrider.backends.open import open_engines, read_bundle
-from outrider.bundle.folder import checking, unchanged
+from outrider.bundle.integrity import checking, unchanged
 from outrider.engines.device import Engine
 from outrider.engines.session import Session
 from outrider.errors import UsageError

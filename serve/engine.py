@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from outrider.bundle.folder import FolderWatch
+from outrider.bundle.integrity import FolderWatch
 from outrider.errors import EngineError, FolderError, OutriderError
 from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams

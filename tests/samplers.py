@@ -12,8 +12,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
-from outrider.engines.contract import DECIDED, EDITS, SETTINGS, sampler_tensors
 from outrider.engines.device import Cpu, Engine, host_buffer
+from outrider.engines.samplers import DECIDED, EDITS, SETTINGS, sampler_tensors
 from outrider.export.graph.sampler import sampler
 from outrider.runtime.rounds.reference import Edit, named_settings, verify, warp
 

@@ -24,8 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.backends import registry
 from outrider.backends.base import required_rows
-from outrider.backends.tensorrt.job import BuildJob
-from outrider.backends.tensorrt.options import BuildOptions
+from outrider.backends.tensorrt.job import BuildJob, BuildOptions
 from outrider.backends.tensorrt.package import RTX
 from outrider.backends.tensorrt.profiles import step_profiles
 from outrider.bench.results import Results, read

@@ -1,1 +1,1 @@
-"""ONNX Runtime: the exported graphs, fused for the CPU, or as they are on CUDA."""
+"""ONNX Runtime: runs the exported graphs, fused for the CPU and mostly unchanged on CUDA."""

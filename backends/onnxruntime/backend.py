@@ -1,4 +1,4 @@
-"""The backend `onnxruntime`: graphs and weights of the export, fused where the result stays the same."""
+"""The backend `onnxruntime`: graphs and weights of the export, fused if the results stay the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.backends.base import Backend, BuildSpec, Engines
-from outrider.backends.onnxruntime.package import EXTRA, MASK_FREE, package_version
+from outrider.backends.base import Backend, BuildSpec, Engines, import_package
+from outrider.backends.onnxruntime.package import EXTRA, MASK_FREE
 from outrider.bundle.manifest import Build, Manifest, Model, graph_files
 from outrider.engines.device import Cpu, Device
 from outrider.engines.precisions import BATCH_INVARIANT_BLOCK, PRECISIONS
@@ -24,8 +24,8 @@ class OnnxRuntimeBackend(Backend):
     devices = ("cpu", "cuda")
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
-        """Copy the export, and replace its graphs by fused ones where those compute the same; see `Backend.build`."""
-        build = spec.result(self, package_version(), spec.device or "cpu")
+        """Copy the export, and replace its graphs with fused ones that compute the same; see `Backend.build`."""
+        build = spec.result(self, import_package("onnxruntime", EXTRA).__version__, spec.device or "cpu")
         if build.device == "cpu":
             _check_block(spec.manifest.models["target"])
         files = spec.manifest.files
@@ -35,22 +35,22 @@ class OnnxRuntimeBackend(Backend):
         return msgspec.structs.replace(build, rewrites=fuse_bundle(spec.source, folder, spec.manifest, build, progress))
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
-        """Return the graphs as ONNX Runtime loads them; see `Backend.open`."""
+        """Return the graphs, loaded by ONNX Runtime; see `Backend.open`."""
         device = device or build.device
         if device == "cuda" and any(counts.keys() - {MASK_FREE} for counts in build.rewrites.values()):
             raise UsageError("this bundle's graphs are fused for the CPU", "build the export again with --device cuda")
-        package_version()
+        import_package("onnxruntime", EXTRA)
         from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines
 
         return OnnxRuntimeEngines(folder, manifest, build, _device(device))
 
     def engine_files(self, name: str) -> tuple[str, ...]:
-        """Return the same files as the export's."""
+        """Return the same paths as in the export."""
         return graph_files(name)
 
 
 def _check_block(target: Model) -> None:
-    """Warn if products give a row other bits alone than among others, so that near-ties may end differently."""
+    """Warn if a row's bits depend on the number of rows, so that near-ties may be decided differently."""
     limit = BATCH_INVARIANT_BLOCK.get(PRECISIONS[target.precision].weight_bits)
     if limit is not None and target.quantization is not None and target.quantization.block > limit:
         warnings.warn(

@@ -1,8 +1,8 @@
-"""Runs that ONNX Runtime records as CUDA graphs, where a replay computes what the run did.
+"""Runs that ONNX Runtime records as CUDA graphs, if the replay computes the same.
 
-ONNX Runtime launches each node by itself, so a small model's pass takes as long as the host needs for the launches. It can
-record a run with fixed buffers, and replay it as one launch. A recording keeps the addresses of everything that the run read,
-so each is compared with the run itself before it is used.
+ONNX Runtime launches each node separately, so the launches determine the time of a small model's pass. It can record a run
+with fixed buffers, and replay it as one launch. A recording keeps the addresses of everything that the run read, so a replay
+is compared with the run before it is used.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any
 
 import onnxruntime
 
+from outrider.backends.onnxruntime.package import first_line
 from outrider.engines.device import Buffer, Device, Launch
 from outrider.errors import OutriderWarning
 
 GRAPH_ID = "gpu_graph_id"
-NO_GRAPH = -1  # as the id of a run: it is neither recorded nor replayed
-RECORD_AT = 3  # launches after which a run is recorded: it runs four times then, and many are never seen again
-MAX_RECORDED = 64  # runs of a session
+NO_GRAPH = -1  # id of a run that is neither recorded nor replayed
+RECORD_AT = 3  # launches before a run is recorded: recording takes more runs, and many runs never come again
+MAX_RECORDED = 64  # recorded runs per session
 
 
 def run_options(graph: int | None) -> Any:
-    """Return options of a run on CUDA that does not wait for its end.
+    """Return options for a run on CUDA that returns without waiting.
 
     Args:
-        graph: the run's id, `NO_GRAPH`, or None in a session that records nothing.
+        graph: the run's id; `NO_GRAPH` for none; None if the session cannot record.
     """
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -49,10 +50,10 @@ class CudaGraphs:
         self._recorded = 0
 
     def launch(self, binding: Any, outputs: Sequence[Buffer]) -> Launch:
-        """Return a launch of the session with a binding, which is recorded at its third time.
+        """Return a launch of the session with a binding. It is recorded at its third run.
 
         Args:
-            outputs: what a replay has to compute as the run did, to the bit.
+            outputs: the tensors that a replay must compute to the same bits.
         """
         options, launches = self._plain, 0
 
@@ -66,7 +67,7 @@ class CudaGraphs:
         return launch
 
     def _record(self, binding: Any, outputs: Sequence[Buffer]) -> Any:
-        """Record a run that has just been launched, and return the options of the runs that follow."""
+        """Record a run that has just been launched, and return the options for later runs."""
         expected = [self._device.read(each).tobytes() for each in outputs]
         graph = next(self._ids)
         options = run_options(graph)
@@ -74,10 +75,9 @@ class CudaGraphs:
             for _ in range(2):  # the first records, and may replay; the second replays
                 self._session.run_with_iobinding(binding, options)
                 if [self._device.read(each).tobytes() for each in outputs] != expected:
-                    raise ValueError("a replay computed something else")
-        except Exception as error:  # ONNX Runtime's have no other base
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"a pass runs as plain launches: {reason}", OutriderWarning, stacklevel=2)
+                    raise ValueError("a replay computed different results")
+        except Exception as error:  # ONNX Runtime's exceptions have no other base
+            warnings.warn(f"a pass runs as plain launches: {first_line(error)}", OutriderWarning, stacklevel=2)
             self._session.run_with_iobinding(binding, self._plain)
             return self._plain
         self._recorded += 1

@@ -1,4 +1,4 @@
-"""ONNX Runtime engines, on the CPU or on CUDA: every run binds its tensors to Outrider's buffers."""
+"""ONNX Runtime engines, on the CPU or on CUDA. Every run binds its tensors to Outrider's buffers."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ import onnxruntime
 
 from outrider.backends.base import Engines, GraphEngines, check_tensors, engine_tensors
 from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs, run_options
+from outrider.backends.onnxruntime.package import first_line
 from outrider.bundle.manifest import WEIGHTS, Build, Manifest, model_file, sampler_file
 from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
 from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch, host_buffer
+from outrider.engines.graph_session import GraphSession
 from outrider.engines.precisions import DTYPES
-from outrider.engines.session import GraphSession, Session
+from outrider.engines.session import Session
 from outrider.engines.threads import thread_count
 from outrider.errors import EngineError
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 CUDA_GRAPH = "enable_cuda_graph"  # an option of CUDA's provider
 CUDA_LIBRARY = "libonnxruntime_providers_cuda.so"
-LIBRARIES = ("libcudart", "libcublas*", "libcufft", "libcurand", "libnvJitLink", "libnvrtc*", "libcudnn*")  # that it needs
+LIBRARIES = ("libcudart", "libcublas*", "libcufft", "libcurand", "libnvJitLink", "libnvrtc*", "libcudnn*")  # its dependencies
 ACCURACY = "session.qdq_matmulnbits_accuracy_level"  # 1 keeps activations in fp32
-UNUSED_POSITIONS = 2  # rows that attention writes, at most, for a slot without a sequence
-
+UNUSED_POSITIONS = 2  # the most rows that attention writes for a slot without a sequence
 
 _has_pool = False
 
 
 def create_pool(threads: int) -> None:
-    """Create the pool of threads that all sessions of this process share, unless there is one.
+    """Create the thread pool that all sessions of this process share, unless it exists.
 
-    Draft and target take turns; with a spinning pool each, they would compete for the cores. ONNX Runtime has one pool per
-    process, which cannot be replaced, and refuses sessions that ask for their own.
+    Draft and target take turns. If each had a spinning pool, they would compete for the cores. ONNX Runtime has one shared pool
+    per process, which cannot be replaced, and then refuses sessions that ask for their own pool.
     """
     global _has_pool
     if not _has_pool:
@@ -57,30 +58,27 @@ def session_options() -> Any:
 
 
 def optimize(path: Path, output: Path) -> None:
-    """Save the graph at `path` as ONNX Runtime would run it, so that loading does not optimize it again.
+    """Save the graph at `path` after ONNX Runtime's optimizations, so that loading does not repeat them.
 
-    The weights are written beside `output`, and mapped into memory from there.
+    The weights are written beside `output`, from where they are mapped into memory.
 
     Raises:
         EngineError: ONNX Runtime refuses the graph.
     """
     options = session_options()
     options.optimized_model_filepath = str(output)
-    options.log_severity_level = 3  # it warns that the graph is specific to this machine, which is true of convolutions only
+    options.log_severity_level = 3  # it warns that the graph is specific to this machine, which applies only to convolutions
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", output.name + WEIGHTS)
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
     options.add_session_config_entry("session.disable_prepacking", "1")  # not needed for saving, and it doubles the memory
-    try:
-        onnxruntime.InferenceSession(str(path), options, providers=[CPU])
-    except Exception as error:
-        raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
+    _session(path, options, [CPU])
 
 
 def inference_session(path: Path, device: Device, *, record_placement: bool = False, rounds: bool = True) -> Any:
-    """Return a session of ONNX Runtime on a device: on CUDA one that can record its runs, if the graph allows that.
+    """Return a session of ONNX Runtime on a device. On CUDA it can record its runs, if the graph allows it.
 
     Args:
-        record_placement: whether `get_provider_graph_assignment_info` will be asked.
+        record_placement: whether to collect data for `get_provider_graph_assignment_info`.
         rounds: whether products with quantized weights may round activations on the CPU.
 
     Raises:
@@ -94,11 +92,11 @@ def inference_session(path: Path, device: Device, *, record_placement: bool = Fa
     if isinstance(device, Cpu):
         return _session(path, options, [CPU])
     _preload()
-    # Caches and buffers are allocated by Outrider; the rest is small, and to double it each time would take what they need.
+    # Outrider allocates caches and buffers. The rest is small; an arena that doubles would take the memory that they need.
     cuda = {"user_compute_stream": str(device.stream), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
     try:
         session = _session(path, options, [(CUDA, cuda | {CUDA_GRAPH: "1"}), CPU])
-    except EngineError:  # some node has to run on the CPU, or nothing helps
+    except EngineError:  # perhaps because some node must run on the CPU
         session = _session(path, options, [(CUDA, cuda), CPU])
     if session.get_providers()[0] != CUDA:
         raise EngineError(
@@ -110,24 +108,28 @@ def inference_session(path: Path, device: Device, *, record_placement: bool = Fa
 
 def _session(path: Path, options: Any, providers: list[Any]) -> Any:
     try:
-        # Without the fallback: it would print on standard output, and go on without the options.
+        # Without the fallback, which would print to standard output and then ignore the options.
         return onnxruntime.InferenceSession(str(path), options, providers=providers, enable_fallback=False)
     except Exception as error:
         raise _failed(error, f"cannot load {path}", "build the bundle again, with this onnxruntime") from error
 
 
 class OnnxRuntimeEngines(GraphEngines):
-    """A bundle's graphs, as ONNX Runtime loads them."""
+    """A bundle's graphs, loaded by ONNX Runtime."""
 
     def __init__(self, folder: Path, manifest: Manifest, build: Build, device: Device, rounds: bool = True):
-        """Prepare to load; `rounds` is whether products on the CPU may round activations, if the graph does not say so."""
+        """Prepare to load.
+
+        Args:
+            rounds: whether products on the CPU may round activations, unless the graph specifies it.
+        """
         super().__init__(folder, manifest, build, device)
         create_pool(thread_count())  # before sessions are loaded by several threads
         self._rounds = rounds
 
     def unrounded(self) -> Engines | None:
         if self.build.rewrites and isinstance(self.device, Cpu):
-            return None  # what was fused rounds by itself
+            return None  # fused products always round
         return OnnxRuntimeEngines(self.folder, self.manifest, self.build, self.device, rounds=False)
 
     def step_model(self, role: str) -> Engine:
@@ -156,45 +158,41 @@ class OnnxRuntimeEngines(GraphEngines):
 class OnnxRuntimeEngine(Engine):
     """One graph."""
 
-    spare_slots = 1  # fused attention may write a row of padding there
+    spare_slots = 1  # fused attention may write a padding row there
 
     def __init__(self, path: Path, tensors: Iterable[Tensor], device: Device, batch: int = 1, rounds: bool = True):
         """Load `path`, a graph for up to `batch` sequences, which must have exactly these inputs and outputs.
 
         Args:
-            rounds: whether products with quantized weights may round activations, as far as the graph leaves it open.
+            rounds: whether products with quantized weights may round activations, unless the graph specifies it.
 
         Raises:
             EngineError: ONNX Runtime refuses the graph, or it has other tensors.
         """
         self._session = inference_session(path, device, rounds=rounds)
         self._graphs: CudaGraphs | None = None
-        self._options = None  # empty ones would cost time in every run
+        self._options = None  # empty options would cost time in every run
         if not isinstance(device, Cpu):
-            # Its work goes to the device's stream, in order with everything else, and is awaited once a round. Recording that
-            # is not safe: ONNX Runtime copies from its own host memory, and a recorded copy keeps the address after it is
-            # freed. It has its own way to record a run.
+            # Runs go to the device's stream, in order with all other work, and the host waits once per round. Recording the
+            # stream is not safe: ONNX Runtime copies from its own host memory, and a recorded copy keeps the address after the
+            # memory is freed. ONNX Runtime has its own way to record a run.
             self.recordable = False
-            self.spare_slots = 0  # the attention is not fused there
+            self.spare_slots = 0  # attention is not fused on CUDA
             records = self._session.get_provider_options()[CUDA].get(CUDA_GRAPH) == "1"
             self._graphs = CudaGraphs(self._session, device) if records else None
             self._options = run_options(graph=None)
-        actual = {each.name: (each.type, _sizes(each.shape)) for each in self._inputs_and_outputs()}
+        everything = [*self._session.get_inputs(), *self._session.get_outputs()]
+        actual = {each.name: (each.type, _sizes(each.shape)) for each in everything}
         expected = {each.name: (DTYPES[each.dtype].onnxruntime, _sizes(each.shape)) for each in tensors}
         self.skips_logits = LOGITS in expected and LOGITS_ROWS in actual
         if self.skips_logits:
             expected[LOGITS_ROWS] = (DTYPES["int64"].onnxruntime, (1,))
         caches = [name for name in expected if name.startswith(("past_", "present_")) and f"{name}.1" in actual]
-        # Fused attention for several sequences has separate tensors for each; see `fusion.fuse`.
-        self._slots: dict[str, list[str]] = {}
-        if caches:
-            self._slots = {name: [name, *(f"{name}.{slot}" for slot in range(1, batch))] for name in caches}
-            expected |= {each: expected[name] for name, slots in self._slots.items() for each in slots}
-            self._unused: dict[str, Buffer] = {}  # bound in place of the slots that a pass has no sequence for
+        # Fused attention for several sequences has separate tensors for each sequence; see `fusion.fuse`.
+        self._slots = {name: [name, *(f"{name}.{slot}" for slot in range(1, batch))] for name in caches}
+        expected |= {each: expected[name] for name, slots in self._slots.items() for each in slots}
+        self._unused: dict[str, Buffer] = {}  # bound in place of slots without a sequence
         check_tensors(path, actual, expected)
-
-    def _inputs_and_outputs(self) -> list[Any]:
-        return [*self._session.get_inputs(), *self._session.get_outputs()]
 
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
         if self.skips_logits:
@@ -216,7 +214,7 @@ class OnnxRuntimeEngine(Engine):
             run = self._graphs.launch(binding, computed)
 
         def launch() -> None:
-            assert references  # keeps the buffers alive as long as the launch
+            assert references  # keeps the buffers alive for as long as the launch
             try:
                 run()
             except Exception as error:
@@ -245,18 +243,18 @@ def _preload() -> None:
 
 
 def _nvidia_folders() -> list[Path]:
-    """Return where NVIDIA's wheels are, torch's among them. ONNX Runtime looks for them beside its own package only."""
+    """Return the folders of NVIDIA's wheels, including torch's. ONNX Runtime only looks beside its own package."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(onnxruntime.__file__).parents[1] / "nvidia"
     return [] if spec is None else [Path(each) for each in spec.submodule_search_locations or () if Path(each) != beside]
 
 
 def preload_libraries(folders: Iterable[Path]) -> None:
-    """Load the shared libraries of NVIDIA's wheels, each after those that it needs."""
+    """Load the shared libraries of NVIDIA's wheels, each one after its dependencies."""
     waiting = [library for folder in folders for name in LIBRARIES for library in sorted(folder.glob(f"*/lib/{name}.so.*"))]
     while waiting:
         left = [library for library in waiting if not _loaded(library)]
-        if len(left) == len(waiting):  # what is missing is not here; ONNX Runtime says so if it needs that
+        if len(left) == len(waiting):  # a dependency is missing; ONNX Runtime reports it if it needs it
             return
         waiting = left
 
@@ -270,7 +268,7 @@ def _loaded(library: Path) -> bool:
 
 
 def why_no_cuda() -> str:
-    """Return why ONNX Runtime's part for CUDA cannot be loaded, in the words of the system's loader."""
+    """Return the system loader's reason why ONNX Runtime's CUDA provider cannot be loaded."""
     folder = Path(onnxruntime.__file__).parent / "capi"
     if not (folder / CUDA_LIBRARY).exists():
         return "it is the package without CUDA"
@@ -279,11 +277,11 @@ def why_no_cuda() -> str:
             ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
     except OSError as error:
         return str(error)
-    return "its log on standard error has the reason"
+    return "see its log on standard error"
 
 
 def _failed(error: Exception, where: str, hint: str) -> EngineError:
-    """Return the `EngineError` for an exception of ONNX Runtime, which have no common base but Exception."""
+    """Return the `EngineError` for an exception of ONNX Runtime. They have no common base but Exception."""
     message = first_line(error)
     if "memory" in message.lower() and "alloc" in message.lower():
         hint = "build with a smaller --capacity, --batch or --max-prompt-chunk, or stop other programs that use memory"
@@ -296,9 +294,3 @@ def _bind(bound: Any, name: str, buffer: Buffer) -> None:
 
 def _sizes(shape: Any) -> tuple[int | None, ...]:
     return tuple(size if isinstance(size, int) else None for size in shape)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

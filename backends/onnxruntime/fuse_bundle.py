@@ -1,4 +1,4 @@
-"""Replaces the exported graphs of a bundle by fused ones, where those compute the same."""
+"""Replaces the exported graphs of a bundle with fused ones that compute the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from outrider.backends.base import reason
 from outrider.backends.comparison import check_same
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines, optimize
 from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, Build, Manifest, model_file
@@ -19,17 +20,17 @@ MAX_FUSED = 64  # sequences of a batch; each has its own attention nodes in ever
 
 
 def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, int]]:
-    """Replace graphs in `folder` by ones with ONNX Runtime's own operators, where they compute the same as those in `source`.
+    """Replace graphs in `folder` with ones that use ONNX Runtime's own operators and compute the same as those in `source`.
 
     Returns:
-        For each model that was rewritten, how often each rewrite was applied.
+        For each rewritten model, how often each rewrite was applied.
     """
     on_cpu = build.device == "cpu"
     precisions = {model.precision for model in manifest.models.values()}
     if on_cpu and ("bf16" in precisions or build.batch > MAX_FUSED):
-        return {}  # the CPU has no kernels for bf16, which opening the engines reports
+        return {}  # the CPU has no bf16 kernels, which is reported when the engines are opened
     if not on_cpu and not precisions <= {"fp16", "bf16"}:
-        return {}  # FlashAttention is for these
+        return {}  # FlashAttention supports only these
     try:
         import outrider.backends.onnxruntime.fusion.fuse  # noqa: F401
     except ImportError as error:
@@ -43,22 +44,21 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
             counts[role] = _fuse(source, folder, manifest, build, role, progress)
         except (MemoryError, OSError):
             raise
-        except Exception as error:  # a rewrite may raise anything when it meets a graph of a new kind
-            reason = " ".join(str(error).split()) or type(error).__name__
-            _warn(f"the {role} stays as exported, which is slower: {reason}")
+        except Exception as error:  # a rewrite may raise anything on a new kind of graph
+            _warn(f"the {role} stays as exported, which is slower: {reason(error)}")
         finally:
             shutil.rmtree(folder / "fused", ignore_errors=True)
             shutil.rmtree(folder / "final", ignore_errors=True)
     if counts.get("target"):
         for role in {*READS_FEATURES} & {*manifest.roles}:
-            if not counts.get(role):  # as exported, it uses weights of the target as exported, whose file is gone
+            if not counts.get(role):  # it uses weights of the exported target, whose file is gone
                 keep_own_weights(source / model_file(role), folder / model_file(role))
     share_with_target(folder, manifest.roles)
     return counts
 
 
 def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: str, progress: Progress) -> dict[str, int]:
-    """Fuse one model, compare it with the exported one, and put it in its place."""
+    """Fuse one model, compare it with the export, and replace the exported graph with it."""
     from outrider.backends.onnxruntime.fusion.causal import without_masks
     from outrider.backends.onnxruntime.fusion.fuse import fuse
 
@@ -75,10 +75,10 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
         if not counts:
             return {}
     shutil.rmtree(fused.parent)
-    progress.stage(f"comparing the fused {role} with the exported one")
+    progress.stage(f"comparing the fused {role} with the export")
     rewritten = msgspec.structs.replace(build, rewrites={role: counts})
     check_same(source, OnnxRuntimeEngines(folder / "final", manifest, rewritten, Cpu()), role)
-    if left_out and (role != "block-head" or left_out[1:] != ["it has a mask that is not causal"]):  # as a block's is not
+    if left_out and (role != "block-head" or left_out[1:] != ["it has a mask that is not causal"]):  # a block's mask is not
         _warn(f"{left_out[0]} of the {role} stays as exported, which is slower: {'; '.join(left_out[1:])}")
     for name in (final.name, final.name + WEIGHTS):
         (final.parent / name).replace((folder / model_file(role)).with_name(name))

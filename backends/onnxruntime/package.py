@@ -1,22 +1,12 @@
-"""The package `onnxruntime`, and what its backend's parts agree on."""
+"""Parts of this backend that do not import ONNX Runtime."""
 
 from __future__ import annotations
 
-from outrider.errors import EngineError
-
 EXTRA = "cpu"
-MASK_FREE = "attention without a mask"  # the name of a rewrite for CUDA, which runs on the CPU, too
+MASK_FREE = "attention without a mask"  # a rewrite for CUDA whose result also runs on the CPU
 
 
-def package_version() -> str:
-    """Return the release of ONNX Runtime that is installed.
-
-    Raises:
-        EngineError: none is.
-    """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise EngineError(f"onnxruntime cannot be imported: {error}", f"pip install 'outrider[{EXTRA}]'") from error
-    version: str = onnxruntime.__version__
-    return version
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,1 +1,1 @@
-"""OpenVINO: step models over a paged cache, in kernels whose cost hardly grows with the rows of a pass."""
+"""OpenVINO: step models over a paged cache, with kernels whose cost hardly grows with the rows of a pass."""

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.backends.base import Backend, BuildSpec, Engines
+from outrider.backends.base import Backend, BuildSpec, Engines, import_package, reason
 from outrider.bundle.manifest import Build, Manifest, graph_files, model_file
 from outrider.errors import EngineError, UsageError
 from outrider.progress import Progress
 
 EXTRA = "openvino"
-OTHERWISE = "build the export with --backend onnxruntime"
+OTHER_BACKEND = "build the export with --backend onnxruntime"
 UPGRADE = f"pip install -U 'outrider[{EXTRA}]'"
-DEVICES = ("cpu", "gpu", "npu")  # the last two are Intel's; nothing has run on them
+DEVICES = ("cpu", "gpu", "npu")  # the last two are Intel's, and were not tried
 
 
 class OpenVinoBackend(Backend):
-    """OpenVINO, on the CPU, or on Intel's other processors."""
+    """OpenVINO, on the CPU or Intel's other processors."""
 
     name = "openvino"
     extra = EXTRA
     devices = DEVICES
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
-        """Rewrite the models, copy the rest, and compare what OpenVINO computes with the export; see `Backend.build`."""
+        """Rewrite the models, copy the rest, and compare OpenVINO's results with the export's; see `Backend.build`."""
         build = spec.result(self, package_version(), spec.device or DEVICES[0])
         try:
             from outrider.backends.openvino.rewrite import NotExpressible, rewrite
@@ -43,50 +43,44 @@ class OpenVinoBackend(Backend):
             try:
                 rewrites[role] = rewrite(spec.source / model_file(role), path)
             except NotExpressible as error:
-                raise EngineError(f"the {role} has {error}, which {self.name} does not cover", OTHERWISE) from error
+                raise EngineError(f"the {role} has {error}, which {self.name} does not support", OTHER_BACKEND) from error
             except (MemoryError, OSError):
                 raise
-            except Exception as error:  # a rewrite may raise anything when it meets a graph of a new kind
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise EngineError(f"the {role} cannot be rewritten for {self.name}: {reason}", OTHERWISE) from error
+            except Exception as error:  # a rewrite may raise anything on a new kind of graph
+                raise EngineError(f"the {role} cannot be rewritten for {self.name}: {reason(error)}", OTHER_BACKEND) from error
         share_with_target(folder, manifest.roles)
         build = msgspec.structs.replace(build, rewrites=rewrites)
         if build.device == "cpu":
             from outrider.backends.comparison import check_same
 
-            engines = self.open(folder, manifest, build, "cpu")  # before ONNX Runtime has threads
+            engines = self.open(folder, manifest, build, "cpu")  # before ONNX Runtime creates its threads
             for role in manifest.roles:
-                progress.stage(f"comparing the {role} with the exported one")
+                progress.stage(f"comparing the {role} with the export")
                 check_same(spec.source, engines, role)
         return build
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
-        """Return the engines, which are compiled when a session is made; see `Backend.open`."""
+        """Return the engines, which are compiled when a session is created; see `Backend.open`."""
         processor = device or build.device
         if processor not in DEVICES:
             raise UsageError(f"{self.name} does not run on {processor}", f"use one of {', '.join(DEVICES)}")
         version = package_version()
         try:
-            from outrider.backends.openvino.engines import OpenVinoEngines
-        except ImportError as error:  # it has no paged attention, or calls it otherwise
-            raise EngineError(f"OpenVINO {version} does not fit this outrider: {error}", UPGRADE) from error
+            from outrider.backends.openvino.session import OpenVinoEngines
+        except ImportError as error:  # it has no paged attention, or another name for it
+            raise EngineError(f"OpenVINO {version} does not work with this outrider: {error}", UPGRADE) from error
         return OpenVinoEngines(folder, manifest, build, processor)
 
     def engine_files(self, name: str) -> tuple[str, ...]:
-        """Return the files of the rewritten or copied graph, which have the names of the exported one's."""
+        """Return the same paths as in the export."""
         return graph_files(name)
 
 
 def package_version() -> str:
-    """Return the release of OpenVINO that is installed, after checking that ONNX Runtime is, too: it runs the samplers.
+    """Return the installed release of OpenVINO, after checking for ONNX Runtime, which runs the samplers.
 
     Raises:
         EngineError: one of them is missing.
     """
-    try:
-        import onnxruntime  # noqa: F401
-        import openvino
-    except ImportError as error:
-        raise EngineError(f"{error.name} cannot be imported: {error}", f"pip install 'outrider[{EXTRA}]'") from error
-    version: str = openvino.__version__.split("-")[0]
-    return version
+    import_package("onnxruntime", EXTRA)
+    return str(import_package("openvino", EXTRA).__version__.split("-")[0])

@@ -1,4 +1,4 @@
-"""Reads rewritten graphs into OpenVINO, and compiles them for a device."""
+"""Reads rewritten graphs into OpenVINO and compiles them for a device."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from outrider.errors import DeviceError, EngineError
 
 OTHER_BACKENDS = "build the export with --backend onnxruntime"
 BEFORE_PAGING = 5  # inputs of PagedAttention before `PAGING`: query, key, value and the two caches
-AFTER_PAGING = BEFORE_PAGING + len(PAGING) + 3  # those come after scale, sliding window and slopes, which precede the last
+AFTER_PAGING = BEFORE_PAGING + len(PAGING) + 3  # scale, sliding window and slopes come before the last of `PAGING`
 GIVE_BACK_SECONDS = 0.1
-_reading = threading.Lock()  # so that what is mapped meanwhile belongs to one model
-CAPABILITIES = {"f32": "FP32", "f16": "FP16", "bf16": "BF16"}  # by type, its name among `OPTIMIZATION_CAPABILITIES`
+_reading = threading.Lock()  # so that new mappings belong to one model
+CAPABILITIES = {"f32": "FP32", "f16": "FP16", "bf16": "BF16"}  # each type's name in `OPTIMIZATION_CAPABILITIES`
 
 
 @contextmanager
 def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterator[Any]:
     """Yield the model at `path`, which `rewrite` wrote, compiled for a device.
 
-    While the block runs, in which kernels copy the mapped weights into their own order, the mapping's pages are given back over
-    and over. The mapping stays: what is still needed, such as rows of an embedding, is read again.
+    In the block, kernels copy the mapped weights into their own layout. Meanwhile a thread repeatedly releases the mapping's
+    pages. The mapping stays, so pages that are still needed, such as rows of an embedding, are read again.
 
     Args:
         device: "cpu", "gpu" or "npu".
         precision: key of `PRECISIONS`.
-        group: in products with quantized weights, activations that share a scale when they are rounded to int8; 0 keeps them.
+        group: in products with quantized weights, activations per scale when they are rounded to int8; 0 does not round.
 
     Raises:
-        DeviceError: this machine has no such device.
-        EngineError: this OpenVINO does not take the model, or there is no memory for it.
+        DeviceError: this machine does not have the device.
+        EngineError: this OpenVINO refuses the model, or there is no memory for it.
     """
     with translated(f"cannot load {path}"):
         core, settings = _core(device, precision, group)
@@ -74,11 +74,11 @@ def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterat
         ended.set()
         thread.join()
         give_back(own)
-        del graph  # until now it kept the mapping, whose addresses could otherwise become those of other memory
+        del graph  # it kept the mapping; without it, other memory could take these addresses
 
 
 def _core(device: str, precision: str, group: int) -> tuple[Any, dict[str, Any]]:
-    """Return what reads and compiles models, and the settings for compiling."""
+    """Return the object that reads and compiles models, and the settings for compiling."""
     core = ov.Core()
     if not any(each.split(".")[0] == device.upper() for each in core.available_devices):
         raise DeviceError(
@@ -89,13 +89,13 @@ def _core(device: str, precision: str, group: int) -> tuple[Any, dict[str, Any]]
         core.add_extension(ConversionExtension(name, DOMAIN, convert))
     own = DTYPES[PRECISIONS[precision].dtype].openvino
     has_own = CAPABILITIES[own] in core.get_property(device.upper(), "OPTIMIZATION_CAPABILITIES")
-    # On processors with AVX-512 FP16, OpenVINO 2026.4 attends to a paged cache wrongly in fp16: logits differ by up to 20.
+    # On processors with AVX-512 FP16, OpenVINO 2026.4 computes paged attention wrongly in fp16: logits differ by up to 20.
     has_own &= (device, precision) != ("cpu", "fp16")
     settings: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
-        # Without it, OpenVINO would compute every model in bf16 wherever there is AMX.
+        # By default, OpenVINO computes every model in bf16 on processors with AMX.
         "INFERENCE_PRECISION_HINT": own if has_own else "f32",
-        # Where the processor does not compute in fp16, a cache of fp16 did not always give the same numbers (with AVX2 alone).
+        # On a processor without fp16 arithmetic (only AVX2), results with an fp16 cache were not always the same.
         "KV_CACHE_PRECISION": own if has_own else "f32",
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
     }
@@ -105,7 +105,7 @@ def _core(device: str, precision: str, group: int) -> tuple[Any, dict[str, Any]]
 
 
 def shapes(compiled: Any) -> dict[str, object]:
-    """Return what the manifest knows, too, of a compiled model: (heads, width) of each cache, and the width of the logits."""
+    """Return the shapes to compare with the manifest: (heads, width) of each cache, and the width of the logits."""
     found: dict[str, object] = {}
     for each in compiled.inputs:
         if each.get_any_name().startswith(("past_key_", "past_value_")):
@@ -115,7 +115,7 @@ def shapes(compiled: Any) -> dict[str, object]:
 
 
 def mapped(path: Path) -> set[tuple[int, int]]:
-    """Return where the weights of a graph are mapped into this process: beginning and end of each piece."""
+    """Return the begin and end addresses of each part of a graph's weights that is mapped into this process."""
     try:
         maps = Path("/proc/self/maps").read_bytes()
     except OSError:  # not Linux, or it may not be read
@@ -123,14 +123,14 @@ def mapped(path: Path) -> set[tuple[int, int]]:
     file, found = os.fsencode(path.with_name(path.name + WEIGHTS).resolve()), set()
     for line in maps.split(b"\n"):
         span, rights, *_, name = line.split(maxsplit=5) if line.endswith(file) else (b"", b"", b"")
-        if name == file and b"w" not in rights:  # what was written would be lost
+        if name == file and b"w" not in rights:  # written pages would be lost
             first, last = (int(address, 16) for address in span.split(b"-"))
             found.add((first, last))
     return found
 
 
 def give_back(pieces: set[tuple[int, int]]) -> None:
-    """Let go of the pages of these pieces, which must stay mapped meanwhile: whoever reads them next gets them again."""
+    """Release the pages at these addresses, which must still be mapped. They are read from the file again when needed."""
     libc = ctypes.CDLL(None)
     for first, last in pieces:
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
@@ -138,7 +138,7 @@ def give_back(pieces: set[tuple[int, int]]) -> None:
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Turn exceptions of OpenVINO in a block into an `EngineError` that says where it was."""
+    """Turn exceptions of OpenVINO in a block into an `EngineError` with the place."""
     try:
         yield
     except (RuntimeError, MemoryError, ValueError) as error:
@@ -148,7 +148,7 @@ def translated(where: str) -> Iterator[None]:
 def failed(error: Exception, where: str) -> EngineError:
     """Return the `EngineError` for an exception of OpenVINO."""
     lines = [line.strip("- ") for line in str(error).splitlines() if line.strip()]
-    # The first lines say where in its sources it was thrown.
+    # The first lines are places in its source code.
     said = [line for line in lines if not line.startswith(("Exception from", "Check ", "FrontEnd API failed"))]
     named = [line for line in said if line.startswith("No conversion rule")]
     message = (named or said or lines or [type(error).__name__])[0]
@@ -163,7 +163,7 @@ def _constant(value: Any, dtype: Any = np.int64) -> Any:
 
 
 def _attention(node: Any) -> list[Any]:
-    """Return our `PagedAttention` as OpenVINO's, over rows of its own: [T, H, 1, D] in, [T, 1, H, Dv] out."""
+    """Return our `PagedAttention` as OpenVINO's: from [T, H, 1, D] to [T, 1, H, Dv], over attention's own rows."""
     sizes = {name: node.get_attribute(name) for name in ("heads", "kv_heads", "key_width", "value_width")}
     query, key, value, past_key, past_value, taken, given, *paging = (node.get_input(i) for i in range(node.get_input_size()))
     widths = (
@@ -186,7 +186,7 @@ def _attention(node: Any) -> list[Any]:
 
 
 def _leave_caches_open(graph: Any) -> None:
-    """Leave type and layout of the caches to the processor, which finds their sizes where OpenVINO's own pass puts them."""
+    """Let the processor choose type and layout of the caches. It reads their sizes where OpenVINO's own pass puts them."""
     for attention in [node for node in graph.get_ops() if node.get_type_name() == "PagedAttentionExtension"]:
         info = attention.get_rt_info()
         for kind, index in (("k", 3), ("v", 4)):
@@ -198,7 +198,7 @@ def _leave_caches_open(graph: Any) -> None:
 
 
 def _weights(node: Any) -> list[Any]:
-    """Return weights [N, K / block, block] and scales [N, K / block, 1] as a matrix [K, N], which its product absorbs."""
+    """Return weights [N, K / block, block] and scales [N, K / block, 1] as a matrix [K, N], which fuses into the product."""
     quantized, scale = node.get_input(0), node.get_input(1)
     outputs, groups, block = quantized.get_shape()
     whole = opset13.multiply(opset13.convert(quantized, scale.get_element_type()), scale)
@@ -209,18 +209,18 @@ def _weights(node: Any) -> list[Any]:
 
 
 def _embedding(node: Any) -> list[Any]:
-    """Return a lookup in a table of fp16, whose rows are cast."""
+    """Return a lookup in an fp16 table that casts the rows."""
     table = opset13.convert(node.get_input(0), Type.f32)
-    table.get_rt_info()["decompression"] = ""  # or the whole table would be cast when it is compiled
+    table.get_rt_info()["decompression"] = ""  # or compiling would cast the whole table
     return [opset13.gather(table, node.get_input(1), _constant(0)).output(0)]
 
 
 @functools.cache
 def _unused_inputs() -> tuple[Any, ...]:
-    """Return the values of the inputs of PagedAttention that come after `PAGING`, which we have no use for.
+    """Return values for the inputs of PagedAttention after `PAGING`, which we do not use.
 
-    Their number grows from release to release. OpenVINO's own transformation knows them, so it is run on the smallest model
-    that it accepts.
+    Their number grows with each release. OpenVINO's own transformation knows them, so this runs it on the smallest model that
+    it accepts.
     """
     heads, width = 1, 8
     names = {"input_ids": Type.i64, "attention_mask": Type.i64, "position_ids": Type.i64, "beam_idx": Type.i32}

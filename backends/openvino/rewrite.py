@@ -1,7 +1,6 @@
 """Rewrites an exported step model for OpenVINO: rows of all sequences in one dimension, a paged cache, weights by output.
 
-What the graph computes stays ONNX but for three operators of our own. Nothing in it depends on a machine or on a release of
-OpenVINO.
+The result is ONNX with three operators of our own. It does not depend on the machine or on the release of OpenVINO.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
-from onnxscript.rewriter import RewriteRuleSet
 
 from outrider.backends.openvino.names import (
     ATTENDED_ROWS,
@@ -28,28 +26,27 @@ from outrider.backends.openvino.names import (
     READ_FEATURES,
 )
 from outrider.backends.rewriting.attention import CachedAttention
-from outrider.backends.rewriting.graphs import load, read_batch_off_tokens
+from outrider.backends.rewriting.graphs import apply, input_named, load, read_batch_off_tokens, save
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import Op, shape_of
 from outrider.backends.rewriting.products import Products
 from outrider.backends.rewriting.spare_row import SpareRow
-from outrider.bundle.manifest import WEIGHTS
 from outrider.engines.contract import FEATURE_POSITIONS, INPUT_IDS, KEY_POSITIONS, LOGITS_ROWS, PAST_FEATURES, PENDING
 
 TOKENS_DIM = "tokens"  # rows of all sequences of a pass
 
 
 class NotExpressible(Exception):
-    """A graph has an operator that OpenVINO's paged attention does not cover. The message says which."""
+    """A graph has something that OpenVINO's paged attention does not support. The message names it."""
 
 
 class PagedAttention(CachedAttention):
-    """Writing the cache, slicing its window and attending, as one operator."""
+    """Replaces the nodes that write the cache, slice its window and attend with one operator."""
 
     WRITES_CACHE = False
 
     def __init__(self, graph: ir.Graph, refusals: list[str]) -> None:
-        """Add the inputs; the reasons of refusals are appended to `refusals`."""
+        """Add the inputs. The reasons for refusals are appended to `refusals`."""
         super().__init__(refusals)
         self._inputs = [_added(graph, name, ir.DataType.INT64, [name]) for name in (ATTENTION_ROWS, ATTENDED_ROWS)]
         for name in PAGING:
@@ -68,13 +65,13 @@ class PagedAttention(CachedAttention):
             key_width=query.shape[3],
             value_width=value.shape[3],
             scale=attended.producer().attributes["scale"].as_float(),
-            window=max(self._window or 0, 0),  # 0 for all
+            window=max(self._window or 0, 0),  # 0 is unlimited
             _domain=DOMAIN,
         )
 
 
 class ChosenRows(LastRows):
-    """Limits the product that yields the logits to chosen rows, whose indices are the new input `logits_rows`."""
+    """Limits the product that computes the logits to some rows. The new input `logits_rows` has their indices."""
 
     SIZE = LOGITS_ROWS
 
@@ -86,60 +83,50 @@ def rewrite(path: Path, output: Path) -> dict[str, int]:
     """Rewrite the step model at `path`, and write it and its weights to `output`.
 
     The result has these inputs: `input_ids`, int64 [T, 1], the rows of all sequences one after the other; `positions`, int64
-    [T], the index at which each is written; the caches `past_*`, which are written in place; and those of `names`. It has the
-    output `logits`, float32 [R, 1, V], for the rows [R] that `logits_rows` lists, and `new_features` if there is a draft head.
+    [T], the index at which each row is written; the caches `past_*`, which are written in place; and the inputs in `names`.
+    Its outputs are `logits`, float32 [R, 1, V], for the rows [R] in `logits_rows`, and `new_features` if there is a draft head.
 
     Returns:
         How often each rewrite was applied.
 
     Raises:
-        NotExpressible: attention or something else cannot be rewritten.
+        NotExpressible: the graph cannot be rewritten.
     """
     model = load(path)
     graph = model.graph
     if any(each.name == PENDING for each in graph.inputs):
         raise NotExpressible("recurrent layers")
-    common.InlinePass()(model)  # it reads no functions
+    common.InlinePass()(model)  # OpenVINO's reader does not support functions
     model.opset_imports[DOMAIN] = 1
     read_batch_off_tokens(graph)
     for each in [each for each in graph.outputs if (each.name or "").startswith("present_")]:
         graph.outputs.remove(each)
-    ids = next(each for each in graph.inputs if each.name == INPUT_IDS)
-    ids.shape = ir.Shape([TOKENS_DIM, 1])
+    input_named(graph, INPUT_IDS).shape = ir.Shape([TOKENS_DIM, 1])
     _features_by_row(graph)
-    RewriteRuleSet([SpareRow.rule()]).apply_to_model(model)  # type: ignore[no-untyped-call]
+    apply(model, SpareRow)
     refusals: list[str] = []
-    rules: list[Any] = [
-        Products.rule(),  # type: ignore[no-untyped-call]
-        PagedAttention.rule(graph, refusals),  # type: ignore[no-untyped-call]
-        ChosenRows.rule(graph),  # type: ignore[no-untyped-call]
-    ]
-    counts = {}
-    for rule in rules:
-        counts[rule.name] = RewriteRuleSet([rule]).apply_to_model(model)
-        common.RemoveUnusedNodesPass()(model)
+    counts = apply(model, Products) | apply(model, PagedAttention, graph, refusals) | apply(model, ChosenRows, graph)
     if any(node.op_type == "TensorScatter" for node in graph):
         kind = f"with {refusals[0]}" if refusals else "that is written out, as with soft-capped scores"
         raise NotExpressible(f"attention {kind}")
     if not counts["logits of some rows"]:
         raise NotExpressible("logits that are not a product of the rows")
-    key_positions = next(each for each in graph.inputs if each.name == KEY_POSITIONS)
+    key_positions = input_named(graph, KEY_POSITIONS)
     if list(key_positions.uses()):
         raise NotExpressible("a mask outside of attention")
     graph.inputs.remove(key_positions)
     _by_output(graph)
     _half_embeddings(graph)
-    common.CommonSubexpressionEliminationPass()(model)
-    for node in graph:  # with one row to a sequence, many dimensions are others than those that were traced
+    for node in graph:  # rows have moved to another dimension, so many traced shapes are wrong
         for value in node.outputs:
             if not value.is_graph_output():
                 value.shape = None
-    ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=1024)
+    save(model, output)
     return {name: count for name, count in counts.items() if count}
 
 
 def _features_by_row(graph: ir.Graph) -> None:
-    """Give features out and in by row; the session keeps them, because OpenVINO has no scatter in place."""
+    """Make features inputs and outputs by row. The session keeps them, because OpenVINO has no scatter in place."""
     past = next((each for each in graph.inputs if each.name == PAST_FEATURES), None)
     if past is None:
         return
@@ -149,7 +136,7 @@ def _features_by_row(graph: ir.Graph) -> None:
             assert written is not None
             written.name = NEW_FEATURES
             graph.outputs.append(written)
-        else:  # a draft head takes its rows out of all features
+        else:  # a draft head gathers its rows from all features
             (rows,) = [use.node for use in node.outputs[0].uses() if use.node.op_type == "GatherElements"]
             given = _added(graph, READ_FEATURES, past.dtype or ir.DataType.FLOAT, [TOKENS_DIM, 1, shape_of(past)[-1]])
             rows.outputs[0].replace_all_uses_with(given)
@@ -169,7 +156,7 @@ def _added(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int |
 
 
 def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node, result: ir.Value) -> None:
-    """Put `new` where `old` is, in place of `result`, and remove what is unused then."""
+    """Insert `new` before `old`, replace `result` with its output, and remove the nodes that are then unused."""
     new.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     graph.insert_before(old, new)
     result.replace_all_uses_with(new.outputs[0])
@@ -179,7 +166,7 @@ def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node, result: ir.Value) -> N
 
 
 def _by_output(graph: ir.Graph) -> None:
-    """Store quantized weights [K, N] as [N, K / block, block], in which the kernels read them."""
+    """Store quantized weights [K, N] as [N, K / block, block], the layout of the kernels."""
     for node in [each for each in graph if each.op_type == "DequantizeLinear"]:
         quantized, scale = node.inputs[:2]
         assert quantized is not None
@@ -197,7 +184,7 @@ def _by_output(graph: ir.Graph) -> None:
 
 
 def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
-    """Return weights [K, N] by output. They are made while they are saved, and not held in memory."""
+    """Return weights [K, N] by output. They are computed when they are saved, to save memory."""
     (inputs, outputs), groups = shape_of(quantized), shape_of(scale)[0]
     shape, tensor = [outputs, groups, inputs // groups], ir.convenience.get_const_tensor(quantized)
     assert tensor is not None
@@ -205,7 +192,7 @@ def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
     def make() -> ir.TensorProtocol:
         if tensor.dtype != ir.DataType.INT4:
             return ir.tensor(np.ascontiguousarray(tensor.numpy().T).reshape(shape))
-        packed = np.frombuffer(tensor.tobytes(), np.uint8)  # numpy() would make an array of a slow extension type
+        packed = np.frombuffer(tensor.tobytes(), np.uint8)  # numpy() returns an array of a slow extension type
         values = np.stack([packed & 15, packed >> 4], 1).reshape(inputs, outputs)
         pairs = np.ascontiguousarray(values.T).reshape(-1, 2)
         return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=ir.Shape(shape))
@@ -216,7 +203,7 @@ def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
 def _scales_by_output(scale: ir.Value) -> ir.TensorProtocol:
     """Return scales [K / block, N] as [N, K / block, 1].
 
-    They are in fp16 unless some are too small or too large for its 11 bits: in fp32 they are a ninth of what a pass reads.
+    They are in fp16 unless some are too small or too large for it: in fp32 they would be a ninth of the bytes of a pass.
     """
     tensor, half = ir.convenience.get_const_tensor(scale), np.finfo(np.float16)
     assert tensor is not None
@@ -227,7 +214,7 @@ def _scales_by_output(scale: ir.Value) -> ir.TensorProtocol:
 
 
 def _half_embeddings(graph: ir.Graph) -> None:
-    """Mark lookups in tables of fp16 whose rows are cast to fp32: read as they are, OpenVINO keeps the table in fp32."""
+    """Mark lookups in fp16 tables whose rows are cast to fp32: otherwise, OpenVINO would keep the table in fp32."""
     for node in [each for each in graph if each.op_type == "Gather"]:
         table, rows = node.inputs[0], node.outputs[0]
         users = [use.node for use in rows.uses()]

@@ -1,18 +1,21 @@
-"""A step model over a paged cache.
+"""The engines of a bundle for OpenVINO: step models over a paged cache, and samplers in ONNX Runtime.
 
-The blocks of a slot follow one another, so a slot is a piece of memory, and every pass gives attention the blocks of its
-slots. Attention reads as many of them as a sequence has positions.
+The blocks of a slot are contiguous, so a slot is one piece of memory. Every pass gives attention the blocks of its slots, and
+attention reads only those that hold the sequence's positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
+from outrider.backends.base import Engines, check_tensors, engine_tensors
+from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine, create_pool
 from outrider.backends.openvino.names import (
     ATTENDED_ROWS,
     ATTENTION_ROWS,
@@ -24,10 +27,11 @@ from outrider.backends.openvino.names import (
     READ_FEATURES,
     SUBSEQUENCE_BEGINS,
 )
-from outrider.backends.openvino.reader import failed, translated
+from outrider.backends.openvino.reader import compiling, failed, shapes, translated
+from outrider.bundle.manifest import Build, Manifest, model_file, sampler_file
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import INPUT_IDS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, cache_tensors
-from outrider.engines.device import Buffer, Cpu, Launch, nothing
+from outrider.engines.contract import INPUT_IDS, LOGITS, LOGITS_ROWS, PAST_FEATURES, POSITIONS, cache_tensors
+from outrider.engines.device import Buffer, Cpu, Engine, Launch, nothing
 from outrider.engines.precisions import DTYPES
 from outrider.engines.session import Pass, Session, Sizes, check_memory
 
@@ -41,20 +45,20 @@ Tensors = dict[str, Any]
 class PagedSession(Session):
     """A model of OpenVINO with a cache in blocks.
 
-    A row has the same bits whatever the rows beside it: a single row of a sequence is joined by a second one in attention, and
-    a single row of a pass also in all products. The kernels for one row add in another order, and are no faster. Only the
-    target needs this; but passes of one and of two rows are then of one shape, and to prepare for another one takes OpenVINO
-    a fifth of a draft's pass.
+    A row has the same bits whatever other rows are in the pass. For this, attention gets a second row beside a sequence's
+    single row, and a pass of a single row gets a second row everywhere: the kernels for one row add in another order, and are
+    no faster. Only the target needs this. But then passes of one and two rows have the same shape, and preparing for another
+    shape takes OpenVINO 20% of the time of a draft's pass.
     """
 
     skips_logits = True
     recordable = False
 
     def __init__(self, compiled: Any, sizes: Sizes):
-        """Allocate the cache, too.
+        """Allocate the cache and the buffers of a pass.
 
         Args:
-            compiled: what `compiling` yields.
+            compiled: a model from `compiling`.
 
         Raises:
             EngineError: there is no memory for the buffers.
@@ -64,25 +68,27 @@ class PagedSession(Session):
         cache_type = compiled.input(tensors[0].past).get_element_type()
         dtype = _dtype(cache_type)
         block = int(compiled.input(tensors[0].past).get_partial_shape()[BLOCK_DIM].get_length())
-        self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for a row that only keeps company
+        self._blocks = -(-(sizes.capacity + FEWEST - 1) // block)  # of a slot, with room for the second row
         self._block = block
         layout = [((sizes.batch * self._blocks, *tensor.sizes(block, 0)), dtype) for tensor in tensors]
         check_memory(device, sizes, layout)
-        self._memory = [device.zeros(*each, sizes.cache) for each in layout]  # owns what the arrays of `_cache` show
+        self._memory = [device.zeros(*each, sizes.cache) for each in layout]  # the memory of the arrays in `_cache`
         self._cache = {tensor.past: buffer.view() for tensor, buffer in zip(tensors, self._memory, strict=True)}
         super().__init__(device, sizes)
         with translated("cannot bind the cache"):
             self._request = compiled.create_infer_request()
             self._features: npt.NDArray[Any] | None = None  # [B, C, H]
             if sizes.features is not None:
-                self._feature_type = compiled.output(NEW_FEATURES).get_element_type()  # that of a bf16 model is not its cache's
+                self._feature_type = compiled.output(
+                    NEW_FEATURES
+                ).get_element_type()  # a bf16 model's cache may have another type
                 self._feature_dtype = DTYPES[_dtype(self._feature_type)]
                 self._features = np.zeros((sizes.batch, sizes.capacity, sizes.features), self._feature_dtype.numpy)
             for name, array in self._cache.items():
                 self._request.set_tensor(name, _typed(array, cache_type))
 
     def pack(self) -> None:
-        """Run a pass of one row, in which kernels copy all weights into their own order, and clear what it wrote.
+        """Run a pass of one row, in which kernels copy all weights into their own layout, and clear the cache again.
 
         Raises:
             EngineError: OpenVINO failed, or there is no memory.
@@ -120,16 +126,16 @@ class PagedSession(Session):
         before, after = self._feature_copies(tensors, sequences, rows, starts, first, feature_positions)
 
         def launch() -> None:
-            assert buffers  # keeps their memory alive as long as the launch
+            assert buffers  # keeps their memory alive for as long as the launch
             update()
             if alone:
                 ids[:] = given
             before()
             try:
                 for name, tensor in tensors.items():
-                    request.set_tensor(name, tensor)  # of an input or an output
+                    request.set_tensor(name, tensor)  # an input or an output
                 request.set_output_tensor(0, result)
-                request.infer(share_outputs=True)  # or it would copy the logits once more
+                request.infer(share_outputs=True)  # or it would copy the logits again
             except (RuntimeError, MemoryError) as error:  # without a context manager, which costs microseconds
                 raise failed(error, "failed in a pass") from error
             if single:
@@ -141,9 +147,9 @@ class PagedSession(Session):
     def _feature_copies(
         self, tensors: Tensors, sequences: int, rows: int, starts: npt.NDArray[np.int64], first: int, to: Buffer | None
     ) -> tuple[Launch, Launch]:
-        """Return what brings features to a pass, whose `tensors` get them, and what keeps those that it makes.
+        """Add the tensors of features to `tensors`, and return launches that load and store features around a pass.
 
-        The target's go to the entries of its rows; of those of a draft head, each sequence's last one goes to the entry `to`.
+        The target stores the features of all its rows. A draft head stores each sequence's last feature at the entry `to`.
         """
         kept = self._features
         if kept is None:
@@ -156,25 +162,25 @@ class PagedSession(Session):
 
         if to is None:
 
-            def keep() -> None:
+            def store() -> None:
                 kept[slots[:, None], starts[:, None] + counts] = by_row
 
-            return nothing, keep
+            return nothing, store
         read, places = np.zeros((total, 1, width), kept.dtype), to.view()
         tensors[READ_FEATURES] = _typed(read, self._feature_type)
 
-        def bring() -> None:
+        def load() -> None:
             read[: sequences * rows, 0] = kept[slots[:, None], starts[:, None] + counts].reshape(-1, width)
 
-        def keep_last() -> None:
+        def store_last() -> None:
             kept[slots, places] = by_row[:, -1]
 
-        return bring, keep_last
+        return load, store_last
 
     def _inputs(
         self, sequences: int, rows: int, starts: npt.NDArray[np.int64], first: int
     ) -> tuple[Tensors, Callable[[], None]]:
-        """Return the inputs of a pass besides tokens and wanted logits, and what brings them up to date with `starts` [N]."""
+        """Return the other inputs of a pass, except the rows of logits, and a function that updates them from `starts` [N]."""
         attended = max(rows, FEWEST)  # rows of attention for each sequence
         counts, placed = np.arange(rows), np.zeros((sequences, rows), np.int64)
         past, longest = np.zeros(sequences, np.int32), np.zeros((), np.int32)
@@ -211,7 +217,7 @@ class PagedSession(Session):
         for cache in self._cache.values():
             source, target = self._slot(cache, slot), self._slot(cache, to)
             target[:blocks] = source[:blocks]
-            target[blocks : blocks + 1, :, :rest] = source[blocks : blocks + 1, :, :rest]  # what is behind may contain NaN
+            target[blocks : blocks + 1, :, :rest] = source[blocks : blocks + 1, :, :rest]  # entries beyond may contain NaN
         if self._features is not None and not self.reads_features:
             self._features[to, :length] = self._features[slot, :length]
 
@@ -223,6 +229,42 @@ class PagedSession(Session):
         _, heads, block, width = cache.shape
         by_slot = cache.reshape(self.batch, self._blocks, heads, block, width).transpose(0, 2, 1, 3, 4)
         return by_slot.reshape(self.batch, heads, -1, width)[:, :, : self.capacity]
+
+
+class OpenVinoEngines(Engines):
+    """A bundle's models, compiled for a processor of this machine. Everything is bound to host memory."""
+
+    def __init__(self, folder: Path, manifest: Manifest, build: Build, processor: str, rounds: bool = True):
+        """Prepare to load.
+
+        Args:
+            processor: "cpu", "gpu" or "npu".
+            rounds: whether products with quantized weights may round activations, which makes them fast.
+        """
+        super().__init__(folder, manifest, build, Cpu())
+        # ONNX Runtime gets one thread. A second spinning pool would slow OpenVINO down by 40%; with one thread, samplers take a
+        # quarter of a millisecond longer at a vocabulary of 151,936.
+        create_pool(threads=1)
+        self._processor, self._rounds = processor, rounds
+
+    def unrounded(self) -> Engines:
+        return OpenVinoEngines(self.folder, self.manifest, self.build, self._processor, rounds=False)
+
+    def session(self, role: str, batch: int) -> Session:
+        model = self.manifest.models[role]
+        group = model.quantization.block if model.quantization is not None and self._rounds else 0
+        path = self.folder / model_file(role)
+        with compiling(path, self._processor, model.precision, group) as compiled:
+            expected = {each.past: (each.shape[0], each.shape[-1]) for each in cache_tensors(model.layers)}
+            check_tensors(path, shapes(compiled), expected | {LOGITS: (model.vocab_rows,)})
+            session = PagedSession(compiled, self.sizes(role, batch))
+            session.pack()
+        return session
+
+    def sampler(self, name: str) -> Engine:
+        """Return a sampler in ONNX Runtime, whose TopK and ArgMax take a quarter of OpenVINO's time."""
+        inputs, outputs = engine_tensors(self.manifest, name)
+        return OnnxRuntimeEngine(self.folder / sampler_file(name), [*inputs, *outputs], self.device)
 
 
 def _dtype(kind: Any) -> str:

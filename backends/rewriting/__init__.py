@@ -1,1 +1,1 @@
-"""Rewrites of exported graphs that several backends use, before their own."""
+"""Rewrites of exported graphs that several backends use."""

@@ -1,4 +1,4 @@
-"""Attention with its cache, as a step model is exported with it."""
+"""Finds attention and its cache in exported step models."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from outrider.backends.rewriting.matching import Op, refused, sliding_window
 
 
 class CachedAttention(RewriteRuleClassBase):
-    """Finds the nodes that write the cache, slice its window and attend. A backend replaces them with an operator of its own.
+    """Finds the nodes that write the cache, slice its window and attend. Each backend replaces them with its own operator.
 
-    When `rewrite` runs, `_window` has the keys that a row sees, its own included; -1 for all.
+    When `rewrite` runs, `_window` is the number of keys that a row attends to, including its own; -1 for all.
     """
 
-    WRITES_CACHE = True  # whether the replacement puts out the written caches, too
+    WRITES_CACHE = True  # whether the replacement also outputs the written caches
 
     def __init__(self, refusals: list[str]) -> None:
-        """Prepare to append to `refusals` why attention is not replaced."""
+        """Find attention. The reasons for leaving some out are appended to `refusals`."""
         super().__init__("attention")
         self._refusals = refusals
 
@@ -58,6 +58,6 @@ class CachedAttention(RewriteRuleClassBase):
         return self.refuse("a mask that is not causal") if self._window is None else MatchResult()
 
     def refuse(self, reason: str) -> MatchResult:
-        """Refuse a match, and record what attention has that the replacement has not, to be read after "it has"."""
+        """Refuse a match. `reason` names what the replacement lacks; it continues a sentence that begins with "it has"."""
         self._refusals.append(reason)
         return refused(reason)

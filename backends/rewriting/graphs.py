@@ -1,13 +1,16 @@
-"""Exported graphs as the rewrites need them."""
+"""Loading, rewriting and saving exported graphs."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes import common
+from onnxscript.rewriter import RewriteRuleSet
 
+from outrider.bundle.manifest import WEIGHTS
 from outrider.engines.contract import INPUT_IDS
 
 
@@ -19,9 +22,32 @@ def load(path: Path) -> ir.Model:
     return model
 
 
+def apply(model: ir.Model, kind: Any, *arguments: Any) -> dict[str, int]:
+    """Apply the rule `kind(*arguments)`, and remove the nodes that are then unused.
+
+    Returns:
+        How often the rule was applied, by its name.
+    """
+    rule = kind.rule(*arguments)
+    count = RewriteRuleSet([rule]).apply_to_model(model)
+    common.RemoveUnusedNodesPass()(model)
+    return {rule.name: count}
+
+
+def save(model: ir.Model, output: Path) -> None:
+    """Merge common subexpressions, and write the graph and its weights."""
+    common.CommonSubexpressionEliminationPass()(model)
+    ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=1024)
+
+
+def input_named(graph: ir.Graph, name: str) -> ir.Value:
+    """Return the input of that name."""
+    return next(each for each in graph.inputs if each.name == name)
+
+
 def read_batch_off_tokens(graph: ir.Graph) -> None:
-    """Take the batch from the tokens instead of the cache: a slot's cache has one sequence, whatever the pass has."""
-    ids = next(each for each in graph.inputs if each.name == INPUT_IDS)
+    """Compute the batch from the tokens instead of the cache: a slot's cache has one sequence, whatever the pass has."""
+    ids = input_named(graph, INPUT_IDS)
     for node in graph:
         span = [node.attributes.get_int(name, 0) for name in ("start", "end")]
         value = node.inputs[0] if node.inputs else None

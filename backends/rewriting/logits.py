@@ -1,4 +1,4 @@
-"""Logits of the last rows only."""
+"""Limits the logits to the last rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from outrider.engines.contract import LOGITS, LOGITS_ROWS
 
 
 class LastRows(RewriteRuleClassBase):
-    """Limits the product that yields the logits to the last rows, whose number is the new input `logits_rows`.
+    """Limits the product that computes the logits to the last rows. The new input `logits_rows` is their number.
 
-    While a prompt is read, it is 0.
+    It is 0 while a prompt is read.
     """
 
     SIZE: int | str = 1  # of the new input
 
-    # Operators between that product and the logits that treat each row separately.
+    # Operators that may follow the product: they treat each row separately.
     ROW_BY_ROW = ("Add", "Cast", "Concat", "Div", "Gather", "Identity", "Mul", "Tanh")
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -31,11 +31,11 @@ class LastRows(RewriteRuleClassBase):
 
     def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
         if any(each.name == LOGITS_ROWS for each in self._graph.inputs):
-            return refused("it is rewritten already")
+            return refused("it is already rewritten")
         value, rank = product, len(x.shape or ())
         while not value.is_graph_output():
             users = {use.node for use in value.uses()}
-            # A short head uses its product twice, the second time for a column of one value.
+            # A short head uses its product a second time, for a column of one value.
             kinds = {node.op_type for node in users} - {"Slice", "Shape", "Expand", "ConstantOfShape"}
             if len(kinds) != 1 or not kinds <= set(self.ROW_BY_ROW):
                 return refused("it is not the last product")
@@ -55,7 +55,7 @@ class LastRows(RewriteRuleClassBase):
 
 
 def _forget_shapes(value: ir.Value) -> None:
-    """Remove the shapes of a value and of all that is computed from it, which were traced for another number of rows."""
+    """Remove the shapes of a value and of everything computed from it: they were traced for another number of rows."""
     if not value.is_graph_output():
         value.shape = None
     for use in value.uses():

@@ -1,4 +1,4 @@
-"""Helpers of the rewrites: constants, shapes, the sources of values, and what a mask means."""
+"""Helpers of the rewrites: constants, shapes, the sources of values, and the meaning of masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Op = Any  # onnxscript's tape; its nodes are typed as Any
 
 
 def constant(value: ir.Value | None) -> npt.NDArray[Any] | None:
-    """Return a value that is known before the graph runs, or None."""
+    """Return the value of a constant, or None if it is computed when the graph runs."""
     if value is None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -29,14 +29,14 @@ def shape_of(value: ir.Value) -> tuple[int, ...]:
 
 
 def source(value: ir.Value | None, through: tuple[str, ...]) -> ir.Value | None:
-    """Follow a value back through nodes of the types `through`, by their first inputs, and return where it comes from."""
+    """Follow a value back through nodes of the types `through`, by their first inputs, and return the value it came from."""
     while value is not None and (node := value.producer()) is not None and node.op_type in through:
         value = node.inputs[0]
     return value
 
 
 def refused(reason: str) -> MatchResult:
-    """Return the result of a match that must not be rewritten, with the reason."""
+    """Return the result for a match that must not be rewritten, with the reason."""
     return MatchResult().fail(reason)
 
 
@@ -52,7 +52,7 @@ def is_rows(value: ir.Value) -> bool:
 
 
 def sliding_window(mask: ir.Value) -> int | None:
-    """Return how many keys, its own included, a mask lets a row see: -1 for all, None for a mask of another kind.
+    """Return the number of keys that a row attends to under a mask, including its own: -1 for all, None for another mask.
 
     A causal mask is keys <= rows; a sliding window of n adds keys > rows - n.
     """

@@ -1,4 +1,4 @@
-"""Products of one input with several quantized weights as one product."""
+"""Joins the products of one input with several quantized weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Product:
 
     @classmethod
     def of(cls, node: ir.Node) -> Product | None:
-        """Return the product that a node computes, if it is one."""
+        """Return the product that a node computes; None if it computes something else."""
         weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
         if weight is None or weight.op_type != "DequantizeLinear" or len(weight.inputs) != 2:
             return None
@@ -42,14 +42,14 @@ class Product:
             bias = next((each for each in added if each is not None and each.shape == shape_of(quantized)[1:]), None)
             output = output if bias is None else add.outputs[0]
         if not output.uses():
-            return None  # merged already
+            return None  # already merged
         return cls(quantized, scale, block, bias, output)
 
 
 class Products(RewriteRuleClassBase):
-    """Products of one input with different quantized weights (query, key and value; gate and up) as one product with all.
+    """Replaces products of one input with different quantized weights (query, key and value; gate and up) with one product.
 
-    The input is then rounded once, and threads start once.
+    Then the input is rounded only once, and threads start only once.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class Products(RewriteRuleClassBase):
     def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
         first = Product.of(product.producer())
         if first is None:
-            return refused("a product with weights of another layout")
+            return refused("a product with weights in another layout")
         products = [Product.of(use.node) for use in x.uses() if use.idx == 0]
         same = [each for each in products if each is not None and self._kind(each) == self._kind(first)]
         if len(same) < 2:
-            return refused("a product that shares its input with no other")
+            return refused("a product whose input no other product uses")
         self._parts = same
         return MatchResult()
 
@@ -98,7 +98,7 @@ class Products(RewriteRuleClassBase):
 
 
 def _concatenated(weights: list[ir.Value]) -> ir.LazyTensor:
-    """Return constant matrices side by side, which are concatenated while they are saved, and not held in memory."""
+    """Return constant matrices side by side. They are concatenated when they are saved, to save memory."""
     tensors = [tensor for each in weights if (tensor := ir.convenience.get_const_tensor(each)) is not None]
     rows, columns = shape_of(weights[0])[0], sum(shape_of(each)[1] for each in weights)
 

@@ -1,4 +1,4 @@
-"""Weights that two graphs have in common, such as an embedding, as one piece of one file."""
+"""Stores weights that two graphs have in common, such as an embedding, only once."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, model_file
 
-SMALLEST = 1 << 16  # bytes; to share less is not worth a look
+SMALLEST = 1 << 16  # bytes; smaller weights are not worth sharing
 ALIGNMENT = 4096  # of large weights in a file, so that they can be mapped into memory
 
 
 def share_with_target(folder: Path, roles: Collection[str]) -> None:
-    """Make the models of a folder that read the target's features use its weights, too, where they have the same."""
+    """Let the draft heads in a folder use the target's weights wherever their own are equal."""
     for role in READS_FEATURES:
         if role in roles:
             share_weights(folder / model_file(role), folder / model_file("target"))
 
 
 def share_weights(graph: Path, other: Path) -> None:
-    """Make the graph at `graph` use the weights in the file of the graph `other`, in the same folder, where it has the same.
+    """Let the graph at `graph` use the weights of the graph at `other` wherever its own are equal.
 
-    Both have their weights in a file beside them; that of `graph` loses what it shares. A graph may only name files of its own
-    folder, or runtimes refuse it.
+    Each graph has its weights in a file beside it. The shared weights are removed from the file of `graph`. Both graphs must be
+    in one folder, because runtimes refuse graphs that name files elsewhere.
     """
     assert graph.parent == other.parent
     model = onnx.load(graph, load_external_data=False)
@@ -48,7 +48,7 @@ def share_weights(graph: Path, other: Path) -> None:
 
 
 def keep_own_weights(source: Path, graph: Path) -> None:
-    """Copy the graph at `source` to `graph`, with all of its weights in a file of its own."""
+    """Copy the graph at `source` to `graph`, with all weights in its own file."""
     onnx.save(onnx.load(source), graph, save_as_external_data=True, location=graph.name + WEIGHTS, size_threshold=1024)
 
 
@@ -80,7 +80,7 @@ def _refer(tensor: onnx.TensorProto, location: str, offset: int, length: int) ->
 
 
 def _write_own(graph: Path, tensors: list[onnx.TensorProto]) -> None:
-    """Write the weights of `tensors` one after the other, in place of the file that has them and others."""
+    """Replace a graph's file of weights with one that has only those of `tensors`."""
     path, partial = graph.with_name(graph.name + WEIGHTS), graph.with_name(graph.name + ".partial")
     with partial.open("wb") as file:
         for tensor in tensors:

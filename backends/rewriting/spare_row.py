@@ -1,4 +1,4 @@
-"""The row that exports of 4 or 8 bits compute twice in attention."""
+"""Removes the row that 4-bit and 8-bit exports compute twice in attention."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from outrider.backends.rewriting.matching import Op, refused, source
 
 
 class SpareRow(RewriteRuleClassBase):
-    """Attention whose last row is computed twice, as in exports of 4 or 8 bits, is computed once.
+    """Removes the second copy of the last row in attention, which 4-bit and 8-bit exports have.
 
-    Backends whose attention has another way to make sure that no row is computed alone apply this first.
+    For backends whose attention has another way to compute no row alone. They apply this rule first.
     """
 
     def __init__(self) -> None:

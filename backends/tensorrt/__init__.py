@@ -1,1 +1,1 @@
-"""TensorRT-RTX and TensorRT: two packages that share nearly every name, so one set of modules serves both."""
+"""TensorRT-RTX and TensorRT: two packages with nearly the same names, so the same modules serve both."""

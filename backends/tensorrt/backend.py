@@ -1,4 +1,4 @@
-"""The backends `tensorrt-rtx` and `tensorrt`: every engine is compiled into a plan."""
+"""The backends `tensorrt-rtx` and `tensorrt`, which compile every engine into a plan."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 
 from outrider.backends.base import Backend, BuildSpec, Engines, Option, required_rows
-from outrider.backends.tensorrt.job import BuildJob, EngineFacts
-from outrider.backends.tensorrt.options import RTX_OPTIONS, TENSORRT_OPTIONS, BuildOptions
-from outrider.backends.tensorrt.package import RTX, TENSORRT, Package, plan_file
+from outrider.backends.tensorrt.job import VERBOSITIES, BuildJob, BuildOptions, EngineFacts
+from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, Package, plan_file
 from outrider.backends.tensorrt.process import build_plan, facts
 from outrider.backends.tensorrt.profiles import all_profiles, step_rows_profiled
 from outrider.bundle.manifest import ROLES, Build, Manifest, Model, damaged, graph_files, round_rows
@@ -17,6 +16,32 @@ from outrider.errors import UsageError
 from outrider.progress import Progress
 
 MAX_ELEMENTS = 2**40  # of a tensor
+
+SHARED = (
+    Option("workspace", "GPU memory that one kernel may use for itself.", type=float, metavar="GIB"),
+    Option(
+        "optimization_level",
+        "How long to search for faster kernels, 0 to 5.  [default: the package's, 3]",
+        type=int,
+        metavar="LEVEL",
+    ),
+    Option("verbosity", "Show TensorRT's own log on standard error, from this severity on.", choices=VERBOSITIES),
+)
+RTX_OPTIONS = (
+    Option(
+        "compute_capability",
+        f"The GPUs to build for, such as 8.9,12.0: of {RTX_GPUS}.  [default: all of these from 8.0 on]",
+        type=tuple,
+        metavar="LIST",
+    ),
+    *SHARED,
+)
+TENSORRT_OPTIONS = (
+    *SHARED,
+    Option("timing_cache", "Timings of earlier builds: read, and written back.", type=Path, metavar="FILE"),
+    Option("hardware_compatible", "Build engines that also run on other GPUs, from Ampere on.", type=bool),
+    Option("version_compatible", "Build engines that newer releases of TensorRT run, too.", type=bool),
+)
 
 
 class TensorRTBackend(Backend):
@@ -30,13 +55,13 @@ class TensorRTBackend(Backend):
         self._package = package
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
-        """Compile every engine, each in a child process; see `Backend.build`."""
+        """Compile each engine in a child process; see `Backend.build`."""
         options = BuildOptions(**spec.options)
         _check_volumes(spec)
         known = facts(self._package, options)
         entries = spec.manifest.files
         graphs = {file for name in spec.manifest.engines for file in graph_files(name)}
-        # Plans hold the weights, those for a single row a second time in another layout.
+        # Plans contain the weights, and for single rows a second copy in another layout.
         size = 2 * sum(entry.size for entry in entries.values())
         spec.copy([name for name in entries if name not in graphs], folder, size, progress)
         build = spec.result(
@@ -89,7 +114,7 @@ class TensorRTBackend(Backend):
         return (plan_file(name),)
 
     def check(self, manifest: Manifest, build: Build) -> None:
-        """Check files and costs, and that there are profiles for every pass of a round; see `Backend.check`."""
+        """Check files and costs, and that every pass of a round has a profile; see `Backend.check`."""
         super().check(manifest, build)
         for name in manifest.engines:
             if name in ROLES:
@@ -116,7 +141,8 @@ def _check_volumes(spec: BuildSpec) -> None:
 
 
 def _capabilities(known: EngineFacts, options: BuildOptions) -> list[str]:
-    """Return what the plans are for; nothing for hardware-compatible plans, and RTX's default: newer GPUs run these, too."""
+    """Return the compute capabilities of the plans. Empty if they also run on newer GPUs: hardware-compatible plans, and the
+    default of TensorRT-RTX."""
     if known.gpu is not None and not options.hardware_compatible:
         return [known.gpu.compute_capability]
     return list(options.compute_capability)

@@ -1,33 +1,32 @@
-"""The child process of `process`: it builds one engine, or reports the package's facts."""
+"""The child process that `process` starts: it builds one engine, or reports the package's facts."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from outrider.backends.tensorrt.job import PROGRESS_PARTS, BuildJob, BuildReport, EngineFacts, Gpu, Refused
 from outrider.backends.tensorrt.network import configure, create, import_polygraphy, parse, save_timing_cache
+from outrider.errors import DeviceError
 
-LONGEST = "Computing profile costs"  # the phase in which TensorRT compiles, which takes nearly all of the time
-NO_GPU = ("cudaError 35:", "cudaError 100:")  # logged by both packages on every machine without a driver or a GPU
+LONGEST = "Computing profile costs"  # TensorRT's phase of compiling, which takes nearly all of the time
+NO_GPU = ("cudaError 35:", "cudaError 100:")  # both packages log these on every machine without a driver or GPU
 
 Send = Callable[[BuildReport], None]
 
 
 def main() -> None:
-    """Read one job, do it, report on it, and end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, too, and ends this process
+    """Read one job, run it, report on it, and exit."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also receives it, and ends this process
     with open(os.dup(1), "wb", buffering=0) as reports:
-        os.dup2(2, 1)  # keeps what the libraries print out of the reports
+        os.dup2(2, 1)  # keeps the libraries' output out of the reports
 
         def send(report: BuildReport) -> None:
             reports.write(msgspec.json.encode(report) + b"\n")
@@ -43,7 +42,7 @@ def main() -> None:
         except Exception as error:
             send(BuildReport(error=str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"))
         sys.stderr.flush()
-        os._exit(0)  # the libraries may crash while they shut down
+        os._exit(0)  # the libraries may crash in their shutdown
 
 
 def _work(job: BuildJob, send: Send) -> None:
@@ -63,7 +62,7 @@ def _work(job: BuildJob, send: Send) -> None:
         parser = trt.OnnxParser(network, log)
         send(BuildReport(stage="parsing"))
         parse(trt, job, network, parser)
-        monitor = _monitor(trt, send)  # the configuration does not keep it alive
+        monitor = _monitor(trt, send)  # a reference, because the configuration does not keep it alive
         config = configure(trt, job, builder, network, monitor)
         send(BuildReport(stage="compiling"))
         _compile(trt, builder, network, config, plan, log.errors)
@@ -78,7 +77,7 @@ def _facts(trt: Any, job: BuildJob) -> EngineFacts:
 
 
 def _compile(trt: Any, builder: Any, network: Any, config: Any, plan: Any, errors: list[str]) -> None:
-    """Write the plan, as a stream where the package can: that saves a second copy of a large model's weights."""
+    """Write the plan, as a stream if the package can: that saves a second copy of a large model's weights."""
     if not hasattr(builder, "build_serialized_network_to_stream"):
         serialized = builder.build_serialized_network(network, config)
         if serialized is None:
@@ -92,7 +91,7 @@ def _compile(trt: Any, builder: Any, network: Any, config: Any, plan: Any, error
         def write(self, data: bytes) -> int:
             try:
                 return int(plan.write(data))
-            except OSError as error:  # no exception may pass through the library
+            except OSError as error:  # an exception must not pass through the library
                 failures.append(error)
                 return 0
 
@@ -124,17 +123,17 @@ def _logger(trt: Any, verbosity: str | None) -> Any:
 
 
 def _monitor(trt: Any, send: Send) -> Any:
-    """Return a monitor that reports how much of `LONGEST` is done.
+    """Return a monitor that reports the progress of `LONGEST`.
 
-    Phases nest; each counts as a share of the current step of its parent.
+    Phases are nested. Each counts as a share of the current step of its parent.
     """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self._phases: dict[str, list[int]] = {}  # steps done, and steps in all; `LONGEST` first, then the phases inside it
+            self._phases: dict[str, list[int]] = {}  # finished and total steps of `LONGEST`, then of its nested phases
             self._reported = 0
-            self._lock = threading.Lock()  # it is called from several threads
+            self._lock = threading.Lock()  # several threads call the monitor
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             with self._lock:
@@ -162,27 +161,14 @@ def _monitor(trt: Any, send: Send) -> Any:
 
 
 def _gpu() -> Gpu | None:
-    """Return the first GPU, as the driver's own library describes it: TensorRT's package has no such call."""
-    cuda: Any = None
-    with suppress(OSError):
-        cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    if cuda is None:
+    """Return the first GPU; None if there is none. TensorRT's package has no such call."""
+    try:
+        from outrider.engines.cuda import Cuda
+
+        device = Cuda()
+    except DeviceError:
         return None
-    device, context, major, minor = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-    free, total, name = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
-    calls: tuple[Callable[[], int], ...] = (
-        lambda: cuda.cuInit(0),
-        lambda: cuda.cuDeviceGet(ctypes.byref(device), 0),
-        lambda: cuda.cuDeviceGetName(name, len(name), device),
-        lambda: cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device),
-        lambda: cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device),
-        lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-        lambda: cuda.cuCtxSetCurrent(context),
-        lambda: cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
-    )
-    if any(call() for call in calls):
-        return None
-    return Gpu(name.value.decode(errors="replace"), f"{major.value}.{minor.value}", free.value)
+    return Gpu(device.name, device.compute_capability, device.memory()[0])
 
 
 if __name__ == "__main__":

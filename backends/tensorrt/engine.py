@@ -1,43 +1,46 @@
-"""A TensorRT plan as an engine: its profiles, and an execution context for each."""
+"""A TensorRT plan as an engine: its profiles, an execution context for each, and the kernels that TensorRT-RTX compiles."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.backends.tensorrt.runtime_cache import RuntimeCache
-from outrider.bundle.manifest import Profile
-from outrider.engines.contract import CANDIDATES, INPUT_IDS
+from outrider.bundle.manifest import Manifest, Profile
+from outrider.engines.contract import INPUT_IDS
 from outrider.engines.cuda import Cuda
 from outrider.engines.device import Buffer, Engine, Launch
+from outrider.engines.samplers import CANDIDATES
 from outrider.errors import EngineError
 
 NO_REASON = "it gave no reason"
 
 
 class Context:
-    """An execution context of one profile, with the shapes and addresses that are set in it."""
+    """An execution context of one profile, and the shapes and addresses that are set in it."""
 
     def __init__(self, context: Any):
         self.context = context
-        self.shapes: dict[str, tuple[int, ...]] = {}  # for `candidates`, its value
+        self.shapes: dict[str, tuple[int, ...]] = {}  # for `candidates`, the value
         self.addresses: dict[str, int] = {}
 
 
 class TensorRTEngine(Engine):
     """One plan. Each profile has one execution context, and all contexts share their working memory.
 
-    A launch only sets what has changed since the last one. So no shapes are set while a round is recorded, because the same
-    round has just run.
+    A launch sets only the shapes and addresses that have changed since the last launch. So none are set while a round is
+    recorded, because the same round has just run.
     """
 
-    overwrites = False  # TensorRT says nothing of outputs in the memory of inputs, but for caches that it scatters into
+    overwrites = False  # TensorRT documents outputs over inputs only for caches that it scatters into
 
     def __init__(self, trt: Any, log: Any, plan: Any, profiles: list[Profile], device: Cuda, scratch: Buffer, kernels: Path):
-        """Prepare a plan with the profiles that it was built with.
+        """Prepare a plan.
 
         Args:
+            profiles: the profiles that the plan was built with.
             scratch: the working memory of all contexts.
             kernels: the file for the kernels that TensorRT-RTX compiles.
         """
@@ -48,20 +51,20 @@ class TensorRTEngine(Engine):
         self._device = device
         self._scratch = scratch
         self._contexts: dict[int, Context] = {}
-        self._values: dict[tuple[int, ...], Buffer] = {}  # of shape tensors: one address for each value
+        self._values: dict[tuple[int, ...], Buffer] = {}  # of shape tensors, with one address per value
         self._kernels = kernels
-        self.runtime_cache: RuntimeCache | None = None  # of TensorRT-RTX, once there is a context
+        self.runtime_cache: RuntimeCache | None = None  # only with TensorRT-RTX, once there is a context
         if any("candidates" in profile for profile in profiles):
             self.max_candidates = CANDIDATES[-1]
 
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
-        references = dict(tensors)  # keeps the buffers alive as long as the launch
+        references = dict(tensors)  # keeps the buffers alive for as long as the launch
         shapes: dict[str, tuple[int, ...]] = {}
         for name, buffer in tensors.items():
             if self._plan.get_tensor_mode(name) != self._trt.TensorIOMode.INPUT:
                 continue
             shapes[name] = buffer.shape
-            if buffer.place == "cpu":  # the profiles have the value of `candidates` instead of its shape
+            if buffer.place == "cpu":  # for `candidates`, the profiles contain the value instead of the shape
                 shapes[name] = tuple(buffer.view().tolist())
                 references[name] = self._values.setdefault(shapes[name], buffer)
         profile = choose_profile(self._profiles, shapes)
@@ -108,8 +111,8 @@ class TensorRTEngine(Engine):
             config.set_execution_context_allocation_strategy(strategy)
             self.runtime_cache = self.runtime_cache or RuntimeCache(config.create_runtime_cache(), self._kernels)
             config.set_runtime_cache(self.runtime_cache.cache)
-            # At once for the shapes of rounds, or a recorded round would keep the fallback kernels; in the background for the
-            # many lengths that a prompt's last chunk may have.
+            # Immediately for the shapes of rounds, or a recorded round would keep the fallback kernels. In the background for
+            # prompts, whose last chunk may have many lengths.
             low, _, high = self._profiles[profile].get(INPUT_IDS, ([0, 0], [0, 0], [0, 0]))
             config.dynamic_shapes_kernel_specialization_strategy = kernels.LAZY if low[1] < high[1] else kernels.EAGER
             context = self._plan.create_execution_context(config)
@@ -128,11 +131,39 @@ class TensorRTEngine(Engine):
         )
 
 
+class RuntimeCache:
+    """The kernels that TensorRT-RTX has compiled for one engine's shapes, kept beside the bundle for the next process.
+
+    They are not in the bundle, because it is sealed and the same for every GPU. TensorRT-RTX itself refuses kernels of another
+    GPU, driver or release.
+    """
+
+    def __init__(self, cache: Any, file: Path):
+        """Fill `cache`, an `IRuntimeCache`, from `file` if it has kernels for this machine."""
+        self.cache = cache
+        self._file = file
+        with suppress(OSError):  # the file does not exist yet, or may not be read
+            cache.deserialize(file.read_bytes())
+
+    def save(self) -> None:
+        """Write the kernels if possible: a bundle may be on a read-only file system."""
+        partial = self._file.with_name(f"{self._file.name}.{os.getpid()}.partial")
+        with suppress(OSError):
+            self._file.parent.mkdir(exist_ok=True)
+            partial.write_bytes(self.cache.serialize())
+            partial.replace(self._file)
+
+
+def cache_file(bundle: Path, manifest: Manifest, plan: str) -> Path:
+    """Return the file for the kernels of a plan. A rebuilt plan has another file."""
+    return bundle.with_name(f".{bundle.name}.kernels") / f"{manifest.files[plan].sha256[:32]}.bin"
+
+
 def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the index of the narrowest profile that accepts these shapes (for `candidates`, its value).
+    """Return the index of the narrowest profile that accepts these shapes (for `candidates`, the value).
 
     Raises:
-        EngineError: none does.
+        EngineError: no profile accepts them.
     """
     fitting = []
     for index, profile in enumerate(profiles):
@@ -152,7 +183,7 @@ def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Sequence[in
 
 
 def silent_logger(trt: Any) -> Any:
-    """Return a logger of the package `trt` that prints nothing and keeps the last error, in `last`."""
+    """Return a logger for the package `trt` that prints nothing, and keeps the last error in `last`."""
 
     class Log(trt.ILogger):  # type: ignore[misc]  # the package is chosen at run time
         last = NO_REASON

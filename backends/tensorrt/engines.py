@@ -1,6 +1,6 @@
-"""The plans of a bundle on this machine's GPU, and the reasons to refuse them.
+"""Loads the plans of a bundle onto this machine's GPU, or says why they do not run here.
 
-TensorRT neither checks cache writes beyond the capacity (sessions do) nor reports NaN (the samplers' status does).
+TensorRT does not check cache writes beyond the capacity (sessions do), and does not report NaN (the samplers' status does).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from outrider.backends.base import GraphEngines, check_tensors, engine_tensors
-from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, silent_logger
+from outrider.backends.tensorrt.engine import NO_REASON, TensorRTEngine, cache_file, silent_logger
 from outrider.backends.tensorrt.package import OTHER_BACKENDS, Package, plan_file
-from outrider.backends.tensorrt.runtime_cache import cache_file
 from outrider.bundle.manifest import Build, Manifest, round_rows
 from outrider.engines.contract import Tensor, cache_tensors, recent_rows
 from outrider.engines.cuda import Cuda
@@ -26,8 +25,8 @@ from outrider.errors import DeviceError, EngineError
 from outrider.progress import Progress
 
 REBUILD = "build it again on this machine, or for it: outrider build-engine EXPORT -o BUNDLE --backend {} ..."
-INVALID = {  # TensorRT-RTX's diagnostics of a plan, as sentences
-    "VERSION_MISMATCH": "it is of another release of the package",
+INVALID = {  # TensorRT-RTX's diagnostics of a plan, in words
+    "VERSION_MISMATCH": "it is from another release of the package",
     "UNSUPPORTED_CC": "it is for GPUs of other compute capabilities",
     "OLD_CUDA_DRIVER": "the driver is too old",
     "OLD_CUDA_RUNTIME": "the CUDA runtime is too old",
@@ -35,8 +34,8 @@ INVALID = {  # TensorRT-RTX's diagnostics of a plan, as sentences
     "MALFORMED_ENGINE": "the plan is truncated or corrupt",
     "CUDA_ERROR": "CUDA does not work here",
 }
-MARGIN = 0.03  # of the GPU's memory, for kernels and small buffers, where weights are streamed
-OF_THE_PLAN = {"VERSION_MISMATCH", "MALFORMED_ENGINE"}  # diagnostics that would be the same on any machine
+MARGIN = 0.03  # of the GPU's memory, for kernels and small buffers, if weights are streamed
+OF_THE_PLAN = {"VERSION_MISMATCH", "MALFORMED_ENGINE"}  # diagnostics that are the same on every machine
 
 
 class TensorRTEngines(GraphEngines):
@@ -48,8 +47,8 @@ class TensorRTEngines(GraphEngines):
         """Load every plan, and allocate the working memory that they share.
 
         Raises:
-            DeviceError: there is no GPU, or the bundle was built for others, or memory does not suffice.
-            EngineError: the package is missing or of another release, or a plan is not what the manifest says.
+            DeviceError: there is no GPU, the bundle was built for another GPU, or there is not enough memory.
+            EngineError: the package is missing or another release, or a plan does not match the manifest.
         """
         trt = package.load()
         check_version(package, build, trt.__version__)
@@ -61,19 +60,16 @@ class TensorRTEngines(GraphEngines):
         self._runtime = trt.Runtime(self._log)
         if build.version_compatible:
             self._runtime.engine_host_code_allowed = True
-        self._plans = {name: self._load(name, path) for name, path in plan_paths(folder, manifest).items()}
+        self._plans = {name: self._load(name, folder / plan_file(name)) for name in manifest.engines}
         self._keep_weights()
-        # Engines take turns on one stream, so one piece of memory serves every context.
+        # Engines take turns on one stream, so all contexts share one piece of memory.
         self._scratch = device.zeros((self._scratch_size(),), "uint8", "the engines' working memory")
         self._engines: dict[str, TensorRTEngine] = {}
 
     def step_model(self, role: str) -> Engine:
-        return self._engine(role)
+        return self.sampler(role)
 
     def sampler(self, name: str) -> Engine:
-        return self._engine(name)
-
-    def _engine(self, name: str) -> Engine:
         if name not in self._engines:
             plan, profiles = self._plans[name], self.build.profiles[name]
             kernels = cache_file(self.folder, self.manifest, plan_file(name))
@@ -81,7 +77,7 @@ class TensorRTEngines(GraphEngines):
         return self._engines[name]
 
     def prepare(self, sessions: Mapping[str, Session], progress: Progress) -> None:
-        """Have TensorRT-RTX compile the kernels of all rounds, and keep them for the next time; see `Engines.prepare`."""
+        """Let TensorRT-RTX compile the kernels of all rounds, and save them for the next start; see `Engines.prepare`."""
         if hasattr(self._trt, "DynamicShapesKernelSpecializationStrategy"):
             for role, session in sessions.items():
                 warm(role, session, round_rows(role, self.build.k), progress)
@@ -93,7 +89,7 @@ class TensorRTEngines(GraphEngines):
         """Return a plan, which must have the tensors that the manifest describes."""
         rebuild = REBUILD.format(self.build.backend)
         try:
-            data = np.memmap(path, dtype=np.uint8, mode="r")  # no copy of it on the host
+            data = np.memmap(path, dtype=np.uint8, mode="r")  # no copy on the host
         except (OSError, ValueError) as error:  # an empty file is a ValueError
             raise EngineError(f"{path} cannot be read: {error}", rebuild) from error
         check_validity(self._trt, self._runtime, path, data, rebuild)
@@ -118,7 +114,7 @@ class TensorRTEngines(GraphEngines):
         )
 
     def _keep_weights(self) -> None:
-        """Keep on the GPU as many as fit of weights that are streamed: not all of them did when the plans were built."""
+        """Keep as many of the streamed weights on the GPU as fit. They are streamed if they did not fit during the build."""
         sizes = {name: int(getattr(plan, "streamable_weights_size", 0)) for name, plan in self._plans.items()}
         streamed = {name: size for name, size in sizes.items() if size > 0}
         free, total = self.device.memory()
@@ -129,8 +125,8 @@ class TensorRTEngines(GraphEngines):
 
 
 def reserved(manifest: Manifest, build: Build) -> int:
-    """Return the bytes of GPU memory that a full batch's caches, and logits of a round and a prompt's chunk, take."""
-    rows = 2 * (build.k[-1] + 1) + build.max_prompt_chunk  # of the target's and the draft's
+    """Return the bytes of GPU memory for a full batch's caches, and for the logits of a round and a prompt's chunk."""
+    rows = 2 * (build.k[-1] + 1) + build.max_prompt_chunk  # of target and draft
     size = rows * manifest.vocab_rows * DTYPES["float32"].numpy.itemsize
     for model in manifest.models.values():
         dtype, recent = PRECISIONS[model.precision].dtype, recent_rows(model.recurrent, build.k[-1])
@@ -141,9 +137,9 @@ def reserved(manifest: Manifest, build: Build) -> int:
 
 
 def weight_budgets(streamable: Sequence[int], available: int) -> list[int]:
-    """Return the bytes of each plan's weights to keep on the GPU, which has so many available: the first plan's come first.
+    """Return how many bytes of each plan's weights to keep on the GPU, in the order of the plans.
 
-    TensorRT's own choice is no help: its binding for Python returns 32 of the 64 bits (10.15 to 11.1).
+    TensorRT's own choice is not usable: its Python binding returns 32 of the 64 bits (10.15 to 11.1).
     """
     budgets = []
     for size in streamable:
@@ -153,7 +149,7 @@ def weight_budgets(streamable: Sequence[int], available: int) -> list[int]:
 
 
 def warm(role: str, session: Session, rows: Sequence[int], progress: Progress) -> None:
-    """Run every pass that rounds make, in every window and for every number of sequences, and forget what it wrote."""
+    """Run every pass of rounds, in every window and for every number of sequences, and then clear the cache."""
     passes = [
         (batch, count, window)
         for batch in range(1, session.batch + 1)
@@ -172,17 +168,12 @@ def warm(role: str, session: Session, rows: Sequence[int], progress: Progress) -
         session.clear(slot)
 
 
-def plan_paths(folder: Path, manifest: Manifest) -> dict[str, Path]:
-    """Return the plans that a bundle has, by engine: without a draft it has neither the draft's plan nor the drafters'."""
-    return {name: folder / plan_file(name) for name in manifest.engines}
-
-
 def check_validity(trt: Any, runtime: Any, path: Path, data: Any, hint: str) -> None:
-    """Ask TensorRT-RTX whether a plan runs on this machine; TensorRT has no such call.
+    """Ask TensorRT-RTX whether a plan runs on this machine. TensorRT has no such call.
 
     Raises:
         DeviceError: it does not run here.
-        EngineError: it runs nowhere.
+        EngineError: it does not run anywhere.
     """
     if not hasattr(runtime, "get_engine_validity"):
         return
@@ -230,10 +221,10 @@ def check_version(package: Package, build: Build, version: str) -> None:
 
 
 def check_gpu(package: Package, build: Build, name: str, compute_capability: str) -> None:
-    """Refuse a GPU that the package does not run on, or that the bundle was not built for.
+    """Check that the package runs on a GPU, and that the bundle was built for it.
 
     Raises:
-        DeviceError: it is one.
+        DeviceError: one of these is not so.
     """
     if (reason := package.unsupported(compute_capability)) is not None:
         raise DeviceError(reason, OTHER_BACKENDS)
@@ -244,6 +235,6 @@ def check_gpu(package: Package, build: Build, name: str, compute_capability: str
             f" {compute_capability}",
             REBUILD.format(build.backend),
         )
-    # Built on a GPU, it has kernels that were chosen for that GPU's number of processors.
+    # A bundle built on a GPU has kernels chosen for the number of that GPU's processors.
     if not package.builds_anywhere and capabilities and name != build.device:
         raise DeviceError(f"the bundle was built on a {build.device}; this is a {name}", REBUILD.format(build.backend))

@@ -1,8 +1,8 @@
-"""One graph as TensorRT's network, and the configuration that it is built with.
+"""Turns a graph into TensorRT's network, and makes the builder's configuration.
 
-Both are made with Polygraphy's loaders, except for what these cannot do. They parse a graph from its file, where here its
-caches first get a fixed capacity; they log the parser's errors instead of returning them with their nodes; they do not look
-whether a timing cache was accepted; and they build in memory, where a plan is written as a stream here.
+This uses Polygraphy's loaders, except where they do not suffice. They parse a graph from its file, but its caches must first
+get a fixed capacity. They log the parser's errors instead of returning them with their nodes. They do not check whether a
+timing cache was accepted. And they build in memory, instead of writing the plan as a stream.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 def import_polygraphy(package: Package) -> None:
-    """Import Polygraphy, which chooses the package when it is first imported."""
+    """Import Polygraphy, which selects the package when it is first imported."""
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(package == RTX))
     import polygraphy.backend.trt  # noqa: F401
 
 
 def create(trt: Any, log: Any) -> tuple[Any, Any]:
-    """Return a builder, and an empty network with the types of the graph. Polygraphy logs to `log` from now on."""
+    """Return a builder and an empty, strongly typed network. From now on, Polygraphy logs to `log`."""
     from polygraphy.backend.trt import create_network, util
     from polygraphy.logger import G_LOGGER
 
     util.TRT_LOGGER = log
-    G_LOGGER.module_severity = G_LOGGER.ERROR  # below, it prints the configuration
-    typed = hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # TensorRT 11 has nothing else
+    G_LOGGER.module_severity = G_LOGGER.ERROR  # at lower levels it prints the configuration
+    typed = hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # TensorRT 11 has only this
     builder, network = create_network(strongly_typed=typed)
     return builder, network
 
@@ -42,7 +42,7 @@ def parse(trt: Any, job: BuildJob, network: Any, parser: Any) -> None:
     """Fill the network from the job's graph.
 
     Raises:
-        Refused: the parser does, or a cache is not updated in place.
+        Refused: the parser refuses the graph, or a cache is not updated in place.
     """
     import onnx
 
@@ -52,10 +52,10 @@ def parse(trt: Any, job: BuildJob, network: Any, parser: Any) -> None:
         for at, size in enumerate(names.get(value.name, ()), 1):
             value.type.tensor_type.shape.dim[at].dim_value = size  # TensorRT only scatters into a fixed capacity
     if names:
-        del model.graph.value_info[:]  # it names the capacity, too
+        del model.graph.value_info[:]  # it also has the symbolic capacity
     if not parser.parse(model.SerializeToString(), job.graph):  # it looks for the weights beside this path
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
-        # For an operator that it does not support, the parser's description is "false".
+        # For an unsupported operator, the parser's description is "false".
         reasons = [each.code().name.lower() if each.desc() == "false" else each.desc() for each in errors]
         nodes = [f"node {each.node_name()!r} ({each.node_operator()})" for each in errors]
         raise Refused("; ".join(f"{node}: {reason}" for node, reason in zip(nodes, reasons, strict=True)) or "no reason given")
@@ -86,8 +86,8 @@ def configure(trt: Any, job: BuildJob, builder: Any, network: Any, monitor: Any)
     from polygraphy.backend.trt import CreateConfig, set_decomposable_attentions
     from polygraphy.exception import PolygraphyException
 
-    # A fused kernel is still used if there is one. Without this, a shape that has none fails the build: any shape in fp32, and
-    # decoding with 3 query heads per key/value head in fp16.
+    # This still uses a fused kernel if there is one. Without it, a shape without a fused kernel fails the build: all shapes in
+    # fp32, and decoding with 3 query heads per key/value head in fp16.
     set_decomposable_attentions((builder, network))
     options = job.options
     limits = {} if options.workspace is None else {trt.MemoryPoolType.WORKSPACE: int(options.workspace * 2**30)}
@@ -107,8 +107,8 @@ def configure(trt: Any, job: BuildJob, builder: Any, network: Any, monitor: Any)
         config = create_config(**settings)(builder, network)
     except PolygraphyException as error:
         raise Refused(str(error)) from error
-    config.clear_flag(trt.BuilderFlag.TF32)  # fp32 is there to compare with, and TF32 keeps 10 bits
-    config.set_flag(trt.BuilderFlag.STRICT_NANS)  # the samplers look for NaN
+    config.clear_flag(trt.BuilderFlag.TF32)  # fp32 serves as a reference, and TF32 keeps only 10 bits
+    config.set_flag(trt.BuilderFlag.STRICT_NANS)  # the samplers check for NaN
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # a run that allocates memory cannot be recorded
     _load_timing_cache(options.timing_cache, config)
@@ -132,11 +132,11 @@ def _load_timing_cache(file: str | None, config: Any) -> None:
     if file is not None:
         content = Path(file).read_bytes() if Path(file).exists() else b""
         if not config.set_timing_cache(config.create_timing_cache(content), ignore_mismatch=False):
-            raise Refused(f"the timing cache {file} is damaged, or of another GPU or release")
+            raise Refused(f"the timing cache {file} is damaged, or from another GPU or release")
 
 
 def save_timing_cache(file: str | None, config: Any) -> None:
-    """Write the timings of a finished build back to their file, if there is one."""
+    """Write the timings of a finished build to their file, if there is one."""
     if file is not None:
         path = Path(file)
         partial = path.with_name(f".{path.name}.partial")

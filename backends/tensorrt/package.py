@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import msgspec
 
+from outrider.backends.base import import_package
 from outrider.bundle.manifest import ROLES
-from outrider.errors import EngineError
 
 
 class Package(msgspec.Struct, frozen=True):
@@ -19,11 +18,11 @@ class Package(msgspec.Struct, frozen=True):
     title: str
     extra: str  # outrider's extra that installs it
     builds_anywhere: bool  # False if it builds only on the GPU that will run the engine
-    capabilities: tuple[str, ...] = ()  # compute capabilities of the GPUs that it runs on, whole or major; empty is any
+    capabilities: tuple[str, ...] = ()  # compute capabilities that it supports, whole or major; empty is all
     gpus: str = ""  # the same in words
 
     def unsupported(self, compute_capability: str) -> str | None:
-        """Return why the package does not run on GPUs of a compute capability; None if it does."""
+        """Return why the package does not support a compute capability; None if it does."""
         if not self.capabilities or {compute_capability, compute_capability.split(".")[0]} & set(self.capabilities):
             return None
         return f"{self.title} does not run on compute capability {compute_capability}: it runs on {self.gpus}"
@@ -34,13 +33,10 @@ class Package(msgspec.Struct, frozen=True):
         Raises:
             EngineError: it is not installed.
         """
-        try:
-            return importlib.import_module(self.module)
-        except (ImportError, OSError) as error:  # an OSError if one of the package's libraries is missing
-            raise EngineError(f"{self.module} cannot be imported: {error}", f"pip install 'outrider[{self.extra}]'") from error
+        return import_package(self.module, self.extra)
 
 
-# As TensorRT-RTX 1.7.1 maps them; it calls a plan invalid on any other GPU, whatever the plan was built for.
+# From TensorRT-RTX 1.7.1, which calls every plan invalid on other GPUs, even if it was built for them.
 RTX_CAPABILITIES = "7.5", "8.0", "8.6", "8.9", "12"
 RTX_GPUS = "7.5, 8.0, 8.6, 8.9, 12.0, 12.1 and later 12.x; not 9.0 or 10.x"
 OTHER_BACKENDS = "on this GPU, use a bundle built with --backend onnxruntime --device cuda, or with --backend tensorrt"

@@ -1,7 +1,7 @@
 """Runs TensorRT's parser and builder in a child process, because both can crash.
 
-The parent writes a `Job` to the child's standard input and keeps it open: when it closes, the child ends. The child answers
-with `Report`s.
+The parent writes a `BuildJob` to the child's standard input, and keeps the pipe open: when it closes, the child exits. The
+child answers with `BuildReport`s.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from typing import IO
 
 import msgspec
 
-from outrider.backends.tensorrt.job import PROGRESS_PARTS, BuildJob, BuildReport, EngineFacts
-from outrider.backends.tensorrt.options import BuildOptions
+from outrider.backends.tensorrt.job import PROGRESS_PARTS, BuildJob, BuildOptions, BuildReport, EngineFacts
 from outrider.backends.tensorrt.package import Package
+from outrider.engines.device import Cpu
 from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
 
@@ -34,10 +33,10 @@ OUT_OF_MEMORY = (
 
 
 def facts(package: Package, options: BuildOptions) -> EngineFacts:
-    """Return the package's release and what it can build for.
+    """Return the package's release and the GPUs that it can build for.
 
     Raises:
-        UsageError: it does not support a compute capability of `options`.
+        UsageError: it does not support a compute capability in `options`.
         EngineError: it cannot be imported, or it needs a GPU to build and there is none.
     """
     result = _run(BuildJob(package, options), "asking for its version").facts
@@ -45,7 +44,7 @@ def facts(package: Package, options: BuildOptions) -> EngineFacts:
     if unknown := [each for each in options.compute_capability if each not in result.compute_capabilities]:
         raise UsageError(
             f"{package.title} {result.version} does not build for compute capability {unknown[0]!r}",
-            f"pass --compute-capability some of {', '.join(result.compute_capabilities)}",
+            f"use --compute-capability with some of {', '.join(result.compute_capabilities)}",
         )
     if not package.builds_anywhere and result.gpu is None:
         raise EngineError(
@@ -59,11 +58,11 @@ def build_plan(job: BuildJob, name: str, sizes: str = "", progress: Progress = S
     """Build one engine.
 
     Args:
-        name: the engine's name in messages.
-        sizes: the sizes that determine how much memory it needs, as text.
+        name: the engine's name, for messages.
+        sizes: the sizes that determine its memory, as text for messages.
 
     Raises:
-        EngineError: TensorRT refuses the graph (the node is named), runs out of memory, or crashes.
+        EngineError: TensorRT refuses the graph (the message names the node), runs out of memory, or crashes.
         OSError: the plan cannot be written.
     """
     progress.stage(f"building the {name}", PROGRESS_PARTS)
@@ -87,7 +86,7 @@ def _run(job: BuildJob, task: str, sizes: str = "", progress: Progress = SILENT)
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it has already exited; its exit code tells why
+            with suppress(BrokenPipeError):  # it has already exited; the exit code shows why
                 child.stdin.write(msgspec.json.encode(job) + b"\n")
                 child.stdin.flush()
             for line in child.stdout:
@@ -97,16 +96,11 @@ def _run(job: BuildJob, task: str, sizes: str = "", progress: Progress = SILENT)
             code = child.wait()
         finally:
             child.kill()
-        tail = _tail(log)
+        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL))
+        tail = log.read().decode(errors="replace")
     if last.finished:
         return last
     raise _failure(job, task, stage, sizes, last, code, tail)
-
-
-def _tail(log: IO[bytes]) -> str:
-    size = log.seek(0, os.SEEK_END)
-    log.seek(max(0, size - LOG_TAIL))
-    return log.read().decode(errors="replace")
 
 
 def _failure(job: BuildJob, task: str, stage: str, sizes: str, last: BuildReport, code: int, tail: str) -> Exception:
@@ -119,19 +113,20 @@ def _failure(job: BuildJob, task: str, stage: str, sizes: str, last: BuildReport
     if last.errno:
         return OSError(last.errno, os.strerror(last.errno), job.plan)
     if code == -signal.SIGKILL or any(sign in (last.error + tail).lower() for sign in OUT_OF_MEMORY):
+        free = f"{Cpu().memory()[0] / 2**30:.1f} GiB of memory are free"
         return EngineError(
-            f"{title} ran out of memory while {task} ({stage}): {sizes}; {_free_memory()}: {last.error or 'it was killed'}",
+            f"{title} ran out of memory while {task} ({stage}): {sizes}; {free}: {last.error or 'it was killed'}",
             "use a smaller --max-prompt-chunk, --batch, --capacity or --workspace, or fewer --k; or use a larger machine",
         )
     if last.error and stage == "parsing":
         return EngineError(
             f"{title}'s parser refuses the graph while {task}: {last.error}",
-            "it does not support this node: choose another model (docs/models.md lists what builds), or --backend onnxruntime",
+            "TensorRT does not support this node: choose another model from docs/models.md, or use --backend onnxruntime",
         )
     if last.error:
         return EngineError(
             f"{title} failed while {task} ({stage}): {last.error}",
-            "export in another precision, build for other GPUs or with more --workspace, or use --backend onnxruntime;"
+            "export in another precision, build for other GPUs or with a larger --workspace, or use --backend onnxruntime;"
             " --verbosity info shows more",
         )
     end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -140,9 +135,3 @@ def _failure(job: BuildJob, task: str, stage: str, sizes: str, last: BuildReport
         f"{title} crashed while {task} ({stage}, {end}){last_line}",
         "build again with --verbosity verbose to see where; use another release of the package, or --backend onnxruntime",
     )
-
-
-def _free_memory() -> str:
-    with suppress(ValueError, OSError, AttributeError):  # not every system reports it
-        return f"{os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB of memory are free"
-    return "the free memory is unknown"

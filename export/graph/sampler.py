@@ -1,6 +1,6 @@
 """Samplers as ONNX graphs, which turn logits into tokens next to the model on any backend.
 
-For every row x of logits (the tensors are in `engines.contract`):
+For every row x of logits (the tensors are in `engines.samplers`):
 
 1. *Edits*: bias, bans and penalties, as in vLLM and in its order. A row sees the draft tokens before it.
 2. *Warping*: e = exp((x - max x) / temperature). The tokens with e >= min_p are kept, of these the top_k greatest, and of these
@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from outrider.engines.contract import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE, SAMPLERS, SETTINGS, sampler_tensors
+from outrider.engines.samplers import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE, SAMPLERS, SETTINGS, sampler_tensors
 
 OPSET = 21
 INT64 = ir.DataType.INT64

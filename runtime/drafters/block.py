@@ -8,9 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import BLOCK_STATE, CONTEXT, DRAFT_SAMPLERS, LOGITS, MARKOV
+from outrider.engines.contract import BLOCK_STATE, CONTEXT, LOGITS
 from outrider.engines.device import Buffer, Device, Engine, Launch, Layout
-from outrider.engines.session import GraphSession
+from outrider.engines.graph_session import GraphSession
+from outrider.engines.samplers import DRAFT_SAMPLERS, MARKOV
 from outrider.runtime.drafters.parallel import ParallelHeadDrafter
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from outrider.bundle.manifest import Manifest
-from outrider.engines.contract import DRAFT_SAMPLERS
+from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.sampling import top_probability

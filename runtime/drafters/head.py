@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
+from outrider.engines.contract import step_rows
 from outrider.engines.device import Buffer, Layout
+from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.rounds.buffers import Lane, Shape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.engines.contract import DRAFT_SAMPLERS
+from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane

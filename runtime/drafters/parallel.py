@@ -9,8 +9,9 @@ import numpy as np
 
 from outrider.bundle.manifest import READS_MASKS
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import DRAFT_SAMPLERS, step_rows
+from outrider.engines.contract import step_rows
 from outrider.engines.device import Buffer, Layout
+from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.runtime.drafters.base import Resources
 from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.policy.costs import Costs

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.engines.arrays import Floats, Int64s
-from outrider.engines.contract import DRAFT_SAMPLERS
 from outrider.engines.device import Buffer, Launch, Layout, in_sequence
+from outrider.engines.samplers import DRAFT_SAMPLERS
 from outrider.engines.session import Pass
 from outrider.runtime.drafters.cached import CachedDrafter
 from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape, Step

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from cachetools import LRUCache
 
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import DECIDED, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, Layout, host_buffer
+from outrider.engines.samplers import DECIDED, EDITS, SETTINGS
 from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.policy.early_stop import EarlyStop

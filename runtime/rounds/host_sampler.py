@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from outrider.engines.arrays import Floats
-from outrider.engines.contract import CANDIDATES, DECIDED, MORE_CANDIDATES
+from outrider.engines.samplers import CANDIDATES, DECIDED, MORE_CANDIDATES
 from outrider.errors import EngineError
 from outrider.runtime.rounds import reference
 from outrider.runtime.rounds.buffers import VERIFIER, Lane, RoundState, Shape

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from cachetools import LRUCache
 
-from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
 from outrider.engines.device import Arena, Buffer, Device, Engine, Launch, in_sequence
+from outrider.engines.samplers import CANDIDATES, EDITS, SETTINGS
 from outrider.engines.session import Pass, Session
 from outrider.runtime.drafters.base import DeviceDrafter
 from outrider.runtime.policy.choice import NONE

@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 
 from outrider.engines.arrays import Floats, Int64s
-from outrider.engines.contract import CANDIDATES, EDITS, SETTINGS
+from outrider.engines.samplers import CANDIDATES, EDITS, SETTINGS
 from outrider.runtime.grammar.matcher import Matcher
 from outrider.runtime.params import SamplingParams
 

@@ -13,9 +13,8 @@ import tensorrt_bindings as trt  # type: ignore[import-not-found]
 
 sys.modules["tensorrt"] = trt  # which the wheel of this name does
 
-from outrider.backends.tensorrt.job import BuildJob  # noqa: E402
+from outrider.backends.tensorrt.job import BuildJob, BuildOptions  # noqa: E402
 from outrider.backends.tensorrt.network import configure, create, import_polygraphy  # noqa: E402
-from outrider.backends.tensorrt.options import BuildOptions  # noqa: E402
 from outrider.backends.tensorrt.package import TENSORRT  # noqa: E402
 from outrider.engines.contract import CAPACITY_DIM, CacheTensor  # noqa: E402
 

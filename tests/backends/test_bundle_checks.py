@@ -12,7 +12,7 @@ from outrider.backends import registry
 from outrider.backends.tensorrt.package import plan_file
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bundle.manifest import MANIFEST, decode_manifest
-from outrider.engines.contract import SAMPLERS
+from outrider.engines.samplers import SAMPLERS
 from outrider.errors import FolderError
 
 ROLES = ("target", "draft")  # of the tiny pair

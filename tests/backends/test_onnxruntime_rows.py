@@ -10,7 +10,7 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.engines.session import GraphSession
+from outrider.engines.graph_session import GraphSession
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams

@@ -297,7 +297,7 @@ def test_what_its_attention_does_not_cover_is_refused_by_name(
     reseal(export)
     done = run_here("build-engine", export, "-o", tmp_path / "bundle", "--backend", "openvino", "--capacity", "64")
     assert done.returncode == 1
-    assert "soft-capped scores, which openvino does not cover" in done.stderr
+    assert "soft-capped scores, which openvino does not support" in done.stderr
     assert "--backend onnxruntime" in done.stderr
     assert not (tmp_path / "bundle").exists()
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bundle.manifest import Profile
-from outrider.engines.contract import DRAFT_SAMPLERS, SAMPLERS, sampler_tensors, window_buckets
+from outrider.engines.contract import window_buckets
+from outrider.engines.samplers import DRAFT_SAMPLERS, SAMPLERS, sampler_tensors
 
 
 def ordered(profiles: list[Profile]) -> bool:

@@ -16,12 +16,12 @@ import onnx
 import psutil
 import pytest
 
-from outrider.backends.tensorrt.job import PROGRESS_PARTS, BuildJob
-from outrider.backends.tensorrt.options import BuildOptions
+from outrider.backends.tensorrt.job import PROGRESS_PARTS, BuildJob, BuildOptions
 from outrider.backends.tensorrt.package import RTX, plan_file
 from outrider.backends.tensorrt.process import build_plan
 from outrider.backends.tensorrt.profiles import step_profiles
-from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
 from outrider.engines.contract import cache_tensors
 from outrider.errors import EngineError, UsageError
 from outrider.progress import Progress

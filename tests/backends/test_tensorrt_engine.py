@@ -14,20 +14,19 @@ import numpy as np
 import pytest
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.backends.tensorrt.engine import choose_profile, silent_logger
+from outrider.backends.tensorrt.engine import RuntimeCache, cache_file, choose_profile, silent_logger
 from outrider.backends.tensorrt.engines import (
     check_gpu,
     check_validity,
     check_version,
-    plan_paths,
     reserved,
     warm,
     weight_budgets,
 )
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, plan_file
 from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
-from outrider.backends.tensorrt.runtime_cache import RuntimeCache, cache_file
-from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import Build
 from outrider.engines.device import Launch
 from outrider.engines.session import Pass
@@ -91,9 +90,8 @@ def test_a_bundle_without_a_draft_has_every_plan_that_is_loaded(checkpoints: Pat
 def check_alone(alone: Path) -> None:
     """Neither the draft's plan nor the drafters' are in it, and none of them may be asked for."""
     manifest, _ = open_bundle(alone)
-    plans = plan_paths(alone, manifest)
-    assert set(plans) == {"target", "verifier", "greedy_verifier", "logprobs"}
-    assert set(plans.values()) == set(alone.rglob("*.plan"))
+    assert set(manifest.engines) == {"target", "verifier", "greedy_verifier", "logprobs"}
+    assert {alone / plan_file(name) for name in manifest.engines} == set(alone.rglob("*.plan"))
     done = run_here("generate", alone, "--prompt", "the")
     assert "error: no NVIDIA GPU found" in done.stderr
 
@@ -101,7 +99,7 @@ def check_alone(alone: Path) -> None:
 def test_a_plan_is_not_valid_without_a_gpu(bundle: Path, made: Build) -> None:
     trt = RTX.load()
     runtime = trt.Runtime(silent_logger(trt))
-    for path in plan_paths(bundle, read_manifest(bundle)).values():
+    for path in [bundle / plan_file(name) for name in read_manifest(bundle).engines]:
         with pytest.raises(DeviceError, match="does not run here"):
             check_validity(trt, runtime, path, np.memmap(path, dtype=np.uint8, mode="r"), "build it again")
 

@@ -114,7 +114,7 @@ def test_the_command_line_offers_it_and_its_options(tiny_export: Path, tmp_path:
 
 
 def test_names_are_taken_once_and_unknown_ones_refused(tiny_export: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'toy' already"):
+    with pytest.raises(ValueError, match="already a backend called 'toy'"):
         registry.register(Toy())
     with pytest.raises(UsageError, match="no backend 'abacus'") as caught:
         build(tiny_export, tmp_path / "bundle", backend="abacus")

@@ -16,7 +16,7 @@ from outrider.builder.build import build_engine
 from outrider.builder.passes import measure
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import ROLES
-from outrider.engines.contract import DRAFT_SAMPLERS, SAMPLERS
+from outrider.engines.samplers import DRAFT_SAMPLERS, SAMPLERS
 from outrider.errors import EngineError, FolderError, UsageError
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider

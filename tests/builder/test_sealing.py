@@ -14,9 +14,10 @@ from outrider.backends import registry
 from outrider.backends.base import Backend, BuildSpec, Engines
 from outrider.builder import build as build_module
 from outrider.builder.build import build_engine, calibrate
-from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import MANIFEST, TOKENIZER, Build, Manifest
-from outrider.engines.contract import SAMPLERS
+from outrider.engines.samplers import SAMPLERS
 from outrider.errors import DeviceError, FolderError, OutriderError, UsageError
 from outrider.progress import Progress
 from outrider.tests.support import reseal, sealed_bundle

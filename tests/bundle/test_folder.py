@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from outrider.backends.open import open_bundle
-from outrider.bundle.folder import FolderWatch, read_manifest, staged, unchanged, write_whole
+from outrider.bundle.folder import read_manifest, staged, write_whole
+from outrider.bundle.integrity import FolderWatch, unchanged
 from outrider.bundle.manifest import MANIFEST, FileEntry
 from outrider.errors import FolderError
 from outrider.runtime.generation import Outrider

@@ -101,5 +101,5 @@ def test_a_manifest_without_a_draft_is_one_without_a_target_is_not(data: dict[st
     data["models"] = {"target": models["target"]}
     assert decode(data).roles == ("target",)
     data["models"] = {"draft": models["draft"]}
-    with pytest.raises(FolderError, match=r"names the models \['draft'\]"):
+    with pytest.raises(FolderError, match=r"its models are \['draft'\]"):
         decode(data)

@@ -20,7 +20,8 @@ from outrider.bundle.folder import read_manifest
 from outrider.cli import main
 from outrider.engines.contract import cache_tensors, step_tensors, window_buckets
 from outrider.engines.device import Cpu
-from outrider.engines.session import GraphSession, Pass, Sizes
+from outrider.engines.graph_session import GraphSession
+from outrider.engines.session import Pass, Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.source import Source
 from outrider.export.graph.step_model import CacheLayout, trace

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.tensorrt.process import build_plan
-from outrider.engines.session import GraphSession
+from outrider.engines.graph_session import GraphSession
 from outrider.errors import OutriderWarning
 from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer
 from outrider.export.checkpoints.source import Source

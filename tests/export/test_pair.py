@@ -15,7 +15,8 @@ import onnx
 import pytest
 import torch
 
-from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
 from outrider.errors import ParityError, UnsupportedModelError, VocabularyMismatchError
 from outrider.export.pair import export_pair
 from outrider.export.parity import compare

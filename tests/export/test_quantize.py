@@ -21,7 +21,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from outrider.audit.audit import DRAWS, EVERYTHING, MASKED, SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.backends.onnxruntime.engine import session_options
-from outrider.bundle.folder import check_files, read_manifest
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
 from outrider.errors import ParityError, UsageError
 from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer
 from outrider.export.checkpoints.source import Source

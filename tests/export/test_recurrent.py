@@ -15,7 +15,8 @@ from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
 from outrider.backends.onnxruntime.fusion.fuse import fuse
 from outrider.engines.contract import recent_rows, step_tensors, window_buckets
 from outrider.engines.device import Cpu
-from outrider.engines.session import GraphSession, Sizes
+from outrider.engines.graph_session import GraphSession
+from outrider.engines.session import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source

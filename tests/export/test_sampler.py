@@ -10,7 +10,7 @@ import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.contract import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE
+from outrider.engines.samplers import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE
 from outrider.runtime.rounds.reference import draw, edit, excluded, named_settings, verify, warp
 from outrider.tests.samplers import NEUTRAL, UNEDITED, Array, Case, Graphs, row, run
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import scipy.stats
 
-from outrider.engines.contract import EDITS, SETTINGS
+from outrider.engines.samplers import EDITS, SETTINGS
 from outrider.runtime.rounds.reference import Fault, named_settings, verify, warp
 from outrider.tests.samplers import NEUTRAL, UNEDITED, Array, Graphs, row, run
 

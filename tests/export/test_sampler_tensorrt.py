@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from outrider.engines.contract import SAMPLERS, sampler_tensors
+from outrider.engines.samplers import SAMPLERS, sampler_tensors
 from outrider.export.graph.sampler import sampler
 
 trt: Any = pytest.importorskip("tensorrt_rtx", reason="would show that the samplers build: pip install 'outrider[rtx]'")

@@ -23,7 +23,7 @@ import transformers as hf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from outrider.backends.onnxruntime.engine import first_line
+from outrider.backends.onnxruntime.package import first_line
 from outrider.errors import OutriderError, ParityError
 from outrider.export.checkpoints.checkpoint import load_model, read_config
 from outrider.export.checkpoints.source import Source

@@ -1,5 +1,5 @@
-"""Rewrites exported graphs for ONNX Runtime: operations for which it has faster kernels become one node.
+"""Rewrites exported graphs for ONNX Runtime: groups of operators that have a faster kernel become one node.
 
-Each rewrite is a class with the nodes it looks for (`pattern`), what it refuses and why (`check`), and what it puts in their
-place (`rewrite`), built on onnxscript's rewriter; the rules for norms come from onnxscript. `fuse` applies them all.
+Each rewrite is a class for onnxscript's rewriter: `pattern` is the nodes that it finds, `check` refuses some of them with a
+reason, and `rewrite` returns the replacement. The rules for norms come from onnxscript. `fuse` applies all rewrites.
 """

@@ -1,4 +1,4 @@
-"""Attention with its cache and window as one `GroupQueryAttention`."""
+"""Replaces attention with its cache and window with one `GroupQueryAttention`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchResult
 
 from outrider.backends.rewriting.attention import CachedAttention
+from outrider.backends.rewriting.graphs import input_named
 from outrider.backends.rewriting.matching import MICROSOFT, Op
 from outrider.engines.contract import INPUT_IDS
 
 
 class GroupQueryAttention(CachedAttention):
-    """Writing the cache, slicing its window and attending, as one `GroupQueryAttention` over the same cache.
+    """Replaces the nodes that write the cache, slice its window and attend with one `GroupQueryAttention` over the same cache.
 
-    Where it is `steady`, it never runs on a single row: that row gets a second one of zeros, and the second output is dropped.
-    ONNX Runtime's arithmetic for one row differs from that for several, so the last bits of a row would depend on whether it
-    is decoded alone or verified with others. With weights of 4 or 8 bits, where activations are rounded to 8 bits, that
-    changes a token now and then. All other kernels give a row the same bits whatever the number of rows.
+    If `steady`, it never runs on a single row: a second row of zeros is added, and its output dropped. ONNX Runtime's
+    arithmetic for one row differs from that for several, so the last bits of a row would depend on whether it is decoded alone
+    or verified with others. With 4-bit or 8-bit weights, activations are rounded to 8 bits, and such a difference sometimes
+    changes a token. All other kernels compute a row to the same bits whatever the number of rows.
     """
 
     def __init__(self, steady: bool, graph: ir.Graph, batch: int, refusals: list[str]) -> None:
-        """Prepare for up to `batch` sequences; the reasons of refusals are appended to `refusals`."""
+        """Prepare for up to `batch` sequences. The reasons for refusals are appended to `refusals`."""
         super().__init__(refusals)
         self._steady = steady
         self._graph = graph
-        self._ids = next(each for each in graph.inputs if each.name == INPUT_IDS)  # [B, S]
+        self._ids = input_named(graph, INPUT_IDS)  # [B, S]
         self._batch = batch
 
     def check(self, context: Any, query: Any, value: Any, **others: Any) -> MatchResult:  # type: ignore[override]
@@ -77,7 +78,7 @@ class GroupQueryAttention(CachedAttention):
         return op.Reshape(attended, op.Constant(value_ints=[0, 0, heads, width])), present_key, present_value
 
     def _unrotated(self, query: Any, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return query and key before their rotary embeddings, and the cosines and sines, where the node can rotate them."""
+        """Return query and key before their rotary embeddings, and the cosines and sines, if the node can rotate them."""
         inputs, caches = [], []
         for each in (query, key):
             node = each.producer()
@@ -85,7 +86,7 @@ class GroupQueryAttention(CachedAttention):
                 caches.append(tuple(node.inputs[2:]))
                 each = node.inputs[0]
             inputs.append(each)
-        # It only rotates heads with a width that is a multiple of 16; others must be rotated before.
+        # It only rotates heads whose width is a multiple of 16; others must be rotated before.
         if len(caches) == 2 and caches[0] == caches[1] and query.shape[3] % 16 == 0:
             return inputs[0], inputs[1], caches[0]
         return query, key, ()
@@ -93,10 +94,10 @@ class GroupQueryAttention(CachedAttention):
     def _by_slot(
         self, op: Op, attend: Any, flat: list[Any], past: tuple[Any, Any], positions: Any, real: Any, rows: Any
     ) -> tuple[Any, Any, Any]:
-        """Attend to each sequence with a separate node and cache; everything else runs over the whole batch.
+        """Attend to each sequence with a separate node and cache. Everything else runs over the whole batch.
 
-        `GroupQueryAttention` verifies one sequence at a time. A pass may have fewer sequences than there are nodes; the
-        remaining nodes get as few rows of zeros as they accept.
+        `GroupQueryAttention` verifies one sequence at a time. If a pass has fewer sequences than there are nodes, the remaining
+        nodes get the fewest rows of zeros that they accept.
         """
         # One sequence of zeros after the real ones, for the nodes without a sequence.
         flat = self._padded(op, flat, op.Constant(value_ints=[1]), op.Sub(rows, real))
@@ -128,7 +129,7 @@ class GroupQueryAttention(CachedAttention):
         return op.Reshape(merged, shape), *present[0]
 
     def _caches(self, slot: int, past: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return the cache of a slot: the first one keeps the name, the others are new inputs."""
+        """Return the cache of a slot: the first slot keeps the names, and the others get new inputs."""
         if slot == 0:
             return past
         caches = []
@@ -145,14 +146,14 @@ class GroupQueryAttention(CachedAttention):
         return [None if each is None else op.Pad(each, pads) for each in flat]
 
     def _packed(self, flat: list[Any]) -> list[Any]:
-        """Return query, key and value, as one packed tensor if they are its parts."""
+        """Return query, key and value; as one packed tensor if they are its parts."""
         split = flat[0].producer()
         if split is None or split.op_type != "Split" or list(split.outputs) != flat:
             return flat
         return [split.inputs[0], None, None]
 
     def _flat(self, op: Op, value: Any) -> Any:
-        """Return [B, H, S, D] as [B, S, H * D]: the tensor that it was reshaped from, if there is one."""
+        """Return [B, H, S, D] as [B, S, H * D]; if it was reshaped from such a tensor, return that tensor."""
         node = value.producer()
         if node is not None and node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
             split = node.inputs[0].producer()

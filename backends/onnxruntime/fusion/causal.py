@@ -1,27 +1,24 @@
-"""Attention that is told how much of the cache is filled instead of a mask, which on CUDA keeps it off FlashAttention."""
+"""Replaces the mask of attention with the filled length of the cache: on CUDA, a mask prevents FlashAttention."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-from onnx_ir.passes import common
-from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
 from outrider.backends.onnxruntime.package import MASK_FREE
-from outrider.backends.rewriting.graphs import load
+from outrider.backends.rewriting.graphs import apply, load, save
 from outrider.backends.rewriting.matching import Op, refused, sliding_window, source
-from outrider.bundle.manifest import WEIGHTS
 
 LAST = 2**63 - 1  # as the end of a slice
 
 
 class CausalAttention(RewriteRuleClassBase):
-    """Attention over a window of the cache with a causal mask, as causal attention over the filled part of the whole cache.
+    """Replaces attention over a window of the cache under a causal mask with causal attention over the filled cache.
 
-    `is_causal` lines up the last row with the last position that `nonpad_kv_seqlen` counts (ONNX's Attention-24, as corrected
-    in June 2026; ONNX Runtime computes it so from 1.28 on). It does without the copy of the window, too.
+    `is_causal` aligns the last row with the last position that `nonpad_kv_seqlen` counts (ONNX's Attention-24, as corrected
+    in June 2026, and ONNX Runtime since 1.28). This also saves the copy of the window.
     """
 
     def __init__(self) -> None:
@@ -57,12 +54,9 @@ def without_masks(path: Path, output: Path) -> dict[str, int]:
     """Rewrite the attention of the graph at `path`, and write the graph and its weights to `output`.
 
     Returns:
-        How many layers were rewritten, by the name of the rewrite; empty if none was.
+        The number of rewritten layers, by the name of the rewrite; empty if there are none.
     """
     model = load(path)
-    rewrite = CausalAttention.rule()  # type: ignore[no-untyped-call]
-    count = RewriteRuleSet([rewrite]).apply_to_model(model)
-    common.RemoveUnusedNodesPass()(model)
-    common.CommonSubexpressionEliminationPass()(model)
-    ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=1024)
-    return {rewrite.name: count} if count else {}
+    counts = apply(model, CausalAttention)
+    save(model, output)
+    return {name: count for name, count in counts.items() if count}

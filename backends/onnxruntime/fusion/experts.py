@@ -1,4 +1,4 @@
-"""Quantized experts as ONNX Runtime's own operator, which does not write dequantized weights to memory."""
+"""Replaces quantized experts with ONNX Runtime's operator, which does not write dequantized weights to memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NODE = """{y} = {microsoft}.QMoE <k: int = @experts, expert_weight_bits: int = {
     activation_type: string = "swiglu", swiglu_fusion: int = 1, swiglu_limit: float = @limit, activation_alpha: float = @alpha,
     activation_beta: float = @beta>
     ({x}, {router}, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, , , , , , , {factors})"""
-# Its kernel for one row gives other bits than that for several.
+# Its kernel for one row computes other bits than its kernel for several.
 ROW_BY_ROW = """n = Squeeze (count)
   more = Constant <value = bool {{1}}> ()
   first = Constant <value_ints: ints = [0]> ()
@@ -47,7 +47,7 @@ ROW_BY_ROW = """n = Squeeze (count)
 
 
 def experts(model: ir.Model, steady: bool) -> int:
-    """Define the functions of experts by `QMoE`, and return how many layers call them.
+    """Redefine the functions of experts with `QMoE`, and return how many layers call them.
 
     Args:
         steady: whether a row must have the same bits whatever the number of rows.

@@ -1,6 +1,6 @@
-"""The recurrences of recurrent layers as ONNX Runtime's own operator, in place of a loop over rows.
+"""Replaces the loops over rows in recurrent layers with ONNX Runtime's operator.
 
-Its CPU kernel takes one row after another, so a row has the same bits among any number of rows.
+Its CPU kernel processes one row after the other, so a row has the same bits whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ UPDATE_RULES = {GATED + ROWS: "gated", GATED_DELTA + ROWS: "gated_delta"}
 
 
 def recurrences(model: ir.Model) -> int:
-    """Define the functions of recurrences by `LinearAttention`, and return how many layers call them."""
+    """Redefine the functions of recurrences with `LinearAttention`, and return how many layers call them."""
     replaced = {name: rule for name, rule in UPDATE_RULES.items() if (DOMAIN, name, "") in model.functions}
     for name, rule in replaced.items():
         before = model.functions[DOMAIN, name, ""]

@@ -1,4 +1,4 @@
-"""Reshapes that cancel out."""
+"""Removes reshapes that cancel out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.backends.rewriting.matching import Op, refused
 
 
 class Unsplit(RewriteRuleClassBase):
-    """Heads that are split and merged again."""
+    """Removes two reshapes that split heads and merge them again."""
 
     def __init__(self) -> None:
         super().__init__("heads joined")

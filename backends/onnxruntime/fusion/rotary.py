@@ -1,4 +1,4 @@
-"""Rotary embeddings as one `RotaryEmbedding` each."""
+"""Replaces each rotary embedding with one `RotaryEmbedding`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Rotary(RewriteRuleClassBase):
 
 @dataclass(frozen=True)
 class Angles:
-    """Angles rows * frequencies; their cosine or sine is multiplied by `factor`."""
+    """Angles rows * frequencies, whose cosine or sine is multiplied by `factor`."""
 
     rows: ir.Value  # int64 [B, S]
     owner: ir.Value
@@ -70,7 +70,7 @@ class Angles:
 
     @classmethod
     def of(cls, value: ir.Value, function: str) -> Angles | None:
-        """Return the angles that a value is the `function` of, if they are those of a rotary embedding."""
+        """Return the angles of which a value is the `function`; None if it is not part of a rotary embedding."""
         factor = 1.0
         node = value.producer()
         while node is not None and node.op_type in ("Unsqueeze", "Cast", "Mul"):
