@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,11 +17,12 @@ from outrider.bundle.integrity import FolderWatch
 from outrider.errors import EngineError, FolderError, OutriderError
 from outrider.runtime.loaded import LoadedBundle
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.request import Event, Request
+from outrider.runtime.request import Request
 from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.text.stream import NONE_SHOWN
 from outrider.serve.api.turns import Turns
+from outrider.serve.deliveries import Deliveries, Delivery, Result
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 from outrider.serve.watchdog import Watchdog, bug, warm_up
@@ -33,25 +32,9 @@ from outrider.serve.workers.workers import Workers
 
 LOGGER = logging.getLogger("outrider.serve")
 
-Result = Event | OutriderError
-
 
 class NotReadyError(OutriderError):
     """The bundle is still loading or could not be loaded, the engines are broken, or the server is shutting down."""
-
-
-class TimedOutError(OutriderError):
-    """The answer took longer than the server's timeout."""
-
-
-@dataclass(slots=True)
-class Delivery:
-    """Where the results of a request go, and until when."""
-
-    sink: Callable[[Result], None]
-    seconds: float = math.inf  # the request's time limit
-    deadline: float = math.inf  # by `time.perf_counter`
-    first_token: float | None = None  # when it came
 
 
 class EngineThread:
@@ -78,7 +61,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the thread to make
         self._scheduler: Scheduler | None = None
         self._watchdog: Watchdog  # made with the scheduler
-        self.active: dict[Request, Delivery] = {}  # those that were submitted and have not ended; the probe is none of them
+        self.deliveries = Deliveries(metrics)  # the probe is none of them
         self._ending = False
         self._step_started: float | None = None
         self._replaced = False  # whether another bundle is in this one's place
@@ -117,9 +100,6 @@ class EngineThread:
         Raises:
             NotReadyError: the bundle is still loading, or its engines are broken.
         """
-        return self._require_scheduler()
-
-    def _require_scheduler(self) -> Scheduler:
         if self.failure is not None:
             raise NotReadyError(f"the bundle cannot be run: {self.failure}", self.failure.hint)
         if self._scheduler is None:
@@ -149,9 +129,8 @@ class EngineThread:
         Raises:
             NotReadyError: see `scheduler`; or a step has been running for longer than the timeout.
         """
-        self._require_scheduler()
-        started = self._step_started
-        if started is not None and time.perf_counter() - started > self._timeout:
+        self.scheduler  # noqa: B018  # raises
+        if (started := self._step_started) is not None and time.perf_counter() - started > self._timeout:
             raise NotReadyError("an engine step has hung", "restart the server")
 
     async def submit(
@@ -179,7 +158,7 @@ class EngineThread:
             QueueFullError: too many requests are waiting.
             NotReadyError: see `scheduler`; or the server is shutting down.
         """
-        self._require_scheduler()
+        self.scheduler  # noqa: B018  # raises
         if self._ending:
             raise _shutting_down()
         loop = asyncio.get_running_loop()
@@ -264,17 +243,19 @@ class EngineThread:
             self._replaced = True
             LOGGER.warning("the bundle was replaced; this server goes on with the one that it loaded until it is restarted")
         for request, result in results:
-            self.deliver(request, result)
-        self._time_out(scheduler)
+            self.deliveries.deliver(request, result)
+        for request, timed_out in self.deliveries.overdue():
+            scheduler.cancel(request)
+            self.deliveries.deliver(request, timed_out)
         if (error := self._watchdog.stepped(results)) is not None:
             self._break(error)
 
     def _recover(self, scheduler: Scheduler, error: OutriderError) -> None:
         """Fail the requests that have a slot, after a step that raised an exception."""
-        running = [request for request in self.active if request.running]
+        running = [request for request in self.deliveries if request.running]
         fatal = self._watchdog.crashed(error, bool(running))
         for request in running:
-            self.deliver(request, fatal or error)
+            self.deliveries.deliver(request, fatal or error)
         self.metrics.stepped(scheduler.load)
         if fatal is not None:
             self._break(fatal)
@@ -302,50 +283,22 @@ class EngineThread:
             LOGGER.exception("a request could not be queued")
             settle(bug(error))
         else:
-            self.active |= zip(accepted, deliveries, strict=True)
+            self.deliveries.add(accepted, deliveries)
             settle(accepted)
             while self.scheduler.displaced:
-                request = self.scheduler.displaced.pop()
-                self.deliver(
-                    request, QueueFullError("the queue is full, and others have fewer requests in it", "try again later")
-                )
+                full = QueueFullError("the queue is full, and others have fewer requests in it", "try again later")
+                self.deliveries.deliver(self.scheduler.displaced.pop(), full)
 
     def cancel_now(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request in self.active and self._scheduler is not None:
-                del self.active[request]
+            if self._scheduler is not None and self.deliveries.cancel(request):
                 self._scheduler.cancel(request)
-                self.metrics.ended(request, "cancelled", time.perf_counter())
-
-    def deliver(self, request: Request, result: Result) -> None:
-        """Pass a result on to where the request was submitted."""
-        if (delivery := self.active.get(request)) is None:
-            return
-        now = time.perf_counter()
-        if isinstance(result, OutriderError):
-            del self.active[request]
-            self.metrics.ended(request, "error", now)
-        else:
-            if delivery.first_token is None:
-                delivery.first_token = now
-                self.metrics.began(request, now)
-            if result.finish_reason is not None:
-                del self.active[request]
-                self.metrics.ended(request, result.finish_reason, now, delivery.first_token)
-        delivery.sink(result)
-
-    def _time_out(self, scheduler: Scheduler) -> None:
-        now = time.perf_counter()
-        for request, delivery in [each for each in self.active.items() if now > each[1].deadline]:
-            scheduler.cancel(request)
-            message = f"the answer took longer than {delivery.seconds:g} seconds"
-            self.deliver(request, TimedOutError(message, "ask for fewer tokens"))
 
     def _fail_all(self, error: OutriderError) -> None:
-        for request in list(self.active):
+        for request in self.deliveries:
             if self._scheduler is not None:
                 self._scheduler.cancel(request)
-            self.deliver(request, error)
+            self.deliveries.deliver(request, error)
 
 
 def _settle(accepted: asyncio.Future[list[Request]], result: list[Request] | OutriderError) -> None:

@@ -30,9 +30,10 @@ from outrider.runtime.text.stream import NONE_SHOWN
 from outrider.runtime.text.text import PromptTooLongError
 from outrider.serve.api.errors import ApiError, api_error, unknown_model
 from outrider.serve.api.protocol import Common
-from outrider.serve.engine import EngineThread, Result, TimedOutError
+from outrider.serve.deliveries import Result, TimedOutError
+from outrider.serve.engine import EngineThread
 from outrider.serve.settings import Settings
-from outrider.serve.workers.worker_main import PromptJob
+from outrider.serve.workers.messages import PromptJob
 
 PROMPTS = {"prompt", "messages", "tools", "instructions", "input"}  # what `log_prompts` is about
 LOGGER = logging.getLogger("outrider.serve")

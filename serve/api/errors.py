@@ -18,7 +18,8 @@ from outrider.serve.api.chat_protocol import ChatRequest
 from outrider.serve.api.completions_protocol import CompletionRequest
 from outrider.serve.api.protocol import Common
 from outrider.serve.api.responses_protocol import ResponsesRequest
-from outrider.serve.engine import NotReadyError, TimedOutError
+from outrider.serve.deliveries import TimedOutError
+from outrider.serve.engine import NotReadyError
 from outrider.serve.workers.grammars import GrammarBusyError
 
 LOGGER = logging.getLogger("outrider.serve")

@@ -15,7 +15,7 @@ from outrider.serve.api.chat_protocol import Messages, Tools, template_messages
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.api.errors import ApiError, unknown_model
 from outrider.serve.api.protocol import Strict
-from outrider.serve.workers.worker_main import PromptJob
+from outrider.serve.workers.messages import PromptJob
 
 router = APIRouter(route_class=JsonRoute)
 

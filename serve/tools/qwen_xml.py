@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from outrider.errors import UsageError
-from outrider.runtime.grammar.schemas import over, resolved
+from outrider.runtime.grammar.schemas import over
 from outrider.runtime.grammar.structured import MAX_SOURCE
+from outrider.serve.tools.argument_schemas import TextSet, shapes_of, target, texts_of
 from outrider.serve.tools.base import (
     Family,
     OfferedTools,
@@ -29,17 +29,6 @@ VALUE_END = "\n</parameter>"  # not in a text
 END = f"{VALUE_END}\n"
 ENDING = r"/(?s:.*)\n<\/parameter>(?s:.*)/"
 NO_TEXT = ["integer", "number", "boolean", "null", "array", "object"]  # types
-MOST_NESTED = 8  # alternatives within alternatives of a schema
-MOST_SCHEMAS = 4000  # that are looked at to learn what the arguments of a tool may be
-MOST_VALUES = 1000  # of a text that is no JSON
-MOST_PROPERTIES = 20_000  # of all schemas that hold for a tool's arguments
-MOST_SHAPES = 64  # alternatives of a tool's arguments, or of a text
-# Keywords of the schema of a tool's arguments; it may ignore some more, unless it is strict. What is said of properties that it
-# does not list changes nothing: these are never written.
-OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$anchor"}
-ALTERNATIVES = {"anyOf", "allOf", "$ref"}
-IGNORED = {"patternProperties", "minProperties", "maxProperties"}
-OF_TEXT = {"type", "enum", "const", "minLength", "maxLength", "oneOf", "$defs", "definitions", "$anchor"} | ALTERNATIVES
 
 
 class QwenXml(Family):
@@ -64,8 +53,8 @@ class QwenXml(Family):
         more = f"({quoted(LINE_END)} one)*" if offer.parallel else ""
         lines, tools, size = [text_then_calls(offer, opening), f"calls: one {more}"], [], 0
         for name, schema in offer.tools.items():
-            shapes = _shapes(name, schema, name in offer.strict)
-            texts = _texts(shapes, schema)
+            shapes = shapes_of(name, schema, name in offer.strict)
+            texts = texts_of(shapes, schema, VALUE_END)
             for shape in shapes:
                 expressions = [quoted(f"{name}>\n")]
                 for key, each in shape.properties.items():
@@ -91,7 +80,7 @@ class QwenXml(Family):
                 return
             yield Part("name", name)
             schema, before = tools.get(name, {}), "{"
-            texts = _texts(_shapes(name, schema, strict=False), schema)
+            texts = texts_of(shapes_of(name, schema, strict=False), schema, VALUE_END)
             while (head := (yield from reader.word(">\n"))) is not None and head != "</function":
                 key = head.removeprefix("<parameter=")
                 yield Part("arguments", f"{before}{json.dumps(key, ensure_ascii=False)}: ")
@@ -108,192 +97,6 @@ class QwenXml(Family):
             yield Part("arguments", "{}" if before == "{" else "}")
             reader.calling = False
             yield from reader.until(mark(CLOSING), None)
-
-
-class Parameters(NamedTuple):
-    """The schemas of the arguments that a call may have, and those that it must have."""
-
-    properties: dict[str, Any]
-    required: frozenset[str]
-
-
-def _shapes(name: str, schema: dict[str, Any], strict: bool) -> list[Parameters]:
-    """Return what the arguments of a tool may be, as alternatives.
-
-    Raises:
-        UsageError: they are no object, or a keyword is not supported.
-    """
-    visited = itertools.count()
-
-    def alternatives(each: Any, depth: int) -> list[list[dict[str, Any]]]:
-        """Return lists of schemas without further ones in the same place; all of one list hold."""
-        if each is True:
-            return [[]]
-        kinds = each.get("type", "object") if isinstance(each, dict) else None
-        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-            raise UsageError(
-                f"the parameters of {name} are not those of an object", "list them as its properties", param="tools"
-            )
-        unknown = next((key for key in each if key not in OF_ARGUMENTS | ALTERNATIVES and (strict or key not in IGNORED)), None)
-        if unknown is not None:
-            raise UsageError(
-                f"this model's calls cannot keep to {unknown} in the parameters of {name}", "leave it out", param="tools"
-            )
-        if depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
-            raise UsageError(f"the parameters of {name} are too deep", "list them as properties of one object", param="tools")
-        found = [[each]]
-        groups = [[inner] for inner in _list(each, "allOf")] + ([_list(each, "anyOf")] if "anyOf" in each else [])
-        if "$ref" in each:
-            groups.append([_target(each, schema)])
-        for group in groups:
-            others = [made for inner in group for made in alternatives(inner, depth + 1)]
-            if not 0 < len(found) * len(others) <= MOST_SHAPES:
-                raise UsageError(
-                    f"the parameters of {name} have too many alternatives, or none", "leave them out", param="tools"
-                )
-            found = [one + other for one in found for other in others]
-        return found
-
-    shapes = [_shape(name, parts) for parts in alternatives(schema, 0)]
-    if not (possible := [shape for shape in shapes if shape is not None]):
-        raise UsageError(f"no call of {name} has valid parameters", "correct its schema", param="tools")
-    return possible
-
-
-def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Parameters | None:
-    """Return what arguments are for which all of some schemas hold; None if there are no such ones."""
-    keys: dict[str, None] = {}
-    required: set[str] = set()
-    for part in parts:
-        properties, needed = part.get("properties", {}), part.get("required", [])
-        known = isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
-        if not known or not isinstance(needed, list) or not all(isinstance(each, str) for each in needed):
-            raise UsageError(
-                f"the parameters of {name} are not those of an object", "list them as its properties", param="tools"
-            )
-        keys |= dict.fromkeys(properties)
-        required.update(needed)
-    if not required <= keys.keys():
-        raise UsageError(f"{name} requires parameters that it does not list", "list them as its properties", param="tools")
-    if any(character in key for key in keys for character in "<>\n"):
-        raise UsageError(f"a parameter of {name} has an angle bracket or a line end", "rename it", param="tools")
-    if len(keys) * len(parts) > MOST_PROPERTIES:
-        raise UsageError(f"{name} has too many parameters", "leave some out", param="tools")
-    schemas = {}
-    for key in keys:
-        every = [part.get("properties", {}).get(key, part.get("additionalProperties", True)) for part in parts]
-        if False not in every:
-            more = [each for each in every if each is not True and each != {}]
-            schemas[key] = more[0] if len(more) == 1 else {"allOf": more} if more else {}
-    return Parameters(schemas, frozenset(required)) if required <= schemas.keys() else None
-
-
-class TextSet(NamedTuple):
-    """Some texts: those of a length, or those that are listed."""
-
-    values: dict[str, None] | None = None
-    least: int = 0
-    most: float = float("inf")
-
-    def both(self, other: TextSet) -> TextSet | None:
-        """Return the texts that are in both, if there are some."""
-        least, most = max(self.least, other.least), min(self.most, other.most)
-        values = other.values if self.values is None else self.values
-        if values is None:
-            return TextSet(None, least, most) if least <= most else None
-        others = values if other.values is None else other.values
-        values = {value: None for value in values if value in others and least <= len(value) <= most}
-        return TextSet(values, least, most) if values else None
-
-
-class TextArgument(NamedTuple):
-    """The texts that an argument may be, and whether it may be something else instead. Beside texts that are not listed,
-    nothing else can be told apart."""
-
-    texts: list[TextSet]
-    others: bool
-
-
-def _texts(shapes: Sequence[Parameters], root: dict[str, Any]) -> dict[str, list[TextArgument]]:
-    """Return the texts that each argument may be, by shape, if it is written as text, whatever the others are."""
-    visited = itertools.count()
-
-    def others(schema: Any, depth: int = 0) -> bool:
-        """Return whether a value may be no text."""
-        if not isinstance(schema, dict) or depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
-            return schema is not False
-        kinds = schema.get("type")
-        listed = [schema["const"]] if "const" in schema else _list(schema, "enum")
-        if kinds in ("string", ["string"]) or (listed and all(isinstance(each, str) for each in listed)):
-            return False
-        some = all(any(others(each, depth + 1) for each in _list(schema, key)) for key in ("anyOf", "oneOf") if key in schema)
-        every = [*_list(schema, "allOf"), *([_target(schema, root)] if "$ref" in schema else [])]
-        return some and all(others(each, depth + 1) for each in every)
-
-    def any_of(schemas: list[Any], depth: int) -> list[TextSet] | None:
-        each = [texts(schema, depth + 1) for schema in schemas]
-        return None if None in each else [text for found in each for text in found or ()]
-
-    def texts(schema: Any, depth: int = 0) -> list[TextSet] | None:
-        """Return the texts that a value may be; None if something is said of them that only JSON can keep to."""
-        if schema is False:
-            return []
-        if not isinstance(schema, dict) or depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
-            return None
-        kinds = schema.get("type")
-        if isinstance(kinds, str | list) and "string" not in ([kinds] if isinstance(kinds, str) else kinds):
-            return []
-        least, most = schema.get("minLength", 0), schema.get("maxLength", 0)
-        if not schema.keys() <= OF_TEXT or type(least) is not int or type(most) is not int:
-            return None
-        parts: list[list[TextSet] | None] = [[TextSet()]] if kinds is not None else []
-        for listed in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
-            if isinstance(listed, list):
-                values = {value: None for value in listed if isinstance(value, str)}
-                parts.append([TextSet(values)] if values and len(values) <= MOST_VALUES else None if values else [])
-        parts += [any_of(_list(schema, key), depth) for key in ("anyOf", "oneOf") if key in schema]
-        if "oneOf" in schema and sum(texts(each, depth + 1) != [] for each in _list(schema, "oneOf")) > 1:
-            return None
-        parts += [texts(each, depth + 1) for each in _list(schema, "allOf")]
-        parts += [texts(_target(schema, root), depth + 1)] if "$ref" in schema else []
-        found = [TextSet(None, least, most if "maxLength" in schema else float("inf"))]
-        for part in parts:
-            if part is None or len(found) * len(part) > MOST_SHAPES:
-                return None
-            found = [both for one in found for other in part if (both := one.both(other)) is not None]
-        return found if parts else None
-
-    known: dict[str, list[TextArgument]] = {}
-    for shape in shapes:
-        for key, schema in shape.properties.items():
-            known.setdefault(key, []).append(TextArgument(texts(schema) or [], others(schema)))
-    written = {}
-    for key, found in known.items():
-        every = [text for each in found for text in each.texts]
-        if all(each.texts for each in found) and not any(_ends_early(text) for text in every):
-            free = any(text.values is None for text in every)
-            written[key] = [each._replace(others=each.others and not free) for each in found]
-    return written
-
-
-def _ends_early(text: TextSet) -> bool:
-    return any(VALUE_END in value for value in text.values or ())
-
-
-def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """Return the schema that another refers to.
-
-    Raises:
-        UsageError: it is not there.
-    """
-    if (found := resolved(root, str(schema["$ref"]))) is None:
-        raise UsageError(f"the reference {str(schema['$ref'])[:100]!r} is not found", "correct the schema", param="tools")
-    return found
-
-
-def _list(schema: dict[str, Any], key: str) -> list[Any]:
-    value = schema.get(key)
-    return value if isinstance(value, list) else []
 
 
 def _text(rule: str, texts: list[TextSet], other: str | None) -> str:
@@ -329,5 +132,5 @@ def _closed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     while len(shared) < len(names):
         reference = [*names][len(shared)]
-        shared[names[reference]] = moved(_target({"$ref": reference}, root))
+        shared[names[reference]] = moved(target({"$ref": reference}, root))
     return made | ({"$defs": shared} if shared else {})

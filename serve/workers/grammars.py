@@ -25,7 +25,8 @@ from outrider.runtime.grammar.errors import GrammarError, refused
 from outrider.runtime.grammar.matcher import Bools, Matcher
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.matching import matching
-from outrider.serve.workers.worker_main import GRAMMAR_SECONDS, Advance, Begin, Compile, Masks, Reply, Valid, takes_much
+from outrider.serve.workers.messages import Advance, Begin, Compile, Masks, Reply, Valid
+from outrider.serve.workers.worker_main import GRAMMAR_SECONDS, takes_much
 from outrider.serve.workers.workers import Worker, WorkerEndedError, Workers
 
 MAX_OWNERS = 16  # whose grammars have a worker at once

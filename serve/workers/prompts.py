@@ -7,7 +7,8 @@ import time
 
 from outrider.errors import EngineError, UsageError
 from outrider.runtime.text.text import PromptTooLongError
-from outrider.serve.workers.worker_main import JOB_SECONDS, PromptJob, Reply
+from outrider.serve.workers.messages import PromptJob, Reply
+from outrider.serve.workers.worker_main import JOB_SECONDS
 from outrider.serve.workers.workers import Worker, WorkerEndedError, Workers
 
 AT_ONCE = 8  # prompts

@@ -21,7 +21,8 @@ import msgspec
 
 from outrider.errors import EngineError, FolderError, OutriderError, UsageError
 from outrider.runtime.text.text import Text
-from outrider.serve.workers.worker_main import TEMPLATE_SECONDS, TIME_LIMIT, Drop, Message, Reply, TextSource, receive, send
+from outrider.serve.workers.messages import Drop, Message, Reply, TextSource
+from outrider.serve.workers.worker_main import TEMPLATE_SECONDS, TIME_LIMIT, receive, send
 
 
 class WorkerEndedError(OutriderError):

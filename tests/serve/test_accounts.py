@@ -12,7 +12,8 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.serve.engine import Delivery, EngineThread, Result
+from outrider.serve.deliveries import Delivery, Result
+from outrider.serve.engine import EngineThread
 from outrider.serve.metrics import Metrics
 from outrider.serve.watchdog import MAX_FAILED_STEPS, Watchdog
 
@@ -87,15 +88,15 @@ def test_a_request_counts_once() -> None:
     engine = EngineThread(Path("none"), lambda: None, Metrics(), 60)  # type: ignore[arg-type,return-value]
     delivered: list[Result] = []
     answered, failed, left = request(tokens=6), request(), request()
-    for each in (answered, failed, left):
-        engine.active[each] = Delivery(delivered.append)
+    every = (answered, failed, left)
+    engine.deliveries.add(every, [Delivery(delivered.append) for _ in every])
     answered.stats.cached_tokens, answered.stats.copied_tokens = 2, 1
-    engine.deliver(answered, answered.take(RoundResult("model", [4, 5], [4, 5, 6], None)))
-    engine.deliver(answered, answered.take(RoundResult("none", [], [7], None)))
+    engine.deliveries.deliver(answered, answered.take(RoundResult("model", [4, 5], [4, 5, 6], None)))
+    engine.deliveries.deliver(answered, answered.take(RoundResult("none", [], [7], None)))
     last = answered.take(RoundResult("ngram", [8, 9, 1], [8, 9], None))
     for _ in range(2):  # what comes after the end is dropped
-        engine.deliver(answered, last)
-        engine.deliver(failed, BROKEN)
+        engine.deliveries.deliver(answered, last)
+        engine.deliveries.deliver(failed, BROKEN)
     queue: Any = Queue()
     engine._scheduler = queue
     for _ in range(2):

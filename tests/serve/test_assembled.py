@@ -29,10 +29,11 @@ from outrider.runtime.text.text import Text
 from outrider.serve.api.logprobs import CompletionLogprobs
 from outrider.serve.api.turns import Turns
 from outrider.serve.app import create_app
-from outrider.serve.engine import NotReadyError, Result, TimedOutError
+from outrider.serve.deliveries import Result, TimedOutError
+from outrider.serve.engine import NotReadyError
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
-from outrider.serve.workers.worker_main import PromptJob
+from outrider.serve.workers.messages import PromptJob
 from outrider.tests.serve.families import text_of
 from outrider.tests.support import END, sentencepiece
 

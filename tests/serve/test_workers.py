@@ -24,8 +24,9 @@ from outrider.runtime.text.chat_template import ChatTemplate
 from outrider.runtime.text.text import PromptTooLongError, Text
 from outrider.serve.workers import grammars as serve_grammars
 from outrider.serve.workers.grammars import GrammarBusyError, RemoteGrammars, RemoteMatcher
+from outrider.serve.workers.messages import PromptJob
 from outrider.serve.workers.prompts import PromptEncoder
-from outrider.serve.workers.worker_main import LAST, MEMORY, NICE, PromptJob
+from outrider.serve.workers.worker_main import LAST, MEMORY, NICE
 from outrider.serve.workers.workers import Workers
 from outrider.tests.support import tokenizer
 

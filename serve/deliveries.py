@@ -1,0 +1,79 @@
+"""Where the results of requests go, and until when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from outrider.errors import OutriderError
+from outrider.runtime.request import Event, Request
+from outrider.serve.metrics import Metrics
+
+Result = Event | OutriderError
+
+
+class TimedOutError(OutriderError):
+    """The answer took longer than the server's timeout."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """Where the results of a request go."""
+
+    sink: Callable[[Result], None]
+    seconds: float = math.inf  # the request's time limit
+    deadline: float = math.inf  # by `time.perf_counter`
+    first_token: float | None = None  # when it came
+
+
+class Deliveries:
+    """The requests that have been submitted and have not ended. Whatever comes after the end of one is dropped."""
+
+    def __init__(self, metrics: Metrics):
+        """Begin with no request; `metrics` counts each one when it begins and ends."""
+        self._metrics = metrics
+        self._open: dict[Request, Delivery] = {}
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._open))
+
+    def add(self, requests: Sequence[Request], deliveries: Sequence[Delivery]) -> None:
+        """Add requests and where their results go."""
+        self._open |= zip(requests, deliveries, strict=True)
+
+    def deliver(self, request: Request, result: Result) -> None:
+        """Pass on a result."""
+        if (delivery := self._open.get(request)) is None:
+            return
+        now = time.perf_counter()
+        if isinstance(result, OutriderError):
+            self._end(request, "error", now)
+        else:
+            if delivery.first_token is None:
+                delivery.first_token = now
+                self._metrics.began(request, now)
+            if result.finish_reason is not None:
+                self._end(request, result.finish_reason, now)
+        delivery.sink(result)
+
+    def cancel(self, request: Request) -> bool:
+        """Drop a request, and return whether it had not ended."""
+        if request not in self._open:
+            return False
+        self._end(request, "cancelled", time.perf_counter())
+        return True
+
+    def _end(self, request: Request, reason: str, now: float) -> None:
+        delivery = self._open.pop(request)
+        self._metrics.ended(request, reason, now, delivery.first_token if reason not in ("error", "cancelled") else None)
+
+    def overdue(self) -> list[tuple[Request, TimedOutError]]:
+        """Return the requests whose time is over, each with its error."""
+        now = time.perf_counter()
+        return [
+            (request, TimedOutError(f"the answer took longer than {delivery.seconds:g} seconds", "ask for fewer tokens"))
+            for request, delivery in self._open.items()
+            if now > delivery.deadline
+        ]
