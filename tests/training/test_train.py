@@ -61,10 +61,9 @@ def test_a_draft_is_trained_and_served(kind: str, answering: Path, texts: tuple[
     assert served > (1.5 if kind == "eagle3" else 1.05)
     assert abs(served / report["mean_acceptance_length_in_training"] - 1) < 0.02  # fp32: the same but for near-ties
     assert {"loss", "mean_acceptance_length"} <= {key for entry in report["history"] for key in entry}
-    assert {"config.json", "model.safetensors", "README.md", "training.json", "training.svg"} <= {
-        path.name for path in output.iterdir()
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["draft"]  # what a run goes on from is gone
+    assert {"config.json", "model.safetensors", "README.md", "training.json"} <= {path.name for path in output.iterdir()}
+    assert "| update | loss |" in (output / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]  # the files for resuming a run are gone
     assert Source.parse(str(output)).drafting_role() == ("head" if kind == "eagle3" else "parallel-draft")
 
 
