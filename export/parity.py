@@ -174,10 +174,10 @@ class Exported:
         capacity = max(CAPACITY, tokens.shape[1])
         recent = recent_rows(self._layout.recurrent, 1)
         past = {c.past: np.zeros((1, *c.sizes(capacity, recent)), dtype=c.dtype or self._dtype) for c in self._caches}
-        further: dict[str, npt.NDArray[Any]] = {}
+        extra: dict[str, npt.NDArray[Any]] = {}
         if features is not None:
             past[PAST_FEATURES][:, 0, : features.shape[1]] = features.numpy()
-            further = {FEATURE_POSITIONS: np.array([capacity - 1])}
+            extra = {FEATURE_POSITIONS: np.array([capacity - 1])}
         logits, start = [], 0
         for rows in chunks:
             inputs = {
@@ -186,9 +186,9 @@ class Exported:
                 KEY_POSITIONS: np.arange(start + rows),
             }
             if self._layout.recurrent:
-                further = {PENDING: np.array([0]), COMMITTED: np.array([rows])}
+                extra = {PENDING: np.array([0]), COMMITTED: np.array([rows])}
             try:
-                output, *present = self.session.run(None, inputs | further | past)
+                output, *present = self.session.run(None, inputs | extra | past)
             except Exception as error:
                 raise _does_not_run(error) from error
             past = {c.past: array for c, array in zip(self._caches, present, strict=False)}  # a block head has one more output

@@ -182,7 +182,7 @@ class AnswerStore:
 
         Args:
             path: the file.
-            target: identifies the target, because its answers are not those of other targets.
+            target: identifies the target, because other targets give other answers.
             params: the sampling settings of the answers.
             longest: the most tokens of a prompt and its answer.
 

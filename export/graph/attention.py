@@ -22,7 +22,7 @@ ATTENTION = "outrider_step"
 
 @dataclass(slots=True)
 class AttentionPass:
-    """What `step_attention` and `step_mask` need in one pass besides the arguments from transformers."""
+    """The state of one pass that `step_attention` and `step_mask` need besides transformers' arguments."""
 
     rows: torch.Tensor  # int64 [B, S], the absolute index of each row
     keys: torch.Tensor  # int64 [L], the absolute index of each key

@@ -74,7 +74,7 @@ class StepLayer(HeldLayer):
 
 
 class CacheLayout(NamedTuple):
-    """What the layers of a model's cache keep."""
+    """The sizes of what a model's cache keeps, per layer."""
 
     layers: list[tuple[int, int, int]]  # (key/value heads, key width, value width) of each layer with attention
     recurrent: Sequence[RecurrentLayer] = ()

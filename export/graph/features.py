@@ -1,4 +1,4 @@
-"""What a draft head reads of its target: the hidden states that enter some decoder layers, and the module that mixes them."""
+"""The features for a draft head: the inputs of some decoder layers of its target, and the module that mixes them."""
 
 from __future__ import annotations
 

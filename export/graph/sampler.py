@@ -119,13 +119,13 @@ class Graph:
         beyond = op.Or(op.Greater(top_k, size), op.And(limited, op.Equal(short, size)))
         wide = op.And(beyond, op.Less(size, [self.vocab_rows]))
         total = op.ReduceSum(weights, [2], keepdims=1)
-        finite = op.Less(total, LARGEST)  # false for NaN, too
+        finite = op.Less(total, LARGEST)  # also false for NaN
         state = op.Where(finite, op.Where(wide, [MORE_CANDIDATES], [DECIDED]), [NOT_FINITE])
         return weights, op.Squeeze(total, [2]), op.Squeeze(state, [2])
 
     def most_likely(self, logits: Value) -> tuple[Value, Value]:
         """Return the most likely tokens [B, S] of logits [B, S, V], and the state [B, S] of each row."""
-        finite = self.op.Less(self.op.ReduceSum(logits, [2], keepdims=0), LARGEST)  # false for NaN, too
+        finite = self.op.Less(self.op.ReduceSum(logits, [2], keepdims=0), LARGEST)  # also false for NaN
         return self.op.ArgMax(logits, axis=2, keepdims=0), self.op.Where(finite, [DECIDED], [NOT_FINITE])
 
     def accept(self, correct: Value, drafted_count: Value, row: Value) -> Value:

@@ -133,7 +133,7 @@ def _layers(
     layers = [StepLayer(key, value, positions, key_positions) for key, value in zip(past[::2], past[1::2], strict=False)]
     with attention_pass(rows, key_positions, spare_row) as attention:
         yield layers
-    # Layers without keys of their own may attend to those of another (Gemma-3n, Gemma-4).
+    # Layers without their own keys may attend to another layer's (Gemma-3n, Gemma-4).
     if attention.calls < len(layers) or not all(layer.updated for layer in layers):
         raise UnsupportedModelError("the model has its own attention code, outside transformers' attention interface")
 
@@ -165,17 +165,17 @@ def trace(
     # All sizes differ, and none is 0 or 1, because torch.export would treat these as constants.
     batch, rows, window, capacity, recent = 2, 3, 8, 16, 11
     caches = layout.tensors(features)
-    further = [FEATURE_POSITIONS] if is_head else [PENDING, COMMITTED] if layout.recurrent else []
+    extra = [FEATURE_POSITIONS] if is_head else [PENDING, COMMITTED] if layout.recurrent else []
     past = tuple(
         torch.zeros(batch, *c.sizes(capacity, recent), dtype=model.dtype if c.dtype is None else torch.float32) for c in caches
     )
     one = torch.zeros(batch, dtype=torch.int64)
-    inputs = (torch.zeros(batch, rows, dtype=torch.int64), one, torch.arange(window), *(one.clone() for _ in further), *past)
+    inputs = (torch.zeros(batch, rows, dtype=torch.int64), one, torch.arange(window), *(one.clone() for _ in extra), *past)
     of_batch = {0: BATCH_DIM}
     of_caches = [of_batch | {at: size for at, size in enumerate(c.shape, 1) if isinstance(size, str)} for c in caches]
-    # The shapes of the tensors in `*past` are nested. Only a draft head's `forward` names the further input.
-    of_further = [of_batch] * len(further)
-    nested = (of_further[0], (*of_caches,)) if is_head else ((*of_further, *of_caches),)
+    # The shapes of the tensors in `*past` are nested. Only a draft head's `forward` names the extra input.
+    of_extra = [of_batch] * len(extra)
+    nested = (of_extra[0], (*of_caches,)) if is_head else ((*of_extra, *of_caches),)
     shapes = ({0: BATCH_DIM, 1: ROWS_DIM}, of_batch, {0: WINDOW_DIM}, *nested)
     step = HeadStep(model, spare_row) if is_head else StepModel(model, layout, vocab_rows, spare_row)
     state = [] if getattr(model, "block_state", None) is None else [BLOCK_STATE]
@@ -184,7 +184,7 @@ def trace(
         step,
         inputs,
         shapes,
-        [INPUT_IDS, POSITIONS, KEY_POSITIONS, *further, *(c.past for c in caches)],
+        [INPUT_IDS, POSITIONS, KEY_POSITIONS, *extra, *(c.past for c in caches)],
         [LOGITS, *(c.present for c in caches), *state],
         type(model).__name__,
     )

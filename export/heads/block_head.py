@@ -1,7 +1,7 @@
 """Block heads (DFlash, Chen et al. 2026, arXiv 2602.06036): draft heads that fill a block of mask tokens in one pass.
 
 The features of the target are the context: c = hidden_norm(fc(hidden states)) of each confirmed token except the last. The last
-token is the anchor. The block is the anchor and the masks behind it. The hidden state h of a row of the block begins as the
+token is the anchor. The block is the anchor and the masks after it. The hidden state h of a row of the block begins as the
 embedding of its token. All norms are RMSNorms. In every layer, the keys and values of a position are made of
 
     c for the context, input_layernorm(h) for the block.
@@ -13,7 +13,7 @@ logits of the next token.
 Layers with a sliding window (speculators) see the context from the anchor's window on. Within the block they are causal, unless
 `sliding_window_non_causal` says otherwise.
 
-The formats are those of z-lab, DeepSpec and speculators. Their keys differ. To list the layers that the features come from,
+z-lab, DeepSpec and speculators have formats with different keys. To list the layers that the features come from,
 speculators names the layers whose inputs they are, the others the layers whose outputs they are.
 """
 

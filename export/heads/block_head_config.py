@@ -50,7 +50,7 @@ class _Fields(HeadFields, frozen=True, kw_only=True):
 
 
 class BlockConfig(HeadConfig, frozen=True, kw_only=True):
-    """What the configuration of a block head says."""
+    """The configuration of a block head."""
 
     block_size: int  # rows of a block in training, including the anchor
     target_layers: int | None  # of the target that the head was made for

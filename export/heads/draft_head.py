@@ -1,4 +1,4 @@
-"""What all draft heads have in common: checkpoints, the parts that they share with the target, and their outer layers."""
+"""The base of all draft heads: their checkpoints, the parts that they share with the target, and their outer layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER_HEAD = "choose a head that was made for this target"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a head takes from its target and has to fit."""
+    """The parts and sizes of a target that a head uses."""
 
     name: str
     layers: int
@@ -42,7 +42,7 @@ class Target:
 
 
 class FeatureMixer(nn.Module, ABC):
-    """What the target's graph computes for a head, once per row."""
+    """Makes features from hidden states, in the target's graph, once per row."""
 
     ids: list[int]  # reads the inputs of these layers of the target; the number of layers stands for the last one's output
     hidden_size: int  # width of the features
@@ -64,7 +64,7 @@ class DraftHead(ABC):
     def forward(
         self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [B, S, V] and the features [B, S, H] for the next draft step; a head may add further results.
+        """Return logits [B, S, V] and the features [B, S, H] for the next draft step; a head may return more.
 
         Args:
             input_ids: int64 [B, S].

@@ -103,7 +103,7 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys that a head's `config.json` may have whatever its kind, besides those of its layers."""
+    """The keys of a head's `config.json` that do not depend on its kind, without the keys of its layers."""
 
     draft_vocab_size: Count | None = None
     target_hidden_size: Count | None = None
@@ -115,7 +115,7 @@ class HeadFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the configuration of a draft head says, in any of its formats."""
+    """The configuration of a draft head, independent of its format."""
 
     layers: Layers
     target_hidden_size: int  # of the target that the head was made for
@@ -163,7 +163,7 @@ def read_fields(config: Mapping[str, Any], kind: type[F], name: str, model_type:
         config: the contents of the file.
         kind: the keys of this kind of head.
         name: the checkpoint's name, for messages.
-        model_type: the type of speculators' layers, whatever the file says; None to believe the file.
+        model_type: overrides the type of the layers in speculators' format, unless it is None.
 
     Raises:
         SourceError: a value is missing or impossible.

@@ -10,7 +10,7 @@ layers of the target, concatenated. All norms are RMSNorms:
 Further layers are ordinary ones. `norm_before_fc` is one norm over all hidden states before fc, `fc_norm` one norm per layer.
 fc and its norms are part of the target's graph, where they run once per token.
 
-The formats are those of SafeAILab (Li et al. 2025, EAGLE-3), SpecForge, ModelOpt and speculators. They name layer 0
+SafeAILab (Li et al. 2025, EAGLE-3), SpecForge, ModelOpt and speculators have their own formats. They name layer 0
 differently. To list the layers that the features come from, speculators names the layers whose inputs they are, SpecForge and
 ModelOpt the layers whose outputs they are. Unknown keys are refused, because ignoring one could lower acceptance without a
 warning.

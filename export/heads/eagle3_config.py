@@ -46,7 +46,7 @@ EAGLE_CONFIG: dict[str, Any] = {
 
 
 class Eagle3Config(HeadConfig, frozen=True, kw_only=True):
-    """What the configuration of an EAGLE-3 head says."""
+    """The configuration of an EAGLE-3 head."""
 
     fields: Eagle3Fields
 

@@ -1,4 +1,4 @@
-"""The Markov and confidence heads of a block head (DSpark, arXiv 2607.05147), as a graph of their own.
+"""The Markov and confidence heads of a block head (DSpark, arXiv 2607.05147), as a separate graph.
 
 A block head drafts all its tokens in one pass, so it does not know the previous token of any of them. Before a token is drawn,
 its logits get a bias that depends on the previous token: W2 W1[token], or W2 (g W1[token]) with g = sigmoid(gate(row,

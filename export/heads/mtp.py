@@ -38,7 +38,7 @@ LAYER_TYPES, MLP_TYPES = "mtp_layer_types", "mtp_mlp_layer_types"
 KNOWN_KEYS = (*COUNTS, "mtp_use_dedicated_embeddings", LAYER_TYPES, MLP_TYPES)
 SCALE = "_scale_inv"  # of a weight in fp8
 OF_HEAD = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-# From the checkpoint's tensor names to those of a causal model with one layer, and to `OF_HEAD`; the first match counts.
+# From the checkpoint's tensor names to the names of a one-layer model, and to `OF_HEAD`; the first match counts.
 QWEN = {  # Qwen3-Next, Qwen3.5 and Qwen3.6
     r"mtp\.fc\.weight": "eh_proj.weight",
     r"mtp\.pre_fc_norm_embedding\.": "enorm.",
@@ -55,7 +55,7 @@ MIMO = {  # MiMo-7B, which puts the hidden state first
     r"model\.mtp_layers\.0\.final_layernorm\.": "model.norm.",
     r"model\.mtp_layers\.0\.": "model.layers.0.",
 }
-DEEPSEEK = {  # DeepSeek-V3, GLM-4.5 and others: the layer behind the last one
+DEEPSEEK = {  # DeepSeek-V3, GLM-4.5 and others: the layer after the last one
     r"model\.layers\.{layers}\.(enorm|hnorm|eh_proj)\.": r"\1.",
     r"model\.layers\.{layers}\.shared_head\.norm\.": "model.norm.",
     r"model\.layers\.{layers}\.shared_head\.head\.": "lm_head.",
