@@ -2,5 +2,5 @@
 
 import os
 
-# tqdm reads this once, when it is imported. Progress bars of other libraries would garble ours, and the log.
+# Progress bars of other libraries would garble ours and the log. tqdm reads this variable when it is imported.
 os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,4 +1,4 @@
-"""What an export is asked for, checked as far as that goes without torch and transformers, which take seconds to import."""
+"""The arguments of an export, checked without importing torch and transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.bundle.folder import check_absent
 from outrider.bundle.manifest import READS_FEATURES
 from outrider.errors import UsageError
 from outrider.export.checkpoints.source import MTP, NONE, Source
-from outrider.export.weights.rounding import Rounding
+from outrider.export.weights.rounding import BITS, Rounding
 
 
 class ExportOptions(TypedDict, total=False):
@@ -21,23 +21,23 @@ class ExportOptions(TypedDict, total=False):
     head_precision: str | None  # of the output head, for int8 and int4
     method: str | None  # how to round weights, rtn or auto-round, for int8 and int4
     calibration: Path | None  # a text file, for auto-round
-    group_size: int | None  # inputs that share a scale at most: 32, 64 or 128, for int8 and int4
-    draft_vocab: int | None  # the number of tokens that the draft may propose: the most frequent ones of `draft_vocab_text`
+    group_size: int | None  # the most inputs that share a scale: 32, 64 or 128, for int8 and int4
+    draft_vocab: int | None  # how many tokens the draft can propose: the most frequent ones of `draft_vocab_text`
     draft_vocab_text: Path | None  # a text file
 
 
 @dataclass(frozen=True, slots=True)
 class ExportArguments:
-    """The arguments of an export that agree with each other."""
+    """Checked arguments."""
 
     output: Path
     precision: str
     head_precision: str | None
     target: Source
     drafts: list[Source]
-    own_head: bool | None  # whether the target's own MTP head drafts; None if it does where there is one
+    own_head: bool | None  # whether to draft with the target's MTP head; None to do so if there is one
     rounding: Rounding | None  # None if weights are not quantized
-    shortening: tuple[Path, int] | None  # the text whose most frequent tokens the draft may propose, and their number
+    shortening: tuple[Path, int] | None  # limit the draft to the most frequent tokens of this text, to this many
 
     @classmethod
     def check(cls, target: str, drafts: Sequence[str], output: Path, **options: Unpack[ExportOptions]) -> ExportArguments:
@@ -45,13 +45,11 @@ class ExportArguments:
 
         Raises:
             UsageError: options contradict each other, or do not fit the precision, or a text cannot be read.
-            SourceError: a checkpoint is not there.
+            SourceError: a checkpoint does not exist.
             FolderError: the output exists.
         """
         precision, head_precision = options["precision"], options.get("head_precision")
-        rounding = Rounding.from_options(
-            precision, head_precision, options.get("method"), options.get("calibration"), options.get("group_size")
-        )
+        rounding = _rounding(options)
         named = [draft for draft in drafts if draft != NONE]
         if NONE in drafts and len(drafts) > 1:
             raise UsageError(f"--draft {NONE} and another draft contradict each other", f"leave {NONE} out")
@@ -62,10 +60,10 @@ class ExportArguments:
         return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening)
 
     def sources(self) -> dict[str, Source]:
-        """Return the checkpoints by role, the target first. A hub may be asked what they are.
+        """Return the checkpoints by role, the target first. This may download their configurations.
 
         Raises:
-            UsageError: two have the same role, two are draft heads, or there is no draft model to shorten.
+            UsageError: two drafts are of the same kind, two are draft heads, or there is no draft model to shorten.
             SourceError: a configuration cannot be read.
         """
         sources = {"target": self.target} | ({"head": self.target} if self.own_head else {})
@@ -73,13 +71,32 @@ class ExportArguments:
             role = source.drafting_role()
             if role in sources:
                 both = f"{sources[role].name} and {source.name}"
-                raise UsageError(f"--draft names two that draft in the same way: {both}", "choose one of them")
+                raise UsageError(f"--draft has two drafts of the same kind: {both}", "choose one of them")
             sources[role] = source
         if len(heads := [sources[role].name for role in READS_FEATURES if role in sources]) > 1:
-            raise UsageError(f"--draft names two draft heads: {' and '.join(heads)}", "a target makes features for one")
+            raise UsageError(f"--draft has two draft heads: {' and '.join(heads)}", "choose one of them")
         if self.shortening is not None and not {"draft", "parallel-draft"} & sources.keys():
             raise UsageError("--draft-vocab is for draft models, not for draft heads", "leave --draft-vocab out")
         return sources
+
+
+def _rounding(options: ExportOptions) -> Rounding | None:
+    precision, method, calibration = options["precision"], options.get("method"), options.get("calibration")
+    if precision not in BITS:
+        for name in ("head_precision", "method", "calibration", "group_size"):
+            if options.get(name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} cannot be used with --precision {precision}", "use --precision int4 or int8")
+        return None
+    if (method == "auto-round") != (calibration is not None):
+        raise UsageError("--method auto-round and --calibration go together", "use both or neither")
+    if method == "auto-round" and precision != "int4":
+        raise UsageError("--method auto-round is for --precision int4", "leave it out: eight bits need no tuning")
+    try:
+        text = calibration.read_text(encoding="utf-8") if calibration is not None else ""
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {calibration}: {error}", "pass a UTF-8 text file as --calibration") from error
+    return Rounding(precision, options.get("head_precision") or "int8", method or "rtn", text, options.get("group_size"))
 
 
 def _shortening(has_draft: bool, tokens: int | None, text: Path | None) -> tuple[Path, int] | None:

@@ -1,19 +1,16 @@
-"""Check after every export that the graph reproduces the checkpoint's logits."""
+"""Check that an exported graph reproduces the checkpoint's logits."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
-from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -33,44 +30,36 @@ from outrider.engines.contract import (
 )
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import OutriderError, ParityError, SourceError, UnsupportedModelError
-from outrider.export.checkpoints.checkpoint import TokenizerFiles
-from outrider.export.graph.recurrent import has_attention, is_empty, is_recurrent, recurrent_sizes
-from outrider.export.graph.step_model import CacheLayout, entering, feature_mixer
-from outrider.export.heldout import TEXT
-from outrider.export.weights.rounding import Rounding
+from outrider.export.graph.cache_layers import CacheLayout
+from outrider.export.graph.features import entering, feature_mixer
+from outrider.export.graph.recurrent_layers import has_attention, is_empty, is_recurrent, recurrent_sizes
 
-CHUNKS = (7, 1, 5, 2, 9)  # rows per run: shapes of prefill, decoding and verification
+CHUNKS = (7, 1, 5, 2, 9)  # rows per run, as in prefill, decoding and verification
 CAPACITY = 32
-PIECE = 256  # tokens of held-out text per pass
 BF16, FP32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
-
-# The maximum perplexity of a quantized model, as a multiple of that in fp32. Eight bits cost almost nothing, and four bits
-# cost a few to twenty percent in good models; 1.5 is about the ratio between two model sizes of a family.
-MAX_PERPLEXITY_RATIO = {"int4": 1.5, "int8": 1.1}
 
 
 def sample_tokens(vocab_tokens: int) -> torch.Tensor:
-    """Return int64 [1, S] tokens from all over the vocabulary, the same each time."""
+    """Return tokens int64 [1, S] from the whole vocabulary, always the same."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocab_tokens, (1, sum(CHUNKS)), generator=generator)
 
 
 class Reference(NamedTuple):
-    """What a checkpoint computes in one pass with eager attention."""
+    """The results of a checkpoint in one pass with eager attention."""
 
     logits: Floats  # float32 [S, V]
     layout: CacheLayout  # of the checkpoint's cache
-    # float32 [S, H] of a target with a draft head; what a draft head makes for the next row, [1, H]
-    features: Floats | None
+    features: Floats | None  # float32 [S, H] of a target with a draft head; for the next draft step, [1, H], of a draft head
 
 
 def sample_features(width: int) -> torch.Tensor:
-    """Return float32 [1, S, width] features for the tokens of `sample_tokens`, the same each time."""
+    """Return features float32 [1, S, width] for the tokens of `sample_tokens`, always the same."""
     return torch.randn((1, sum(CHUNKS), width), generator=torch.Generator().manual_seed(1))
 
 
 def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tensor | None = None) -> Reference:
-    """Return what the checkpoint computes.
+    """Run a checkpoint.
 
     Args:
         model: the checkpoint.
@@ -79,7 +68,7 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
 
     Raises:
         SourceError: the model does not run.
-        UnsupportedModelError: the model's state is not one key/value cache per layer.
+        UnsupportedModelError: the model keeps a state that a graph cannot keep.
     """
     mixer, mixed = feature_mixer(model), None
     try:
@@ -92,14 +81,14 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
                 with entering(model, [] if mixer is None else mixer.ids) as hidden:
                     output = model(tokens, use_cache=True)
                 logits, cache = output.logits, getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
-                cache = getattr(cache, "self_attention_cache", cache)  # of a decoder that could have an encoder
+                cache = getattr(cache, "self_attention_cache", cache)  # of a decoder that can have an encoder
                 mixed = None if mixer is None else mixer(hidden)[0].float().numpy()
     except (MemoryError, OutriderError):
         raise
-    except Exception as error:  # models raise errors of any type where their configuration contradicts itself
+    except Exception as error:  # models raise errors of any type if their configuration contradicts itself
         raise SourceError(
             f"{type(model).__name__} does not run: {first_line(error)[:300]}",
-            "check the sizes in the checkpoint's config.json, such as those of its rotary embedding, or download it again",
+            "check the sizes in the checkpoint's config.json, such as the rotary embedding's, or download the checkpoint again",
         ) from error
     if cache is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no key/value cache")
@@ -107,13 +96,13 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
 
 
 def cache_layout(model: PreTrainedModel, cache: Any) -> CacheLayout:
-    """Return what the layers of a model's cache keep, after a run.
+    """Return what the layers of a model's cache keep. The cache must be from a run.
 
     Raises:
-        UnsupportedModelError: the cache keeps something else than keys, values and known recurrent states.
+        UnsupportedModelError: the cache keeps something other than keys, values and known recurrent states.
     """
     if not hasattr(cache, "layers"):
-        raise UnsupportedModelError(f"{type(model).__name__} keeps a cache of its own, {type(cache).__name__}")
+        raise UnsupportedModelError(f"{type(model).__name__} keeps its own kind of cache, {type(cache).__name__}")
     if kinds := {
         type(each).__name__ for each in cache.layers if not (has_attention(each) or is_recurrent(each) or is_empty(each))
     }:
@@ -127,20 +116,20 @@ def cache_layout(model: PreTrainedModel, cache: Any) -> CacheLayout:
 
 
 def open_graph(path: Path, precision: str, as_served: bool = False) -> Any:
-    """Return a graph as a session of ONNX Runtime; for `as_served` see `Exported`.
+    """Open a graph in ONNX Runtime; see `Exported` for `as_served`.
 
     Raises:
         ParityError: ONNX Runtime cannot load it.
     """
     options = session_options()
-    options.log_severity_level = 3  # errors only: it warns that the cache is copied, which is intended here
+    options.log_severity_level = 3  # errors only: ONNX Runtime warns that it copies the cache, which is intended here
     if not as_served:
-        options.add_session_config_entry("session.disable_prepacking", "1")  # which keeps a second copy of the weights
+        options.add_session_config_entry("session.disable_prepacking", "1")  # prepacking copies the weights
         options.add_session_config_entry(ACCURACY, "1")
     graph = path
     if precision == "bf16":
         graph = _in_fp32(path)
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding keeps a copy, too
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding copies the weights too
     try:
         return onnxruntime.InferenceSession(str(graph), options, providers=[CPU])
     except Exception as error:  # ONNX Runtime's errors share no base class
@@ -153,17 +142,10 @@ def open_graph(path: Path, precision: str, as_served: bool = False) -> Any:
 class Exported:
     """A graph run by ONNX Runtime."""
 
-    def __init__(
-        self,
-        path: Path,
-        layout: CacheLayout,
-        precision: str,
-        as_served: bool = False,
-        features: int | None = None,
-    ):
-        """Load the graph of a model whose features, if it has any, have the width `features`.
+    def __init__(self, path: Path, layout: CacheLayout, precision: str, as_served: bool = False, features: int | None = None):
+        """Load the graph of a model with features of the width `features`, or without any.
 
-        In serving, ONNX Runtime also rounds activations before it multiplies them by quantized weights. Here it does so only
+        In serving, ONNX Runtime also rounds activations before it multiplies them by quantized weights. Here it only does so
         with `as_served`.
 
         Raises:
@@ -173,28 +155,30 @@ class Exported:
         self._caches, self._layout = layout.tensors(features), layout
         self._dtype = np.float16 if precision == "fp16" else np.float32
 
-    def logits(self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS, features: torch.Tensor | None = None) -> Floats:
-        """Return logits, float32 [S, V], of int64 [1, S] tokens, from one run per chunk of rows.
-
-        Args:
-            features: float32 [1, S, H] that a draft head reads.
-
-        Raises:
-            ParityError: a run failed.
-        """
-        return self.results(tokens, chunks, features)[0]
+    def logits(self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS) -> Floats:
+        """Return the logits of `results`."""
+        return self.results(tokens, chunks)[0]
 
     def results(
         self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS, features: torch.Tensor | None = None
     ) -> tuple[Floats, Floats | None]:
-        """Return logits as `logits` does, and the features that the model has written, as in `Reference`."""
+        """Return logits, float32 [S, V], and the features that the model has written, as in `Reference`.
+
+        Args:
+            tokens: int64 [1, S].
+            chunks: the rows of each run.
+            features: float32 [1, S, H], the input of a draft head.
+
+        Raises:
+            ParityError: a run failed.
+        """
         capacity = max(CAPACITY, tokens.shape[1])
         recent = recent_rows(self._layout.recurrent, 1)
         past = {c.past: np.zeros((1, *c.sizes(capacity, recent)), dtype=c.dtype or self._dtype) for c in self._caches}
-        further: dict[str, npt.NDArray[Any]] = {}
+        extra: dict[str, npt.NDArray[Any]] = {}
         if features is not None:
             past[PAST_FEATURES][:, 0, : features.shape[1]] = features.numpy()
-            further = {FEATURE_POSITIONS: np.array([capacity - 1])}
+            extra = {FEATURE_POSITIONS: np.array([capacity - 1])}
         logits, start = [], 0
         for rows in chunks:
             inputs = {
@@ -203,46 +187,18 @@ class Exported:
                 KEY_POSITIONS: np.arange(start + rows),
             }
             if self._layout.recurrent:
-                further = {PENDING: np.array([0]), COMMITTED: np.array([rows])}
+                extra = {PENDING: np.array([0]), COMMITTED: np.array([rows])}
             try:
-                output, *present = self.session.run(None, inputs | further | past)
+                output, *present = self.session.run(None, inputs | extra | past)
             except Exception as error:
                 raise _does_not_run(error) from error
-            written = present[: len(self._caches)]  # a block head may have one more output
-            past = {c.past: array for c, array in zip(self._caches, written, strict=True)}
+            past = {c.past: array for c, array in zip(self._caches, present, strict=False)}  # a block head has one more output
             logits.append(output[0])
             start += rows
         written = past.get(PAST_FEATURES)
         if written is not None:
             written = written[0, 0, :start] if features is None else written[0, 0, -1:]
         return np.concatenate(logits), None if written is None else written.astype(np.float32)
-
-
-def heldout_tokens(tokenizer: TokenizerFiles, positions: int | None) -> list[torch.Tensor]:
-    """Return the held-out text as int64 [1, S] pieces of the maximum length, each starting with the tokenizer's first token."""
-    encoder = Tokenizer.from_str(tokenizer.json)
-    first = encoder.encode("").ids[:1]
-    tokens = encoder.encode(TEXT, add_special_tokens=False).ids
-    length = min(PIECE, positions or PIECE) - len(first)
-    pieces = [first + tokens[at : at + length] for at in range(0, len(tokens), length)]
-    return [torch.tensor([piece]) for piece in pieces if len(piece) > 1]
-
-
-def perplexity(logits: Iterable[Floats], pieces: list[torch.Tensor], known: torch.Tensor) -> float:
-    """Return the perplexity: exp of the mean of -log p over all tokens but the first of each piece.
-
-    Args:
-        logits: float32 [S, V] of each piece.
-        pieces: int64 [1, S].
-        known: bool [V], the tokens to count.
-    """
-    losses = []
-    for piece, floats in zip(pieces, logits, strict=True):
-        rows = torch.from_numpy(floats)[:-1]
-        targets = piece[0, 1:]
-        losses.append(torch.nn.functional.cross_entropy(rows, targets, reduction="none")[known[targets]])
-    mean = float(torch.cat(losses).double().mean())
-    return math.exp(min(mean, 700.0))  # avoids overflow; NaN stays NaN
 
 
 def _does_not_run(error: Exception) -> ParityError:
@@ -253,7 +209,7 @@ def _does_not_run(error: Exception) -> ParityError:
 
 
 def _in_fp32(path: Path) -> Path:
-    """Write a copy of a bf16 graph that computes in fp32, next to it; it shares the file of bf16 weights.
+    """Write a copy of a bf16 graph that computes in fp32. It shares the original's file of bf16 weights.
 
     ONNX Runtime's CPU provider has no bf16 kernels except `Cast`.
     """
@@ -284,16 +240,17 @@ def _in_fp32(path: Path) -> Path:
 def compare(expected: Floats, actual: Floats, precision: str, what: str = "logits") -> Parity:
     """Compare logits, float32 [S, V], or features, and return the figures for the manifest.
 
+    If the most likely token of a row differs, the checkpoint's logits of the two tokens differ by at most twice the tolerance.
+
     Raises:
-        ParityError: a logit differs by more than the tolerance, or is NaN. (So if the most likely token of a row differs, the
-            checkpoint's own logits of the two tokens are within twice the tolerance.)
+        ParityError: a value differs by more than the tolerance, or is NaN.
     """
     tolerance = PRECISIONS[precision].parity * max(1.0, float(np.abs(expected).max()))
     difference = float(np.abs(expected - actual).max())
     if not difference <= tolerance:  # also true for NaN
         raise ParityError(
-            f"the exported graph does not match the checkpoint: {what} differ by up to {difference:.3g}, and the tolerance is"
-            f" {tolerance:.3g}",
+            f"the exported graph does not match the checkpoint: {what} differ by up to {difference:.3g}, and only"
+            f" {tolerance:.3g} is allowed",
             "check the checkpoint for NaN and overflow (try --precision fp32), or report a bug with the name of the model",
         )
     return Parity(
@@ -302,19 +259,3 @@ def compare(expected: Floats, actual: Floats, precision: str, what: str = "logit
         tolerance=tolerance,
         argmax_agreement=float((expected.argmax(-1) == actual.argmax(-1)).mean()),
     )
-
-
-def check_perplexity(parity: Parity, quantized: float, reference: float, rounding: Rounding) -> Parity:
-    """Compare the perplexity of a quantized model with that in fp32, and return `parity` with both.
-
-    Raises:
-        ParityError: quantization has raised the perplexity too far.
-    """
-    limit = reference * MAX_PERPLEXITY_RATIO["int4" if "int4" in (rounding.precision, rounding.head_precision) else "int8"]
-    if not quantized <= limit:  # also true for NaN
-        raise ParityError(
-            f"quantization to {rounding.precision} loses too much: perplexity on held-out text is {quantized:.4g}, compared"
-            f" with {reference:.4g} in fp32, and the limit is {limit:.4g}",
-            "export with --head-precision fp32, --method auto-round, or --precision int8; or else with fp32, fp16 or bf16",
-        )
-    return msgspec.structs.replace(parity, perplexity=quantized, reference_perplexity=reference)

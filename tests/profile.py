@@ -24,7 +24,7 @@ ACTIVITIES = {
     "tracing": ["torch.onnx:export"],
     "quantizing": ["outrider.export.weights.quantize:quantize_model", "outrider.export.weights.quantize:pack"],
     "checking exports": ["outrider.export.parity:reference", "outrider.export.parity:Exported.results"],
-    "measuring perplexity": ["outrider.export.parity:perplexity"],
+    "measuring perplexity": ["outrider.export.heldout:perplexity"],
     "exporting, the rest": ["outrider.export.pair:export"],
     "building": ["outrider.builder.build:build_engine"],
     "timing passes": ["outrider.builder.passes:measure"],

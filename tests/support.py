@@ -45,7 +45,7 @@ from outrider.bundle.manifest import (
 from outrider.cli import main
 from outrider.engines.contract import CONTRACT_VERSION, INPUT_IDS, LOGITS_ROWS, CacheTensor, window_buckets
 from outrider.engines.session import Session
-from outrider.export.graph.step_model import CacheLayout
+from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.heads.short_head import frequent_tokens
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported

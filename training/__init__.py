@@ -1,1 +1,1 @@
-"""Training of drafts: EAGLE-3 heads and parallel drafts, on the target's own answers."""
+"""Trains EAGLE-3 heads and parallel drafts on the target's own answers."""

@@ -1,4 +1,4 @@
-"""What `train-draft` is asked for, checked as far as that goes without torch."""
+"""The arguments of `train-draft`, checked without importing torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from outrider.runtime.params import SamplingParams
 from outrider.training.texts import Sample, read_texts
 
 KINDS = ("eagle3", "pard")
-MAX_SEED = 2**31  # numpy's is below 2**32, and each answer has one of its own
-STARTS = {"eagle3": ("head",), "pard": ("draft", "parallel-draft")}  # what `Source.drafting_role` calls them
+MAX_SEED = 2**31  # each answer has its own seed, and numpy's limit is 2**32
+STARTS = {"eagle3": ("head",), "pard": ("draft", "parallel-draft")}  # roles of `Source.drafting_role`
 LEARNING_RATE = {"eagle3": 5e-4, "pard": 1e-4}
 
 
@@ -26,8 +26,8 @@ class TrainingOptions(TypedDict, total=False):
     """How a draft is trained."""
 
     start: str | None  # a checkpoint to start from
-    bundle: Path | None  # of the target, to answer with
-    given: bool  # whether the texts have the answers
+    bundle: Path | None  # a bundle of the target, to generate answers with
+    given: bool  # whether to learn the answers in the texts
     temperature: float
     max_new_tokens: int
     max_length: int  # tokens of prompt and answer
@@ -61,9 +61,9 @@ DEFAULTS: TrainingOptions = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingArguments:
-    """The arguments of a training that agree with each other."""
+    """Checked arguments."""
 
-    named: str  # the target as it was given
+    named: str  # the target's name on the command line
     target: Source
     kind: str
     samples: list[Sample]
@@ -71,19 +71,19 @@ class TrainingArguments:
     start: Source | None
     options: TrainingOptions
 
-    def digest(self, *further: object) -> str:
-        """Return what tells apart what was made of one target and precision from what was made of others."""
+    def digest(self, *more: object) -> str:
+        """Return a digest of the target, precision and maximum length, and of `more`, for the name of a folder."""
         own = self.named, self.options["precision"], self.options["max_length"]
-        return hashlib.sha256(msgspec.json.encode((own, further))).hexdigest()[:16]
+        return hashlib.sha256(msgspec.json.encode((own, more))).hexdigest()[:16]
 
     @property
     def work(self) -> Path:
-        """The folder beside the output with what an interrupted run goes on from."""
+        """The folder next to the output with the files that an interrupted run resumes from."""
         return self.output.parent / f".{self.output.name}.training"
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the target answers, except for seeds."""
+        """The sampling settings of the target's answers, without seeds."""
         return SamplingParams(temperature=self.options["temperature"], max_new_tokens=self.options["max_new_tokens"])
 
     @property
@@ -104,10 +104,12 @@ class TrainingArguments:
         """
         chosen: TrainingOptions = {**DEFAULTS, **options}
         if kind not in KINDS:
-            raise UsageError(f"there is no kind {kind!r} of draft", f"use one of {', '.join(KINDS)}", param="kind")
+            raise UsageError(f"unknown kind of draft: {kind!r}", f"use one of {', '.join(KINDS)}", param="kind")
         if kind == "pard" and chosen["start"] is None:
             raise UsageError(
-                "a parallel draft is made of a small model with the target's vocabulary", "name one with --from", param="start"
+                "a parallel draft starts from a small model with the target's vocabulary",
+                "pass one with --from",
+                param="start",
             )
         for name, least in (("max_new_tokens", 8), ("max_length", 32), ("batch", 1), ("accumulate", 1), ("k", 1)):
             if chosen[name] < least:  # type: ignore[literal-required]

@@ -1,8 +1,8 @@
 """Attention for training several draft steps ahead (EAGLE-3's training-time test, Li et al. 2025, section 3.2).
 
-From every row of a text a chain of draft steps begins. Step s of the chain at row c attends to the rows 0..c, which have real
-features, and to the steps 1..s of its own chain. All chains take a step in one pass, so each layer keeps one tensor of keys
-and values for each step, and a later step needs only the entry of its own row from it.
+A chain of draft steps begins at every row of a text. Step s of the chain at row c attends to the rows 0..c, which have real
+features, and to the steps 1..s of its own chain. All chains take a step in one pass. So each layer keeps one tensor of keys and
+values per step, and a later step reads only its own row of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
-from outrider.export.graph.step_model import HeldLayer
+from outrider.export.graph.cache_layers import HeldLayer
 
 ATTENTION = "outrider_chains"
 
@@ -40,7 +40,7 @@ class ChainLayer(HeldLayer):
 
 @contextmanager
 def chains(layers: int) -> Iterator[Cache]:
-    """Yield the cache for the steps of the chains of one batch, for a model with so many layers."""
+    """Yield the cache for the chains of one batch, for a model with this number of layers."""
     kept = [ChainLayer() for _ in range(layers)]
     token = _current.set(kept)
     try:
@@ -59,9 +59,9 @@ def attention(
     sliding_window: int | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from rows [B, H, R, D], one for each chain that still goes on, to [B, R, H, D].
+    """Attend from rows [B, H, R, D], one per unfinished chain, and return [B, R, H, D].
 
-    A window counts from the position of the step, which is as far behind its chain's row as it has steps before it.
+    A window ends at the position of the step, which is the position of the chain's row plus the number of earlier steps.
     """
     batch, heads, rows, width = query.shape
     kept = _current.get()[module.layer_idx].steps  # type: ignore[index]
@@ -81,7 +81,7 @@ def attention(
 
 
 def no_mask(**_: Any) -> None:
-    """Return no mask: `attention` knows which rows it may read."""
+    """Return no mask: `attention` makes its own."""
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 heads: the same modules that `export` reads checkpoints into, with several draft steps ahead."""
+"""Trains EAGLE-3 heads, in the modules of `export`, with several draft steps ahead."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model, read_config
 from outrider.export.checkpoints.source import Source
-from outrider.export.graph.step_model import decoder_layers, entering
+from outrider.export.graph.features import decoder_layers, entering
 from outrider.export.heads.draft_head import LAYERS, Target
 from outrider.export.heads.draft_head_config import THETA
 from outrider.export.heads.eagle3 import MIDLAYER, Eagle3Checkpoint
-from outrider.export.heads.eagle3_config import HeadConfig
+from outrider.export.heads.eagle3_config import Eagle3Config
 from outrider.export.heads.short_head import output_head
 from outrider.runtime.drafters.head import HeadDrafter
 from outrider.training.answers import Example
@@ -30,14 +30,14 @@ from outrider.training.loop import device, has_bf16
 from outrider.training.objective import Objective, TrainingBatch, mean_of_rows
 
 FEWEST_LAYERS = 3
-NOISE = 0.1  # of a new head's features, so that all three layers have gradients of their own
-LATER_WEIGHT = 0.8  # of each draft step's loss, against the step before
+NOISE = 0.1  # in a new head's features, so that all three layers get different gradients
+LATER_WEIGHT = 0.8  # of a draft step's loss, relative to the previous step
 
 
 def open_head(
     target: PreTrainedModel, source: Source | None, tokens: torch.Tensor, steps: int, seed: int = 0
 ) -> Eagle3Objective:
-    """Return the objective for a published head, or for a new one that proposes `tokens`, int64 [Vd] ascending.
+    """Return the objective for a published head, or for a new one for `tokens`, int64 [Vd] in ascending order.
 
     Raises:
         SourceError, UnsupportedModelError: the head cannot be read, or does not fit the target.
@@ -46,29 +46,31 @@ def open_head(
         return Eagle3Objective(target, Eagle3Checkpoint.read(source), source.config(), steps)
     config = new_config(target, len(tokens))
     tensors = new_tensors(target, tokens, config, seed)
-    checkpoint = Eagle3Checkpoint("the new head", HeadConfig.parse(config, "the new head"), tensors, MIDLAYER)
+    checkpoint = Eagle3Checkpoint("the new head", Eagle3Config.parse(config, "the new head"), tensors, MIDLAYER)
     return Eagle3Objective(target, checkpoint, config, steps)
 
 
 def frequent(examples: Sequence[Example], rows: int, count: int) -> torch.Tensor:
-    """Return the most frequent tokens of the answers, int64 [count] ascending, of a vocabulary of so many rows; the lowest ids
-    where there are too few."""
+    """Return the most frequent tokens of the answers, int64 [count] in ascending order.
+
+    If the answers have too few distinct tokens, the lowest of the vocabulary's `rows` ids fill the rest.
+    """
     drafted = [token for example in examples for token, own in zip(*example, strict=True) if own]
     counts = torch.tensor(drafted).bincount(minlength=rows)[:rows]
     return counts.sort(descending=True, stable=True).indices[: min(count, rows)].sort().values
 
 
 def new_config(target: PreTrainedModel, proposed: int) -> dict[str, Any]:
-    """Return the configuration of a head with one Llama layer of the target's sizes, as SafeAILab's are.
+    """Return the configuration of a head with one Llama layer of the target's sizes, in SafeAILab's format.
 
     Raises:
-        UnsupportedModelError: the target has fewer layers than the three that a head reads.
+        UnsupportedModelError: the target has fewer layers than a head reads.
     """
     text = target.config.get_text_config()
     heads, layers = text.num_attention_heads, text.num_hidden_layers
     if layers < FEWEST_LAYERS:
         raise UnsupportedModelError(
-            f"the target has {layers} layers, and a head reads what enters three of {FEWEST_LAYERS} or more",
+            f"the target has {layers} layers, but a head reads the inputs of {FEWEST_LAYERS} layers",
             "train a parallel draft: --kind pard",
         )
     rope = getattr(text, "rope_parameters", None) or {}
@@ -76,7 +78,7 @@ def new_config(target: PreTrainedModel, proposed: int) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": text.hidden_size,
-        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,  # GPT-2's need not say
+        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,  # GPT-2's has none
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -93,9 +95,12 @@ def new_config(target: PreTrainedModel, proposed: int) -> dict[str, Any]:
 
 
 def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of a head that begins with the target's last layer, norm and rows of its output head, as far as they
-    have the same shapes; the embedding has no part in it yet. Features begin as what entered the last of the three layers,
-    which the target's last layer can read, and a little of all three."""
+    """Return the tensors of a new head.
+
+    It begins with the target's last layer, final norm and rows of the output head, where the shapes agree. The weights for the
+    embedding begin as 0. The features begin as the input of the last of the three layers, which the target's last layer can
+    read, plus a little noise from all three.
+    """
     width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, narrow = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     shapes = {
@@ -142,7 +147,7 @@ def new_tensors(target: PreTrainedModel, tokens: torch.Tensor, config: dict[str,
 
 
 def _has_plain_norms(target: PreTrainedModel) -> bool:
-    """Return whether the target's norms multiply by their weights, as a head's do; Gemma's, for one, add 1 to them."""
+    """Return whether the target's norms multiply by their weights, like a head's. Gemma's add 1 to the weights first."""
     norm = getattr(target.get_decoder(), "norm", None)
     weight = getattr(norm, "weight", None)
     if norm is None or weight is None:
@@ -154,13 +159,13 @@ def _has_plain_norms(target: PreTrainedModel) -> bool:
 
 
 class Goal:
-    """The target's logits of the tokens that a head proposes."""
+    """The target's logits of the tokens that a head can propose."""
 
     def __init__(self, target: PreTrainedModel, kept: torch.Tensor):
-        """Take the rows `kept` of a target's output head, int64 [Vd].
+        """Take the rows `kept`, int64 [Vd], of a target's output head.
 
         Raises:
-            UnsupportedModelError: its logits are more than a product, scaled and capped in a way that is known here.
+            UnsupportedModelError: the target computes its logits in an unknown way.
         """
         config, head = target.config.get_text_config(), target.get_output_embeddings()
         bias = getattr(head, "bias", None)
@@ -175,23 +180,23 @@ class Goal:
             hidden = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
             expected, actual = target(input_ids=ids, use_cache=False).logits[..., kept].float(), self(hidden)
         if (actual - expected).abs().max() > 0.01 * expected.abs().max():
-            raise UnsupportedModelError(f"{type(target).__name__} computes its logits in a way that training does not know")
+            raise UnsupportedModelError(f"{type(target).__name__} computes its logits in an unknown way")
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits [..., Vd] of the target's last hidden states, [..., H]."""
+        """Return fp32 logits [..., Vd] from the target's last hidden states [..., H]."""
         logits = nn.functional.linear(hidden, self._weight, self._bias).float() * self._scale
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
 
 class Eagle3Objective(Objective):
-    """A head over a target that is not trained.
+    """A head on a frozen target.
 
-    The loss is the cross-entropy with the target's distribution over the tokens that the head proposes, for every token of the
-    assistant in every step. Step s of the chain at row c reads token c + s + 1, and predicts token c + s + 2.
+    The loss is the cross-entropy with the target's distribution over the tokens that the head can propose, for every token of
+    the assistant in every step. Step s of the chain at row c reads token c + s + 1 and predicts token c + s + 2.
     """
 
     drafter = HeadDrafter.name
-    kept: torch.Tensor  # int64 [Vd], the ids of the tokens that it proposes, ascending
+    kept: torch.Tensor  # int64 [Vd], the ids of the tokens that the head can propose, ascending
 
     @classmethod
     def check(cls, target: Source, start: Source | None) -> int | None:
@@ -215,13 +220,13 @@ class Eagle3Objective(Objective):
         return open_head(target, arguments.start, tokens, options["k"], options["seed"])
 
     def __init__(self, target: PreTrainedModel, checkpoint: Eagle3Checkpoint, config: dict[str, Any], steps: int):
-        """Take a checkpoint, with the `config.json` that goes with it.
+        """Take a checkpoint with its `config.json`.
 
         Raises:
             SourceError, UnsupportedModelError: the head does not fit the target, or the target cannot give features.
         """
         super().__init__()
-        self.steps, self._config, self._target = steps, config, [target]  # a list, so that the target is no part of the module
+        self.steps, self._config, self._target = steps, config, [target]  # in a list, so that it is no submodule
         facts, own = Target.of(target), checkpoint.tensors
         self._names, self._first, self._stored = [*own], checkpoint.first, own["fc.weight"].dtype
         if "embed_tokens.weight" not in own:
@@ -232,10 +237,8 @@ class Eagle3Objective(Objective):
         if "embed_tokens.weight" not in own:
             self.head.set_input_embeddings(target.get_input_embeddings())
         self.head.get_input_embeddings().requires_grad_(False)
-        output = output_head(self.head)
-        assert output is not None
-        output.requires_grad_("lm_head.weight" in own)  # otherwise it is the target's
-        self.output = output
+        self.output = output_head(self.head)
+        self.output.requires_grad_("lm_head.weight" in own)  # otherwise it is the target's
         self.head.set_attn_implementation(ATTENTION)
         self.register_buffer("kept", checkpoint.tokens(facts), persistent=False)
         self.to(target.device)
@@ -253,7 +256,7 @@ class Eagle3Objective(Objective):
         return {"loss": total}
 
     def _loss(self, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of the head's rows [N, H] with the target's [N, H], summed."""
+        """Return the sum of the cross-entropies of the head's rows [N, H] with the target's [N, H]."""
         with torch.no_grad():
             goal = self._goal(hidden).softmax(-1)
         return nn.functional.cross_entropy(self.output(normed).float(), goal, reduction="sum")
@@ -270,14 +273,14 @@ class Eagle3Objective(Objective):
         return agrees
 
     def read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the head's features of a text and the target's last hidden states, both [B, S, H]."""
+        """Return the head's features for a text, and the target's last hidden states, both [B, S, H]."""
         (target,) = self._target
         with torch.no_grad(), entering(target, self.mixer.ids) as entered:
             hidden = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return self.mixer([each.to(self.mixer.fc.weight.dtype) for each in entered]), hidden
 
     def unrolled(self, features: torch.Tensor, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the normed hidden states [B, S - 1 - s, H] of each draft step s of the chains that begin at every row."""
+        """Yield the normed hidden states [B, S - 1 - s, H] of each draft step s; a chain begins at every row."""
         with chains(self.head.config.num_hidden_layers) as cache:
             for step in range(min(self.steps, ids.shape[1] - 2)):
                 rows = ids.shape[1] - 1 - step
@@ -292,11 +295,7 @@ class Eagle3Objective(Objective):
         offsets = self.kept.cpu() - torch.arange(len(self.kept))
         rows = self._target[0].config.get_text_config().vocab_size
         own["d2t"], own["t2d"] = offsets, torch.zeros(rows, dtype=torch.bool).index_fill(0, self.kept.cpu(), True)
-        stored = {
-            name.replace(LAYERS, self._first, 1): (each.to(self._stored) if each.is_floating_point() else each)
-            .cpu()
-            .contiguous()
-            for name, each in own.items()
-        }
+        own = {name: each.to(self._stored) if each.is_floating_point() else each for name, each in own.items()}
+        stored = {name.replace(LAYERS, self._first, 1): each.cpu().contiguous() for name, each in own.items()}
         (folder / "config.json").write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""The training loop: transformers' Trainer, which brings accumulation, the schedule, bf16, and checkpoints to go on from."""
+"""The training loop: transformers' Trainer, with its accumulation, schedule, bf16 and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from outrider.errors import EngineError, FolderError
@@ -26,14 +25,14 @@ from outrider.training.objective import Objective, TrainingBatch, measure
 EVALUATIONS = 10  # during a run
 LENGTH = "mean_acceptance_length"
 WARM_UP = 0.03  # of the updates
-# What safetensors and torch's writer say of a disk that is full: the latter, by where in its file the room ends.
+# Messages of safetensors and torch about a full disk. torch's depend on where in the file the space ends.
 NO_ROOM = (
     *("os error 28", "os error 27", "os error 122"),
     *("PytorchStreamWriter failed", "file write failed", "unexpected pos ", "basic_ios::clear: iostream error"),
 )
-NO_MEMORY = "not enough memory"  # of torch on the CPU
-M_MMAP_THRESHOLD, MAPPED = -3, 4 << 20  # of glibc's malloc.h; bytes from which on a tensor has a mapping of its own
-FINISHED = "trainer_state.json"  # what Trainer writes last into a checkpoint
+NO_MEMORY = "not enough memory"  # from torch on the CPU
+M_MMAP_THRESHOLD, MAPPED = -3, 4 << 20  # of glibc's malloc.h; tensors of at least this many bytes get their own mapping
+FINISHED = "trainer_state.json"  # the file that Trainer writes last into a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +40,19 @@ class Schedule:
     """How long and how fast to train."""
 
     epochs: float
-    batch: int  # examples of a pass
-    accumulate: int  # passes of an update
+    batch: int  # examples per pass
+    accumulate: int  # passes per update
     learning_rate: float
     seed: int
 
 
-class Examples(Dataset[dict[str, Any]]):
-    """Examples for Trainer, under the name by which it groups them by length."""
-
-    def __init__(self, examples: Sequence[Example]):
-        self._examples = examples
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self._examples[index].ids, "drafted": self._examples[index].drafted}
-
-
 def device() -> torch.device:
-    """Return where training runs."""
+    """Return the device to train on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def has_bf16() -> bool:
-    """Return whether products in bf16 are fast here."""
+    """Return whether this machine multiplies fast in bf16."""
     if device().type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     fast = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
@@ -81,11 +67,11 @@ def fit(
     folder: Path,
     progress: Progress,
 ) -> list[dict[str, float]]:
-    """Train, going on after the last whole checkpoint in `folder`; and return what was measured on the way.
+    """Train, starting from the last complete checkpoint in `folder` if there is one.
 
     Returns:
-        at each update that something was measured after, its number `step`, and `loss`, `mean_acceptance_length` (over the
-        held-out examples), or both.
+        The measurements: for each measured update its number `step`, and its `loss` or its `mean_acceptance_length` over the
+        held-out examples.
 
     Raises:
         EngineError: the loss is not finite.
@@ -118,11 +104,11 @@ def fit(
         dataloader_pin_memory=False,
     )
     if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # Trainer would copy the draft, and not the target, to the others
+        arguments._n_gpu = 1  # Trainer would copy the draft to the other GPUs, but not the target
     trainer = Trainer(
         model=objective,
         args=arguments,
-        train_dataset=Examples(examples),
+        train_dataset=[{"input_ids": each.ids, "drafted": each.drafted} for each in examples],  # grouped by the first's length
         data_collator=lambda chosen: TrainingBatch.of([Example(*each.values()) for each in chosen])._asdict(),
         callbacks=[_Watch(objective, lambda: measure(objective, held_out, objective.steps).mean_acceptance_length, progress)],
     )
@@ -137,7 +123,7 @@ def fit(
 
 @contextmanager
 def translated(folder: Path) -> Iterator[None]:
-    """Raise ours instead of the errors of torch and safetensors for which a machine is too small; `folder` is written to."""
+    """Turn errors of torch and safetensors about missing memory or disk space for `folder` into ours."""
     try:
         yield
     except (SafetensorError, RuntimeError, MemoryError) as error:
@@ -146,29 +132,31 @@ def translated(folder: Path) -> Iterator[None]:
             raise FolderError(f"no room to write {folder}", "free some disk space and run again") from error
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in text:
             raise EngineError(
-                "too little memory to train", "use a smaller --batch with more --accumulate, or a smaller --max-length"
+                "not enough memory to train", "use a smaller --batch with more --accumulate, or a smaller --max-length"
             ) from error
         raise
 
 
-def give_back() -> None:
-    """Free what nobody refers to, and return it to the system."""
+def free_memory() -> None:
+    """Collect garbage, and return the memory to the system."""
     gc.collect()
     if sys.platform == "linux":
-        with suppress(AttributeError):  # other libraries of C have no such call
+        with suppress(AttributeError):  # only glibc has this call
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def return_tensors() -> None:
-    """Let what a tensor takes return to the system as soon as it is freed: among smaller blocks, glibc keeps gigabytes, because
-    batches differ in shape. Memory that is asked for anew costs time, so small tensors are left alone."""
+def map_large_tensors() -> None:
+    """Make the system get a large tensor's memory back as soon as the tensor is freed.
+
+    Batches differ in shape, so glibc would keep gigabytes of free blocks. New mappings take time, so small tensors get none.
+    """
     if sys.platform == "linux":
         with suppress(AttributeError):
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED)
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the last checkpoint that was written to its end, also if the system crashed then: files can be empty, or NULs."""
+    """Return the last complete checkpoint. After a system crash, files can be empty or full of NULs."""
 
     def is_whole(path: Path) -> bool:
         try:
@@ -181,18 +169,18 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    """Reports progress, measures now and then, and ends what has failed."""
+    """Reports progress, measures acceptance a few times, and stops a run whose loss is not finite."""
 
     def __init__(self, objective: Objective, measured: Callable[[], float], progress: Progress):
         self._objective, self._measured, self._progress = objective, measured, progress
-        self._loss = self._length = math.nan
+        self._length = math.nan
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._progress.stage("training", state.max_steps)
         self._progress.advance(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        give_back()
+        free_memory()
         self._progress.advance(1)
         if state.global_step % max(state.max_steps // EVALUATIONS, 1) == 0 or state.global_step == state.max_steps:
             self._length = self._measured()
@@ -200,15 +188,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
-            self._loss = logs["loss"]
-            if not math.isfinite(self._loss):
-                raise EngineError(
-                    f"the loss is {self._loss} after {state.global_step:,} updates",
-                    "train again with a smaller --learning-rate",
-                )
-            self._report()
-
-    def _report(self) -> None:
-        known = [f"loss {self._loss:.3f}"] if math.isfinite(self._loss) else []
-        known += [f"mean acceptance length {self._length:.2f}" if math.isfinite(self._length) else ""]
-        self._progress.note(", ".join(["training", *filter(None, known)]))
+            if not math.isfinite(loss := logs["loss"]):
+                message = f"the loss is {loss} after {state.global_step:,} updates"
+                raise EngineError(message, "train again with a smaller --learning-rate")
+            length = f", mean acceptance length {self._length:.2f}" if math.isfinite(self._length) else ""
+            self._progress.note(f"training, loss {loss:.3f}{length}")

@@ -1,4 +1,4 @@
-"""The seam between the training loop and what is trained: a new kind of draft is a file with a subclass of `Objective`."""
+"""The interface between the training loop and a kind of draft. A new kind is a file with a subclass of `Objective`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from outrider.runtime.stats import Stats
 from outrider.training.answers import Example
 from outrider.training.arguments import TrainingArguments
 
-ROWS = 512  # whose logits are in memory at once
+ROWS = 512  # rows whose logits are in memory at the same time
 
 
 class TrainingBatch(NamedTuple):
-    """Examples of one pass."""
+    """The examples of one pass."""
 
     ids: torch.Tensor  # int64 [B, S], padded on the right
     drafted: torch.Tensor  # bool [B, S]: the assistant's tokens
@@ -38,67 +38,69 @@ class TrainingBatch(NamedTuple):
 
 
 class Objective(nn.Module, ABC):
-    """A draft, how its loss is computed, and how it is written. Its parameters that need gradients are what is trained."""
+    """A draft, its loss, and its format. The parameters that require gradients are trained."""
 
     drafter: ClassVar[str]  # the drafter that serves it
-    steps: int  # tokens that it learns to draft in a round
+    steps: int  # tokens to draft in a round
 
     @classmethod
     @abstractmethod
     def check(cls, target: Source, start: Source | None) -> int | None:
-        """Check from the configurations alone that a draft for a target can be trained, from a checkpoint if there is one.
+        """Check the configurations of a target and of a checkpoint to start from, without loading the models.
 
         Returns:
-            the most tokens that the draft can read, if it has a limit.
+            The most tokens that the draft can read, or None.
 
         Raises:
-            UsageError: the checkpoint is of another kind.
-            SourceError, UnsupportedModelError, VocabularyMismatchError: it cannot be read, or does not fit the target.
+            SourceError, UnsupportedModelError, VocabularyMismatchError: a checkpoint cannot be read, or does not fit.
         """
 
     @classmethod
     @abstractmethod
     def open(cls, arguments: TrainingArguments, examples: Sequence[Example]) -> Objective:
-        """Load the draft, and the models that it is trained against, onto the device.
+        """Load the draft, and the models that its loss needs, onto the device.
 
-        Errors are those of `check`.
+        Raises the errors of `check`.
         """
 
     @abstractmethod
     def forward(self, ids: torch.Tensor, drafted: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the `loss` of a `Batch`, a scalar to be minimized."""
+        """Return the `loss` of a `TrainingBatch`, a scalar to minimize."""
 
     @abstractmethod
     def agreement(self, batch: TrainingBatch) -> torch.Tensor:
-        """Return bool [B, S, steps]: whether the tokens that the draft proposes after token i are those that follow, each given
-        that all before it are. Proposals for what lies beyond the end are wrong, and those before the answer need not be
-        right."""
+        """Return bool [B, S, steps]: whether each token that the draft proposes after token i is the one that follows.
+
+        The draft reads the text, not its own wrong proposals. Proposals beyond the end count as wrong. Before the answer, the
+        values do not matter.
+        """
 
     @abstractmethod
     def write(self, folder: Path) -> None:
-        """Write the draft as a checkpoint into an existing folder, in the format in which it is published.
+        """Write the draft as a checkpoint into an existing folder, in the usual format of its kind.
 
         Raises:
             OSError: it cannot be written.
         """
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """Return what is trained, and nothing of the target."""
+        """Return only the trained parameters, without the target's."""
         return {name: each.detach() for name, each in self.named_parameters() if each.requires_grad}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` returned; nothing else counts as missing."""
+        """Load the result of `state_dict`. Other parameters do not count as missing."""
         result = super().load_state_dict(state_dict, False, assign)
         return result._replace(missing_keys=sorted(self.state_dict().keys() & {*result.missing_keys}))
 
 
 def mean_of_rows(loss: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a loss over rows, such as [N, H] and [N], a few at a time, and once more for the gradients: the logits
-    of all rows over a vocabulary would take gigabytes.
+    """Return the mean of a loss over rows, a few at a time, and recompute it for the gradients.
+
+    The logits of all rows would take gigabytes.
 
     Args:
-        loss: returns the sum over the rows that it is given, a scalar.
-        rows: what it takes.
+        loss: returns the sum of the losses of some rows, a scalar.
+        rows: the arguments of `loss`, such as [N, H] and [N].
     """
     parts = zip(*(torch.split(each, ROWS) for each in rows), strict=True)
     sums = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
@@ -107,9 +109,9 @@ def mean_of_rows(loss: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torc
 
 @torch.no_grad()
 def measure(objective: Objective, examples: Sequence[Example], k: int) -> Stats:
-    """Return how many tokens would be drafted and accepted in greedy decoding of the examples, at a fixed k.
+    """Count the tokens that greedy decoding of the examples would draft and accept at a fixed k.
 
-    Rounds begin at the first token of an answer, and each goes on after what the one before emitted, as when served.
+    As in serving, the first round begins at the first token of an answer, and each round after the last emitted token.
     """
     stats = Stats()
     training = objective.training

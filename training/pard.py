@@ -1,4 +1,4 @@
-"""Training of parallel drafts (PARD, An et al. 2025): an ordinary small model learns to continue a text behind mask tokens."""
+"""Trains parallel drafts (PARD, An et al. 2025): a small language model learns to predict tokens after mask tokens."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from outrider.training.arguments import TrainingArguments
 from outrider.training.loop import device
 from outrider.training.objective import ROWS, Objective, TrainingBatch, mean_of_rows
 
-KEPT, LEAST = 0.7, 0.2  # share of the chains of masks that have a further one, and the smallest share that any place has
+KEPT, LEAST = 0.7, 0.2  # the share of mask chains that get one more mask, and the smallest share for any depth
 
 
 class Rows(NamedTuple):
-    """A text, and masks behind some of its tokens, as the rows of one pass [R]."""
+    """The rows [R] of one pass: a text, and masks after some of its tokens."""
 
     anchor: torch.Tensor  # int64, the last token of the text that a row may attend to
-    depth: torch.Tensor  # int64, 0 for a token of the text, or 1, 2, ... for the masks behind the anchor
+    depth: torch.Tensor  # int64, 0 for a token of the text, or 1, 2, ... for the masks after the anchor
 
     @property
     def positions(self) -> torch.Tensor:
-        """The position of each row in the text that it stands for, int64 [R]."""
+        """The position of each row in the text, int64 [R]."""
         return self.anchor + self.depth
 
     def visible(self) -> torch.Tensor:
-        """Return bool [R, R]: a row attends to the text up to its anchor, and to the masks before it behind the same one."""
+        """Return bool [R, R]: a row attends to the text up to its anchor, and to the anchor's masks up to itself."""
         text = (self.depth[None] == 0) & (self.anchor[None] <= self.anchor[:, None])
         masks = (self.depth[None] > 0) & (self.anchor[None] == self.anchor[:, None]) & (self.depth[None] <= self.depth[:, None])
         return text | masks
@@ -43,8 +43,8 @@ class Rows(NamedTuple):
 class PardObjective(Objective):
     """A language model that drafts several tokens in one pass.
 
-    The loss is the cross-entropy with the tokens that follow: of each of the assistant's tokens from the one before, and from
-    up to steps - 1 masks behind earlier ones. Deeper masks are drawn for fewer of them, which saves time (section 3.3).
+    The loss is the cross-entropy with the assistant's tokens. Each is predicted from the previous token, and from up to
+    steps - 1 masks after earlier tokens. Fewer tokens get deeper masks, which saves time (section 3.3).
     """
 
     drafter = ParallelDrafter.name
@@ -71,8 +71,10 @@ class PardObjective(Objective):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int, stored: torch.dtype = torch.float32
     ):
-        """Take a model, to be written in the type `stored`; one without a mask token gets one: an id that no token has, or a
-        new row of its embedding."""
+        """Take a model that `write` stores in the type `stored`.
+
+        A model without a mask token gets one: an unused id, or a new row of its embedding.
+        """
         super().__init__()
         self._stored = stored
         self.steps, self.tokenizer = steps, tokenizer
@@ -90,7 +92,7 @@ class PardObjective(Objective):
 
     def forward(self, ids: torch.Tensor, drafted: torch.Tensor) -> dict[str, torch.Tensor]:
         count = ids.shape[1]
-        begins = drafted.any(0)[1:].nonzero()[:, 0]  # the tokens that some example's answer goes on after
+        begins = drafted.any(0)[1:].nonzero()[:, 0]  # the tokens before tokens to learn
         rows = self._rows(count, begins, self._depths(len(begins)).to(ids.device))
         hidden = self.read(ids, rows)
         follows = rows.positions + 1
@@ -118,7 +120,7 @@ class PardObjective(Objective):
         return agrees
 
     def _depths(self, count: int) -> torch.Tensor:
-        """Draw the number of masks behind each of so many tokens, 0..steps - 1."""
+        """Draw the number of masks, 0..steps - 1, for each of `count` tokens."""
         shares = torch.tensor([max(KEPT**depth, LEAST) for depth in range(1, self.steps)])
         return (torch.rand(count, 1) < shares).sum(1)
 

@@ -1,4 +1,4 @@
-"""What a training leaves beside its draft: `training.json`, `README.md`, and the curves."""
+"""The report beside a trained draft: `training.json` and `README.md`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from matplotlib.figure import Figure
 
 from outrider.runtime.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """How a draft was trained, and how good it is."""
+    """How a draft was trained, and how well it drafts."""
 
     kind: str
     target: str
-    parameters: int  # that were trained
+    parameters: int  # trained ones
     examples: int
     tokens: int  # of the assistant
     history: list[dict[str, float]]
-    trained: Stats  # over the answers to the held-out prompts, by the modules that were trained
-    served: Stats  # over the same answers, when they were served
+    trained: Stats  # the PyTorch draft on answers to the held-out prompts
+    served: Stats  # the served draft on the same answers
 
     def as_dict(self) -> dict[str, object]:
-        """Return what a script would read."""
+        """Return the report for `training.json`."""
         return {
             "kind": self.kind,
             "target": self.target,
@@ -43,32 +42,25 @@ def write_report(folder: Path, report: TrainingReport) -> None:
     """Write the report's files into a draft's folder.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: a file cannot be written.
     """
     (folder / "training.json").write_bytes(msgspec.json.format(msgspec.json.encode(report.as_dict()), indent=2) + b"\n")
     rates = " ".join(f"{rate:.2f}" for rate in report.served.per_position_rates)
+    losses = [entry for entry in report.history if "loss" in entry]
     lines = [
         f"# A draft for {report.target}",
         "",
-        f"Trained by `outrider train-draft --kind {report.kind}` on {report.examples:,} answers of the target,"
-        f" {report.tokens:,} tokens. {report.parameters:,} parameters were trained.",
+        f"`outrider train-draft --kind {report.kind}` trained {report.parameters:,} parameters on {report.examples:,} answers"
+        f" of the target ({report.tokens:,} tokens).",
         "",
-        f"On held-out prompts, a round of the served draft emits {report.served.mean_acceptance_length:.2f} tokens"
-        f" ({report.trained.mean_acceptance_length:.2f} of the same texts by the modules that were trained)."
-        f" Accepted by position: {rates}.",
+        f"On held-out prompts, the served draft emits {report.served.mean_acceptance_length:.2f} tokens per round"
+        f" ({report.trained.mean_acceptance_length:.2f} on the same texts in PyTorch). Acceptance by position: {rates}.",
         "",
-        "![Loss and mean acceptance length by update](training.svg)",
+        "| update | loss | mean acceptance length on held-out prompts |",
+        "|---|---|---|",
     ]
+    for entry in report.history:
+        if "mean_acceptance_length" in entry:
+            loss = next((f"{each['loss']:.3f}" for each in reversed(losses) if each["step"] <= entry["step"]), "")
+            lines.append(f"| {entry['step']:,} | {loss} | {entry['mean_acceptance_length']:.2f} |")
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    _plot(folder / "training.svg", report.history)
-
-
-def _plot(path: Path, history: list[dict[str, float]]) -> None:
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, key, label in ((left, "loss", "loss"), (right, "mean_acceptance_length", "mean acceptance length, held out")):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        axes.plot(*zip(*points, strict=True) if points else ([], []))
-        axes.set_xlabel("update")
-        axes.set_ylabel(label)
-    figure.savefig(path, metadata={"Date": None})

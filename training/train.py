@@ -1,4 +1,4 @@
-"""`outrider train-draft`: from texts to a draft that was served and measured."""
+"""`outrider train-draft`: train a draft on texts, serve it, and measure it."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from outrider.runtime.stats import Stats
 from outrider.training.answers import AnswerStore, Example, given_examples, held_out, prompts_of
 from outrider.training.arguments import TrainingArguments
 from outrider.training.eagle3 import Eagle3Objective
-from outrider.training.loop import Schedule, fit, give_back, return_tensors, translated
+from outrider.training.loop import Schedule, fit, free_memory, map_large_tensors, translated
 from outrider.training.objective import Objective, measure
 from outrider.training.pard import PardObjective
 from outrider.training.report import TrainingReport, write_report
 
 OBJECTIVES: dict[str, type[Objective]] = {"eagle3": Eagle3Objective, "pard": PardObjective}
-SLOTS = 8  # prompts that are answered at once
+SLOTS = 8  # prompts to answer at the same time
 CHUNK = 64
-TOLERANCE, FEW = 0.1, 4  # share of the accepted tokens, and number of them, that training and serving may differ by
+TOLERANCE, FEW = 0.1, 4  # how much the accepted tokens of training and serving may differ: a share of them, or a number
 
 
 class Data(NamedTuple):
-    """What a draft is trained on, and what it is measured on."""
+    """The examples for training and for measuring."""
 
     trained: list[Example]
-    held_out: list[Example]  # answered greedily, as they will be when the draft is served
+    held_out: list[Example]  # answered greedily, as in serving
 
 
 def train_draft(arguments: TrainingArguments, progress: Progress = SILENT) -> TrainingReport:
-    """Train a draft, write it, and serve it to check that it is accepted as often as by the modules that were trained.
+    """Train a draft, write it, and serve it to check that its acceptance is the same as in PyTorch.
 
-    An interrupted run goes on where it was: answers and checkpoints are kept in `arguments.work` until the draft is written.
+    An interrupted run resumes: answers and checkpoints are kept in `arguments.work` until the draft is written.
 
     Raises:
         UsageError: the texts are too few or too short, or the target has no chat template for them.
         SourceError, UnsupportedModelError, VocabularyMismatchError: a checkpoint cannot be read, or does not fit.
         EngineError: an engine or the training failed.
-        ParityError: the draft is accepted more or less often when served than by the modules that were trained.
+        ParityError: the served draft's acceptance differs from that in PyTorch.
         FolderError: something cannot be written.
     """
     work, kind = arguments.work, OBJECTIVES[arguments.kind]
@@ -68,7 +68,7 @@ def train_draft(arguments: TrainingArguments, progress: Progress = SILENT) -> Tr
     except OSError as error:
         raise write_error(work, error) from error
     except (UsageError, SourceError, UnsupportedModelError, VocabularyMismatchError):
-        if fresh:  # there is nothing that a run with other arguments could go on from
+        if fresh:  # a run with other arguments could not resume from it
             shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work, ignore_errors=True)
@@ -79,9 +79,9 @@ def _train(
     arguments: TrainingArguments, kind: type[Objective], positions: int | None, work: Path, progress: Progress
 ) -> TrainingReport:
     options = arguments.options
-    return_tensors()
+    map_large_tensors()
     data = prepare_data(arguments, positions, work, progress)
-    give_back()  # the engines
+    free_memory()  # of the engines
     progress.stage("loading the models")
     objective = kind.open(arguments, data.trained)
     schedule = Schedule(options["epochs"], options["batch"], options["accumulate"], arguments.learning_rate, options["seed"])
@@ -90,15 +90,15 @@ def _train(
     history = fit(objective, data.trained, data.held_out, schedule, folder, progress)
     with staged(arguments.output) as folder:
         objective.write(folder)
-        for path in folder.iterdir():  # safetensors writes for the owner alone
+        for path in folder.iterdir():  # safetensors lets only the owner read
             path.chmod(folder.stat().st_mode & 0o666)
         parameters = sum(each.numel() for each in objective.parameters() if each.requires_grad)
         del objective
-        give_back()
+        free_memory()
         served, texts = _serve(arguments, kind, folder, data.held_out, work / "served", progress)
-        give_back()  # the engines
-        # On the very texts that were served: engines of other kernels answer otherwise, and some answers are easier to draft.
-        progress.stage("measuring the written draft as in training")
+        free_memory()  # of the engines
+        # On the served texts: other kernels give other answers, and some answers are easier to draft.
+        progress.stage("measuring the written draft in PyTorch")
         objective = kind.open(replace(arguments, start=Source.parse(str(folder))), data.trained)
         trained = measure(objective, texts, options["k"])
         check_served(trained, served)
@@ -145,7 +145,7 @@ def prepare_data(arguments: TrainingArguments, positions: int | None, work: Path
 
 
 def check_target(arguments: TrainingArguments, bundle: Path, manifest: Manifest) -> None:
-    """Refuse a bundle of another model than the target, as far as its numbers tell."""
+    """Refuse a bundle whose tokenizer or numbers are not the target's."""
     config, model = read_config(arguments.target), manifest.models["target"]
     text = config.get_text_config()
     differs = {
@@ -160,7 +160,7 @@ def check_target(arguments: TrainingArguments, bundle: Path, manifest: Manifest)
 
 
 def _bundle(arguments: TrainingArguments, draft: Path | None, folder: Path, progress: Progress) -> Path:
-    """Return a bundle of the target, alone or with a draft; an earlier run may have made it."""
+    """Return a bundle of the target, alone or with a draft, perhaps from an earlier run."""
     bundle, options = folder / "bundle", arguments.options
     if not bundle.exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -190,7 +190,7 @@ def _serve(
     folder: Path,
     progress: Progress,
 ) -> tuple[Stats, list[Example]]:
-    """Return how often a draft is accepted when its engines draft for the target's, and the answers that they gave."""
+    """Serve a draft, and return its acceptance and the answers."""
     shutil.rmtree(folder, ignore_errors=True)  # of another draft
     bundle, k = _bundle(arguments, draft, folder, progress), arguments.options["k"]
     stats, answers = Stats(), []
@@ -207,7 +207,7 @@ def _serve(
 
 
 def check_served(trained: Stats, served: Stats) -> None:
-    """Compare the tokens accepted in a round of the same texts, by the modules that were trained and when served.
+    """Compare the accepted tokens per round in PyTorch and in serving, on the same texts.
 
     Raises:
         ParityError: they differ by more than different kernels and weights explain.
@@ -215,7 +215,7 @@ def check_served(trained: Stats, served: Stats) -> None:
     expected, actual = trained.mean_acceptance_length - 1, served.mean_acceptance_length - 1
     if abs(actual - expected) > max(TOLERANCE * expected, FEW / max(trained.drafting_rounds, 1)):
         raise ParityError(
-            f"the draft is not finished: in a round, {actual:.2f} of its tokens are accepted when it is served, and"
-            f" {expected:.2f} by the modules that were trained, on the same texts",
-            "the checkpoints are kept; report this, with the names of target and draft",
+            f"the served draft gets {actual:.2f} tokens accepted per round, but {expected:.2f} in PyTorch on the same texts, so"
+            " it was not written",
+            "report this with the names of the target and the draft; the checkpoints are kept",
         )

@@ -1,1 +1,1 @@
-"""Reads the checkpoints that others write."""
+"""Read checkpoints."""

@@ -30,7 +30,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 EARLIER_SETTINGS = frozenset(
     ("_name_or_path", "auto_map", "model_type", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
 )
-DEFAULT, TOOL_USE = "default", "tool_use"  # the names of chat templates that transformers chooses by itself
+DEFAULT, TOOL_USE = "default", "tool_use"  # the names of the chat templates that transformers chooses
 MOST_POSITIONS, MOST_TOKENS = 2**40, 2**24
 CORRECT_TOKENIZER = "correct the checkpoint's tokenizer.json, or download it again"
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -40,10 +40,10 @@ def read_config(source: Source) -> Any:
     """Read the model's configuration.
 
     Raises:
-        UnsupportedModelError: an encoder-decoder, or no language model, or one that a later transformers wrote with settings
-            that this one does not know. Whatever else is unsupported fails when the model runs or is traced.
+        UnsupportedModelError: the model is an encoder-decoder or not a language model, or a later transformers wrote settings
+            that this one does not know. Other unsupported models fail when they run or are traced.
     """
-    source.config()  # checks it, as this does
+    source.config()  # checks the numbers
     file = _gguf_file(source)
     config = source.read("configuration", AutoConfig)
     if file is not None:
@@ -63,10 +63,10 @@ def _gguf_file(source: Source) -> GgufFile | None:
 
 
 def _check_text(source: Source, config: Any) -> None:
-    """Refuse what is no configuration inside another, and numbers of it that transformers does not check."""
+    """Refuse a nested value that is no configuration, and numbers that transformers does not check."""
     try:
         text = config.get_text_config()
-    except ValueError as error:  # there are several
+    except ValueError as error:  # there are several text configurations
         raise SourceError(f"{source.name}: {error}", CORRECT_CONFIG) from error
     if not isinstance(text, PreTrainedConfig):
         raise SourceError(f"the text_config of {source.name} is {text!r:.50}, not a configuration", CORRECT_CONFIG)
@@ -79,14 +79,16 @@ def _check_text(source: Source, config: Any) -> None:
 
 
 def _rope_entries(text: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of each rotary embedding: there is one for each kind of layer, or one."""
+    """Return the parameters of the rotary embeddings: one for each kind of layer, or one for all."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
 
 
 def _check_settings(source: Source, config: Any) -> None:
-    """Refuse settings of a later transformers, which this one would ignore. Others that it does not know mean nothing to it in
-    any version, as those of trainers and of other servers."""
+    """Refuse settings of a later transformers, which this one would ignore.
+
+    Other unknown settings, such as those of trainers and of other servers, mean nothing to any version.
+    """
     given = source.config()
     try:
         later = Version(str(given.get("transformers_version"))) > Version(transformers.__version__)
@@ -104,31 +106,30 @@ def _check_settings(source: Source, config: Any) -> None:
 
 
 def _settings(kind: type[Any]) -> set[str]:
-    """Return the names that a configuration of this class may have, those of earlier versions included."""
+    """Return the names that a configuration of this class may have, including those of earlier versions."""
     names = {field.name for field in dataclasses.fields(kind)}
-    with contextlib.suppress(Exception):  # a class may have no default that it accepts
+    with contextlib.suppress(Exception):  # a class may refuse its own defaults
         names |= set(kind().to_dict())
     return names | set(kind.attribute_map) | set(kind.sub_configs) | EARLIER_SETTINGS
 
 
 def learned_positions(model: PreTrainedModel) -> range | None:
-    """Return the rows of a model's table of positions that a text may use, from that of its first token on; None of models
-    without such a table."""
+    """Return the rows of a model's table of positions that a text can use, in order; None for models without such a table."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()]
     known = [each for each in tables if limit and limit <= each.num_embeddings <= limit + 2]  # OPT's has two more
     if limit is None or not known:
         return None
-    padding = known[0].padding_idx  # RoBERTa's positions begin behind that of padding
+    padding = known[0].padding_idx  # RoBERTa's positions begin after the padding row
     return range(0 if padding is None else padding + 1, limit)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the longest text that a graph of the model is right for; None if there is no limit.
+    """Return the length of the longest text for which the model's graph is right; None if there is no limit.
 
-    Where a rotary embedding depends on the length of the text ("dynamic", "longrope"), it is that up to which it does not.
-    Where it is stretched from an original length, it is at least that times the factor: recipes leave
-    `max_position_embeddings` as it was.
+    If a rotary embedding depends on the length of the text ("dynamic", "longrope"), the limit is the length up to which it does
+    not. If a rotary embedding is stretched, the limit is at least the original length times the factor, because recipes for
+    stretching do not change `max_position_embeddings`.
     """
     text, places = model.config.get_text_config(), learned_positions(model)  # the same object, except in multimodal models
     limit: int | None = getattr(text, "max_position_embeddings", None) if places is None else len(places)
@@ -140,7 +141,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def _stretched(rope: dict[str, Any], limit: int) -> int:
-    """Return the length up to which positions of a rotary embedding are within those of its training, divided by its factor."""
+    """Return the original length of a stretched rotary embedding times its factor, or else `limit`."""
     if rope.get("rope_type") not in ("yarn", "linear"):
         return limit
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
@@ -152,7 +153,7 @@ def _scales_by_length(rope_type: object) -> bool:
 
 
 def _fix_rotary_embeddings(model: PreTrainedModel) -> None:
-    """Keep rotary embeddings as they are for texts of up to `max_positions` tokens, instead of asking in each pass."""
+    """Fix the rotary embeddings for texts of up to `max_positions` tokens, so that no pass asks for the length."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
@@ -162,14 +163,14 @@ def _fix_rotary_embeddings(model: PreTrainedModel) -> None:
 
 
 def set_experts(model: PreTrainedModel) -> None:
-    """Make experts gather the weights of those that are chosen: the default, grouped_mm, cannot be exported to ONNX."""
+    """Make a mixture gather the weights of the chosen experts: ONNX cannot express the default, grouped_mm."""
     possible = getattr(model, "_can_set_experts_implementation", None)
     if possible is not None and possible():
         model.set_experts_implementation("batched_mm")
 
 
 def load_model(source: Source, precision: str) -> PreTrainedModel:
-    """Load the model on the CPU, in fp32 if its weights are to be quantized and else in `precision`.
+    """Load the model on the CPU: in fp32 if its weights will be quantized, otherwise in `precision`.
 
     Raises:
         SourceError: the model cannot be read, or weights are missing or have the wrong shape.
@@ -193,7 +194,7 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
     set_experts(model)
     if file is not None:
         file.finish(model)
-        # Its weights are plain tensors now, and may be written as such.
+        # Its weights are plain tensors now, and training may write them.
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
@@ -205,7 +206,7 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The parts of a tokenizer that a bundle contains, as plain data."""
+    """The parts of a tokenizer for a bundle."""
 
     json: str  # the contents of tokenizer.json
     chat_template: str | None
@@ -225,7 +226,7 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        SourceError: the checkpoint has no tokenizer, or it has no fast (Rust) version.
+        SourceError: the checkpoint has no tokenizer, or only a slow one.
     """
     tokenizer = source.read("tokenizer", AutoTokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -234,7 +235,7 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
     if (file := _gguf_file(source)) is not None:
         amend_tokenizer(file, tokenizer)
     token, largest = max(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1), default=("", 0))
-    if largest >= MOST_TOKENS:  # what lists all ids would use up the memory
+    if largest >= MOST_TOKENS:  # lists over all ids would use up the memory
         raise SourceError(f"{source.name} gives the token {token!r} the id {largest:,}", CORRECT_TOKENIZER)
     special = {name: str(getattr(tokenizer, name)) for name in SPECIAL_TOKENS if getattr(tokenizer, name, None)}
     template = _chat_template(source, tokenizer.chat_template)
@@ -247,10 +248,10 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
 
 
 def _chat_template(source: Source, given: object) -> str | None:
-    """Return the chat template of a tokenizer, made of two if there is one for tools, which is for requests with tools.
+    """Return the chat template of a tokenizer. If there is another one for tools, the result contains both.
 
     Raises:
-        SourceError: it is not text, or none of several is the default.
+        SourceError: a template is not text, or there are several without a default.
     """
     named: dict[Any, Any] = given if isinstance(given, dict) else {} if given is None else {DEFAULT: given}
     if (file := _gguf_file(source)) is not None:
@@ -264,17 +265,17 @@ def _chat_template(source: Source, given: object) -> str | None:
         return next(iter(named.values()), None)
     if DEFAULT not in named:
         names = ", ".join(sorted(map(str, named)))
-        raise SourceError(f"{source.name} has the chat templates {names}, and no {DEFAULT}", f"call one of them {DEFAULT}")
+        raise SourceError(f"{source.name} has the chat templates {names}, and no {DEFAULT}", f"name one of them {DEFAULT}")
     return with_tools(named[DEFAULT], named[TOOL_USE]) if TOOL_USE in named else named[DEFAULT]
 
 
 def _is_text(value: object) -> bool:
-    """Return whether a value of JSON is text that UTF-8 can hold: half a surrogate pair is none."""
+    """Return whether a JSON value is text that UTF-8 can encode, without half a surrogate pair."""
     return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
 
 
 def _has(source: Source, name: str) -> bool:
-    """Return whether a checkpoint has a file; without a connection, whether it was downloaded."""
+    """Return whether a checkpoint has a file, or without a connection, whether it was downloaded."""
     try:
         return source.file(name) is not None
     except SourceError:
@@ -282,13 +283,13 @@ def _has(source: Source, name: str) -> bool:
 
 
 def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Generation:
-    """Return the end-of-text ids from the generation configuration, or else from the model's, or else from the tokenizer."""
+    """Return the end-of-text ids from the generation configuration, the model's configuration, or the tokenizer."""
     configs = (model.generation_config, model.config, model.config.get_text_config())
     declared = [getattr(config, "eos_token_id", None) for config in configs]
     eos = next((eos for eos in (*declared, tokenizer.eos_token_id) if eos is not None), None)
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if wrong := [each for each in ids if not isinstance(each, int) or isinstance(each, bool)]:
         raise SourceError(
-            f"texts of {model.name_or_path} end with {wrong[0]!r:.50} (eos_token_id), not a token's id", CORRECT_CONFIG
+            f"texts of {model.name_or_path} end with {wrong[0]!r:.50} (eos_token_id), which is not a token id", CORRECT_CONFIG
         )
     return Generation(eos_token_ids=ids, special_tokens=tokenizer.special_tokens)

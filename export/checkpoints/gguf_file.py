@@ -1,8 +1,8 @@
-"""Reads what a GGUF file says about its model, and makes transformers' configuration say the same.
+"""Read the metadata of a GGUF file, and make transformers' configuration agree with it.
 
-transformers reads the tensors, and some of the metadata; the rest it leaves to defaults of the architecture. Here, each key and
-each tensor of the file is either what the configuration has, put into it, known to change nothing, or refused by name. Names
-of keys and tensors are those of the package `gguf`; what they mean is in llama.cpp's `llama-model.cpp` and `llama-vocab.cpp`.
+transformers reads the tensors and some of the metadata. For the rest it uses defaults of the architecture. Here, every key and
+tensor of the file agrees with the configuration, is put into it, is known to have no effect, or is refused by name. The package
+`gguf` defines the names of keys and tensors; llama.cpp's `llama-model.cpp` and `llama-vocab.cpp` define their meaning.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from outrider.engines.arrays import Floats
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
-from outrider.export.checkpoints.source import MOST
+from outrider.export.checkpoints.source import MOST, reason_of
 
-# Entries of a configuration by what the file calls them; the first that a configuration has is meant.
+# The entries of a configuration for each key of the file. The first entry that a configuration has counts.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads", "n_head"),
     "attention.head_count_kv": ("num_key_value_heads",),
@@ -56,8 +56,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "use_parallel_residual": ("use_parallel_residual",),
     "vocab_size": ("vocab_size",),
 }
-SHAPES = {"vocab_size", "embedding_length"}  # of tensors: they cannot be another's
-# What llama.cpp takes for granted where a file does not say it, so that saying it changes nothing.
+SHAPES = {"vocab_size", "embedding_length"}  # sizes of tensors, which no configuration can change
+# llama.cpp's defaults. A key with this value has no effect.
 USUAL: dict[str, Any] = {
     "attention.causal": True,
     "expert_weights_scale": 1.0,
@@ -65,27 +65,27 @@ USUAL: dict[str, Any] = {
     "pooling_type": 0,
     "expert_count": 0,
 }
-# What is read elsewhere: by transformers where it builds the configuration, by `_rope` here, or by tools.
+# Keys that transformers reads when it builds the configuration, that `_rope` reads, or that only tools read.
 ELSEWHERE = re.compile(
     r"block_count|nextn_predict_layers|rope\.(dimension_(count|sections)|freq_base|scal(e_linear|ing\.(type|factor|finetuned|"
     r"original_context_length|attn_factor|yarn_(ext_factor|attn_factor|beta_fast|beta_slow))))|ssm\.inner_size|tensor_data_layout"
 )
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Tokens that end an answer whatever the file says of them, as in llama.cpp. Those of code with a hole (FIM) are left out.
+# Tokens that always end an answer, as in llama.cpp, without the tokens for fill-in-the-middle.
 ENDS = {
     "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
     "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|return|>", "<|call|>",
     "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }  # fmt: skip
-HARMONY = {"<|return|>", "<|call|>"}  # with both, <|end|> is only the end of a message
-FREQUENCIES = "rope_freqs.weight"  # what each rotary frequency is divided by
-AGAIN = "export the Hugging Face checkpoint that the file was made of"
+HARMONY = {"<|return|>", "<|call|>"}  # if both exist, <|end|> only ends a message
+FREQUENCIES = "rope_freqs.weight"  # divisors of the rotary frequencies
+AGAIN = "export the Hugging Face checkpoint that the file was made from"
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The metadata of a GGUF file, and its tensors' names and numbers of elements."""
+    """The metadata of a GGUF file, and the names and sizes of its tensors."""
 
     name: str
     architecture: str
@@ -95,29 +95,28 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read a file, or return what was read if it is the same: a vocabulary of 150,000 tokens takes some seconds.
+        """Read a file, unless it was read before and did not change: a vocabulary of 150,000 tokens takes seconds.
 
         Raises:
-            UnsupportedModelError: it is one part of several.
-            SourceError: it cannot be read.
+            UnsupportedModelError: the file is one part of several.
+            SourceError: the file cannot be read.
         """
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
 
     def amend(self, config: Any) -> None:
-        """Make a configuration that transformers read from the file say what the file says.
+        """Make the configuration that transformers read from the file agree with the file.
 
         Raises:
-            UnsupportedModelError: the file says what cannot be put into it.
-            SourceError: a value has another type than its key, or is impossible.
+            UnsupportedModelError: the file has a value that the configuration cannot have.
+            SourceError: a value has the wrong type or is impossible.
         """
         try:
             self._amend(config)
         except OutriderError:
             raise
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise SourceError(f"the metadata of {self.name} are impossible: {reason[:300]}", AGAIN) from error
+            raise SourceError(f"the metadata of {self.name} is impossible: {reason_of(error)}", AGAIN) from error
 
     def _amend(self, config: Any) -> None:
         text = config.get_text_config()
@@ -125,7 +124,7 @@ class GgufFile:
             if not ELSEWHERE.fullmatch(key):
                 self._apply(text, key, value)
         if self.architecture == "llama" and "attention.sliding_window" not in self._own():
-            text.sliding_window = None  # of a file that is called Mistral, transformers makes another class with a window
+            text.sliding_window = None  # for a file named Mistral, transformers uses another class, with a window
         self._rope(text)
         if getattr(text, "query_pre_attn_scalar", None) is not None:  # no key has it: `gemma2.cpp`, `gemma3.cpp`
             largest = text.num_hidden_layers == LAYERS_OF_27B.get(self.architecture)
@@ -139,10 +138,10 @@ class GgufFile:
         config.eos_token_id = text.eos_token_id = list(dict.fromkeys(int(each) for each in (*ids, *listed) if each is not None))
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Do what a configuration cannot say: divide the rotary frequencies of a loaded model.
+        """Divide the rotary frequencies of a loaded model, which no configuration can describe.
 
         Raises:
-            UnsupportedModelError: the file has tensors that the model has not.
+            UnsupportedModelError: the file has tensors that the model does not have.
         """
         self._check_tensors(model)
         if self.frequencies is None:
@@ -160,9 +159,9 @@ class GgufFile:
         return {key.removeprefix(start): value for key, value in self.metadata.items() if key.startswith(start)}
 
     def _apply(self, text: Any, key: str, value: Any) -> None:
-        """Put the value of one key into the configuration, if that says something else."""
+        """Put the value of one key into the configuration, if it differs."""
         name = next((each for each in SETTINGS.get(key, ()) if getattr(text, each, None) is not None), None)
-        if isinstance(value, list):  # one for each layer: where they differ, transformers must know the architecture
+        if isinstance(value, list):  # one per layer: if they differ, transformers has to know the architecture
             if len({*value}) > 1:
                 if name is None or getattr(text, name) != max(value):
                     raise self._unknown(key, value)
@@ -177,7 +176,7 @@ class GgufFile:
             setattr(text, name, value)
 
     def _rope(self, text: Any) -> None:
-        """Put the scaling of rotary embeddings into the configuration: `llama_model_base::load_hparams` and `rope_yarn`."""
+        """Put the scaling of rotary embeddings into the configuration, as in llama.cpp's `load_hparams` and `rope_yarn`."""
         own = self._own()
         entry = getattr(text, "rope_parameters", None)
         if entry is not None and "full_attention" in entry:  # the layers with a window keep theirs
@@ -192,7 +191,7 @@ class GgufFile:
         kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own or factor != 1 else "none")
         scaled = kind != "none" and (kind != "linear" or factor != 1)
         odd = ["rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"] if scaled else []
-        odd += ["rope.scaling.attn_factor"] if kind != "yarn" else []  # others scale no more than the frequencies
+        odd += ["rope.scaling.attn_factor"] if kind != "yarn" else []  # the other kinds only scale frequencies
         for key in odd:
             if not _same(own.get(key, 1.0), 1.0):
                 raise self._unknown(key, own[key])
@@ -213,9 +212,9 @@ class GgufFile:
         entry.update(scaling)
 
     def _check_tensors(self, model: PreTrainedModel) -> None:
-        """Refuse a file with tensors that no part of the model was made of: transformers leaves them out in silence."""
+        """Refuse a file with tensors that the model does not use: transformers ignores them silently."""
         own = self._own()
-        layers = int(own.get("block_count", 0))  # those that predict further tokens included, which are not the model's
+        layers = int(own.get("block_count", 0))  # including MTP layers, which are not part of the model
         decoding = layers - int(own.get("nextn_predict_layers", 0))
         left = {name: count for name, count in self.tensors.items() if name != FREQUENCIES and _layer(name) < decoding}
         beyond = [name for name in self.tensors if _layer(name) >= layers]
@@ -224,7 +223,7 @@ class GgufFile:
             known = {gguf.TENSOR_NAMES[each] for arch in archs for each in gguf.MODEL_TENSORS[arch]}
             strange = [*beyond, *(name for name in left if _pattern(name) not in known), *left]
             raise UnsupportedModelError(
-                f"{self.name} has tensors that {type(model).__name__} has not; {strange[0]} is one, or among them", AGAIN
+                f"{self.name} has tensors that {type(model).__name__} does not have, such as {strange[0]}", AGAIN
             )
 
     def _unknown(self, key: str, value: object) -> UnsupportedModelError:
@@ -232,7 +231,7 @@ class GgufFile:
         return UnsupportedModelError(f"{self.name} has {full} = {str(value)[:80]}, which outrider does not know there", AGAIN)
 
 
-@functools.lru_cache(maxsize=2)  # of a target and its draft
+@functools.lru_cache(maxsize=2)  # for a target and its draft
 def _read(path: Path, *_: int) -> GgufFile:
     try:
         reader = gguf.GGUFReader(path)
@@ -248,8 +247,7 @@ def _read(path: Path, *_: int) -> GgufFile:
     except MemoryError:
         raise
     except Exception as error:  # a damaged file raises errors of any type
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise SourceError(f"cannot read the metadata of {path.name}: {reason[:300]}", "download it again") from error
+        raise SourceError(f"cannot read the metadata of {path.name}: {reason_of(error)}", "download it again") from error
     if parts > 1:
         raise UnsupportedModelError(
             f"{path.name} is one of {parts} files of a model", "merge them with llama.cpp's llama-gguf-split --merge"
@@ -268,5 +266,5 @@ def _pattern(tensor: str) -> str:
 
 def _same(ours: object, theirs: object) -> bool:
     if isinstance(ours, int | float) and isinstance(theirs, int | float):
-        return math.isclose(ours, theirs, rel_tol=1e-6)  # the file's are fp32
+        return math.isclose(ours, theirs, rel_tol=1e-6)  # the file has fp32 numbers
     return ours == theirs

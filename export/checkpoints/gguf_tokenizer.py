@@ -1,6 +1,6 @@
-"""Makes the tokenizer that transformers reads from a GGUF file do what the file says, or refuses the file by the key's name.
+"""Make the tokenizer that transformers reads from a GGUF file agree with the file, or refuse the file by the key's name.
 
-Keys are those of the package `gguf`; what they mean is in llama.cpp's `llama-vocab.cpp` (`llama_vocab::impl::load`, and the
+The package `gguf` defines the keys; llama.cpp's `llama-vocab.cpp` defines their meaning (`llama_vocab::impl::load` and the
 expressions of `llm_tokenizer_bpe`).
 """
 
@@ -16,7 +16,7 @@ from outrider.export.checkpoints.gguf_file import AGAIN, GgufFile
 START = "tokenizer."
 TEXTS = f"{START}chat_template", f"{START}huggingface.", f"{START}rwkv.world"  # for other readers, or read with the template
 BYTE_PAIRS, SENTENCEPIECE = "gpt2", "llama"  # values of tokenizer.ggml.model
-# What transformers or this module reads, or another part of export, or what only other tasks than writing on need.
+# Keys that transformers, this module or another part of `export` reads; and keys for tasks other than generation.
 READ = {
     *("model", "pre", "tokens", "scores", "token_type", "merges", "precompiled_charsmap", "remove_extra_whitespaces"),
     *("add_bos_token", "add_eos_token", "add_space_prefix", "bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"),
@@ -27,21 +27,21 @@ UNUSED = {
     *("prefix_token_id", "suffix_token_id", "middle_token_id"),
     *(f"fim_{each}_token_id" for each in ("pre", "suf", "mid", "pad", "rep", "sep")),
 }
-# Names of tokenizer.ggml.pre whose texts are split as GPT-2's; and those that take each digit by itself before.
+# Values of tokenizer.ggml.pre that split texts as GPT-2 does, and values that first split off each digit.
 AS_GPT2 = {
     *("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "mpt", "olmo", "jais", "trillion", "granite-docling"),
     *("jina-es", "jina-de", "jina-v1-en", "jina-v2-code", "jina-v2-es", "jina-v2-de", "roberta-bpe"),
 }
 DIGITS_FIRST = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"}
-# Those that begin with the first token where the file does not say it, and whose tokens need no merges.
+# Values with a first token even if the file does not say so, whose tokens need no merges.
 AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 
 
 def amend_tokenizer(file: GgufFile, tokenizer: Any) -> None:
-    """Make a tokenizer that transformers read from the file split texts, and begin them, as the file says.
+    """Make the tokenizer that transformers read from the file split and begin texts as the file says.
 
     Raises:
-        UnsupportedModelError: the file says what cannot be put into it.
+        UnsupportedModelError: the file has a value that the tokenizer cannot have.
     """
     said = {key.removeprefix(f"{START}ggml."): value for key, value in file.metadata.items() if key.startswith(START)}
     for name, value in said.items():
@@ -67,7 +67,7 @@ def amend_tokenizer(file: GgufFile, tokenizer: Any) -> None:
 
 
 def _begins_with_space(backend: Any) -> bool:
-    """Return whether a tokenizer reads a text as if a space were before it."""
+    """Return whether a tokenizer adds a space before a text."""
     text = "x" if backend.normalizer is None else backend.normalizer.normalize_str("x")
     pieces = [text] if backend.pre_tokenizer is None else [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
     return "".join(pieces) != "x"

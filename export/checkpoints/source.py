@@ -1,6 +1,6 @@
-"""Where a checkpoint is: a Hugging Face folder, a hub id, or a GGUF file.
+"""The location of a checkpoint: a Hugging Face folder, a hub id, or a GGUF file.
 
-Nothing here imports torch or transformers, so that a wrong path is an error at once.
+Nothing here imports torch or transformers, so that a wrong path fails at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from outrider.errors import OutriderError, SourceError
 
-EAGLE3, PEAGLE = "eagle3", "peagle"  # as speculators calls them
+EAGLE3, PEAGLE = "eagle3", "peagle"  # speculators' names
 BLOCKS = ("dflash", "dspark")
-MTP = "mtp"  # what `--draft` calls the head in the target's own checkpoint
-NONE = "none"  # what it calls no draft at all
-MASK_TOKEN = "pard_token"  # in the configuration of a parallel draft, which thereby says what it is
+MTP = "mtp"  # the value of `--draft` for the MTP head in the target's checkpoint
+NONE = "none"  # the value of `--draft` for no draft
+MASK_TOKEN = "pard_token"  # the key that marks the configuration of a parallel draft
 AGAIN = "download the checkpoint again"
 CORRECT_CONFIG = "correct the checkpoint's config.json and generation_config.json, or download it again"
 COUNTED, MOST = ("num_", "n_layer"), 2**16
@@ -27,7 +27,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The location of a checkpoint, in the terms of `from_pretrained`."""
+    """The location of a checkpoint, as arguments of `from_pretrained`."""
 
     name: str  # for the manifest: the hub id, or the last part of a path
     location: str
@@ -38,7 +38,7 @@ class Source:
         """Parse the path of a folder or GGUF file, or a hub id.
 
         Raises:
-            SourceError: it is neither a folder, nor a GGUF file, nor a hub id.
+            SourceError: the text is none of these.
         """
         path = Path(text)
         try:
@@ -61,7 +61,7 @@ class Source:
         return cls(text, text, {})
 
     def file(self, name: str) -> Path | None:
-        """Return the path of one of the checkpoint's files, which may have to be downloaded; None if it has no such file.
+        """Return the path of one of the checkpoint's files, perhaps after a download; None if there is no such file.
 
         Raises:
             SourceError: the hub cannot be reached.
@@ -86,11 +86,11 @@ class Source:
         return None if path is None else Path(path)
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of config.json; of a GGUF file, which has none, nothing.
+        """Return the contents of config.json; an empty dictionary for a GGUF file.
 
         Raises:
-            SourceError: it is missing or is no JSON object, or has so many layers, heads, experts or labels that their objects
-                would use up the memory.
+            SourceError: the file is missing or has no JSON object, or its numbers of layers, heads, experts or labels would use
+                up the memory.
         """
         config = {} if self.options else self.object("config.json")
         if config is None:
@@ -101,17 +101,17 @@ class Source:
         return config
 
     def object(self, name: str) -> dict[str, Any] | None:
-        """Return what one of the checkpoint's files has, an object in JSON; None if there is no such file.
+        """Return the JSON object in one of the checkpoint's files; None if there is no such file.
 
         Raises:
-            SourceError: it cannot be read, or has something else.
+            SourceError: the file cannot be read, or has no JSON object.
         """
         path = self.file(name)
         if path is None:
             return None
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # JSON can spell half a character
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # JSON can contain half a surrogate pair
         except (OSError, ValueError, RecursionError) as error:
             raise SourceError(f"cannot read the {name} of {self.name}: {error}", AGAIN) from error
         if not isinstance(value, dict):
@@ -119,10 +119,10 @@ class Source:
         return value
 
     def drafting_role(self) -> str:
-        """Return how the checkpoint drafts, as its configuration has it: the role of `bundle.manifest.ROLES` that it gets.
+        """Return the checkpoint's role as a draft, one of `bundle.manifest.ROLES`, according to its configuration.
 
         Raises:
-            SourceError: it has no configuration.
+            SourceError: there is no configuration.
         """
         config = self.config()
         kind, architectures = config.get("speculators_model_type"), str(config.get("architectures")).lower()
@@ -135,26 +135,32 @@ class Source:
         return "parallel-draft" if MASK_TOKEN in config else "draft"
 
     def read(self, what: str, loader: Any, **options: Any) -> Any:
-        """Call `loader.from_pretrained` on this source; every failure becomes a `SourceError` that names the source."""
+        """Call `loader.from_pretrained` on this source, and turn every failure into a `SourceError` that names the source."""
         try:
             return loader.from_pretrained(self.location, **self.options, **options, trust_remote_code=False)
         except (OutriderError, MemoryError):
             raise
-        except BaseException as error:  # those of transformers, safetensors, gguf and the hub client share no base class
+        except BaseException as error:  # transformers, safetensors, gguf and the hub client have no common base class
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, which no module exports
                 raise
-            reason = " ".join(str(error).split()) or type(error).__name__
-            if not Path(self.location).exists():
+            if isinstance(error, ImportError):
+                hint = "install the package that the message names"
+            elif not Path(self.location).exists():
                 hint = "check the path, or the hub id and the connection to the hub"
             elif self.options:
-                hint = "export the Hugging Face checkpoint that the GGUF file was made of; transformers reads few architectures"
+                hint = "export the Hugging Face checkpoint behind the file; transformers reads few architectures from GGUF"
             else:
                 hint = "check that the checkpoint is complete, and that transformers supports its model type"
-            raise SourceError(f"cannot read the {what} of {self.name}: {reason[:300]}", hint) from error
+            raise SourceError(f"cannot read the {what} of {self.name}: {reason_of(error)}", hint) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error of another library says, in one line of at most 300 characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 def _entries(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of an object in JSON and of the objects in it."""
+    """Yield the entries of a JSON object and of the objects in it."""
     for key, each in value.items():
         yield key, each
         if isinstance(each, dict):

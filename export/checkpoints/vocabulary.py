@@ -1,4 +1,4 @@
-"""Check that a token id means the same token in draft and target."""
+"""Check that draft and target have the same tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from outrider.errors import VocabularyMismatchError
 def check_same_vocabulary(target: dict[int, str], draft: dict[int, str]) -> int:
     """Compare two vocabularies (tokens by id), and return the number of tokens.
 
-    Heads may be padded to different sizes, because padding rows are not tokens.
+    Output heads may be padded to different sizes, because padding rows are not tokens.
 
     Raises:
-        VocabularyMismatchError: the tokens of an id differ; the message names the first such id.
+        VocabularyMismatchError: an id has different tokens; the message names the first such id.
     """
     for index in sorted(target.keys() | draft.keys()):
         if target.get(index) != draft.get(index):

@@ -1,1 +1,1 @@
-"""Makes ONNX graphs of modules."""
+"""Make ONNX graphs from PyTorch modules."""

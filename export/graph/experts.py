@@ -1,7 +1,7 @@
-"""Experts of a mixture with weights of int4 or int8, as a function of an ONNX graph, of standard operators alone.
+"""Experts of a mixture with int4 or int8 weights, as an ONNX function that uses only standard operators.
 
-Only the weights of chosen experts are read and dequantized. A backend with a kernel of its own replaces the definition, as it
-does for recurrences.
+Only the weights of the chosen experts are read and dequantized. A backend with its own kernel replaces the definition, as for
+recurrences.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from torch import nn
 from torch.onnx.ops import symbolic
 
 from outrider.engines.contract import DOMAIN, EXPERTS
-from outrider.export.graph.recurrence import OPSETS
+from outrider.export.graph.recurrence_functions import OPSETS
 
 NO_LIMIT = float(torch.finfo(torch.float32).max)
 
 
 class Gate(NamedTuple):
-    """How experts join the two halves of their first product: min(gate, limit) sigmoid(alpha min(gate, limit)) (u + beta),
-    where u is the other half, clipped to -limit..limit."""
+    """How experts combine the two halves of their first product: min(gate, limit) sigmoid(alpha min(gate, limit)) (u + beta).
+
+    u is the other half, clipped to -limit..limit.
+    """
 
     alpha: float
     beta: float
@@ -34,9 +36,9 @@ class Gate(NamedTuple):
 
 
 def gate_of(experts: nn.Module) -> Gate | None:
-    """Return the gate of a module of experts, or None if it has none of this kind.
+    """Return the gate of a module of experts, or None for other kinds of gates.
 
-    It is found by trying: families define theirs in code.
+    Model families define their gates in code, so this function compares results.
     """
     if not getattr(experts, "has_gate", False) or getattr(experts, "has_post_expert_norm", True):
         return None
@@ -47,7 +49,7 @@ def gate_of(experts: nn.Module) -> Gate | None:
     width = 64
     sample = 8 * torch.randn(8, 2 * width, generator=torch.Generator().manual_seed(0))
     halves = (sample[:, :width], sample[:, width:]) if experts.is_concatenated else (sample[:, ::2], sample[:, 1::2])
-    wanted = experts._apply_gate(sample)  # type: ignore[operator]  # of transformers' decorator
+    wanted = experts._apply_gate(sample)  # type: ignore[operator]  # from transformers' decorator
     return next((gate for gate in gates if torch.allclose(gate(*halves), wanted, rtol=1e-5, atol=1e-6)), None)
 
 
@@ -60,8 +62,7 @@ class Stack(NamedTuple):
 
 
 class BlockExperts(nn.Module):
-    """Experts in which each block of inputs has one scale per output. The outputs of the gate and of what it multiplies
-    alternate."""
+    """Experts whose weights have one scale per output for each block of inputs. The outputs of the two halves alternate."""
 
     def __init__(self, gate_up: Stack, down: Stack, gate: Gate, bits: int):
         super().__init__()
@@ -78,7 +79,7 @@ class BlockExperts(nn.Module):
 
     @property
     def weights(self) -> int:
-        """How many weights were rounded."""
+        """The number of rounded weights."""
         return sum(stack.packed.numel() for stack in self.stacks) * 8 // self.bits
 
     def forward(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -86,8 +87,8 @@ class BlockExperts(nn.Module):
 
         Args:
             rows: float32 [S, H].
-            chosen: int64 [S, k], the experts.
-            weights: float32 [S, k], theirs.
+            chosen: int64 [S, k], the ids of the experts.
+            weights: float32 [S, k], the weights of the experts' outputs.
         """
         gate_up, down = self.stacks
         if torch.compiler.is_exporting():
@@ -120,7 +121,7 @@ def packed(quantized: torch.Tensor, bits: int) -> torch.Tensor:
     return shifted if bits == 8 else pairs
 
 
-UNPACKED = {  # in floats: not every backend shifts bytes as ONNX does
+UNPACKED = {  # with floats, because not every backend shifts bytes as ONNX does
     8: "numbers = Identity (floats)",
     4: """sixteen = Constant <value_float: float = 16.0> ()
   quotients = Div (floats, sixteen)
@@ -202,7 +203,7 @@ FUNCTION = """
 
 
 def functions(name: str) -> list[ir.Function]:
-    """Return the definition of the experts' function of that name, and of what it calls."""
+    """Return the definitions of the experts' function with this name and of the functions that it calls."""
     (bits,) = (bits for bits, each in EXPERTS.items() if each == name)
     names = {"domain": DOMAIN, "opsets": OPSETS, "name": name}
     texts = [

@@ -1,7 +1,7 @@
-"""What stands in for functions of torch and transformers while a model is traced: what ONNX lacks, and what would give a row
-other bits among others.
+"""Replaces functions of torch and transformers during a trace.
 
-A model that calls another such function needs an entry in `FUNCTIONS`, `METHODS` or `TORCH`, and nothing else.
+Some have no equivalent in ONNX. Others would give a row different bits depending on the number of rows. A model that calls
+another such function only needs an entry in `FUNCTIONS`, `METHODS` or `TORCH`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Complex:
     """Complex numbers as pairs of real ones, with the operations of rotary embeddings (DeepSeek-V2, Llama-4)."""
 
     def __init__(self, pairs: torch.Tensor):
-        """Keep [..., 2], real and imaginary parts."""
+        """Keep real and imaginary parts [..., 2]."""
         self._pairs = pairs
 
     def __mul__(self, other: Any) -> Complex:
@@ -44,22 +44,22 @@ class Complex:
 
     @staticmethod
     def polar(radius: torch.Tensor, angle: torch.Tensor) -> Complex:
-        """Stand in for `torch.polar`."""
+        """Replace `torch.polar`."""
         return Complex(torch.stack((radius * angle.cos(), radius * angle.sin()), -1))
 
     def as_real(self) -> torch.Tensor:
-        """Stand in for `torch.view_as_real`."""
+        """Replace `torch.view_as_real`."""
         return self._pairs
 
 
 def _gaussian_topk(mlp: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Stand in for a method of Gemma-3n's MLP, which takes the inverse error function of a constant."""
+    """Replace a method of Gemma-3n's MLP, which computes the inverse error function of a constant."""
     mean, deviation = inputs.mean(-1, keepdim=True), inputs.std(-1, keepdim=True, unbiased=False)
     return torch.relu(inputs - (mean + deviation * NormalDist().inv_cdf(mlp.activation_sparsity)))
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {}  # `export/graph/recurrent.py` adds its own
-"""What stands in for transformers' functions, by their names in the modules of the models."""
+FUNCTIONS: dict[str, Callable[..., Any]] = {}  # `export/graph/recurrent_layers.py` adds its own
+"""Replacements for transformers' functions, by their names in the modules of the models."""
 
 METHODS: dict[str, Callable[..., Any]] = {"_gaussian_topk": _gaussian_topk}
 """The same for methods, by their names in the classes of a model's layers."""
@@ -70,7 +70,7 @@ TORCH: dict[str, Callable[..., Any]] = {"polar": Complex.polar, "view_as_complex
 
 @contextmanager
 def replaced(model: PreTrainedModel) -> Iterator[None]:
-    """Put our functions in the places of those that the model's layers call."""
+    """Replace the functions that the model's layers call."""
     classes = {type(each) for each in model.modules()}
     modules = {sys.modules[kind.__module__] for kind in classes}
     places: list[tuple[Any, str, Callable[..., Any]]] = [(torch, name, ours) for name, ours in TORCH.items()]

@@ -1,17 +1,18 @@
-"""Samplers as ONNX graphs, which turn logits into tokens next to the model on any backend.
+"""Samplers as ONNX graphs. They turn logits into tokens next to the model, on any backend.
 
 For every row x of logits (the tensors are in `engines.samplers`):
 
 1. *Edits*: bias, bans and penalties, as in vLLM and in its order. A row sees the draft tokens before it.
-2. *Warping*: e = exp((x - max x) / temperature). The tokens with e >= min_p are kept, of these the top_k greatest, and of these
-   the fewest whose share reaches top_p. Tokens equal to the last kept one are kept too. Then p = w / sum w, where w is e for
-   kept tokens and 0 for the others.
-3. *Drawing*: by the inverse CDF in two levels, first a block of 256 tokens and then a token of the block, each with a uniform
-   number of its own. This makes fp32 exact enough for any vocabulary, and a token of weight 0 is never drawn.
+2. *Warping*: e = exp((x - max x) / temperature). The tokens with e >= min_p are kept; among these the top_k greatest; among
+   these the fewest whose share reaches top_p. Tokens equal to the last kept one are kept too. Then p = w / sum w, where w is e
+   for kept tokens and 0 for the others.
+3. *Drawing*: by the inverse CDF in two levels: first a block of 256 tokens, then a token of the block, each with its own
+uniform
+   number. This makes fp32 exact enough for any vocabulary, and a token of weight 0 is never drawn.
 4. *Accepting*, by one of two rules. Rejection: a token d drawn from q is accepted if u q(d) < p(d). Otherwise the target's own
    token is drawn from max(0, p - q), and after the last draft token from p (Leviathan et al. 2023, algorithm 1; Chen et al.
    2023, theorem 1). Exact match: the target's own token is drawn from p, and d is accepted if it is the same token. At
-   temperature 0, both rules accept d if it is the most likely token; the `greedy_` graphs do only that.
+   temperature 0, both rules accept d if it is the most likely token. The `greedy_` graphs do only that.
 
 The graphs use only operators that TensorRT supports: no NonZero, Multinomial, CumProd, scatter with a reduction, If or Loop.
 The number of candidates for TopK is an input, because TensorRT's limit is 3840.
@@ -61,14 +62,14 @@ class Graph:
         return self.op.Cast(x, to=FLOAT)
 
     def count(self, x: Value, axis: int) -> Value:
-        """Count the true booleans along `axis`, which is kept with size 1."""
+        """Count true values along `axis`, and keep the axis with size 1."""
         return self.op.ReduceSum(self.op.Cast(x, to=INT64), [axis], keepdims=1)
 
     def edit(self, logits: Value, drafted: Value, row: Value, inputs: dict[str, Value], settings: dict[str, Value]) -> Value:
-        """Return logits [B, S, V] with bias, bans and penalties; `row` [S] is how many of drafted [B, D] each row sees."""
+        """Return logits [B, S, V] with bias, bans and penalties; row s sees the first `row[s]` of the drafted tokens [B, D]."""
         op = self.op
         table_ids, table = inputs["edit_ids"], inputs["edits"]
-        # The edits of the draft tokens themselves, if the table has them.
+        # The edits of the draft tokens, if the table has any.
         entry = self.indices(self.size(table_ids, 1))
         listed = op.Equal(op.Unsqueeze(drafted, [2]), op.Unsqueeze(table_ids, [1]))  # [B, D, N]
         index = op.ReduceMax(op.Where(listed, entry, op.Constant(value_int=-1)), [2], keepdims=1)  # [B, D, 1]
@@ -77,7 +78,7 @@ class Graph:
         ids = op.Concat(table_ids, drafted, axis=1)  # [B, M], M = N + D
         values = op.Transpose(op.Concat(table, looked_up, axis=1), perm=[0, 2, 1])  # [B, 4, M]
         bias, count, seen, banned_rows = op.Split(values, [1, 1, 1, 1], axis=1, _outputs=4)  # [B, 1, M]
-        # How often each of them occurs among the draft tokens before each row.
+        # How often each token occurs among the draft tokens before each row.
         place = op.Unsqueeze(row, [0, 2])  # [1, S, 1]
         before = self.floats(op.Less(self.indices(self.size(drafted, 1)), place))  # [1, S, D]
         same = self.floats(op.Equal(op.Unsqueeze(drafted, [2]), op.Unsqueeze(ids, [1])))  # [B, D, M]
@@ -106,10 +107,11 @@ class Graph:
         kth = op.Expand(op.Sub(op.Min(op.Max(top_k, [1]), size), [1]), rows)
         kth = op.Where(op.Greater(top_k, [0]), op.GatherElements(best, kth, axis=2), 0.0)
         floor = op.Max(kth, settings["min_p"])  # [B, S, 1]
-        # Drop what is below instead of keeping what is above, so that NaN stays in the weights, and the state shows it.
+        # Drop tokens below the floor instead of keeping tokens above it, so that NaN stays in the weights and the state shows
+        # it.
         total = op.ReduceSum(op.Where(op.Less(e, floor), 0.0, e), [2], keepdims=1)
         share = op.CumSum(op.Where(op.Less(best, floor), 0.0, best), op.Constant(value_int=2))
-        short = self.count(op.Less(share, op.Mul(top_p, total)), 2)  # candidates whose share does not reach top_p yet
+        short = self.count(op.Less(share, op.Mul(top_p, total)), 2)  # candidates before the share reaches top_p
         last = op.GatherElements(best, op.Min(short, op.Sub(size, [1])), axis=2)
         limited = op.Less(top_p, 1.0)
         floor = op.Max(floor, op.Where(limited, last, 0.0))
@@ -117,28 +119,28 @@ class Graph:
         beyond = op.Or(op.Greater(top_k, size), op.And(limited, op.Equal(short, size)))
         wide = op.And(beyond, op.Less(size, [self.vocab_rows]))
         total = op.ReduceSum(weights, [2], keepdims=1)
-        finite = op.Less(total, LARGEST)  # false for NaN, too
+        finite = op.Less(total, LARGEST)  # also false for NaN
         state = op.Where(finite, op.Where(wide, [MORE_CANDIDATES], [DECIDED]), [NOT_FINITE])
         return weights, op.Squeeze(total, [2]), op.Squeeze(state, [2])
 
     def most_likely(self, logits: Value) -> tuple[Value, Value]:
         """Return the most likely tokens [B, S] of logits [B, S, V], and the state [B, S] of each row."""
-        finite = self.op.Less(self.op.ReduceSum(logits, [2], keepdims=0), LARGEST)  # false for NaN, too
+        finite = self.op.Less(self.op.ReduceSum(logits, [2], keepdims=0), LARGEST)  # also false for NaN
         return self.op.ArgMax(logits, axis=2, keepdims=0), self.op.Where(finite, [DECIDED], [NOT_FINITE])
 
     def accept(self, correct: Value, drafted_count: Value, row: Value) -> Value:
-        """Return how many draft tokens [B, 1] come before the first that is not `correct` [B, S].
+        """Return the number [B, 1] of draft tokens before the first one that is not `correct` [B, S].
 
-        The result is at most the number of draft tokens [B], and so below S. `row` [S] is the index of each row.
+        The result is at most the number of draft tokens [B], so it is below S. `row` [S] is the index of each row.
         """
         kept = self.op.And(correct, self.op.Less(row, self.op.Unsqueeze(drafted_count, [1])))
         failures = self.op.CumSum(self.op.Cast(self.op.Not(kept), to=INT64), self.op.Constant(value_int=1))
         return self.count(self.op.Equal(failures, [0]), 1)
 
     def verdict(self, accepted: Value, drafted: Value, own: Value, state: Value, row: Value) -> list[Value]:
-        """Return accepted, tokens, status: the accepted ones of the draft tokens [B, S], then the target's `own` token.
+        """Return accepted, tokens, status: the accepted draft tokens [B, S], then the target's `own` token.
 
-        `own` is [B, S], of which the token at that row counts, or [B, 1].
+        `own` is [B, 1], or [B, S] to use the token at the row after the accepted ones.
         """
         op = self.op
         tokens = op.Where(op.Less(row, accepted), drafted, op.Where(op.Equal(row, accepted), own, [-1]))
@@ -160,8 +162,7 @@ class Graph:
         return op.Squeeze(op.Add(op.Mul(block, [BLOCK]), inside), [2])
 
     def pick(self, weights: Value, count: int, uniforms: Value) -> Value:
-        """Return the index [B, S, 1] of the weight, among [B, S, count], into which the share `uniforms` [B, S, 1] of their sum
-        falls."""
+        """Return the index [B, S, 1] of the weight [B, S, count] at the share `uniforms` [B, S, 1] of their sum."""
         op = self.op
         index = list(range(count))
         share = op.CumSum(weights, op.Constant(value_int=2))
@@ -170,7 +171,7 @@ class Graph:
         past = op.And(positive, op.Greater(share, sought))
         first = op.ReduceMin(op.Where(past, index, [count]), [2], keepdims=1)
         last = op.ReduceMax(op.Where(positive, index, [0]), [2], keepdims=1)
-        return op.Min(first, last)  # if rounding left no share past the one sought, the last token with a weight
+        return op.Min(first, last)  # the last token with a weight, if rounding left no share above the one sought
 
 
 def drafter(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
@@ -215,7 +216,7 @@ def verifier(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
     residual = op.Max(op.Sub(w_there, op.Mul(q_there, total_there)), 0.0)
     at = op.Expand(op.Unsqueeze(accepted, [2]), [1, 1, 2])
     resampled = graph.draw(residual, op.GatherElements(drawing, at, axis=1))  # [B, 1]
-    # If p and q are equal, rounding may reject a token and leave no residual; then drawing from p itself is as correct.
+    # If p and q are equal, rounding may reject a token and leave no residual. Then drawing from p is correct too.
     has_residual = op.Greater(op.ReduceMax(residual, [2], keepdims=0), 0.0)
     rejected = op.Less(accepted, op.Unsqueeze(inputs["drafted_count"], [1]))
     use_residual = op.And(op.And(op.Not(exact), rejected), has_residual)
@@ -230,7 +231,7 @@ def greedy_drafter(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
 
 
 def greedy_verifier(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
-    """Return accepted, tokens, status: the draft tokens that are the most likely ones, and the most likely one after them."""
+    """Return accepted, tokens, status: the draft tokens that are the most likely ones, and the most likely token after them."""
     drafted = inputs["drafted"]
     row = graph.indices(graph.size(drafted, 1))
     own, state = graph.most_likely(inputs["logits"])

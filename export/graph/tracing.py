@@ -1,8 +1,8 @@
 """Turns a torch module into an ONNX program.
 
-`torch.onnx.export` captures a module, and traces the captured program a second time to decompose the operators that ONNX lacks.
+`torch.onnx.export` captures a module, and then traces the captured program again to decompose the operators that ONNX lacks.
 The second trace takes more than half of the time, and few of our modules have such operators. So the usual ones are replaced
-here, and the second trace runs only where that is not enough.
+here, and the second trace only runs if others are left.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from outrider.errors import UnsupportedModelError
+from outrider.export.checkpoints.source import reason_of
 
 OPSET = 24
 _aten = torch.ops.aten
@@ -33,13 +34,15 @@ class _Decomposed(torch.export.ExportedProgram):
 def to_onnx(
     module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], names: list[str], outputs: list[str], called: str
 ) -> torch.onnx.ONNXProgram:
-    """Trace a module with these example inputs, of these dynamic shapes.
+    """Trace a module.
 
     Args:
-        shapes: for each input a dictionary from its dynamic dimensions to their names, nested as `inputs` are.
-        names: of the inputs.
-        outputs: names of the outputs.
-        called: what messages call the module.
+        module: the module.
+        inputs: example inputs.
+        shapes: for each input, a dictionary from its dynamic dimensions to their names; nested like `inputs`.
+        names: the names of the inputs.
+        outputs: the names of the outputs.
+        called: the module's name in messages.
 
     Raises:
         UnsupportedModelError: the module does something that a graph cannot express.
@@ -56,16 +59,15 @@ def to_onnx(
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = " ".join(str(cause).split()) or type(cause).__name__
-        raise UnsupportedModelError(f"{called} cannot be expressed as one ONNX graph: {reason[:300]}") from error
-    assert program is not None  # always so with dynamo=True
+        raise UnsupportedModelError(f"{called} cannot be expressed as one ONNX graph: {reason_of(cause)}") from error
+    assert program is not None  # never None with dynamo=True
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, which contain paths of this machine
     return program
 
 
 def _dims(shapes: Any) -> Any:
-    """Return the same structure with torch's dimensions in place of names; one name is one dimension."""
+    """Return the same structure with torch's dimensions instead of names; equal names become the same dimension."""
     known: dict[str, Any] = {}
 
     def convert(part: Any) -> Any:
@@ -81,27 +83,27 @@ def _dims(shapes: Any) -> Any:
 def _without_a_second_trace(
     module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.onnx.ONNXProgram | None:
-    """Return the program, or None if it has operators that must be decomposed."""
+    """Return the program, or None if some operators have to be decomposed."""
     try:
-        with torch.no_grad():  # so that the program has no switches of gradients
+        with torch.no_grad():  # otherwise the program would switch gradients on and off
             captured = torch.export.export(module, inputs, dynamic_shapes=_dims(shapes), strict=False)
     except (MemoryError, UnsupportedModelError):
         raise
-    except Exception:  # torch.onnx.export tries more than one way, and says why none leads anywhere
+    except Exception:  # torch.onnx.export tries several strategies and reports why each failed
         return None
     if not _simplified(captured):
         return None
     captured.__class__ = _Decomposed
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the inputs have several dimensions of one name
+            warnings.simplefilter("ignore")  # several dimensions have the same name
             return torch.onnx.export(captured, dynamo=True, dynamic_shapes=shapes, **options)
     except torch.onnx.errors.OnnxExporterError:
         return None
 
 
 def _simplified(program: torch.export.ExportedProgram) -> bool:
-    """Replace what ONNX lacks by operators of the same meaning, and return whether none is left that writes to a tensor."""
+    """Replace operators that ONNX lacks by equivalent ones, and return whether no operator that writes to a tensor is left."""
     graph = program.graph_module.graph
     operators: list[Any] = [*filter(_is_operator, graph.nodes)]
     for node in operators:
@@ -112,7 +114,7 @@ def _simplified(program: torch.export.ExportedProgram) -> bool:
             return False
         node.target = getattr(getattr(_aten, name[:-1]), node.target._overloadname)
         written.replace_all_uses_with(node, lambda user, since=node: user > since)
-    for node in operators:  # now that a copy needs no memory of its own
+    for node in operators:  # nothing writes to a tensor now, so copies can go
         kind = node.target.overloadpacket
         if kind in _CASTS and node.meta["val"].dtype != node.args[0].meta["val"].dtype:
             node.target, node.args = _aten._to_copy.default, node.args[:1]
@@ -127,7 +129,7 @@ def _simplified(program: torch.export.ExportedProgram) -> bool:
 
 
 def _shares_memory(tensor: Any, at: Any) -> bool:
-    """Return whether a tensor of a graph may be a view, have one before the node `at`, or belong to the module."""
+    """Return whether a tensor may be a view, may have a view before the node `at`, or belongs to the module."""
     maker = tensor.args[0] if tensor.target is operator.getitem else tensor
     near = [maker, *(user for user in tensor.users if user < at and user.target is not operator.getitem)]
     return not all(_is_operator(each) and not any(value.alias_info for value in each.target._schema.returns) for each in near)

@@ -1,1 +1,1 @@
-"""Reads and makes draft heads."""
+"""Read draft heads and the output heads of drafts."""

@@ -1,4 +1,4 @@
-"""The decoder layers of a draft head, as a configuration describes them, and how unknown keys are refused."""
+"""Read what the configurations of all kinds of draft heads have in common, and refuse unknown keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outrider.export.checkpoints.source import AGAIN
 
 THETA = 10_000.0  # of a rotary embedding whose configuration has none
 
-T = TypeVar("T")
+WINDOW = "sliding_attention"  # the type of a layer
 Count = Annotated[int, msgspec.Meta(ge=1)]
 LayerId = Annotated[int, msgspec.Meta(ge=-1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
-# These say how the head was trained, by what, or how long its texts may be; or they repeat others.
+# These keys describe the training, limit the length of a text, or repeat other keys.
 WITHOUT_EFFECT = {
     *("auto_map", "dtype", "torch_dtype", "attention_dropout", "initializer_range", "pretraining_tp", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
@@ -34,7 +34,7 @@ ROPE_KEYS = {
 
 
 class Layers(msgspec.Struct, frozen=True, kw_only=True):
-    """The decoder layers of a head."""
+    """The decoder layers of a draft head."""
 
     hidden_size: Count
     intermediate_size: Count
@@ -59,26 +59,26 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool | None = None
 
     def windows(self) -> list[str]:
-        """Return which attention each layer has. Without a list, only a Qwen3 has windows, as in transformers."""
+        """Return each layer's type of attention. Without a list, only Qwen3 has windows, as in transformers."""
         if self.layer_types is not None:
             return self.layer_types
         full = self.num_hidden_layers
         if self.model_type == "qwen3" and self.use_sliding_window and self.sliding_window is not None:
             full = 28 if self.max_window_layers is None else self.max_window_layers
-        return ["sliding_attention" if index >= full else "full_attention" for index in range(self.num_hidden_layers)]
+        return [WINDOW if index >= full else "full_attention" for index in range(self.num_hidden_layers)]
 
     def decoder(self, name: str) -> Qwen3Config:
-        """Return the configuration of a Qwen3 with these layers, for the head of this name.
+        """Return the configuration of a Qwen3 model with these layers; messages call the head `name`.
 
         Raises:
-            UnsupportedModelError: its rotary embedding depends on the length of the text.
+            UnsupportedModelError: the rotary embedding depends on the length of the text.
         """
         heads = self.num_attention_heads
         rope = self.rope_parameters or self.rope_scaling or {}
         rope = {**rope, "rope_theta": self.rope_theta or rope.get("rope_theta") or THETA}
         kind = rope.setdefault("rope_type", rope.pop("type", "default"))
         if kind in LENGTH_DEPENDENT_ROPE:
-            raise not_known(name, f"a rotary embedding scaled by the length of the text ({kind})")
+            raise unknown(name, f"a rotary embedding scaled by the length of the text ({kind})")
         types = self.windows()
         return Qwen3Config(
             hidden_size=self.hidden_size,
@@ -95,67 +95,96 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
             rope_parameters=rope,
             layer_types=types,
             sliding_window=self.sliding_window,
-            use_sliding_window="sliding_attention" in types,
+            use_sliding_window=WINDOW in types,
             max_window_layers=0,
             tie_word_embeddings=False,
             attn_implementation="eager",
         )
 
 
-def not_known(name: str, what: str) -> UnsupportedModelError:
-    """Return the error for what a head has and this package does not know."""
+class HeadFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of a head's `config.json` that do not depend on its kind, without the keys of its layers."""
+
+    draft_vocab_size: Count | None = None
+    target_hidden_size: Count | None = None
+    tie_word_embeddings: bool | None = None
+    mask_token_id: TokenId | None = None
+    # Only in the format of speculators:
+    transformer_layer_config: dict[str, Any] | None = None
+    speculators_model_type: str | None = None
+
+
+class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of a draft head, independent of its format."""
+
+    layers: Layers
+    target_hidden_size: int  # of the target that the head was made for
+    draft_vocab: int  # the number of tokens that the head can propose
+    ids: list[int]  # the features are the inputs of these layers of the target; the default layers if empty
+    tied: bool = False  # whether the output head is the embedding
+    mask_token: int | None = None  # stands for unknown tokens in a head that drafts several tokens in one pass
+
+
+F = TypeVar("F", bound=HeadFields)
+T = TypeVar("T")
+
+
+def unknown(name: str, what: str) -> UnsupportedModelError:
+    """Return the error for a part of a head that this package does not know."""
     return UnsupportedModelError(
         f"{name} has {what}, which outrider does not know in a draft head",
-        "to ignore it would cost acceptance; report it, with the name of the checkpoint",
+        "ignoring it would lower acceptance; report it, with the name of the checkpoint",
     )
 
 
-def convert(value: Mapping[str, Any], kind: type[T], name: str) -> T:
-    """Return the value of a configuration as a struct.
-
-    Raises:
-        SourceError: a field is missing or impossible.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise SourceError(f"the configuration of {name} is not that of a draft head: {error}", AGAIN) from error
-
-
 def refuse_unknown(config: Mapping[str, Any], known: set[str], name: str) -> None:
-    """Refuse a configuration with a key that is neither in `known` nor without effect on what a head computes.
+    """Refuse a key that is neither in `known` nor without effect on what a head computes.
 
     Raises:
-        UnsupportedModelError: it has one.
+        UnsupportedModelError: the configuration has such a key.
     """
     generic = PreTrainedConfig().to_dict()
     for key, value in config.items():
         if key not in known and key not in WITHOUT_EFFECT and key not in generic and value is not None:
-            raise not_known(name, f"{key} = {json.dumps(value)[:80]}")
+            raise unknown(name, f"{key} = {json.dumps(value)[:80]}")
 
 
-def read_layers(config: Mapping[str, Any], own: Mapping[str, Any] | None, name: str, **changes: Any) -> Layers:
-    """Read the decoder layers of a head.
+def _convert(value: Mapping[str, Any], kind: type[T], name: str) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise SourceError(f"the configuration of {name} does not fit a draft head: {error}", AGAIN) from error
+
+
+def read_fields(config: Mapping[str, Any], kind: type[F], name: str, model_type: str | None = None) -> tuple[F, Layers]:
+    """Read a head's `config.json`.
 
     Args:
-        config: its `config.json`.
-        own: what that has for the layers alone, as speculators' have; None if their keys are among the others.
-        name: of the checkpoint, for messages.
-        changes: values to take instead of what it says.
+        config: the contents of the file.
+        kind: the keys of this kind of head.
+        name: the checkpoint's name, for messages.
+        model_type: overrides the type of the layers in speculators' format, unless it is None.
 
     Raises:
         SourceError: a value is missing or impossible.
-        UnsupportedModelError: they are neither Llama's nor Qwen3's, or there is an unknown key, or a rotary embedding with two
+        UnsupportedModelError: a key is unknown, the layers are neither Llama's nor Qwen3's, or the rotary embedding has two
             configurations.
     """
-    if own is not None:
-        refuse_unknown(own, {*Layers.__struct_fields__}, name)
-    found = {key: value for key, value in (config if own is None else own).items() if value is not None}
-    layers = convert(found | changes, Layers, name)
+    fields = _convert(config, kind, name)
+    known, own = {*kind.__struct_fields__}, {*Layers.__struct_fields__}
+    described: Mapping[str, Any] = config
+    if fields.transformer_layer_config is None:
+        refuse_unknown(config, known | own, name)
+    else:
+        refuse_unknown(config, known, name)
+        described = fields.transformer_layer_config
+        refuse_unknown(described, own, name)
+        described = described if model_type is None else {**described, "model_type": model_type}
+    layers = _convert({key: value for key, value in described.items() if value is not None}, Layers, name)
     if layers.model_type not in ("llama", "qwen3"):
-        raise not_known(name, f"layers of the type {layers.model_type!r}")
+        raise unknown(name, f"layers of the type {layers.model_type!r}")
     if layers.rope_parameters and layers.rope_scaling and layers.rope_parameters != layers.rope_scaling:
-        raise not_known(name, "both rope_parameters and rope_scaling")
+        raise unknown(name, "both rope_parameters and rope_scaling")
     for key in {*(layers.rope_parameters or ()), *(layers.rope_scaling or ())} - ROPE_KEYS:
-        raise not_known(name, f"the key {key} of a rotary embedding")
-    return layers
+        raise unknown(name, f"the key {key} of a rotary embedding")
+    return fields, layers

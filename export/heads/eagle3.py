@@ -1,24 +1,23 @@
 """EAGLE-3 draft heads: read a checkpoint in any of its formats, and build the head from the layers of transformers.
 
-A head takes h = fc(features), where the features of a position are what enters some layers of the target, side by side, and the
-embedding e of the next token. With every norm an RMSNorm:
+A head reads h = fc(hidden states) and the embedding e of the next token. The hidden states of a position are the inputs of some
+layers of the target, concatenated. All norms are RMSNorms:
 
     x = [input_layernorm(e), hidden_norm(h)]        r = h, or hidden_norm(h) with `norm_before_residual`
     h' = r + attention(x)                           h'' = h' + mlp(post_attention_layernorm(h'))
-    logits = lm_head(norm(h''))                     the next draft step takes h'', or norm(h'') with `norm_output`, for its h
+    logits = lm_head(norm(h''))                     h of the next draft step is h'', or norm(h'') with `norm_output`
 
-Further layers are ordinary ones. `norm_before_fc` is a norm over all features before fc, `fc_norm` one for each of them. What
-takes part in fc belongs to the target's graph, where it is computed once for each token.
+Further layers are ordinary ones. `norm_before_fc` is one norm over all hidden states before fc, `fc_norm` one norm per layer.
+fc and its norms are part of the target's graph, where they run once per token.
 
-The formats are those of SafeAILab (Li et al. 2025, EAGLE-3), SpecForge, ModelOpt, and speculators. They differ in the names of
-layer 0 and in how they count the layers that the features come from: speculators names the layer whose input it is, SpecForge
-and ModelOpt the one whose output it is. What a format has and this module does not know is refused: to ignore it would cost
-acceptance, silently.
+SafeAILab (Li et al. 2025, EAGLE-3), SpecForge, ModelOpt and speculators have their own formats. They name layer 0
+differently. To list the layers that the features come from, speculators names the layers whose inputs they are, SpecForge and
+ModelOpt the layers whose outputs they are. Unknown keys are refused, because ignoring one could lower acceptance without a
+warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +28,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from outrider.export.checkpoints.source import Source
-from outrider.export.heads.draft_head import LAYERS, FeatureMixer, HeadCheckpoint, QwenHead, Target, load_tensors
-from outrider.export.heads.eagle3_config import HeadConfig
+from outrider.export.heads.draft_head import LAYERS, FeatureMixer, HeadCheckpoint, QwenHead, Target
+from outrider.export.heads.eagle3_config import Eagle3Config
+from outrider.export.heads.head_tensors import load_tensors
 
 MIDLAYER = "midlayer."
 MASK_HIDDEN = "mask_hidden"  # of P-EAGLE
@@ -38,16 +38,19 @@ MASK_HIDDEN = "mask_hidden"  # of P-EAGLE
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Checkpoint(HeadCheckpoint["Eagle3Mixer", "Eagle3Head"]):
-    """A head of EAGLE-3, or of P-EAGLE."""
+    """A head of EAGLE-3 or P-EAGLE."""
 
-    config: HeadConfig
-    first: str = LAYERS  # what the names of layer 0 begin with in the checkpoint
+    of_mixer = ("fc.", "fc_norm.", "input_norm.", MASK_HIDDEN)
+
+    config: Eagle3Config
+    first: str = LAYERS  # how the names of layer 0 begin in the checkpoint
 
     @classmethod
     def read(cls, source: Source) -> Eagle3Checkpoint:
         tensors = load_tensors(source)
         first = MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else LAYERS
-        return cls(source.name, HeadConfig.parse(source.config(), source.name), _renamed(tensors), first)
+        renamed = {name.replace(first, LAYERS, 1): tensor for name, tensor in tensors.items()}
+        return cls(source.name, Eagle3Config.parse(source.config(), source.name), renamed, first)
 
     def layer_ids(self, target: Target) -> list[int]:
         return self.config.ids or sorted([2, target.layers // 2, target.layers - 3])
@@ -63,12 +66,9 @@ class Eagle3Checkpoint(HeadCheckpoint["Eagle3Mixer", "Eagle3Head"]):
                 head.mask_feature.copy_(mixer([*mixer.mask_hidden.chunk(len(mixer.ids), -1)])[0, 0])
             del mixer.mask_hidden  # nothing else reads it
 
-    def of_mixer(self, name: str) -> bool:
-        return name.startswith(("fc.", "fc_norm.", "input_norm.", MASK_HIDDEN))
-
 
 class FirstLayer(nn.Module):
-    """A decoder layer whose attention reads the embedding beside the hidden state."""
+    """A decoder layer whose attention also reads the embedding."""
 
     def __init__(self, layer: Any, config: Any, norm_before_residual: bool):
         super().__init__()
@@ -82,7 +82,7 @@ class FirstLayer(nn.Module):
             setattr(self.self_attn, name, wide)
 
     def forward(self, embedded_and_hidden: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Return [B, S, H] of the embeddings and the hidden states side by side, [B, S, 2H]."""
+        """Return [B, S, H] from concatenated embeddings and hidden states, [B, S, 2H]."""
         embedded, hidden = embedded_and_hidden.chunk(2, -1)
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
@@ -93,15 +93,15 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Mixer(FeatureMixer):
-    """Norms and fc. Of P-EAGLE it also has what masks have for hidden states."""
+    """Norms and fc; for P-EAGLE, also the hidden states of masks."""
 
-    def __init__(self, ids: list[int], width: int, config: HeadConfig, bias: bool):
+    def __init__(self, ids: list[int], width: int, config: Eagle3Config, bias: bool):
         super().__init__()
         self.ids = ids
         self.hidden_size, epsilon = config.layers.hidden_size, config.layers.rms_norm_eps
-        if config.flags.norm_before_fc:
+        if config.fields.norm_before_fc:
             self.input_norm = Qwen3RMSNorm(len(ids) * width, epsilon)
-        if config.flags.fc_norm:
+        if config.fields.fc_norm:
             self.fc_norm = nn.ModuleList([Qwen3RMSNorm(width, epsilon) for _ in ids])
         self.fc = nn.Linear(len(ids) * width, self.hidden_size, bias=bias, device="meta")
         if config.mask_token is not None:
@@ -118,26 +118,26 @@ class Eagle3Mixer(FeatureMixer):
 
 
 class Eagle3Head(QwenHead):
-    """A head that drafts one token in a pass, or, as P-EAGLE, several behind mask tokens."""
+    """A head that drafts one token per pass; a P-EAGLE head drafts several, with mask tokens."""
 
-    mask_feature: torch.Tensor  # [H], what a mask has for its feature
+    mask_feature: torch.Tensor  # [H], the feature of a mask
 
-    def __init__(self, decoder: Qwen3Config, config: HeadConfig):
-        """Make a head without weights for its embedding and its output head, which are as large as the target's."""
+    def __init__(self, decoder: Qwen3Config, config: Eagle3Config):
+        """See `QwenHead`."""
         super().__init__(decoder, config.layers, config.draft_vocab)
         if config.layers.mlp_bias:
             for each in self.model.layers:
                 sizes = {key: getattr(decoder, key) for key in ("hidden_size", "intermediate_size", "hidden_act")}
                 each.mlp = LlamaMLP(LlamaConfig(**sizes, mlp_bias=True))
-        self.model.layers[0] = FirstLayer(self.model.layers[0], decoder, bool(config.flags.norm_before_residual))
-        self.norm_output = bool(config.flags.norm_output)
+        self.model.layers[0] = FirstLayer(self.model.layers[0], decoder, bool(config.fields.norm_before_residual))
+        self.norm_output = bool(config.fields.norm_output)
         self.mask_token = config.mask_token
         self.register_buffer("mask_feature", torch.zeros(decoder.hidden_size), persistent=False)
 
     def forward(
         self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftHead.forward`; `input_ids` has the token after each row's, or a mask."""
+        """See `DraftHead.forward`. Each row's input id is its next token or a mask."""
         normed, following = self.hidden(input_ids, features, position_ids, past_key_values)
         logits: torch.Tensor = self.get_output_embeddings()(normed)
         return logits, following
@@ -145,7 +145,7 @@ class Eagle3Head(QwenHead):
     def hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the output head reads, and what the next step takes for its feature, both [B, S, H]; see `forward`."""
+        """Return the input of the output head, and the features for the next step, both [B, S, H]; see `forward`."""
         embedded = self.get_input_embeddings()(input_ids)
         if self.mask_token is not None:
             masked = (input_ids == self.mask_token)[..., None]
@@ -162,7 +162,3 @@ class Eagle3Head(QwenHead):
         finally:
             hook.remove()
         return normed, normed if self.norm_output else before_norm[0]
-
-
-def _renamed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {LAYERS + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name: each for name, each in tensors.items()}

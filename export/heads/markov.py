@@ -1,10 +1,11 @@
-"""The heads of a block head that read the token before (DSpark, arXiv 2607.05147), as a graph of their own.
+"""The Markov and confidence heads of a block head (DSpark, arXiv 2607.05147), as a separate graph.
 
-A block head's one pass knows none of the tokens that it drafts. So before each of them is drawn, its logits get a bias by the
-token before, W2 W1[token], or W2 (g W1[token]) with the gate g = sigmoid(gate(row, W1[token])). The confidence head gives the
-probability that the token will be accepted, sigmoid(proj(row, W1[token])). Without one, it is that of the likeliest token.
+A block head drafts all its tokens in one pass, so it does not know the previous token of any of them. Before a token is drawn,
+its logits get a bias that depends on the previous token: W2 W1[token], or W2 (g W1[token]) with g = sigmoid(gate(row,
+W1[token])). The confidence head estimates the probability that the token will be accepted: sigmoid(proj(row, W1[token])).
+Without a confidence head, the estimate is the probability of the most likely token.
 
-What these heads make of the row alone comes out of the step model, which has the row: `block_state`.
+The part of these heads that depends only on the row is an output of the step model, `block_state`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ CASES = 8  # random rows that are compared
 
 
 class MarkovStep(nn.Module):
-    """The module that is traced."""
+    """The module to trace."""
 
     def __init__(self, head: BlockHead):
         super().__init__()
         self.model = head
 
     def forward(self, logits: torch.Tensor, state: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `biased` [B, 1, V] and `confidence` [B, 1] of logits [B, 1, V], a row's state [B, 1, A] and int64 [B, 1]."""
+        """Return `biased` [B, 1, V] and `confidence` [B, 1].
+
+        Args:
+            logits: [B, 1, V].
+            state: a row's `block_state`, [B, 1, A].
+            before: the previous tokens, int64 [B, 1].
+        """
         markov, confidence = (getattr(self.model, name, None) for name in ("markov_head", "confidence_head"))
         sure = state[..., 0]
         if markov is not None:
@@ -49,11 +56,11 @@ class MarkovStep(nn.Module):
 
 
 def export_markov(head: BlockHead, path: Path, vocab_rows: int, precision: str) -> None:
-    """Write the graph of a block head's own heads, and its weights beside it, and compare it with the checkpoint.
+    """Write the graph of a block head's own heads with its weights, and compare it with the checkpoint.
 
     Raises:
-        ParityError: they differ.
-        UnsupportedModelError: the graph cannot be expressed.
+        ParityError: the results differ.
+        UnsupportedModelError: ONNX cannot express the heads.
     """
     assert head.block_state is not None
     generator = torch.Generator().manual_seed(0)

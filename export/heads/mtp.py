@@ -1,13 +1,13 @@
-"""Multi-token-prediction heads: a further layer of a checkpoint, which drafts as a head does.
+"""Multi-token-prediction heads: an additional layer in a checkpoint that drafts like a draft head.
 
-With the target's last hidden state h of a position, after its final norm, and the embedding e of the next token:
+h is the target's last hidden state of a position, after the final norm; e is the embedding of the next token:
 
     x = eh_proj([enorm(e), hnorm(h)])       h' = norm(layer(x))       logits = lm_head(h')
 
-where `layer` is one of the target's own kind, with full attention unless the configuration says otherwise. The next draft step
-takes h' for its h (DeepSeek-AI 2024, arXiv 2412.19437). transformers drops these tensors when it loads a model, so they are
-read from the checkpoint's safetensors. The layer is then loaded as a model of the same family with one layer, which brings the
-family's own conversions.
+`layer` is a layer of the target's kind, with full attention unless the configuration says otherwise. h' is the h of the next
+draft step (DeepSeek-AI 2024, arXiv 2412.19437). transformers drops these tensors when it loads a model, so they are read from
+the checkpoint's safetensors. The layer is then loaded as a one-layer model of the same family, so that the family's conversions
+apply.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import set_experts
 from outrider.export.checkpoints.mimo import MiMoConfig
-from outrider.export.checkpoints.source import AGAIN, Source
-from outrider.export.heads.draft_head import DraftHead, FeatureMixer, Target, checkpoint_names, read_tensors
+from outrider.export.checkpoints.source import AGAIN, Source, reason_of
+from outrider.export.heads.draft_head import DraftHead, FeatureMixer, Target
+from outrider.export.heads.head_tensors import read_tensors, tensor_files
 
-COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")  # of layers; one is run again and again
+COUNTS = (
+    "mtp_num_hidden_layers",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+)  # of layers; every draft step runs the same one
 LAYER_TYPES, MLP_TYPES = "mtp_layer_types", "mtp_mlp_layer_types"
 KNOWN_KEYS = (*COUNTS, "mtp_use_dedicated_embeddings", LAYER_TYPES, MLP_TYPES)
 SCALE = "_scale_inv"  # of a weight in fp8
 OF_HEAD = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-# From the names of tensors to those of a causal model with one layer, and to `OF_HEAD`; the first that matches counts.
+# From the checkpoint's tensor names to the names of a one-layer model, and to `OF_HEAD`; the first match counts.
 QWEN = {  # Qwen3-Next, Qwen3.5 and Qwen3.6
     r"mtp\.fc\.weight": "eh_proj.weight",
     r"mtp\.pre_fc_norm_embedding\.": "enorm.",
@@ -50,7 +55,7 @@ MIMO = {  # MiMo-7B, which puts the hidden state first
     r"model\.mtp_layers\.0\.final_layernorm\.": "model.norm.",
     r"model\.mtp_layers\.0\.": "model.layers.0.",
 }
-DEEPSEEK = {  # DeepSeek-V3, GLM-4.5 and others: the layer behind the last one
+DEEPSEEK = {  # DeepSeek-V3, GLM-4.5 and others: the layer after the last one
     r"model\.layers\.{layers}\.(enorm|hnorm|eh_proj)\.": r"\1.",
     r"model\.layers\.{layers}\.shared_head\.norm\.": "model.norm.",
     r"model\.layers\.{layers}\.shared_head\.head\.": "lm_head.",
@@ -60,10 +65,10 @@ DEEPSEEK = {  # DeepSeek-V3, GLM-4.5 and others: the layer behind the last one
 
 
 def layout_of(names: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return how the tensors of a checkpoint's head are called, as `QWEN` and its like are; nothing if it has no head.
+    """Return patterns for a checkpoint's head, such as `QWEN`; an empty dictionary if there is no head.
 
     Args:
-        names: of the checkpoint's tensors.
+        names: the names of the checkpoint's tensors.
         config: its `config.json`.
     """
     layers = _of_text(config).get("num_hidden_layers")
@@ -81,13 +86,13 @@ def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _not_known(name: str, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"the MTP head of {name} has {what}, which is not known; to ignore it would cost acceptance",
+        f"the MTP head of {name} has {what}, which outrider does not know; ignoring it would lower acceptance",
         "export without the head: --draft none",
     )
 
 
 def _dequantized(tensors: dict[str, torch.Tensor], block: tuple[int, int] | None) -> dict[str, torch.Tensor]:
-    """Multiply weights in fp8 by their scales, of which each block of rows and columns has one (DeepSeek-AI 2024, 3.3)."""
+    """Multiply fp8 weights by their scales, one per block of rows and columns (DeepSeek-AI 2024, section 3.3)."""
     if block is None:
         return tensors
     whole = {name: each for name, each in tensors.items() if not name.endswith(SCALE)}
@@ -99,42 +104,36 @@ def _dequantized(tensors: dict[str, torch.Tensor], block: tuple[int, int] | None
 
 
 def _check_config(source: Source) -> bool:
-    """Refuse what a configuration says of a head and is not known here, and return whether hidden states come first.
+    """Refuse unknown keys about the head, and return whether hidden states come before embeddings in `eh_proj`.
 
     Raises:
-        UnsupportedModelError: there is such a key.
+        UnsupportedModelError: there is an unknown key.
     """
     text = _of_text(source.config())
     for key, value in text.items():
         unknown = key.startswith("mtp_") and key not in KNOWN_KEYS and "loss" not in key and value not in (None, False)
-        # What that key means by False is not what its absence does.
+        # False does not mean the same as no key for chain_hidden_post_norm.
         if unknown or key == "chain_hidden_post_norm" or (key in COUNTS and isinstance(value, int) and value > 1):
             raise _not_known(source.name, f"{key} = {value!r}")
     return text.get("model_type") == MiMoConfig.model_type
 
 
 def has_mtp(source: Source) -> bool:
-    """Return whether a checkpoint has a head of its own.
+    """Return whether a checkpoint has an MTP head.
 
     Raises:
         SourceError: it cannot be read.
     """
-    return bool(layout_of(checkpoint_names(source), source.config()))
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    mask_token: int | None = None
+    return bool(layout_of(tensor_files(source), source.config()))
 
 
 @dataclass(frozen=True, slots=True)
 class MtpCheckpoint:
-    """The tensors of the head in a target's checkpoint, by the names of a model with one layer, and `OF_HEAD`."""
+    """The tensors of the head in a target's checkpoint, with the names of a one-layer model and of `OF_HEAD`."""
 
     name: str
     tensors: dict[str, torch.Tensor]
-    hidden_first: bool  # the order of what enters eh_proj
-    config: _Config = _Config()
+    hidden_first: bool  # whether hidden states come before embeddings in eh_proj
 
     @classmethod
     def read(cls, source: Source) -> MtpCheckpoint:
@@ -142,12 +141,12 @@ class MtpCheckpoint:
 
         Raises:
             SourceError: there is none, or it cannot be read.
-            UnsupportedModelError: it has something that is not known here.
+            UnsupportedModelError: it has a key or a tensor that is unknown.
         """
-        names = checkpoint_names(source)
+        names = tensor_files(source)
         patterns = layout_of(names, source.config())
         if not patterns:
-            raise SourceError(f"{source.name} has no MTP head", "name a checkpoint that drafts for it, or leave --draft out")
+            raise SourceError(f"{source.name} has no MTP head", "pass a draft checkpoint to --draft, or leave --draft out")
         renamed = {}
         for name in names:
             pattern = next((each for each in patterns if re.match(each, name)), None)
@@ -161,16 +160,16 @@ class MtpCheckpoint:
         block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
         try:
             tensors = _dequantized({renamed[name]: tensor for name, tensor in found.items()}, block)
-        except Exception as error:  # a scale without a weight or of another shape, or no block at all
+        except Exception as error:  # a scale has no weight or the wrong shape, or the block size is missing
             raise SourceError(f"the MTP head of {source.name} has scales that do not fit its weights", AGAIN) from error
         return cls(source.name, tensors, _check_config(source))
 
     def build(self, target: Target) -> tuple[MtpMixer, MtpHead]:
-        """Return what the target's graph computes for the head, and the head, in fp32.
+        """Return the mixer for the target's graph, and the head, in fp32.
 
         Raises:
-            SourceError: a tensor is missing or has another shape.
-            UnsupportedModelError: a tensor is not known here.
+            SourceError: a tensor is missing or has the wrong shape.
+            UnsupportedModelError: a tensor is unknown.
         """
         model = target.model
         assert model is not None
@@ -178,15 +177,13 @@ class MtpCheckpoint:
         tensors.setdefault("model.embed_tokens.weight", target.embedding)
         if "lm_head.weight" not in tensors:
             if target.output_head is None:
-                raise UnsupportedModelError(
-                    f"the output head of {target.name} is more than a matrix, and its MTP head shares it"
-                )
+                raise UnsupportedModelError(f"the output head of {target.name} has a bias, and its MTP head shares it")
             tensors["lm_head.weight"] = target.output_head
         own = {name: tensors.pop(name, None) for name in OF_HEAD}
         decoder = model.get_decoder()
         norm = getattr(decoder, "norm", None)
         if not isinstance(norm, nn.Module):
-            raise UnsupportedModelError(f"{type(model).__name__} has no final norm that its MTP head could read")
+            raise UnsupportedModelError(f"{type(model).__name__} has no final norm for its MTP head to read")
         layer = self._layer(model, tensors)
         width = target.hidden_size
         shapes = dict(zip(OF_HEAD, ((width,), (width,), (width, 2 * width)), strict=True))
@@ -198,7 +195,7 @@ class MtpCheckpoint:
         return MtpMixer(target.layers, width, norm), head
 
     def _layer(self, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
-        """Return a model of the target's family that has the head's layer alone."""
+        """Return a model of the target's family with only the head's layer."""
         config = copy.deepcopy(model.config.get_text_config())
         config.num_hidden_layers = 1
         config.tie_word_embeddings = False
@@ -222,9 +219,7 @@ class MtpCheckpoint:
         except (MemoryError, OutriderError):
             raise
         except Exception as error:  # transformers raises errors of any type where shapes contradict each other
-            raise SourceError(
-                f"the MTP head of {self.name} is impossible: {' '.join(str(error).split())[:300]}", AGAIN
-            ) from error
+            raise SourceError(f"the MTP head of {self.name} is impossible: {reason_of(error)}", AGAIN) from error
         if missing := sorted(report["missing_keys"]):
             raise SourceError(f"the MTP head of {self.name} lacks the tensor of {missing[0]}", AGAIN)
         if unknown := sorted(report["unexpected_keys"]):
@@ -235,7 +230,7 @@ class MtpCheckpoint:
 
 
 class MtpMixer(FeatureMixer):
-    """The target's final norm: what enters its output head is what an MTP head reads."""
+    """The target's final norm: an MTP head reads the input of the output head."""
 
     def __init__(self, layers: int, width: int, norm: nn.Module):
         super().__init__()
@@ -248,12 +243,12 @@ class MtpMixer(FeatureMixer):
 
 
 class MtpHead(PreTrainedModel, DraftHead):  # type: ignore[misc]  # transformers is untyped here
-    """A head of one layer of the target's own kind."""
+    """A head with one layer of the target's kind."""
 
     _supports_sdpa = True
 
     def __init__(self, layer: PreTrainedModel, tensors: dict[str, torch.Tensor], hidden_first: bool = False):
-        """Make a head of a causal model with one layer, and of `OF_HEAD`; `hidden_first` is their order in `eh_proj`."""
+        """Make a head from a one-layer causal model and the tensors `OF_HEAD`; see `MtpCheckpoint` for `hidden_first`."""
         super().__init__(layer.config)
         self.hidden_first = hidden_first
         self.model, self.lm_head = layer.get_decoder(), layer.get_output_embeddings()
@@ -281,7 +276,7 @@ class MtpHead(PreTrainedModel, DraftHead):  # type: ignore[misc]  # transformers
     def forward(
         self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftHead.forward`; `input_ids` has the token after each row's."""
+        """See `DraftHead.forward`. Each row's input id is its next token."""
         both = [self.enorm(self.get_input_embeddings()(input_ids)), self.hnorm(features)]
         hidden = self.model(
             inputs_embeds=self.eh_proj(torch.cat(both[::-1] if self.hidden_first else both, -1)),

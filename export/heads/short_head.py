@@ -1,7 +1,7 @@
-"""A draft's output head: it proposes tokens of the target's vocabulary, perhaps only the most frequent ones (`--draft-vocab`).
+"""A draft's output head for some tokens of the target's vocabulary, such as the most frequent ones (`--draft-vocab`).
 
-The head is a large part of a small model, so a shorter one makes the draft faster. It costs acceptance and nothing else:
-the other tokens have probability zero in the draft, and the target can still choose them.
+The head is a large part of a small model, so a shorter one makes the draft faster. It only costs acceptance: the other tokens
+have probability zero in the draft, and the target can still choose them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from outrider.errors import UsageError
 
 
 class ShortHead(nn.Module):
-    """The rows of a head for some tokens. The logits of all other tokens are minus infinity."""
+    """A head for some tokens. The logits of all other tokens are minus infinity."""
 
     place: torch.Tensor
 
     def __init__(self, rows: nn.Linear, tokens: torch.Tensor, vocab_rows: int):
-        """Lay the logits that `rows` gives out: they are those of `tokens`, int64 [N], of a vocabulary of `vocab_rows`."""
+        """Place the logits from `rows`, one for each of `tokens`, int64 [N], in a vocabulary of `vocab_rows`."""
         super().__init__()
         self.rows = rows
-        place = torch.full((vocab_rows,), len(tokens))  # of each token's logit; the last is minus infinity
+        place = torch.full((vocab_rows,), len(tokens))  # of each token's logit; the last place has minus infinity
         place[tokens] = torch.arange(len(tokens))
         self.register_buffer("place", place)
 
@@ -37,24 +37,24 @@ class ShortHead(nn.Module):
         return torch.cat([logits, others], -1).index_select(-1, self.place)
 
 
-def output_head(model: PreTrainedModel) -> nn.Module | None:
-    """Return the layer that computes the logits, also if it is within a `ShortHead`."""
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """Return the layer that computes the logits, even inside a `ShortHead`."""
     head = model.get_output_embeddings()
-    layer: nn.Module | None = getattr(head, "rows", head)
+    layer: nn.Module = getattr(head, "rows", head)
     return layer
 
 
 def frequent_tokens(tokenizer: str, text: Path, count: int, tokens: int, always: list[int]) -> torch.Tensor:
     """Return the ids of the most frequent tokens of a text, int64 [count], in ascending order.
 
-    If the text has fewer distinct tokens, the lowest ids fill up the rest; in a BPE vocabulary these are the more common ones.
+    If the text has fewer distinct tokens, the lowest ids fill the rest; in a BPE vocabulary these are the more common ones.
 
     Args:
         tokenizer: the contents of a tokenizer.json.
         text: the path of a UTF-8 text.
         count: how many ids to return.
         tokens: the size of the vocabulary.
-        always: ids to include in any case.
+        always: ids to include even if they are rare.
 
     Raises:
         UsageError: `count` does not fit the vocabulary.
@@ -71,7 +71,7 @@ def frequent_tokens(tokenizer: str, text: Path, count: int, tokens: int, always:
 
 
 def propose(model: PreTrainedModel, tokens: torch.Tensor, vocab_rows: int) -> None:
-    """Replace a model's head by one for the `tokens`, int64 [N], of a vocabulary of `vocab_rows`.
+    """Replace a model's head by a `ShortHead` for `tokens`, int64 [N], in a vocabulary of `vocab_rows`.
 
     Raises:
         UsageError: the head is not a linear layer.
@@ -79,8 +79,8 @@ def propose(model: PreTrainedModel, tokens: torch.Tensor, vocab_rows: int) -> No
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UsageError(
-            f"{type(model).__name__} cannot propose some tokens only: its head is not a linear layer",
-            "leave --draft-vocab out, and choose a draft with as many rows of logits as the target",
+            f"{type(model).__name__} cannot be limited to some tokens: its output head is not a linear layer",
+            "leave --draft-vocab out, and choose a draft with as many logits as the target",
         )
     rows = nn.Linear(head.in_features, len(tokens), bias=head.bias is not None, dtype=head.weight.dtype)
     rows.weight = nn.Parameter(head.weight[tokens].clone(), requires_grad=False)

@@ -1,1 +1,1 @@
-"""Rounds weights."""
+"""Round weights."""

@@ -12,7 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.errors import UnsupportedModelError, UsageError
 from outrider.export.checkpoints.checkpoint import TokenizerFiles
-from outrider.export.graph.step_model import FEATURE_MIXER
+from outrider.export.checkpoints.source import reason_of
+from outrider.export.graph.features import FEATURE_MIXER
 from outrider.export.heads.short_head import output_head
 from outrider.export.weights.rounding import Rounding
 
@@ -22,9 +23,9 @@ ITERATIONS = 50  # AutoRound's own "light" recipe; its default of 200 gains litt
 
 
 def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None) -> None:
-    """Round all linear layers but the head to int4 by AutoRound (SignRound, arXiv:2309.05516), tuned on a text.
+    """Round all linear layers except the head to int4 with AutoRound (SignRound, arXiv:2309.05516), tuned on a text.
 
-    The weights stay floating-point. Each is an integer times the layer's new attribute `scale`, float32 [N, K / block].
+    The weights stay floating-point numbers. Each is an integer times the layer's new attribute `scale`, float32 [N, K / block].
 
     Raises:
         UsageError: the text is too short, or the package is not installed.
@@ -47,7 +48,7 @@ def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, 
             sym=True,
             data_type="int_sym_gptq",  # its other symmetric type has negative scales
             scale_dtype="fp32",
-            amp=False,  # which would compute in bf16
+            amp=False,  # AMP would compute in bf16
             iters=ITERATIONS,
             dataset=[{"input_ids": piece, "attention_mask": torch.ones_like(piece)} for piece in pieces],
             nsamples=len(pieces),
@@ -58,8 +59,7 @@ def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, 
             enable_torch_compile=False,
         ).quantize()
     except Exception as error:  # AutoRound's errors share no base class
-        reason = " ".join(str(error).split()) or type(error).__name__
-        message = f"AutoRound cannot round {type(model).__name__}: {reason[:300]}"
+        message = f"AutoRound cannot round {type(model).__name__}: {reason_of(error)}"
         raise UnsupportedModelError(message, "export with --method rtn") from error
     model.requires_grad_(False)
 
@@ -71,14 +71,14 @@ def _pieces(encoder: Tokenizer, text: str, length: int) -> list[torch.Tensor]:
     pieces = [torch.tensor([tokens[start : start + length]]) for start in starts]
     if len(pieces) < BATCH:
         raise UsageError(
-            f"the calibration text has {len(tokens):,} tokens, and at least {BATCH * length:,} are needed",
-            f"use a longer text; up to {MAX_PIECES * length:,} tokens are used",
+            f"the calibration text has {len(tokens):,} tokens, but needs at least {BATCH * length:,}",
+            f"use a longer text, up to {MAX_PIECES * length:,} tokens",
         )
     return pieces
 
 
 def _layer_config(model: PreTrainedModel, rounding: Rounding) -> dict[str, dict[str, int | str]]:
-    """Return AutoRound's settings for the layers that differ from the default. It skips the head by itself."""
+    """Return AutoRound's settings for layers that differ from the default. AutoRound skips the head by itself."""
     head = output_head(model)
     config: dict[str, dict[str, int | str]] = {}
     for name, module in model.named_modules():

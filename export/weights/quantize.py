@@ -1,6 +1,6 @@
-"""Weights of int4 or int8: rounded in blocks before tracing, and stored as standard ONNX `DequantizeLinear` nodes.
+"""Int4 and int8 weights: rounded in blocks before tracing, and stored with standard ONNX `DequantizeLinear` nodes.
 
-A quantized model is an eager model like any other, so the parity check compares the graph with exactly the rounded weights.
+A quantized model is an ordinary PyTorch model, so the parity check compares the graph with exactly the rounded weights.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from transformers.pytorch_utils import Conv1D
 from outrider.bundle.manifest import Quantization
 from outrider.export.checkpoints.checkpoint import TokenizerFiles
 from outrider.export.graph.experts import BlockExperts, Stack, gate_of, packed
-from outrider.export.graph.step_model import FEATURE_MIXER
+from outrider.export.graph.features import FEATURE_MIXER
 from outrider.export.graph.tracing import OPSET
 from outrider.export.heads.short_head import output_head
 from outrider.export.weights.auto_round import tune
 from outrider.export.weights.rounding import BITS, Rounding
 
-MIN_IMPORTANCE = 0.05  # of a weight, where a block's greatest weight has 1
-# Scales to try, by bits: what a block's greatest weight is rounded to, as a multiple of the greatest integer. Beyond 1 it is
-# clipped, which helps the other weights. Eight bits gain nothing by that.
+MIN_IMPORTANCE = 0.05  # of a weight; a block's greatest weight has the importance 1.05
+# Scales to try, by bits: a block's greatest weight as a multiple of the greatest integer. Above 1 the weight is clipped, which
+# helps the other weights. Eight bits gain nothing from clipping.
 SCALE_FACTORS = {4: (0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3), 8: (1.0,)}
-WEIGHTS_AT_ONCE = 2**24  # limits the memory that rounding takes
+WEIGHTS_AT_ONCE = 2**24  # limits the memory for rounding
 
 
 class BlockLinear(nn.Module):
-    """A linear layer y = x W + bias, in which each block of inputs has one scale per output.
+    """A linear layer y = x W + bias whose weights have one scale per output for each block of inputs.
 
-    Buffers: `quantized`, int8 [K, N], which uses `bits` bits; `scale`, float32 [K / block, N]; `bias`, float32 [N] or None.
+    Buffers: `quantized`, int8 [K, N] with values of `bits` bits; `scale`, float32 [K / block, N]; `bias`, float32 [N] or None.
     """
 
     quantized: torch.Tensor
@@ -51,7 +51,7 @@ class BlockLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return float32 [..., N] of float32 [..., K]."""
         if torch.compiler.is_exporting():
-            # [K, N] with axis 0 is the only layout that ONNX Runtime fuses with the product, into MatMulNBits.
+            # ONNX Runtime fuses only the layout [K, N] with axis 0 with the product, into MatMulNBits.
             weight = symbolic(
                 "DequantizeLinear",
                 (self.quantized, self.scale),
@@ -67,15 +67,14 @@ class BlockLinear(nn.Module):
 
 
 def quantize(weight: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round weights, float32 [N, K], to int8 [K, N] and float32 scales [K / block, N], all of them positive.
+    """Round weights, float32 [N, K], to int8 [K, N] and positive float32 scales [K / block, N].
 
-    For each block, several scales are tried and refitted. The error to minimize is squared, and weighted by the importance a of
-    a weight w, which is |w| as a share of the block's greatest weight, plus `MIN_IMPORTANCE`: sum(a (w - scale q)^2). Given the
-    integers q of a tried scale, the best scale is sum(a w q) / sum(a q q), and the remaining error is
-    sum(a w w) - sum(a w q)^2 / sum(a q q). llama.cpp does about the same (`make_qx_quants` in ggml-quants.c), but allows
-    negative scales, which TensorRT does not take.
+    For each block, several scales are tried and refitted to minimize sum(a (w - scale q)^2). The importance a of a weight w is
+    |w| as a share of the block's greatest weight, plus `MIN_IMPORTANCE`. Given the integers q of a tried scale, the best scale
+    is sum(a w q) / sum(a q q), and the remaining error is sum(a w w) - sum(a w q)^2 / sum(a q q). llama.cpp does nearly the
+    same (`make_qx_quants` in ggml-quants.c), but allows negative scales, which TensorRT does not.
 
-    The importance is empirical: on a model of 0.5B it halves the loss of blocks of 128.
+    The importance is empirical: on a 0.5B model it halves the loss with blocks of 128.
     """
     outputs, inputs = weight.shape
     limit = 2 ** (bits - 1)
@@ -120,14 +119,13 @@ def dequantize(quantized: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def quantize_model(
     model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None
 ) -> Quantization:
-    """Replace every linear layer (`nn.Linear`, and GPT-2's `Conv1D`) by a `BlockLinear`, and the experts of mixtures by
-    `BlockExperts`, and return what was done.
+    """Replace linear layers (`nn.Linear` and GPT-2's `Conv1D`) by `BlockLinear`, and mixtures' experts by `BlockExperts`.
 
-    Embeddings are looked up and not multiplied, so quantizing them would save no time. They are rounded to fp16, which halves
-    their memory and loses nothing of note in a table of bf16. A head that is tied to its embedding gets separate weights.
+    Embeddings are looked up, not multiplied, so quantizing them would not save time. They are rounded to fp16, which halves
+    their memory and loses almost nothing if the table is in bf16. A head that is tied to its embedding gets separate weights.
 
     Raises:
-        UsageError, UnsupportedModelError: as for `tune`.
+        UsageError, UnsupportedModelError: see `tune`.
     """
     if rounding.method == "auto-round":
         tune(model, rounding, tokenizer, positions)
@@ -150,7 +148,7 @@ def _replace_linears(model: PreTrainedModel, rounding: Rounding) -> list[BlockLi
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(module, nn.Linear | Conv1D):
             continue
-        # What makes features is small, and its errors would stay in all that a draft head reads.
+        # The feature mixer is small, and its errors would be in everything that a draft head reads.
         finer = module is head or name.startswith(FEATURE_MIXER)
         bits = BITS.get(rounding.head_precision if finer else rounding.precision)
         weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
@@ -166,7 +164,7 @@ def _replace_linears(model: PreTrainedModel, rounding: Rounding) -> list[BlockLi
 
 
 def _replace_experts(model: PreTrainedModel, rounding: Rounding) -> list[BlockExperts]:
-    """Round the experts whose gate is known; others stay in fp32."""
+    """Round experts with a known gate; others stay in fp32."""
     bits, replaced = BITS[rounding.precision], []
     for name, module in list(model.named_modules()):
         if not isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) or (gate := gate_of(module)) is None:
@@ -200,20 +198,21 @@ def _round_embeddings(model: PreTrainedModel) -> None:
 
 
 def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel) -> None:
-    """Store the int4 weights of a traced model two to a byte, and its embeddings in fp16.
+    """Store a traced model's int4 weights in half a byte each, and its embeddings in fp16.
 
-    torch has no int4, so the trace has int8. Its initializers have the names of the model's own tensors.
+    torch has no int4, so the trace has int8. Its initializers have the names of the model's tensors.
     """
     graph = program.model.graph
     for name, module in model.named_modules(remove_duplicate=False):
         value = graph.initializers.get(f"model.{name}.{'quantized' if isinstance(module, BlockLinear) else 'weight'}")
         if value is None or value.const_value is None:  # not used in the trace
             continue
+        only_looked_up = all(node.op_type == "Gather" for node, _ in value.uses())
         if isinstance(module, BlockLinear) and module.bits == 4:
             pairs = value.const_value.numpy().reshape(-1, 2).view(np.uint8) & 15
             packed = ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=module.quantized.shape)
             (value.const_value, value.dtype) = (packed, ir.DataType.INT4)
-        elif value.dtype == ir.DataType.FLOAT and isinstance(module, nn.Embedding) and _only_looked_up(value):
+        elif value.dtype == ir.DataType.FLOAT and isinstance(module, nn.Embedding) and only_looked_up:
             table = value.const_value.numpy().astype(np.float16)
             if np.array_equal(table, value.const_value.numpy()):
                 (value.const_value, value.dtype) = (ir.tensor(table), ir.DataType.FLOAT16)
@@ -221,12 +220,8 @@ def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel) -> None:
                     _cast_up(graph, node)
 
 
-def _only_looked_up(table: ir.Value) -> bool:
-    return all(node.op_type == "Gather" for node, _ in table.uses())
-
-
 def _cast_up(graph: ir.Graph, gather: ir.Node) -> None:
-    """Cast the rows that are read from a table of fp16 to fp32."""
+    """Cast rows from an fp16 table to fp32."""
     rows = gather.outputs[0]
     cast = ir.node("Cast", [rows], {"to": int(ir.DataType.FLOAT)})
     (cast.outputs[0].dtype, cast.outputs[0].shape) = (ir.DataType.FLOAT, rows.shape)

@@ -32,7 +32,8 @@ from outrider.bundle.manifest import Build, model_file
 from outrider.errors import OutriderWarning
 from outrider.export.checkpoints.checkpoint import load_tokenizer
 from outrider.export.checkpoints.source import Source
-from outrider.export.graph.step_model import CacheLayout, trace
+from outrider.export.graph.cache_layers import CacheLayout
+from outrider.export.graph.step_model import trace
 from outrider.export.parity import CHUNKS, Exported, reference
 from outrider.export.weights.quantize import pack, quantize_model
 from outrider.export.weights.rounding import Rounding

@@ -31,7 +31,8 @@ from outrider.engines.session import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model, max_positions, read_config
 from outrider.export.checkpoints.source import Source
-from outrider.export.graph.step_model import CacheLayout, trace
+from outrider.export.graph.cache_layers import CacheLayout
+from outrider.export.graph.step_model import trace
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
 from outrider.tests.export import models_page, recurrent_models
 from outrider.tests.support import Fused, rtx_job
@@ -98,7 +99,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "T5": (hf.T5Config(vocab_size=320, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16), "encoder-decoder"),
     "BERT": (hf.BertConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "no key/value cache"),
     "Mamba": (hf.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "no layer with attention"),
-    "Jamba": (hf.JambaConfig(**COMMON, attn_layer_period=2, attn_layer_offset=1), "of a kind that is not known"),
+    "Jamba": (hf.JambaConfig(**COMMON, attn_layer_period=2, attn_layer_offset=1), "of an unknown kind"),
     "Falcon": (
         hf.FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
         "its own attention code",
@@ -338,7 +339,7 @@ def text(page: models_page.Table) -> str:
         "encoder-decoder": "an encoder-decoder",
         "no key/value cache": "no key/value cache",
         "no layer with attention": "no layer with attention",
-        "of a kind that is not known": "a recurrence other than gated delta nets, Mamba-2 and short convolutions",
+        "of an unknown kind": "a recurrence other than gated delta nets, Mamba-2 and short convolutions",
         "its own attention code": "its own attention code, outside transformers' attention interface",
     }
     lines += [f"| {name} | {reasons[reason]} |" for name, (_, reason) in REFUSED.items()]

@@ -21,7 +21,8 @@ from outrider.engines.graph_session import GraphSession
 from outrider.engines.session import Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.source import Source
-from outrider.export.graph.step_model import CacheLayout, trace
+from outrider.export.graph.cache_layers import CacheLayout
+from outrider.export.graph.step_model import trace
 from outrider.export.heads.block_head import BlockCheckpoint, BlockHead
 from outrider.export.heads.draft_head import FeatureMixer, Target
 from outrider.export.heads.markov import MarkovStep, export_markov
@@ -244,7 +245,7 @@ BAD: dict[str, tuple[str, Change, type[OutriderError], str]] = {
     "no mask": ("z-lab", changed("mask_token_id", None, nested="dflash_config"), SourceError, "no mask_token_id"),
     "a mask beyond the vocabulary": ("speculators", changed("mask_token_id", 96), UnsupportedModelError, "mask token is 96"),
     "a text for an object": ("z-lab", changed("dflash_config", "masks"), SourceError, "dflash_config"),
-    "a target of another depth": ("z-lab", changed("num_target_layers", 12), UnsupportedModelError, "that has 12 layers"),
+    "a target of another depth": ("z-lab", changed("num_target_layers", 12), UnsupportedModelError, "it is for 12 layers"),
     "no block": ("z-lab", changed("block_size", None), SourceError, "no block_size"),
     "layers of Gemma": ("deepspec", changed("model_type", "gemma4"), UnsupportedModelError, "'gemma4'"),
     "layers of Llama": ("z-lab", changed("model_type", "llama"), UnsupportedModelError, "'llama' in a block head"),
@@ -281,6 +282,6 @@ def test_what_is_not_understood_is_refused(case: str, tmp_path: Path) -> None:
 def test_one_head_reads_the_target_at_a_time(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "target", llama(vocab_size=320))
     heads = [write(tmp_path / name, name) for name in ("z-lab", "dspark")]
-    with pytest.raises(UsageError, match="two that draft in the same way: z-lab and dspark"):
+    with pytest.raises(UsageError, match="two drafts of the same kind: z-lab and dspark"):
         export_pair(str(made), [str(each) for each in heads], tmp_path / "onnx", precision="fp32")
     assert not (tmp_path / "onnx").exists()

@@ -24,7 +24,8 @@ from outrider.engines.graph_session import GraphSession
 from outrider.engines.session import Pass, Sizes
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.source import Source
-from outrider.export.graph.step_model import CacheLayout, trace
+from outrider.export.graph.cache_layers import CacheLayout
+from outrider.export.graph.step_model import trace
 from outrider.export.heads.draft_head import Target
 from outrider.export.heads.eagle3 import Eagle3Checkpoint
 from outrider.export.pair import export_pair
@@ -293,7 +294,7 @@ def outside(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         ("safeailab", without("hidden_size"), "missing required field `hidden_size`"),
         ("safeailab", with_tensor("d2t", 39), "d2t of head is not a list of 40 tokens"),
         ("safeailab", outside, "d2t of head is not a list of 40 tokens in ascending order below 96"),
-        ("safeailab", without("d2t"), "head proposes 40 of 96 tokens, and has no tensor d2t that names them"),
+        ("safeailab", without("d2t"), "head proposes 40 of 96 tokens, but has no tensor d2t to name them"),
         ("safeailab", without("fc.weight"), "head has no matrix fc.weight"),
         ("safeailab", with_tensor("fc.weight", 32), "head has no matrix fc.weight"),
         ("safeailab", with_tensor("d2t", 40, 1), "d2t of head is not a list of 40 tokens"),
@@ -333,7 +334,7 @@ def test_what_is_not_understood_is_refused_by_name(name: str, change: Change, sa
     [
         ({"hidden_size": 64}, "its hidden size is 32, and the target's 64"),
         ({"vocab_rows": 128}, "its vocabulary is 96, and the target's 128"),
-        ({"layers": 4}, "it reads what enters layers [2, 4, 5], and the target has 4"),
+        ({"layers": 4}, "it reads the inputs of layers [2, 4, 5], and the target has 4 layers"),
     ],
 )
 def test_a_head_of_another_target_is_refused_with_what_differs(changes: dict[str, int], says: str, tmp_path: Path) -> None:
@@ -375,7 +376,7 @@ def test_one_with_norms_is_exported_in_every_precision(precision: str, small: Pa
 
 def test_two_heads_are_refused(small: Path, tmp_path: Path) -> None:
     head = str(write(tmp_path / "head", "specforge", of_320))
-    with pytest.raises(UsageError, match="names two that draft in the same way"):
+    with pytest.raises(UsageError, match="has two drafts of the same kind"):
         export_pair(str(small), [head, head], tmp_path / "onnx", precision="fp32")
 
 
@@ -404,7 +405,7 @@ def unknown(head: Path) -> None:
     ("damage", "says"),
     [
         (unknown, "head has a_new_norm = true, which outrider does not know in a draft head"),
-        (truncate, "cannot read model.safetensors of head"),
+        (truncate, "cannot read the weights of head"),
         (lambda head: (head / "model.safetensors").unlink(), "head has no weights"),
     ],
     ids=["unknown", "truncated", "no weights"],

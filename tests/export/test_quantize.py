@@ -292,9 +292,9 @@ def test_tensorrt_builds_it(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp16", "head_precision": "int8"}, "--head-precision does not go with --precision fp16"),
-        ({"precision": "fp32", "method": "rtn"}, "--method does not go with --precision fp32"),
-        ({"precision": "fp32", "calibration": Path("x")}, "--calibration does not go with --precision fp32"),
+        ({"precision": "fp16", "head_precision": "int8"}, "--head-precision cannot be used with --precision fp16"),
+        ({"precision": "fp32", "method": "rtn"}, "--method cannot be used with --precision fp32"),
+        ({"precision": "fp32", "calibration": Path("x")}, "--calibration cannot be used with --precision fp32"),
         ({"precision": "int4", "method": "auto-round"}, "--method auto-round and --calibration go together"),
         ({"precision": "int4", "calibration": Path("x")}, "--method auto-round and --calibration go together"),
         ({"precision": "int8", "method": "auto-round", "calibration": Path("x")}, "auto-round is for --precision int4"),
@@ -310,7 +310,7 @@ def test_contradicting_options_are_wrong_use(checkpoints: Path, tmp_path: Path, 
 def test_a_calibration_text_that_is_too_short_is_wrong_use(checkpoints: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("too short")
     sources = (str(checkpoints / "target"), str(checkpoints / "draft"), tmp_path / "out")
-    with pytest.raises(UsageError, match="the calibration text has 9 tokens, and at least 2,048 are needed"):
+    with pytest.raises(UsageError, match="the calibration text has 9 tokens, but needs at least 2,048"):
         export_pair(*sources, precision="int4", method="auto-round", calibration=tmp_path / "text")
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 

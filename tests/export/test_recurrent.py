@@ -20,7 +20,7 @@ from outrider.engines.session import Sizes
 from outrider.errors import EngineError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
-from outrider.export.graph.step_model import CacheLayout
+from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.parity import reference
 from outrider.tests.export.recurrent_models import COMMON, CONFIGS
 
@@ -172,7 +172,7 @@ def test_one_state_a_layer_is_kept(traced: Traced) -> None:
     ("config", "reason"),
     [
         (hf.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "no layer with attention"),
-        (hf.JambaConfig(**{**COMMON, "num_hidden_layers": 8}), "recurrent state of a kind that is not known"),
+        (hf.JambaConfig(**{**COMMON, "num_hidden_layers": 8}), "recurrent state of an unknown kind"),
     ],
 )
 def test_other_recurrences_are_refused(config: Any, reason: str) -> None:

@@ -72,6 +72,17 @@ def test_truncated_weights_are_refused(folder: Path, keep: int) -> None:
         load(folder)
 
 
+def test_a_missing_package_is_to_be_installed(folder: Path) -> None:
+    class Loader:
+        @staticmethod
+        def from_pretrained(*_: object, **__: object) -> None:
+            raise ImportError("this checkpoint requires optimum")
+
+    with pytest.raises(SourceError, match="requires optimum") as caught:
+        Source.parse(str(folder)).read("weights", Loader)
+    assert caught.value.hint == "install the package that the message names"
+
+
 def test_absent_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(SourceError, match="cannot read the weights"):

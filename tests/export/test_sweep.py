@@ -105,7 +105,7 @@ REASONS = {
     "no layer with attention": "a recurrent state and no attention",
     "several convolutions": "several convolutions in one layer",
     "indexer": "sparse attention, whose indexer keeps keys of its own",
-    "recurrent state of a kind": "a recurrent state of a kind that is not known",
+    "recurrent state of an unknown kind": "a recurrent state of an unknown kind",
     "its own attention code": "its own attention code, outside transformers' attention interface",
     "Attention mask should be of size": "its own attention code, outside transformers' attention interface",
     "without a causal mask": "attention without a causal mask",

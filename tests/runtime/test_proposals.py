@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from outrider.audit.controls import RandomPolicy
 from outrider.engines.contract import CONTEXT
 from outrider.export.checkpoints.source import Source
-from outrider.export.graph.step_model import entering
+from outrider.export.graph.features import entering
 from outrider.export.heads.block_head import BlockCheckpoint
 from outrider.export.heads.draft_head import HeadCheckpoint, Target
 from outrider.export.heads.eagle3 import Eagle3Checkpoint

@@ -188,7 +188,7 @@ def test_an_answer_that_was_cut_off_is_asked_for_again(damage: Callable[[bytes],
 def test_answers_are_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("not an answer")
     (tmp_path / "answers.jsonl").symlink_to(tmp_path / "other")
-    with pytest.raises(FolderError, match="is not a file of its own"):
+    with pytest.raises(FolderError, match="is a link or no regular file"):
         AnswerStore(tmp_path / "answers.jsonl", "a target", SamplingParams(max_new_tokens=8), 32)
     assert (tmp_path / "other").read_text() == "not an answer"
 

@@ -61,10 +61,9 @@ def test_a_draft_is_trained_and_served(kind: str, answering: Path, texts: tuple[
     assert served > (1.5 if kind == "eagle3" else 1.05)
     assert abs(served / report["mean_acceptance_length_in_training"] - 1) < 0.02  # fp32: the same but for near-ties
     assert {"loss", "mean_acceptance_length"} <= {key for entry in report["history"] for key in entry}
-    assert {"config.json", "model.safetensors", "README.md", "training.json", "training.svg"} <= {
-        path.name for path in output.iterdir()
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["draft"]  # what a run goes on from is gone
+    assert {"config.json", "model.safetensors", "README.md", "training.json"} <= {path.name for path in output.iterdir()}
+    assert "| update | loss |" in (output / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]  # the files for resuming a run are gone
     assert Source.parse(str(output)).drafting_role() == ("head" if kind == "eagle3" else "parallel-draft")
 
 
@@ -103,7 +102,7 @@ def test_a_new_head_goes_on_after_an_interrupt(texts: tuple[str, Path], tmp_path
 @pytest.mark.parametrize(
     ("options", "message", "code"),
     [
-        (("--kind", "pard"), "a parallel draft is made of a small model", 2),
+        (("--kind", "pard"), "a parallel draft starts from a small model", 2),
         (("--kind", "eagle3", "--k", "0"), "k is 0", 2),
         (("--kind", "eagle3", "--max-length", "8"), "max_length is 8", 2),
         (("--kind", "eagle3", "--learning-rate", "-1"), "learning_rate is -1", 2),
@@ -187,7 +186,7 @@ def test_a_draft_that_serves_otherwise_than_it_was_trained_is_not_finished() -> 
     nearly.accepted -= 8
     check_served(of_rounds(100, 1), nearly)
     for trained, served in ((1, 0), (0, 1), (1, 2)):
-        with pytest.raises(ParityError, match="the draft is not finished"):
+        with pytest.raises(ParityError, match="in PyTorch on the same texts"):
             check_served(of_rounds(100, trained), of_rounds(100, served))
 
 

@@ -1,8 +1,8 @@
-"""Trace recurrent layers: transformers' own layers, with their convolutions and recurrences as `engines.contract` has them.
+"""Trace transformers' recurrent layers, with the convolutions and recurrences that `engines.contract` describes.
 
 As with attention, no architecture is reimplemented. transformers' recurrent layers call a few functions of their modules, which
-are replaced for the time of a trace: the convolution by a sum that gives a row the same bits among any number of rows, and the
-recurrence by a function of the graph, whose body is in `export/graph/recurrence.py`.
+are replaced during a trace. The convolution becomes a sum that gives a row the same bits whatever the number of rows. The
+recurrence becomes a call of a function of the graph; `export/graph/recurrence_functions.py` has its body.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn import functional as F
 from torch.onnx.ops import symbolic_multi_out
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from outrider.engines.contract import DOMAIN, GATED, GATED_DELTA, RecurrentLayer
 from outrider.errors import OutriderError, UnsupportedModelError
+from outrider.export.checkpoints.source import reason_of
+from outrider.export.graph.cache_layers import HeldLayer, StepLayer
 from outrider.export.graph.replaced import FUNCTIONS, replaced
 
 _current: ContextVar[Any] = ContextVar("_current")  # the layer whose convolution ran last
-
-Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
 def is_recurrent(layer: object) -> bool:
@@ -33,17 +33,17 @@ def is_recurrent(layer: object) -> bool:
 
 
 def is_empty(layer: object) -> bool:
-    """Return whether a layer of a cache keeps nothing: the model's layer mixes no rows, or was not run."""
+    """Return whether a layer of a cache keeps nothing, because the model's layer mixes no rows or was not run."""
     return type(layer).__name__ == "DummyLayer" or (isinstance(layer, DynamicLayer) and layer.keys is None)
 
 
 def has_attention(layer: object) -> bool:
-    """Return whether a layer of a cache keeps keys and values, in an order that a graph can keep them in."""
+    """Return whether a layer of a cache keeps keys and values in an order that a graph can keep too."""
     return isinstance(layer, DynamicLayer) and layer.keys is not None
 
 
 class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """What a recurrent layer keeps, for one pass. Its tensors are those of `contract.cache_tensors`, in that order."""
+    """The cache of one recurrent layer during one pass."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         """Keep a layer's tensors.
 
         Args:
-            sizes: of the layer.
-            tensors: those of `contract.cache_tensors`.
+            sizes: the layer's sizes.
+            tensors: the layer's tensors in the order of `contract.cache_tensors`.
             pending, committed: int64 [B].
             places: int64 [B, S], the positions of the rows; the same for all layers.
-            any_rows: what the first recurrent layer keeps of rows, [B, R, _].
+            any_rows: the rows that the first recurrent layer keeps, [B, R, _].
         """
         super().__init__()
         self.sizes, self.tensors = sizes, list(tensors)
@@ -70,12 +70,12 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         self.updated: set[str] = set()
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the tensors are there."""
+        """Do nothing: the tensors exist already."""
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> torch.Tensor:
-        """Keep the rows [B, F, S] that enter a convolution, and return them behind those that it reads before them."""
+        """Keep the rows [B, F, S] that enter a convolution, and return them after the earlier rows that it reads."""
         if "conv" in self.updated or state_idx:
             raise UnsupportedModelError("a recurrent layer has several convolutions")
         self.updated.add("conv")
@@ -86,7 +86,7 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         before = joined[batch, pending + torch.arange(history)]
         kept = self.committed[:, None] + torch.arange(recent)
         kept = torch.where(kept < history + pending, kept, kept + recent - history - pending)
-        # Behind what was computed is nothing to keep.
+        # There is nothing to keep after the last row.
         self.tensors[0] = joined[batch, kept.clamp(max=joined.shape[1] - 1)]
         _current.set(self)
         return torch.cat([before, rows], 1).transpose(1, 2)
@@ -96,26 +96,20 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
 
     @property
     def complete(self) -> bool:
-        """Whether all that the layer keeps was updated."""
+        """Whether all tensors of the layer were updated."""
         return self.updated == ({"conv", "state"} if self.sizes.row else {"conv"})
 
-    def recur(
-        self,
-        rule: str,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def recur(self, rule: str, query: torch.Tensor, *row: torch.Tensor) -> torch.Tensor:
         """Emit a recurrence over rows.
 
         Args:
             rule: `GATED` or `GATED_DELTA`.
-            query, key: float32 [B, S, Hk, Dk]; consecutive heads of the state share one of these.
-            value: float32 [B, S, Hs, Dv].
-            decay: float32 [B, S, Hs], the logarithm of what the state is multiplied by.
-            beta: float32 [B, S, Hs], the update rate of `GATED_DELTA`.
+            query: float32 [B, S, Hk, Dk].
+            row: the tensors that the layer keeps of each row:
+                key, float32 [B, S, Hk, Dk]; consecutive heads of the state share a key and a query;
+                value, float32 [B, S, Hs, Dv];
+                decay, float32 [B, S, Hs], the logarithm of the state's factor;
+                beta, float32 [B, S, Hs], the update rate, only of `GATED_DELTA`.
 
         Returns:
             float32 [B, S, Hs, Dv].
@@ -123,10 +117,10 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         if "state" in self.updated:
             raise UnsupportedModelError("a recurrent layer has several recurrences")
         self.updated.add("state")
-        _, past_rows, past_state = self.tensors
-        row = [key.flatten(2), value.flatten(2), decay, *([] if beta is None else [beta])]
+        (_, past_rows, past_state), (key, value, *_) = self.tensors, row
         shared = self.pending, self.committed, self.places, self.any_rows
-        inputs = (query.flatten(2), torch.cat(row, -1), past_rows, past_state, *shared)
+        flat = torch.cat([each.flatten(2) if each.dim() > 3 else each for each in row], -1)
+        inputs = (query.flatten(2), flat, past_rows, past_state, *shared)
         shapes = [(*value.shape[:2], value.shape[2] * value.shape[3]), past_rows.shape, past_state.shape]
         attributes: dict[str, Any] = {"heads": value.shape[2], "key_heads": key.shape[2]}
         output, *self.tensors[1:] = symbolic_multi_out(
@@ -135,28 +129,17 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         return output.reshape(value.shape)
 
 
-class AttentionAndRecurrentStep(RecurrentStep, CacheLayerMixin):  # type: ignore[misc]
-    """What a layer keeps that has attention beside its recurrence."""
+class AttentionAndRecurrentStep(RecurrentStep, HeldLayer):
+    """The cache of a layer with both attention and a recurrence."""
 
-    is_sliding = False
+    attention: StepLayer  # keeps the keys and values
 
-    attention: Any  # what keeps its keys and values
-
-    def update(self, *args: Any, **options: Any) -> Any:
+    def update(self, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.attention.update(*args, **options)
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 class _Probe(LinearAttentionLayer):  # type: ignore[misc]
-    """Finds the sizes of a recurrent layer in a run of the model."""
+    """Finds the sizes of a recurrent layer while the model runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,18 +156,10 @@ class _Probe(LinearAttentionLayer):  # type: ignore[misc]
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
         return recurrent_states
 
-    def recur(
-        self,
-        rule: str,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        row = [key.flatten(2), value.flatten(2), decay, *([] if beta is None else [beta])]
+    def recur(self, rule: str, query: torch.Tensor, *row: torch.Tensor) -> torch.Tensor:
+        key, value, *_ = row
         sizes = value.shape[2], key.shape[3], value.shape[3]
-        self.state = RecurrentLayer(self.channels, self.history, sum(each.shape[-1] for each in row), *sizes)
+        self.state = RecurrentLayer(self.channels, self.history, sum(each[0, 0].numel() for each in row), *sizes)
         return value
 
 
@@ -205,12 +180,12 @@ def recurrent_sizes(model: PreTrainedModel, kinds: Sequence[object]) -> list[Rec
         kinds: the layers of its cache after a run.
 
     Raises:
-        UnsupportedModelError: a layer keeps a state whose recurrence is none of those that are known.
+        UnsupportedModelError: a layer keeps a recurrent state of an unknown kind.
     """
     if not any(map(is_recurrent, kinds)):
         return []
     if any(len(getattr(each, "conv_states", [0])) > 1 for each in kinds):
-        raise _not_known(model, ": several convolutions in one layer")
+        raise _unknown(model, ": several convolutions in one layer")
     layers = [
         (_AttentionAndProbe if has_attention(each) else _Probe)() if is_recurrent(each) else DynamicLayer() for each in kinds
     ]
@@ -220,34 +195,31 @@ def recurrent_sizes(model: PreTrainedModel, kinds: Sequence[object]) -> list[Rec
     except (MemoryError, OutriderError):
         raise
     except Exception as error:  # such as a recurrence before any convolution
-        raise _not_known(model, f": {' '.join(str(error).split())[:200]}") from error
+        raise _unknown(model, f": {reason_of(error)}") from error
     sizes = []
     for before, layer in zip(kinds, layers, strict=True):
         if not isinstance(layer, _Probe):
             continue
-        if not layer.channels or (layer.state is None and any(_kept(before))):
-            raise _not_known(model)
+        has_state = any(state is not None for state in getattr(before, "recurrent_states", {}).values())
+        if not layer.channels or (layer.state is None and has_state):
+            raise _unknown(model)
         sizes.append(layer.state or RecurrentLayer(layer.channels, layer.history))
     return sizes
 
 
-def _not_known(model: PreTrainedModel, what: str = "") -> UnsupportedModelError:
+def _unknown(model: PreTrainedModel, what: str = "") -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(model).__name__} keeps a recurrent state of a kind that is not known{what}",
-        "gated delta nets, Mamba-2 and short convolutions are",
+        f"{type(model).__name__} keeps a recurrent state of an unknown kind{what}",
+        "choose a model with gated delta nets, Mamba-2 or short convolutions",
     )
-
-
-def _kept(layer: Any) -> list[bool]:
-    return [state is not None for state in layer.recurrent_states.values()]
 
 
 def _causal_conv(
     hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None, **_: Any
 ) -> torch.Tensor:
-    """Convolve each channel of [B, F, history + S] by itself, and return the last S columns.
+    """Convolve each channel of [B, F, history + S] separately, and return the last S columns.
 
-    A convolution's kernel may round a column otherwise among others; a sum of products does not.
+    A convolution kernel may round a column differently depending on the number of columns; a sum of products does not.
     """
     taps = weight.shape[-1]
     columns = hidden_states.shape[-1] - (taps - 1)
@@ -270,7 +242,7 @@ def _gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Stand in for transformers' function of the same arguments and shapes (Yang et al. 2024, arXiv 2412.06464)."""
+    """Replace transformers' function of the same arguments and shapes (Yang et al. 2024, arXiv 2412.06464)."""
     dtype = query.dtype
     query, key, value, decay, beta = (each.float() for each in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
@@ -293,8 +265,10 @@ def _mamba2_scan(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """Stand in for transformers' function of the same arguments and shapes (Dao and Gu 2024, arXiv 2405.21060): the state, of
-    the keys B and the values x dt, decays by exp(A dt), and is read by the queries C."""
+    """Replace transformers' function of the same arguments and shapes (Dao and Gu 2024, arXiv 2405.21060).
+
+    The state has keys B and values x dt. It decays by exp(A dt). The queries C read it.
+    """
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).float()

@@ -1,9 +1,9 @@
-"""The recurrences of step models as functions of an ONNX graph, of standard operators alone.
+"""The recurrences of step models as ONNX functions that use only standard operators.
 
-A function of the domain `outrider` is defined in the model itself, so any backend reads it; one with a kernel of its own for
-the recurrence replaces the definition. There are two levels. A step model calls `GATED_DELTA` or `GATED`, which bring the kept
-rows and a pass's own into one sequence (see `engines.contract`), and call `<name>Rows` for those that go into the state, and
-again for the rest.
+A function of the domain `outrider` is defined in the model itself, so any backend can read it. A backend with its own kernel
+for the recurrence replaces the definition. There are two levels. A step model calls `GATED_DELTA` or `GATED`. They join the
+kept rows and the rows of the pass into one sequence (see `engines.contract`). They call `<name>Rows` for the rows that go into
+the state, and again for the rest.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ UPDATES = {
     news = Mul (unknown, rate)""",
 }
 
-# t counts the rows of the longest sequence; those of the others end with it. Row r = t - offset of a sequence is the kept row
-# r, or, from `pending` on, one of the pass. What is before its first row, or belongs to the other part, changes no state: it
-# decays by exp(0), and the update rate, or the value, is 0. Sizes are read off tensors that all layers share, so that what
-# follows from them is computed once.
+# t counts the rows of the longest sequence. All sequences end together. Row r = t - offset of a sequence is the kept row r;
+# from `pending` on it is a row of the pass. Rows before the first one, or of the other part, do not change the state: their
+# decay is exp(0), and their update rate or value is 0. Sizes come from tensors that all layers share, so they are computed
+# once.
 WITH_KEPT = """
 <domain: "{domain}", {opsets}>
 {name} <heads, key_heads> (query, row, past_rows, past_state, pending, committed, places, any_rows)
@@ -155,8 +155,8 @@ WITH_KEPT = """
   second_c = Unsqueeze (is_second, third)
   most = ReduceMax <keepdims: int = 1> (until)
   fewest = ReduceMin <keepdims: int = 1> (until)
-  {first_masked}
-  {second_masked}
+  {masked}_first = Where (first_c, {masked}, zero_f)
+  {masked}_second = Where (second_c, {masked}, zero_f)
   q_1 = Slice (queries, first, most, second)
   k_1 = Slice (keys, first, most, second)
   v_1 = Slice ({v_1}, first, most, second)
@@ -183,30 +183,22 @@ WITH_KEPT = """
 
 
 def functions(rule: str) -> list[ir.Function]:
-    """Return the definitions of `GATED` or `GATED_DELTA`, and of what it calls."""
+    """Return the definitions of `GATED` or `GATED_DELTA` and of the functions that it calls."""
     names = {"domain": DOMAIN, "opsets": OPSETS, "name": rule}
-    if rule == GATED_DELTA:
+    has_beta = rule == GATED_DELTA
+    own = dict.fromkeys(("beta_size", "b", "b_1", "b_2", "b_1_arg", "b_2_arg"), "")
+    if has_beta:
         own = {
             "beta_size": ", heads_1",
             "b": ", b",
-            "first_masked": "b_first = Where (first_c, b, zero_f)",
-            "second_masked": "b_second = Where (second_c, b, zero_f)",
             "b_1": "b_1 = Slice (b_first, first, most, second)",
             "b_2": "b_2 = Slice (b_second, fewest, total, second)",
-            "v_1": "v",
-            "v_2": "v",
             "b_1_arg": ", b_1",
             "b_2_arg": ", b_2",
         }
-    else:
-        own = dict.fromkeys(("beta_size", "b", "b_1", "b_2", "b_1_arg", "b_2_arg"), "") | {
-            "first_masked": "v_first = Where (first_c, v, zero_f)",
-            "second_masked": "v_second = Where (second_c, v, zero_f)",
-            "v_1": "v_first",
-            "v_2": "v_second",
-        }
+    masked, v_1, v_2 = ("b", "v", "v") if has_beta else ("v", "v_first", "v_second")
     texts = [
-        ROW_BY_ROW.format(**names, beta=", beta" if rule == GATED_DELTA else "", update=UPDATES[rule]),
-        WITH_KEPT.format(**names, **own),
+        ROW_BY_ROW.format(**names, beta=", beta" if has_beta else "", update=UPDATES[rule]),
+        WITH_KEPT.format(**names, **own, masked=masked, v_1=v_1, v_2=v_2),
     ]
     return [ir.serde.deserialize_function(onnx.parser.parse_function(text)) for text in texts]

@@ -1,0 +1,74 @@
+"""Read tensors of a checkpoint by name, without a model around them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from safetensors import safe_open
+
+from outrider.errors import OutriderError, SourceError
+from outrider.export.checkpoints.source import AGAIN, Source, reason_of
+
+SAFETENSORS, INDEX, PYTORCH = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+
+
+@contextmanager
+def _reading(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except (OutriderError, MemoryError):
+        raise
+    except Exception as error:  # safetensors, json and torch raise errors of many types
+        raise SourceError(f"cannot read the weights of {source.name}: {reason_of(error)}", AGAIN) from error
+
+
+def tensor_files(source: Source) -> dict[str, str]:
+    """Return the names of the tensors in a checkpoint's safetensors, each with its file; nothing for other formats.
+
+    Raises:
+        SourceError: the checkpoint cannot be read.
+    """
+    if source.options:
+        return {}
+    with _reading(source):
+        if (index := source.file(INDEX)) is not None:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if (path := source.file(SAFETENSORS)) is None:
+            return {}
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SAFETENSORS)
+
+
+def read_tensors(source: Source, files: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Read some of the tensors that `tensor_files` lists.
+
+    Raises:
+        SourceError: they cannot be read.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    with _reading(source):
+        for each in sorted({*files.values()}):
+            with safe_open(source.file(each), framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name, place in files.items() if place == each}
+    return tensors
+
+
+def load_tensors(source: Source) -> dict[str, torch.Tensor]:
+    """Read all tensors of a checkpoint, from safetensors or from PyTorch's format.
+
+    Raises:
+        SourceError: they cannot be read.
+    """
+    if files := tensor_files(source):
+        return read_tensors(source, files)
+    path = source.file(PYTORCH)
+    if path is None:
+        raise SourceError(f"{source.name} has no weights", f"a head needs {SAFETENSORS}, {INDEX} or {PYTORCH}")
+    with _reading(source):
+        loaded: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        if not all(isinstance(each, torch.Tensor) for each in loaded.values()):
+            raise ValueError(f"{PYTORCH} contains more than tensors")
+    return loaded

@@ -1,0 +1,157 @@
+"""Export one model of a pair: load, quantize and trace it, and check the graph against the checkpoint."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from outrider.bundle.manifest import Generation, Model, model_file
+from outrider.engines.contract import CONTEXT
+from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.checkpoints.checkpoint import TokenizerFiles, generation_defaults, load_model, max_positions
+from outrider.export.checkpoints.source import CORRECT_CONFIG, Source
+from outrider.export.graph.features import feature_mixer
+from outrider.export.graph.step_model import trace
+from outrider.export.heads.block_head import BlockHead
+from outrider.export.heads.draft_head import DraftHead
+from outrider.export.heads.short_head import ShortHead, propose
+from outrider.export.heldout import check_perplexity, heldout_tokens, perplexity
+from outrider.export.parity import Exported, compare, reference, sample_features, sample_tokens
+from outrider.export.weights.quantize import pack, quantize_model
+from outrider.export.weights.rounding import Rounding
+from outrider.progress import Progress
+
+BLOCK = 6  # rows of the block to compare, fewer than the last of `parity.CHUNKS`
+OF_HEADS = ("mask_token", "block_state", "from_anchor", "trained_k")  # attributes of a `DraftHead` for the manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelJob:
+    """One model to export."""
+
+    source: Source
+    role: str
+    tokenizer: TokenizerFiles
+    tokens: int  # one more than the largest token id
+    folder: Path
+    precision: str
+    rounding: Rounding | None  # None if weights are not quantized
+    progress: Progress
+    short: torch.Tensor | None = None  # int64 [N], the only tokens that the head keeps; None if it keeps all
+
+
+def load(job: ModelJob) -> tuple[PreTrainedModel, Generation]:
+    """Load a model, and check the numbers in its configuration."""
+    job.progress.stage(f"loading the {job.role}")
+    model = load_model(job.source, job.precision)
+    defaults, positions = generation_defaults(model, job.tokenizer), max_positions(model)
+    name, rows = job.source.name, head_rows(model, job)
+    if positions is not None and positions < 3:  # a round with one draft token needs three
+        raise SourceError(f"{name} has {positions} positions (max_position_embeddings), but needs at least 3", CORRECT_CONFIG)
+    for token in defaults.eos_token_ids:
+        if not 0 <= token < rows:
+            raise SourceError(
+                f"{name} ends texts with token {token} (eos_token_id), but has only {rows:,} logits", CORRECT_CONFIG
+            )
+    return model, defaults
+
+
+def head_rows(model: PreTrainedModel, job: ModelJob) -> int:
+    """Return the number of logits per token."""
+    name, head = job.source.name, model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(f"{name} ({type(model).__name__}) has no output head")
+    rows = int(head.weight.shape[0])
+    if job.tokens > rows:
+        raise UnsupportedModelError(
+            f"{name} has {job.tokens:,} tokens but only {rows:,} logits",
+            f"remove the tokens from {rows} on from its tokenizer, or add rows: resize_token_embeddings of transformers",
+        )
+    return rows
+
+
+def export_model(job: ModelJob, model: PreTrainedModel, rows: int) -> Model:
+    """Trace, save and check one model; its graph gets `rows` logits per token."""
+    role, rounding, progress = job.role, job.rounding, job.progress
+    mixer, is_head = feature_mixer(model), isinstance(model, DraftHead)
+    width = model.config.hidden_size if is_head else None if mixer is None else mixer.hidden_size
+    architecture = type(model).__name__
+    block = {name: getattr(model, name) for name in OF_HEADS} if is_head else {}
+    # A head's embedding is usually the target's, and a step reads one row of it.
+    lent = {id(parameter) for parameter in model.get_input_embeddings().parameters()} if is_head else set()
+    parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in lent)
+    # A head's limit is often the length of its training texts. Its rotary embedding works beyond it, with lower acceptance.
+    positions, known = None if is_head else max_positions(model), _known(model, job, rows)
+    quantization, pieces, reference_perplexity = None, list[torch.Tensor](), 0.0
+    if rounding is not None:
+        if not is_head:
+            pieces = heldout_tokens(job.tokenizer, positions)
+            progress.stage(f"reading held-out text with the {role}")
+            reference_perplexity = perplexity((reference(model, piece).logits for piece in pieces), pieces, known)
+        progress.stage(f"quantizing the {role}")
+        quantization = quantize_model(model, rounding, job.tokenizer, positions)
+    sample = sample_tokens(job.tokens)
+    if isinstance(model, BlockHead):
+        sample[:, :-BLOCK] = CONTEXT  # the rest is the block, within the last chunk
+    compared = (sample[0] != CONTEXT).numpy()
+    progress.stage(f"running the {role}")
+    features = sample_features(width) if is_head and width is not None else None
+    expected = reference(model, sample, features)
+    path, layout = job.folder / model_file(role), expected.layout
+    if layout.recurrent and role != "target":
+        raise UnsupportedModelError(
+            f"{job.source.name} ({architecture}) keeps a recurrent state, which only targets may", "choose another draft"
+        )
+    progress.stage(f"tracing the {role}")
+    path.parent.mkdir(exist_ok=True)
+    program = trace(model, layout, rows, rounding is not None, width, is_head)
+    if rounding is not None:
+        pack(program, model)
+    program.save(path, external_data=True)
+    del model, program
+    gc.collect()
+    progress.stage(f"checking the {role}'s graph against the checkpoint")
+    actual, written = Exported(path, layout, job.precision, features=width).results(sample, features=features)
+    assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
+    want, got = (each[compared][:, known.numpy()] for each in (expected.logits, actual))
+    parity = compare(want, got, job.precision)
+    if expected.features is not None and written is not None:
+        compare(expected.features, written, job.precision, "features")
+    if pieces and rounding is not None:
+        progress.stage(f"reading held-out text with the {role}'s graph")
+        served = Exported(path, layout, job.precision, as_served=True, features=width)
+        logits = (served.logits(piece, [piece.shape[1]]) for piece in pieces)
+        parity = check_perplexity(parity, perplexity(logits, pieces, known), reference_perplexity, rounding)
+    return Model(
+        source=job.source.name,
+        architecture=architecture,
+        parameters=parameters,
+        precision=job.precision,
+        vocab_rows=rows,
+        max_positions=positions,
+        layers=layout.layers,
+        recurrent=[*layout.recurrent],
+        parity=parity,
+        quantization=quantization,
+        head_tokens=None if known.all() else int(known.sum()),
+        features=width,
+        **block,
+    )
+
+
+def _known(model: PreTrainedModel, job: ModelJob, rows: int) -> torch.Tensor:
+    """Limit a draft to tokens of the target's vocabulary, and return which tokens it can propose, bool [V]."""
+    head = model.get_output_embeddings()
+    if isinstance(head, ShortHead):  # a draft head comes with its tokens
+        return head.place < head.rows.out_features
+    own_rows = int(head.weight.shape[0])
+    if job.short is None and own_rows == rows:
+        return torch.ones(rows, dtype=torch.bool)
+    tokens = torch.arange(min(rows, own_rows)) if job.short is None else job.short
+    propose(model, tokens, rows)
+    return torch.isin(torch.arange(rows), tokens)
