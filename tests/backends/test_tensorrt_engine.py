@@ -121,7 +121,7 @@ class Diagnosed:
         (("UNSUPPORTED_CC",), DeviceError, "does not run here: it is for GPUs of other compute capabilities"),
         (("OLD_CUDA_DRIVER", "INSUFFICIENT_GPU_MEMORY"), DeviceError, "driver is too old, the GPU has too little free memory"),
         (("MALFORMED_ENGINE",), EngineError, "is not valid: the plan is truncated or corrupt"),
-        (("UNSUPPORTED_CC", "VERSION_MISMATCH"), EngineError, "is not valid: it is of another release of the package"),
+        (("UNSUPPORTED_CC", "VERSION_MISMATCH"), EngineError, "is not valid: it is from another release of the package"),
     ],
 )
 def test_a_defective_plan_is_distinguished_from_a_machine_that_cannot_run_it(
