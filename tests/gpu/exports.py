@@ -1,0 +1,33 @@
+"""Exports and bundles for the tests that need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outrider.export.pair import export_pair
+from outrider.tests.support import SHIPPED, broken_export, run
+
+SECONDS = 550  # less than the limit of a test, so that a command that hangs is killed
+TARGET, DRAFT = (str(SHIPPED / role) for role in ("target", "draft"))
+EXPORTS: dict[str, Callable[[Path], object]] = {
+    **{precision: partial(export_pair, TARGET, DRAFT, precision=precision) for precision in ("fp16", "fp32", "bf16")},
+    "alone": partial(export_pair, TARGET, None, precision="fp16"),
+    "broken": broken_export,
+}
+"""The shipped pair in each precision, its target alone, and a pair whose logits may contain NaN."""
+
+
+def command(*arguments: str | Path, timeout: float = SECONDS) -> str:
+    """Run a command, and return its output."""
+    done = run(*arguments, timeout=timeout)
+    assert done.returncode == 0, f"outrider {arguments[0]} ended with {done.returncode}: {(done.stderr + done.stdout)[-600:]}"
+    return done.stdout
+
+
+def build(source: Path, bundle: Path, backend: dict[str, Any], *options: str, timeout: float = SECONDS) -> None:
+    """Build a bundle by the command, which measures its costs."""
+    chosen = [argument for name, value in backend.items() for argument in (f"--{name}", value)]
+    command("build-engine", source, "-o", bundle, *chosen, "--k", "1,2,4,8", *options, timeout=timeout)
