@@ -14,7 +14,7 @@ from outrider.tests.gpu.report import Report
 if TYPE_CHECKING:
     from outrider.tests.fixtures import Once  # which imports torch
 
-LIMIT = 600  # seconds of a test with its fixtures; gpu(..., limit=SECONDS) sets another
+LIMIT = 1200  # seconds of a test with its fixtures; gpu(..., limit=SECONDS) sets another
 BACKENDS = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt", "onnxruntime": "onnxruntime"}  # and their modules
 
 
@@ -35,6 +35,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     marker, folder = item.get_closest_marker("gpu"), _folder(item.config)
     if marker is None or folder is None:
         return (yield)
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "hung.txt", "w") as traceback:
         faulthandler.dump_traceback_later(marker.kwargs.get("limit", LIMIT), exit=True, file=traceback)
         try:

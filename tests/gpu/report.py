@@ -21,19 +21,19 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._json = folder / "report.json"
-        self._contents: dict[str, Any] = {"machine": {}, "tests": {}}
-        if self._json.exists():
-            self._contents = json.loads(self._json.read_text())
+        earlier = json.loads(self._json.read_text()) if self._json.exists() else {}
+        self._machine: Any = earlier.get("machine", {})
+        self._tests: dict[str, dict[str, Any]] = earlier.get("tests", {})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note that a test has started."""
-        test = {"date": date.today().isoformat(), "outcome": "running", "reason": "", "seconds": 0.0}
-        self._contents["tests"][nodeid] = test | {"figures": {}, "timings": []}
+        self._tests.pop(nodeid, None)
+        self._test(nodeid)
         self._write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add the outcome of one phase of a test: setup, call or teardown."""
-        test = self._contents["tests"][report.nodeid]
+        test = self._test(report.nodeid)
         test["seconds"] = round(test["seconds"] + report.duration, 1)
         if report.outcome != "passed":
             test.update(outcome=report.outcome, reason=self._reason(report))
@@ -42,12 +42,16 @@ class Report:
                 test["outcome"] = "passed"
             for name, value in report.user_properties:
                 if name == "machine":
-                    self._contents["machine"] = value
+                    self._machine = value
                 elif name == "timing":
                     test["timings"].append(value)
                 else:
                     test["figures"][name] = value
         self._write()
+
+    def _test(self, nodeid: str) -> dict[str, Any]:
+        test = {"date": date.today().isoformat(), "outcome": "running", "reason": "", "seconds": 0.0}
+        return self._tests.setdefault(nodeid, test | {"figures": {}, "timings": []})
 
     def _reason(self, report: pytest.TestReport) -> str:
         if isinstance(report.longrepr, tuple):  # skipped
@@ -60,12 +64,11 @@ class Report:
 
     def _write(self) -> None:
         partial = self._json.with_suffix(".partial")
-        partial.write_text(json.dumps(self._contents, indent=1) + "\n")
+        partial.write_text(json.dumps({"machine": self._machine, "tests": self._tests}, indent=1) + "\n")
         partial.replace(self._json)
-        machine, tests = self._contents["machine"], self._contents["tests"]
-        lines = [f"{name}: {value}  " for name, value in machine.items()]
-        lines += _table([_row(name, test) for name, test in tests.items()])
-        lines += _table([row for test in tests.values() for row in test["timings"]])
+        lines = [f"{name}: {value}  " for name, value in self._machine.items()]
+        lines += _table([_row(name, test) for name, test in self._tests.items()])
+        lines += _table([row for test in self._tests.values() for row in test["timings"]])
         (self._folder / "report.md").write_text("\n".join(["# GPU report", "", *lines, ""]))
 
 
@@ -77,8 +80,9 @@ def _row(name: str, test: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a Markdown table, whose columns are those of the first row."""
+    """Return the lines of a Markdown table, with a column for every name."""
     if not rows:
         return []
-    cells = [[" ".join(str(row.get(name, "-")).split()).replace("|", "\\|")[:600] for name in rows[0]] for row in rows]
-    return ["", *(f"| {' | '.join(each)} |" for each in ([*rows[0]], ["---"] * len(rows[0]), *cells))]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[" ".join(str(row.get(name, "-")).split()).replace("|", "\\|")[:600] for name in names] for row in rows]
+    return ["", *(f"| {' | '.join(each)} |" for each in (names, ["---"] * len(names), *cells))]

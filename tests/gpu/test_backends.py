@@ -158,8 +158,8 @@ def test_the_cache_is_written_in_place(loaded: Outrider) -> None:
 
 
 @pytest.mark.gpu("a NaN stops the request, and the next one is as if nothing had been")
-def test_logits_with_nan_stop_the_request(backend: dict[str, Any], exports: Exports, tmp_path: Path) -> None:
-    outrider = Outrider.load(build(exports("broken"), tmp_path / "bundle", **backend))
+def test_logits_with_nan_stop_the_request(backend: dict[str, Any], broken: Path, tmp_path: Path) -> None:
+    outrider = Outrider.load(build(broken, tmp_path / "bundle", **backend))
     want = tokens(outrider, 4, max_new_tokens=9)
     with pytest.raises(EngineError, match="contain NaN or infinity"):
         list(outrider.generate([5, BROKEN, 9], SamplingParams(max_new_tokens=4), k=4))

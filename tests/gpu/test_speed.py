@@ -97,10 +97,10 @@ def time_transformers(record: Record, pair: Path, device: str) -> None:
     speeds: dict[str, list[float]] = {"plain": [], "assisted": []}
     for _ in range(REPEATS + 1):  # the first is a warm-up
         for name, options in (("plain", {}), ("assisted", {"assistant_model": draft})):
-            torch.accelerator.synchronize()
+            torch.cuda.synchronize()
             started = time.perf_counter()
             text = target.generate(**inputs, do_sample=False, max_new_tokens=TOKENS, pad_token_id=0, **options)
-            torch.accelerator.synchronize()
+            torch.cuda.synchronize()
             speeds[name].append((text.shape[1] - inputs.input_ids.shape[1]) / (time.perf_counter() - started))
     plain = statistics.median(speeds["plain"][1:])
     for name, values in speeds.items():
@@ -138,6 +138,8 @@ def write_large_pair(folder: Path, device: str) -> None:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
         write_checkpoint(folder / role, model.cpu(), made)
+        del model
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
