@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures where tests run. The process that only hands them out to others needs no torch."""
+    """Load the fixtures where tests run. The process that only hands them out needs no torch, nor do checks of a GPU."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        config.pluginmanager.import_plugin("outrider.tests.fixtures")
+        if find_spec("torch"):
+            config.pluginmanager.import_plugin("outrider.tests.fixtures")
         for number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background or under nohup, and by servers, too
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
@@ -21,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exports", type=Path, help="folder of ready-made exports, for the tests marked gpu")
+    parser.addoption("--large-pair", action="store_true", help="on a GPU, also time a pair in the shape of 7B and 0.5B")
     parser.addoption("--part", help="K/N: the part K of N, from 0 on, of the tests that would run")
     parser.addoption("--models-page", action="store_true", help="write docs/models.md; see scripts/models-page")
 

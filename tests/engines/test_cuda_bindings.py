@@ -18,7 +18,7 @@ import pytest
 from outrider.engines import cuda
 from outrider.engines.cuda import Cuda
 from outrider.errors import DeviceError, EngineError
-from outrider.scripts.gpu_check import hardware
+from outrider.tests.gpu import hardware
 
 runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings are not installed")
 SOURCES = (Path(cuda.__file__), Path(hardware.__file__))

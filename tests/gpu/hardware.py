@@ -1,20 +1,20 @@
-"""The GPU, the packages beside it, and how fast its memory is."""
+"""The GPU and the packages beside it, two launches for the checks, and how fast its memory is."""
 
 from __future__ import annotations
 
-import importlib
 import platform
 import shutil
 import statistics
 import subprocess
 import time
+from importlib import metadata
 
 from cuda.bindings import runtime
 
 from outrider.engines.cuda import ON_DEVICE, Cuda, checked
 from outrider.engines.device import Buffer, Launch
 
-PACKAGES = ("tensorrt_rtx", "tensorrt", "onnxruntime", "cuda.bindings", "torch", "transformers")
+PACKAGES = {"cuda-bindings", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt_rtx", "torch", "transformers"}
 
 
 def machine() -> dict[str, str]:
@@ -25,12 +25,6 @@ def machine() -> dict[str, str]:
     """
     gpu = Cuda()
     _, cuda = runtime.cudaDriverGetVersion()
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = str(importlib.import_module(package).__version__)
-        except (ImportError, OSError):
-            versions[package] = "not installed"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which(query[0]) else "unknown"
     free, total = gpu.memory()
@@ -40,8 +34,8 @@ def machine() -> dict[str, str]:
         "memory": f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free",
         "driver": driver,
         "driver's CUDA": str(cuda),
-        **versions,
         "Python": platform.python_version(),
+        **{each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
     }
 
 
@@ -63,9 +57,8 @@ def copy(gpu: Cuda, target: Buffer, source: Buffer) -> Launch:
     return launch
 
 
-def bandwidth(gpu: Cuda | None = None) -> float:
-    """Return the GB/s that a copy within the GPU's memory reads and writes, the median of ten."""
-    gpu, size = gpu or Cuda(), 1 << 30
+def bandwidth(gpu: Cuda, size: int = 1 << 30) -> float:
+    """Return the GB/s that a copy of `size` bytes within the GPU's memory reads and writes, the median of ten."""
     source, target = (gpu.zeros((size,), "uint8", "a copy") for _ in range(2))
     whole, rates = copy(gpu, target, source), []
     for _ in range(11):  # the first is a warm-up

@@ -1,11 +1,13 @@
-"""What only a GPU can show, for each backend that is installed. `scripts/gpu-check` runs these, and CI skips them."""
+"""What only a GPU can show of each backend that is installed."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,58 +15,30 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.audit.engine_checks import compare_engines
 from outrider.backends.open import open_bundle, open_engines
-from outrider.backends.tensorrt.package import RTX, plan_file
+from outrider.backends.tensorrt.package import plan_file
 from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import graph_files
+from outrider.engines.device import Cpu, Device
 from outrider.errors import EngineError
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.rounds.recording import RECORD_AT
 from outrider.runtime.scheduler import Scheduler
-from outrider.scripts.gpu_check.stages.exports import EXPORTS
-from outrider.tests.support import BROKEN, build, reseal
+from outrider.tests.gpu.exports import SECONDS, command
+from outrider.tests.support import BROKEN, build, reseal, run
 
 K = (1, 2, 4, 8)
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
+Record = Callable[[str, object], None]
+Exports = Callable[[str], Path]
+Bundles = Callable[..., Path]
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7, "rule": "exact-match"})
 
 
 @pytest.fixture(scope="module")
-def exports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shipped pair in two precisions, its target alone, and a pair whose logits may contain NaN."""
-    folder = request.config.getoption("--exports") or tmp_path_factory.mktemp("gpu")
-    names = ("fp16", "fp32", "alone", "broken")
-    for path in (folder / f"onnx-{name}" for name in names):
-        if not path.exists():
-            EXPORTS[path.name](path)
-    return {name: folder / f"onnx-{name}" for name in names}
-
-
-@pytest.fixture(scope="module", params=["tensorrt-rtx", "tensorrt", "onnxruntime"])
-def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What `build_engine` is told, for each backend that is there."""
-    name = str(request.param)
-    package = pytest.importorskip({"tensorrt-rtx": "tensorrt_rtx"}.get(name, name), reason=f"{name} is not installed")
-    if name == "onnxruntime" and "CUDAExecutionProvider" not in package.get_available_providers():
-        pytest.skip("this onnxruntime is the package without CUDA")
-    if name == RTX.backend:
-        from outrider.engines.cuda import Cuda  # which needs a package that other machines lack
-
-        if (reason := RTX.unsupported(Cuda().compute_capability)) is not None:
-            pytest.skip(reason)
-    return {"backend": name, "device": "cuda"} if name == "onnxruntime" else {"backend": name}
-
-
-@pytest.fixture(scope="module")
-def bundles(exports: dict[str, Path], backend: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("built")
-    return {name: build(exports[name], folder / name, capacity=256, k=list(K), **backend) for name in ("fp16", "fp32")}
-
-
-@pytest.fixture(scope="module")
-def loaded(bundles: dict[str, Path]) -> Iterator[Outrider]:
-    outrider = Outrider.load(bundles["fp16"])
+def loaded(bundles: Bundles) -> Iterator[Outrider]:
+    outrider = Outrider.load(bundles("fp16"))
     yield outrider
     outrider.close()
 
@@ -76,12 +50,57 @@ def tokens(outrider: Outrider, k: int, **params: Any) -> list[int]:
 
 
 @pytest.mark.gpu("every engine computes what ONNX Runtime does on the CPU, in every profile")
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_engines_compute_what_onnx_runtime_does(bundles: dict[str, Path], exports: dict[str, Path], precision: str) -> None:
-    bundle = bundles[precision]
-    found = list(compare_engines(open_engines(bundle, *open_bundle(bundle)), exports[precision]))
-    assert {each.engine for each in found} == set(read_manifest(bundle).engines)
-    assert [each for each in found if not each.passed] == []
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16"])
+def test_engines_compute_what_onnx_runtime_does(
+    bundles: Bundles, exports: Exports, precision: str, record_property: Record
+) -> None:
+    bundle = bundles(precision)
+    reference = exports("fp32" if precision == "bf16" else precision)  # ONNX Runtime has no bf16 kernels for CPUs
+    done = run("verify", bundle, "--engines", reference, "--json", timeout=SECONDS)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)["engines"]
+    assert [each for each in found if not each["passed"]] == []
+    assert {each["engine"] for each in found} == set(read_manifest(bundle).engines)
+    record_property("largest difference in tolerances", round(max(each["difference"] / each["tolerance"] for each in found), 3))
+
+
+@pytest.mark.gpu("the losslessness audit passes, also for batches of four")
+def test_the_audit_passes(bundles: Bundles, record_property: Record) -> None:
+    lines = [" ".join(line.split()) for line in command("verify", bundles("fp16", "--batch", "4")).splitlines()]
+    record_property("audit", "; ".join(line for line in lines if line.startswith(("greedy", "batched", "the bundle"))))
+
+
+def placement(bundle: Path, device: Device) -> dict[str, str]:
+    """Return, for each engine of a bundle, how many of its nodes ONNX Runtime runs where.
+
+    A node on the CPU, or a copy between the two, makes the GPU wait for the host.
+    """
+    from outrider.backends.onnxruntime.engine import inference_session
+
+    counts = {}
+    for name in read_manifest(bundle).engines:
+        session = inference_session(bundle / graph_files(name)[0], device, record_placement=True)
+        nodes: Counter[str] = Counter()
+        for part in session.get_provider_graph_assignment_info():
+            nodes[part.ep_name.removesuffix("ExecutionProvider")] += len(part.get_nodes())
+        counts[name] = ", ".join(f"{count} {where}" for where, count in nodes.most_common())
+    return counts
+
+
+@pytest.mark.gpu("ONNX Runtime runs the nodes of every engine on the GPU")
+def test_the_report_says_where_nodes_run(backend: dict[str, Any], bundles: Bundles, record_property: Record) -> None:
+    if backend["backend"] != "onnxruntime":
+        pytest.skip("TensorRT runs whole engines")
+    from outrider.engines.cuda import Cuda  # which needs a package that other machines lack
+
+    for name, nodes in placement(bundles("fp16"), Cuda()).items():
+        record_property(name, nodes)
+
+
+def test_placement_counts_the_nodes_of_every_engine(tiny_bundle: Path) -> None:
+    placed = placement(tiny_bundle, Cpu())
+    assert {"target", "draft", "verifier"} <= placed.keys()
+    assert all(each.endswith(" CPU") and int(each.split()[0]) > 1 for each in placed.values()), placed
 
 
 @pytest.mark.gpu("recorded rounds emit what plain launches do, also after others were recorded, and nothing is recorded twice")
@@ -103,9 +122,9 @@ def test_recorded_rounds_emit_what_plain_launches_do(loaded: Outrider, settings:
 
 
 @pytest.mark.gpu("requests that share rounds get what they get alone, each in its own slot")
-def test_batching_changes_nothing(exports: dict[str, Path], backend: dict[str, Any], tmp_path: Path) -> None:
+def test_batching_changes_nothing(exports: Exports, backend: dict[str, Any], tmp_path: Path) -> None:
     """In fp32 and briefly, so that no near-tie falls the other way."""
-    bundle = build(exports["fp32"], tmp_path / "bundle", capacity=256, k=list(K), batch=4, **backend)
+    bundle = build(exports("fp32"), tmp_path / "bundle", capacity=256, k=list(K), batch=4, **backend)
     params = [SamplingParams(max_new_tokens=20, temperature=each, seed=7) for each in (0.0, 0.8)]
     with Outrider.load(bundle) as alone:
         want = [[t for event in alone.generate(PROMPT, each, k=0) for t in event.token_ids] for each in params]
@@ -139,8 +158,8 @@ def test_the_cache_is_written_in_place(loaded: Outrider) -> None:
 
 
 @pytest.mark.gpu("a NaN stops the request, and the next one is as if nothing had been")
-def test_logits_with_nan_stop_the_request(backend: dict[str, Any], exports: dict[str, Path], tmp_path: Path) -> None:
-    outrider = Outrider.load(build(exports["broken"], tmp_path / "bundle", **backend))
+def test_logits_with_nan_stop_the_request(backend: dict[str, Any], broken: Path, tmp_path: Path) -> None:
+    outrider = Outrider.load(build(broken, tmp_path / "bundle", **backend))
     want = tokens(outrider, 4, max_new_tokens=9)
     with pytest.raises(EngineError, match="contain NaN or infinity"):
         list(outrider.generate([5, BROKEN, 9], SamplingParams(max_new_tokens=4), k=4))
@@ -154,31 +173,31 @@ def test_a_run_past_the_capacity_is_refused(loaded: Outrider) -> None:
 
 
 @pytest.mark.gpu("loading and closing a bundle 50 times leaves no memory of the GPU behind")
-def test_fifty_loads_leave_no_memory_behind(bundles: dict[str, Path]) -> None:
+def test_fifty_loads_leave_no_memory_behind(bundles: Bundles) -> None:
     """Nothing else should use the GPU meanwhile: its free memory is what is compared."""
     from outrider.engines.cuda import Cuda
 
     gpu, free = Cuda(), []
     for _ in range(50):
-        with Outrider.load(bundles["fp16"]) as outrider:
+        with Outrider.load(bundles("fp16")) as outrider:
             tokens(outrider, 4, max_new_tokens=6)
         free.append(gpu.memory()[0])
     assert free[-1] >= free[4] - (16 << 20)  # the first few fill what CUDA and the libraries keep; a leaked cache is more
 
 
 @pytest.mark.gpu("a capacity that the GPU has no memory for is refused with what was asked and what was free")
-def test_too_large_a_cache_is_refused(bundles: dict[str, Path]) -> None:
-    manifest, made = open_bundle(bundles["fp16"])
-    engines = open_engines(bundles["fp16"], manifest, msgspec.structs.replace(made, capacity=1 << 40, windows=[1 << 40]))
+def test_too_large_a_cache_is_refused(bundles: Bundles) -> None:
+    manifest, made = open_bundle(bundles("fp16"))
+    engines = open_engines(bundles("fp16"), manifest, msgspec.structs.replace(made, capacity=1 << 40, windows=[1 << 40]))
     with pytest.raises(EngineError, match=r"no memory for a cache of .* takes .* are free"):
         engines.session("target", batch=1)
 
 
 @pytest.mark.gpu("a bundle for another GPU and a truncated plan are refused with the rebuild command")
-def test_what_was_not_built_for_this_gpu_is_refused(backend: dict[str, Any], exports: dict[str, Path], tmp_path: Path) -> None:
+def test_what_was_not_built_for_this_gpu_is_refused(backend: dict[str, Any], exports: Exports, tmp_path: Path) -> None:
     if backend["backend"] == "onnxruntime":
         pytest.skip("ONNX Runtime's graphs are for every GPU")
-    bundle = build(exports["fp16"], tmp_path / "bundle", capacity=256, **backend)
+    bundle = build(exports("fp16"), tmp_path / "bundle", capacity=256, **backend)
     made = read_manifest(bundle).build
     assert made is not None
     reseal(bundle, build=msgspec.structs.replace(made, compute_capabilities=["1.0"]))
@@ -193,19 +212,17 @@ def test_what_was_not_built_for_this_gpu_is_refused(backend: dict[str, Any], exp
 
 
 @pytest.mark.gpu("a bundle without a draft loads, and decodes the same text as the pair's target")
-def test_a_bundle_without_a_draft_loads(
-    loaded: Outrider, backend: dict[str, Any], exports: dict[str, Path], tmp_path: Path
-) -> None:
-    with Outrider.load(build(exports["alone"], tmp_path / "bundle", capacity=256, k=list(K), **backend)) as alone:
+def test_a_bundle_without_a_draft_loads(loaded: Outrider, backend: dict[str, Any], exports: Exports, tmp_path: Path) -> None:
+    with Outrider.load(build(exports("alone"), tmp_path / "bundle", capacity=256, k=list(K), **backend)) as alone:
         assert tokens(alone, 0, temperature=0.0) == tokens(loaded, 0, temperature=0.0)
 
 
 @pytest.mark.gpu("the runtime takes memory and streams from CUDA's own package, not from torch")
-def test_no_torch_at_run_time(bundles: dict[str, Path]) -> None:
+def test_no_torch_at_run_time(bundles: Bundles) -> None:
     code = (
         "import sys; from outrider import Outrider, SamplingParams; from pathlib import Path\n"
         "list(Outrider.load(sys.argv[1]).generate('the', SamplingParams(max_new_tokens=9)))\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(bundles["fp16"])], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, str(bundles("fp16"))], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

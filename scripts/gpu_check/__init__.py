@@ -1,1 +1,0 @@
-"""The checks behind `scripts/gpu-check`."""
