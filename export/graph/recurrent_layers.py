@@ -119,8 +119,8 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         self.updated.add("state")
         (_, past_rows, past_state), (key, value, *_) = self.tensors, row
         shared = self.pending, self.committed, self.places, self.any_rows
-        flat = torch.cat([each.flatten(2) if each.dim() > 3 else each for each in row], -1)
-        inputs = (query.flatten(2), flat, past_rows, past_state, *shared)
+        flat = [each.flatten(2) if each.dim() > 3 else each for each in row]
+        inputs = (query.flatten(2), torch.cat(flat, -1), past_rows, past_state, *shared)
         shapes = [(*value.shape[:2], value.shape[2] * value.shape[3]), past_rows.shape, past_state.shape]
         attributes: dict[str, Any] = {"heads": value.shape[2], "key_heads": key.shape[2]}
         output, *self.tensors[1:] = symbolic_multi_out(
