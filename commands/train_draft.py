@@ -83,6 +83,6 @@ def command(target: str, kind: str, texts: tuple[Path, ...], output: Path, as_js
     click.echo(f"trained {report.parameters:,} parameters on {report.tokens:,} tokens of {report.examples:,} answers")
     click.echo(
         f"a round emits {served:.2f} tokens on held-out prompts, served with k = {options['k']};"
-        f" {trained:.2f} of the same texts by the modules that were trained"
+        f" {trained:.2f} in PyTorch on the same texts"
     )
     click.echo(f"wrote {output}")

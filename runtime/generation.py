@@ -54,7 +54,7 @@ class Outrider(LoadedBundle):
             tokens = list(prompt)
         request = self.request(tokens, params)
         self.check_drafting(k, drafter)
-        if k == AUTO and params.seed is not None and params.temperature > 0 and not params.exact:
+        if k == AUTO and params.varies_with_drafts:
             # With the rejection rule a seed's answer depends on the drafts, which must not depend on timing.
             k, drafter = self.default_k, self.allowed_drafters(k, drafter)[0]
         return self._events(request, k, drafter)

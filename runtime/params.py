@@ -94,6 +94,11 @@ class SamplingParams:
         """Whether the rule is exact-match."""
         return self.rule == "exact-match" or (self.rule is None and self.seed is not None)
 
+    @property
+    def varies_with_drafts(self) -> bool:
+        """Whether the answer to the seed depends on what is drafted: a sampled one by the rejection rule does."""
+        return self.seed is not None and self.temperature > 0 and not self.exact
+
     def setting(self, name: str, vocab_rows: int) -> float:
         """Return one of `contract.SETTINGS`, for logits [vocab_rows]."""
         if self.temperature == 0 and name in NO_TRUNCATION:

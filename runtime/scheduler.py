@@ -120,11 +120,6 @@ class Scheduler:
         return Load(len(self._running), len(self._queue), used, *self._last, self._slots.evicted)
 
     @property
-    def room(self) -> int:
-        """The number of free places in the queue."""
-        return self.places - len(self._queue)
-
-    @property
     def places(self) -> int:
         """The number of requests that may wait: `max_waiting`, and one more for each free slot."""
         return self.max_waiting + len(self._free)
@@ -158,13 +153,12 @@ class Scheduler:
             QueueFullError: too many requests are waiting.
         """
         self._check_count(len(requests))
-        for _, params in requests:
-            if params.seed is not None and params.temperature > 0 and not params.exact:
-                raise UsageError(
-                    "with the rejection rule, a seed's answer depends on how many tokens are drafted, and so on other requests",
-                    "leave out the rule or the seed",
-                    param="rule",
-                )
+        if any(params.varies_with_drafts for _, params in requests):
+            raise UsageError(
+                "with the rejection rule, a seed's answer depends on how many tokens are drafted, and so on other requests",
+                "leave out the rule or the seed",
+                param="rule",
+            )
         made = [self.bundle.request(prompt, params, owner, shown) for prompt, params in requests]
         return self.enqueue(made, owner, priority)
 

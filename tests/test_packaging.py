@@ -156,6 +156,13 @@ def test_the_wheel_holds_every_module_and_no_stray_one(wheel: Path) -> None:
     assert trained == expected
 
 
+def test_no_file_is_long() -> None:
+    lengths = {
+        path: path.read_text().count("\n") for folder in (*FOLDERS, "experiments") for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {path: length for path, length in lengths.items() if length > 320} == {}
+
+
 def test_the_root_has_no_stray_module() -> None:
     assert {path.name for path in ROOT.glob("*.py")} == MODULES
 

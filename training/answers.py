@@ -229,7 +229,7 @@ class AnswerStore:
         running: dict[int, tuple[Prompt, list[int]]] = {}
         with open(self._path, "ab") as file:
             while waiting or scheduler.busy:
-                while waiting and scheduler.room:
+                while waiting and scheduler.waiting().total() < scheduler.places:
                     prompt = waiting.pop()
                     room = min(self._params.max_new_tokens, self._longest - len(prompt.ids))
                     temperature = 0.0 if prompt.seed is None else self._params.temperature
