@@ -90,6 +90,11 @@ class AnswerFormat:
         """
         return self.calls(self._required, self._asked) or self._asked
 
+    @property
+    def rehearsed(self) -> StructuredOutputs | None:
+        """What to try before an answer begins: the grammar or, if any text may come before calls, calls alone."""
+        return self.calls() if self._asked is None else self.grammar
+
     def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
         """Return the grammar of answers that have calls, or may have some, if the model may call tools; `said` is what an
         answer without calls has to be.

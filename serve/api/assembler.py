@@ -86,6 +86,11 @@ class ResponseAssembler(ABC, Generic[Body]):
         """What the answers have to be; raises `UsageError` or `ApiError` if that cannot be had."""
         return self.body.structured()
 
+    @property
+    def rehearsed(self) -> StructuredOutputs | None:
+        """What of the grammar is tried before an answer begins."""
+        return self.grammar
+
     def grammar_parts(self) -> dict[str, StructuredOutputs]:
         """Return what the grammar consists of, by the request's field that each comes from."""
         structured = self.body.structured()
@@ -134,10 +139,10 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_limits(prompts)
         self.prompts = prompts
-        if self.grammar is None:
+        if (tried := self.rehearsed) is None:
             params = self.params(prompts[0])
         else:
-            await self._try_grammar(self.grammar)
+            await self._try_grammar(tried)
             params = await asyncio.to_thread(self.params, prompts[0])  # which may convert it, while streams go on
         requests = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in self.body.seeds()]
         owner = self._http.state.owner

@@ -32,6 +32,11 @@ class ConversationAssembler(ResponseAssembler[ConversationBody]):
         return self.answers.grammar
 
     @property
+    def rehearsed(self) -> StructuredOutputs | None:
+        """See `ResponseAssembler.rehearsed`."""
+        return self.answers.rehearsed
+
+    @property
     def shown(self) -> Mapping[int, str]:
         """See `ResponseAssembler.shown`."""
         return self.answers.shown

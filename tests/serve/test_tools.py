@@ -174,6 +174,20 @@ def test_an_answer_is_structured_output_or_a_call(name: str) -> None:
 
 
 @every
+def test_calls_are_tried_without_the_text_before_them(name: str) -> None:
+    """Trying follows the first tokens of a grammar: masks of free text would say nothing about those of calls."""
+    text, calls = text_of(name), [Function(name=tool, parameters=schema) for tool, schema in TOOLS.items()]
+    end = text.tokenizer.token_to_id(EXAMPLES[name].end)
+    answers = AnswerFormat(text, [end], calls, "auto", True)
+    assert answers.grammar is not None
+    assert answers.rehearsed is not None
+    written = answer(name, "Hi")
+    assert accepted(name, answers.grammar.source(), written)[0]
+    assert not all(accepted(name, answers.rehearsed.source(), written))
+    assert accepted(name, answers.rehearsed.source(), answer(name, "", WEATHER)) == (True, True)
+
+
+@every
 def test_several_calls(name: str) -> None:
     calls = (WEATHER, NOW, ORDER)
     if name not in SEVERAL:
