@@ -15,7 +15,7 @@ from outrider.commands import bench, build_engine, calibrate, export, generate, 
 from outrider.commands.output import printable
 from outrider.errors import OutriderError, UsageError, show_warnings
 
-# The extra to install if a package is missing, for packages that `export,cpu` does not bring.
+# The extra that installs a missing package. For every other package it is `export,cpu`.
 EXTRAS = {
     **dict.fromkeys(("fastapi", "prometheus_client", "pythonjsonlogger", "starlette", "uvicorn"), "serve"),
     "ray": "serve,ray",
@@ -23,7 +23,7 @@ EXTRAS = {
 
 
 class Commands(click.Group):
-    """Report expected failures in two lines, message and hint. The exit code is 2 for wrong use and 1 for failure."""
+    """Print an expected failure as two lines, message and hint. Exit with 2 after a usage error, and with 1 after others."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -44,7 +44,7 @@ class Commands(click.Group):
         except MemoryError:
             _fail(ctx, "out of memory", "use a smaller model, precision, capacity or batch")
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader closed the pipe; click exits quietly
+            if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits quietly
                 raise
             # Flushing the rest of the buffer at exit would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -81,7 +81,7 @@ def main() -> None:
     if sys.stderr is None:  # the parent process closed it
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open until the process exits
     if sys.stdout is None:
-        raise UsageError("standard output is closed", "redirect it somewhere, to /dev/null if need be")
+        raise UsageError("standard output is closed", "redirect it, for example to /dev/null")
     show_warnings(_show_warning)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

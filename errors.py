@@ -1,4 +1,4 @@
-"""The exceptions that Outrider raises on purpose.
+"""The exceptions that Outrider raises for expected failures.
 
 OutriderError                  exit code 1: the request was valid, but it failed
 ├── SourceError                a checkpoint cannot be read
@@ -7,7 +7,7 @@ OutriderError                  exit code 1: the request was valid, but it failed
 ├── ParityError                an exported graph does not reproduce the checkpoint's logits
 ├── FolderError                an export or bundle is missing, damaged, too new, or cannot be written
 ├── EngineError                an engine does not load or run, or its logits contain NaN or infinity
-│   └── DeviceError            this machine has no GPU, or not one that the engine can run on
+│   └── DeviceError            this machine has no GPU that the engine can run on
 └── UsageError                 exit code 2: the request itself is wrong
 """
 
@@ -19,7 +19,7 @@ from typing import TextIO
 
 
 class OutriderError(Exception):
-    """An expected failure: what happened, in one line, and how to fix it, in another."""
+    """An expected failure, with a hint on how to fix it."""
 
     exit_code = 1
 
@@ -29,8 +29,8 @@ class OutriderError(Exception):
         Args:
             message: one line that says what happened.
             hint: one line that says what to do about it.
-            param: the request parameter at fault, by its name in `SamplingParams` or `Outrider.generate`; None where no
-                single one is.
+            param: the request parameter at fault, by its name in `SamplingParams` or `Outrider.generate`; None if no
+                single parameter is at fault.
         """
         super().__init__(message)
         self.hint = hint
@@ -71,7 +71,7 @@ class EngineError(OutriderError):
 
 
 class DeviceError(EngineError):
-    """This machine has no GPU or driver, or not one that the engine can run on; elsewhere the engine may work."""
+    """This machine has no GPU or driver that the engine can run on. The engine may work on another machine."""
 
 
 class UsageError(OutriderError):
@@ -85,7 +85,7 @@ class OutriderWarning(UserWarning):
 
 
 def show_warnings(show: Callable[[str], None]) -> None:
-    """Pass the text of our own warnings to `show` from now on, and drop those of other libraries, which are for developers."""
+    """Pass the text of Outrider's warnings to `show`. Drop the warnings of other libraries, which are for developers."""
 
     def showwarning(
         message: Warning | str,

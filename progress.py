@@ -1,4 +1,4 @@
-"""How long-running work reports its progress."""
+"""The interface through which long-running work reports its progress."""
 
 from __future__ import annotations
 

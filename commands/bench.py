@@ -18,7 +18,7 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     from outrider.bench.results import Change, Results
 
-SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 11)  # of `report.HEADS`; the report has all of them
+SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 11)  # the columns of `report.HEADS` to print; the report has all of them
 
 
 @click.command("bench")
@@ -41,7 +41,7 @@ SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 11)  # of `report.HEADS`; the report has all
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Number of rounds; --compare needs 5. Ctrl-C keeps the complete ones.",
+    help="Number of rounds; --compare needs 5. Ctrl-C ends the run and keeps the complete rounds.",
 )
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Maximum number of new tokens."
@@ -123,7 +123,7 @@ def _compare(before: Path, after: Path, as_json: bool) -> None:
     for name in sorted(set(context.params) - {"compare", "as_json"}):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = "the bundle" if name == "bundle" else f"--{name.replace('_', '-')}"
-            raise UsageError("--compare does not measure anything", f"leave out {option}, or --compare")
+            raise UsageError("--compare reads two reports and measures nothing", f"leave out {option}, or --compare")
     paths, reports = (before, after), (read(before), read(after))
     compared = changes(*reports)
     measured = [{f"{summary.workload}, {summary.mode.label}" for summary in results.summaries} for results in reports]
@@ -173,7 +173,7 @@ def _changes_table(changes: list[Change]) -> Any:
     from outrider.bench.report import spread
     from outrider.bench.results import FIRST_TOKEN
 
-    chance = f"by chance alone, {len(changes) / 126:.1f} of these {len(changes)} would be called better or worse"
+    chance = f"by chance alone, {len(changes) / 126:.1f} of these {len(changes)} would count as better or worse"
     table = Table("workload", "mode", "", "before", "after", "change", "", "mean acceptance length", caption=chance)
     for each in changes:
         lengths = f"{each.length_before:.2f}"

@@ -23,7 +23,7 @@ def _words(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str
 
 
 def _click_option(option: Option, owners: list[str]) -> Callable[[Any], Any]:
-    """Return an option of the backends `owners` as an option of the command."""
+    """Return a click option for a backend option; `owners` are the backends that have it."""
     keywords: dict[str, Any] = {"type": click.Choice(option.choices) if option.choices else option.type}
     if option.type is bool:
         keywords = {"is_flag": True, "default": None}
@@ -72,7 +72,7 @@ def _backend_options(command: Any) -> Any:
     cls=GroupedOption,
     group=ENGINES,
     type=int,
-    help="Cache size in tokens, for prompt and answer together.  [default: 1024, or what the models allow]",
+    help="Cache size in tokens, for prompt and answer together.  [default: 1024, or less if the models allow less]",
 )
 @click.option(
     "--batch",
@@ -103,8 +103,8 @@ def _backend_options(command: Any) -> Any:
     group=ENGINES,
     metavar="BUNDLE",
     type=click.Path(path_type=Path),
-    help="A bundle with the same models and sizes, measured where this one will run: take its costs and acceptance, and measure"
-    " nothing.",
+    help="Copy the costs and acceptance of this bundle instead of measuring them. It must have the same models and sizes, and"
+    " be measured on the machine where the new bundle will run.",
 )
 @_backend_options
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")

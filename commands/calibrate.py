@@ -16,13 +16,13 @@ from outrider.commands.output import bundle_table, console, progress_bar
 @click.option(
     "--device",
     type=Registered(registry.devices),
-    help="The device to measure on, if the backend has a choice, and to run on by default from then on.  [default: unchanged]",
+    help="The device to measure on. It becomes the device that the bundle runs on by default.  [default: unchanged]",
 )
 def command(bundle: Path, device: str | None) -> None:
     """Measure the costs of a bundle's passes on this machine, and write them into the bundle.
 
-    build-engine measures them on the machine where it builds. The machine where the bundle runs may have other costs, and k is
-    chosen by them.
+    build-engine measures the costs on the machine where it builds. Run calibrate if the bundle runs on another machine, because
+    k = auto depends on the costs.
     """
     from outrider.builder.build import calibrate
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     "drafts",
     metavar="SOURCE",
     multiple=True,
-    help="What drafts: a small model with the same vocabulary, a parallel draft (PARD), a draft head for this target (EAGLE-3,"
-    " P-EAGLE, DFlash, DSpark), or 'mtp' for the head in the target's own checkpoint. May be repeated, once for each of the"
-    " three. Without any, the target's own head drafts if it has one, and n-grams of the text do; with 'none', only these do.",
+    help="The draft: a small model with the same vocabulary, a parallel draft (PARD), a draft head for this target (EAGLE-3,"
+    " P-EAGLE, DFlash, DSpark), or 'mtp' for the head in the target's own checkpoint. May be repeated, once for each of these"
+    " three kinds. With 'none', only n-grams of the text draft.  [default: the target's own head, if it has one]",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option(
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @click.option(
     "--group-size",
     type=click.Choice([32, 64, 128]),
-    help="Weights that share a scale, at most, if --precision is int8 or int4."
+    help="Maximum number of weights that share a scale, if --precision is int8 or int4."
     "  [default: for the target 32 with int4 and 64 with int8; for the draft 128]",
 )
 @click.option(
@@ -79,7 +79,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Export a pair of checkpoints, or a target alone, as standard ONNX, and check each graph against its checkpoint."""
-    arguments = ExportArguments.check(  # wrong ones are an error before the libraries are imported
+    arguments = ExportArguments.check(  # before the slow imports
         target,
         drafts,
         output,
@@ -123,5 +123,5 @@ def _print_model(role: str, model: Model) -> None:
     if quantization.kept:
         click.echo(
             f"{role}: {sum(quantization.kept.values()):,} weights stay in fp32 (outside linear layers, in layers whose inputs"
-            f" are not two or more blocks of 32, or as requested), beginning with {next(iter(quantization.kept))}"
+            f" are not two or more blocks of 32, or as requested); the first is {next(iter(quantization.kept))}"
         )

@@ -59,7 +59,7 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
     try:
         given = json.loads(text)
         if not isinstance(given, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         return StructuredOutputs(**given)
     except (ValueError, TypeError, RecursionError) as error:
         raise click.BadParameter(f"{text[:60]!r} cannot be read: {error}") from None
@@ -74,7 +74,7 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
     cls=GroupedOption,
     group=PROMPT,
     is_flag=True,
-    help="With --chat: let text of the prompt become special tokens.",
+    help="With --chat: parse special tokens in the text of the prompt.",
 )
 @number("temperature", SAMPLING, "Divide the logits by this; 0 is greedy decoding.")
 @number("top_p", SAMPLING, "Keep the smallest set of tokens whose probabilities add up to this.")
@@ -100,8 +100,8 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
     group=SAMPLING,
     callback=_structured,
     metavar="JSON",
-    help="What the text must be: one of json (a schema), regex, choice, grammar and json_object, as in vLLM. For instance"
-    """ '{"choice": ["yes", "no"]}' or '{"json": {"type": "object"}}'.""",
+    help="Constrain the text: an object with one of json (a schema), regex, choice, grammar and json_object, as in vLLM. For"
+    """ instance '{"choice": ["yes", "no"]}' or '{"json": {"type": "object"}}'.""",
 )
 @number("min_new_tokens", STOPPING, "Minimum number of new tokens.")
 @click.option(
@@ -176,7 +176,7 @@ def command(
     text = _read_prompt() if prompt is None else prompt
     with progress_bar() as progress:
         loaded = Outrider.load(bundle, progress, device=device)
-    with _without_stacks_of_libraries():
+    with _standard_error_discarded():
         events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat, allow_special_tokens=allow_special_tokens)
     if as_json:
         _print_json(events)
@@ -185,8 +185,8 @@ def command(
 
 
 @contextmanager
-def _without_stacks_of_libraries() -> Iterator[None]:
-    """Discard what is printed on standard error: a tokenizer that fails prints its stack, and then raises an exception."""
+def _standard_error_discarded() -> Iterator[None]:
+    """Discard standard error: a tokenizer that fails prints its stack there before it raises an exception."""
     sys.stderr.flush()
     try:
         kept = os.dup(2)

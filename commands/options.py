@@ -13,7 +13,7 @@ from outrider.runtime.policy.choice import AUTO
 
 
 class Registered(click.Choice[str]):
-    """A choice among names that are looked up when they are needed, since more may be registered after import."""
+    """A choice among registered names. They are looked up on use, because names may be registered after import."""
 
     def __init__(self, names: Callable[[], Iterable[str]]):
         self.case_sensitive = True
@@ -75,10 +75,10 @@ drafter = click.option(
     group="Speculation",
     type=Registered(lambda: (*drafters.names(), AUTO)),
     help=f"Where draft tokens come from: {', '.join(f'{name} ({drafters.get(name).label})' for name in drafters.names())}, or"
-    " auto, whichever is faster.  [default: auto if --k is auto, else the first of these that the bundle supports]",
+    " auto, whichever is fastest.  [default: auto if --k is auto, else the first of these that the bundle supports]",
 )
 device = click.option(
     "--device",
     type=Registered(registry.devices),
-    help="Where to run the bundle, if its backend has a choice.  [default: the device it was built for]",
+    help="The device to run on, if the bundle's backend has several.  [default: the device it was built for]",
 )

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """Return text with everything escaped that a terminal would obey instead of showing it, but for line breaks and tabs."""
+    """Escape all characters that a terminal might obey instead of showing them, except line breaks and tabs."""
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 
 def print_json(encoded: bytes) -> None:
-    """Print JSON on standard output in ASCII, because a terminal obeys some of the characters beyond it."""
+    """Print JSON on standard output in ASCII, because a terminal obeys some other characters."""
     click.echo(re.sub(r"[^\n -~]", lambda found: json.dumps(found[0])[1:-1], encoded.decode()).removesuffix("\n"))
 
 
 def console() -> Console:
-    """Return a console on standard output. Markup is off, because names of workloads and models may look like it."""
+    """Return a console on standard output. Markup is off, because names of workloads and models may contain it."""
     from rich.console import Console
 
     class Escaping(Console):
@@ -52,7 +52,7 @@ def console() -> Console:
 def progress_bar() -> Iterator[Progress]:
     """Report progress on standard error: as a bar on a terminal, as one line per stage elsewhere.
 
-    An interrupt that comes meanwhile ends the command wherever it comes.
+    An interrupt ends the command, wherever it arrives.
     """
     if not sys.stderr.isatty():
         with _interrupts():
@@ -73,7 +73,7 @@ def progress_bar() -> Iterator[Progress]:
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Raise an interrupt again that came where Python cannot raise: in a destructor, or a callback of torch's."""
+    """Repeat an interrupt that arrived where Python cannot raise an exception: in a destructor, or in a torch callback."""
 
     def ignored(report: sys.UnraisableHookArgs) -> None:
         if report.exc_type is not KeyboardInterrupt:
@@ -149,8 +149,8 @@ def _layers(model: Model) -> str:
 
 
 def _slot(model: Model, build: Build, reads_features: bool) -> str:
-    """Return what a sequence takes in a model's cache, with the snapshots of its recurrent states; features belong to the
-    target's."""
+    """Return the size of one sequence in a model's cache, including snapshots of its recurrent states. Features count as part
+    of the target's cache."""
     from outrider.engines.contract import cache_tensors, recent_rows
     from outrider.engines.precisions import DTYPES, PRECISIONS
     from outrider.engines.session import SNAPSHOTS
@@ -174,7 +174,7 @@ def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
     table.add_row("k", ", ".join(str(k) for k in build.k))
     table.add_row("capacity, batch", f"{build.capacity}, {build.batch}")
     slots = (_slot(manifest.models[role], build, role in READS_FEATURES) for role in manifest.roles)
-    table.add_row("cache of a sequence", *slots)
+    table.add_row("cache per sequence", *slots)
     table.add_row("max prompt chunk", str(build.max_prompt_chunk))
     table.add_row("windows", ", ".join(str(window) for window in build.windows))
     if build.acceptance:

@@ -94,7 +94,7 @@ def _check_options(bundle: Path | None, rate: float | None, options: dict[str, A
     if rate is not None and options["bench"] is not None:
         raise UsageError("--rate and --bench cannot be combined", "leave one of them out")
     if options["position"] is not None and options["bench"] is not None:
-        raise UsageError("--position goes with --rate", "leave it out: recorded texts have their own positions")
+        raise UsageError("--position and --bench cannot be combined", "leave out --position: recorded texts have their own")
 
 
 def _plan_from_numbers(
@@ -132,10 +132,10 @@ def _plan_from_numbers(
 
 @dataclass
 class _Plan:
-    """The predictions for a bundle, and what they were made from."""
+    """The predictions for a bundle, and what they are based on."""
 
     predictions: list[Prediction]
-    rates: dict[str, float] = field(default_factory=dict)  # by drafter; empty where recorded texts give the acceptance
+    rates: dict[str, float] = field(default_factory=dict)  # by drafter; empty if recorded texts give the acceptance
     rates_measured: bool = False
     # The report's speed-up, by workload, drafter and k.
     measured: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -163,10 +163,10 @@ class _Plan:
         from outrider.runtime import drafters
 
         if self.rates:
-            source = ", the rate measured for the bundle" if self.rates_measured else ""
+            source = ", as measured for the bundle" if self.rates_measured else ""
             for name, rate in self.rates.items():
                 click.echo(f"if {rate:.0%} of the tokens of the {drafters.get(name).label} are accepted{source};")
-            click.echo("excludes the time in which the draft reads the prompt, which recorded texts include (--bench)")
+            click.echo("excludes the time in which the draft reads the prompt; predictions with --bench include it")
         fastest = best(self.predictions)
         console().print(_table(self.predictions, fastest, self.measured))
         for line in _advice(fastest):
@@ -208,7 +208,7 @@ def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, posit
 
 
 def _together(predictions: list[list[Prediction]]) -> list[Prediction]:
-    """Return the predictions for several drafters by workload, each with plain decoding once."""
+    """Return the predictions for several drafters, sorted by workload, with plain decoding once for each workload."""
     together = [each for at, own in enumerate(predictions) for each in own if at == 0 or each.k]
     workloads = list(dict.fromkeys(each.workload for each in together))
     return sorted(together, key=lambda each: workloads.index(each.workload))

@@ -28,7 +28,9 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
 
 @click.command("serve")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all, and needs keys.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 means all, and needs API keys."
+)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on; 0 picks a free one."
 )
@@ -37,9 +39,9 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
     "--api-key-file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help=f"Require one of these API keys, one per line. ${KEYS} may have more, separated by commas.",
+    help=f"Require one of the API keys in this file, one per line. ${KEYS} may have more, separated by commas.",
 )
-@click.option("--no-auth", is_flag=True, help="Serve everyone who can reach an address that is not loopback, without keys.")
+@click.option("--no-auth", is_flag=True, help="Serve everyone who can reach --host, without API keys.")
 @click.option(
     "--k", default="auto", show_default=True, callback=number_or_auto, help="Draft tokens per round; see outrider generate."
 )
@@ -59,17 +61,17 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
 @click.option(
     "--share-prefixes",
     is_flag=True,
-    help="Let clients share what was read of their prompts; by default only those of one key do.",
+    help="Let all clients share cached prompt prefixes; by default only clients with the same key do.",
 )
 @click.option("--log-prompts", is_flag=True, help="Log prompts; by default no text of a request is logged.")
-@click.option("--allow-special-tokens", is_flag=True, help="Let text of chat messages become special tokens.")
+@click.option("--allow-special-tokens", is_flag=True, help="Parse special tokens in the text of chat messages.")
 @click.option("--ray", is_flag=True, help="Run replicas in the Ray cluster at $RAY_ADDRESS, or in a local one.")
 @click.option(
     "--replicas",
     default="1",
     show_default=True,
     callback=minimum_and_maximum,
-    help="With --ray: how many, or MIN:MAX to follow the load.",
+    help="With --ray: number of replicas, or MIN:MAX to scale with the load.",
 )
 @click.option(
     "--cpus", type=click.IntRange(min=1), help="With --ray: cores per replica.  [default: as many as fit; 1 with a GPU]"
@@ -100,9 +102,9 @@ def command(
 ) -> None:
     """Serve a bundle over HTTP with OpenAI's API.
 
-    Requests are batched, as many as the bundle was built for (build-engine --batch).
+    Requests are batched, up to the maximum that the bundle was built for (build-engine --batch).
     """
-    handle_signals(lambda *_: sys.exit(0))  # until the server has its own
+    handle_signals(lambda *_: sys.exit(0))  # until the server installs its own handlers
     from outrider.bundle.folder import read_manifest
     from outrider.serve.log import log_as_json
     from outrider.serve.settings import Settings
@@ -148,13 +150,13 @@ def command(
 
 
 def allowed_hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:
-    """Return the host names that the server answers to; none if it answers to any.
+    """Return the host names that requests may use; empty if they may use any.
 
     Raises:
-        UsageError: strangers can reach the address, and nothing says that they may.
+        UsageError: others can reach the address, and there are neither API keys nor --no-auth.
     """
     if keys and no_auth:
-        raise UsageError("with API keys, --no-auth has no meaning", "leave out one of them")
+        raise UsageError("--no-auth cannot be combined with API keys", "leave out one of them")
     if keys:
         return ()
     try:
@@ -166,13 +168,13 @@ def allowed_hosts(host: str, keys: bool, no_auth: bool) -> tuple[str, ...]:
     if not no_auth:
         raise UsageError(
             f"others can reach {host}, and there are no API keys",
-            f"give keys by --api-key-file or ${KEYS}, or add --no-auth to serve everyone",
+            f"pass keys with --api-key-file or ${KEYS}, or add --no-auth to serve everyone",
         )
     return ()
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
-    """Return the API keys of the file and of the environment."""
+    """Return the API keys from the file and the environment."""
     keys = os.environ.get(KEYS, "").split(",")
     if KEYS in os.environ and not any(key.strip() for key in keys):
         raise UsageError(f"${KEYS} is set but contains no key", "add keys, or unset it to serve everyone")

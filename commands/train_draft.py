@@ -23,7 +23,7 @@ from outrider.training.arguments import DEFAULTS, KINDS, LEARNING_RATE, Training
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="What the target is asked: JSON lines with messages, prompt or text (.jsonl, .jsonl.gz), or a plain text. May be"
+    help="Prompts for the target: JSON lines with messages, prompt or text (.jsonl, .jsonl.gz), or a plain text file. May be"
     " repeated.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
@@ -31,44 +31,56 @@ from outrider.training.arguments import DEFAULTS, KINDS, LEARNING_RATE, Training
     "--from",
     "start",
     metavar="SOURCE",
-    help="What to start from: a published head for eagle3; a small model, or a parallel draft, for pard, which needs one.",
+    help="Checkpoint to start from. For eagle3, a published head; for pard (required), a small model or a parallel draft.",
 )
-@click.option("--bundle", type=click.Path(path_type=Path), help="A bundle of the target to answer with.  [default: make one]")
-@click.option("--given", is_flag=True, help="Learn the answers that the texts have, instead of the target's own.")
-@click.option("--temperature", type=float, default=DEFAULTS["temperature"], show_default=True, help="Of the target's answers.")
-@click.option("--max-new-tokens", type=int, default=DEFAULTS["max_new_tokens"], show_default=True, help="Of an answer.")
-@click.option("--max-length", type=int, default=DEFAULTS["max_length"], show_default=True, help="Tokens of prompt and answer.")
-@click.option("--epochs", type=float, default=DEFAULTS["epochs"], show_default=True, help="Times that each answer is read.")
-@click.option("--batch", type=int, default=DEFAULTS["batch"], show_default=True, help="Answers of a pass.")
-@click.option("--accumulate", type=int, default=DEFAULTS["accumulate"], show_default=True, help="Passes of an update.")
+@click.option(
+    "--bundle", type=click.Path(path_type=Path), help="A bundle of the target that writes the answers.  [default: build one]"
+)
+@click.option("--given", is_flag=True, help="Train on the answers in the texts instead of the target's own.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=DEFAULTS["temperature"],
+    show_default=True,
+    help="Sampling temperature of the target's answers.",
+)
+@click.option(
+    "--max-new-tokens", type=int, default=DEFAULTS["max_new_tokens"], show_default=True, help="Maximum tokens per answer."
+)
+@click.option(
+    "--max-length", type=int, default=DEFAULTS["max_length"], show_default=True, help="Maximum tokens of prompt and answer."
+)
+@click.option("--epochs", type=float, default=DEFAULTS["epochs"], show_default=True, help="Passes over all answers.")
+@click.option("--batch", type=int, default=DEFAULTS["batch"], show_default=True, help="Answers per batch.")
+@click.option("--accumulate", type=int, default=DEFAULTS["accumulate"], show_default=True, help="Batches per optimizer step.")
 @click.option(
     "--learning-rate",
     type=float,
-    help=f"The highest one.  [default: {', '.join(f'{rate} for {kind}' for kind, rate in LEARNING_RATE.items())}]",
+    help=f"Peak learning rate.  [default: {', '.join(f'{rate} for {kind}' for kind, rate in LEARNING_RATE.items())}]",
 )
 @click.option(
     "--draft-vocab",
     type=int,
     default=DEFAULTS["draft_vocab"],
     show_default=True,
-    help="Tokens that a new head may propose: the most frequent ones of the answers.",
+    help="Number of tokens that a new head may propose: the most frequent ones of the answers.",
 )
 @click.option(
-    "--k", type=int, default=DEFAULTS["k"], show_default=True, help="Tokens that the draft learns to propose at once."
+    "--k", type=int, default=DEFAULTS["k"], show_default=True, help="Tokens that the draft learns to propose per round."
 )
 @click.option(
     "--precision",
     type=click.Choice(list(PRECISIONS)),
     default=DEFAULTS["precision"],
     show_default=True,
-    help="Of the target that answers, and that the draft is served with in the end.",
+    help="Precision of the target, for its answers and for the final check of the draft.",
 )
-@click.option("--seed", type=int, default=DEFAULTS["seed"], show_default=True, help="Of everything that is drawn.")
+@click.option("--seed", type=int, default=DEFAULTS["seed"], show_default=True, help="Random seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report on standard output.")
 def command(target: str, kind: str, texts: tuple[Path, ...], output: Path, as_json: bool, **options: Any) -> None:
-    """Train a draft on a target's own answers, and check that it serves as well as it was trained.
+    """Train a draft on a target's own answers, and check that it accepts as many tokens when served as in training.
 
-    A run that was interrupted goes on when the same command is given again.
+    To resume an interrupted run, repeat the command.
     """
     arguments = TrainingArguments.check(target, kind, list(texts), output, **options)
     with progress_bar() as progress:
@@ -82,7 +94,6 @@ def command(target: str, kind: str, texts: tuple[Path, ...], output: Path, as_js
     served, trained = report.served.mean_acceptance_length, report.trained.mean_acceptance_length
     click.echo(f"trained {report.parameters:,} parameters on {report.tokens:,} tokens of {report.examples:,} answers")
     click.echo(
-        f"a round emits {served:.2f} tokens on held-out prompts, served with k = {options['k']};"
-        f" {trained:.2f} in PyTorch on the same texts"
+        f"mean acceptance length on held-out prompts: {served:.2f} served with k = {options['k']}, {trained:.2f} in PyTorch"
     )
     click.echo(f"wrote {output}")

@@ -43,7 +43,7 @@ def command(
     device: str | None,
     as_json: bool,
 ) -> None:
-    """Prove that a bundle emits what its target alone would. The exit code is 0 if it does, and 1 if not."""
+    """Check that a bundle emits what its target alone would. The exit code is 0 if it does, and 1 if not."""
     if export is not None:
         ctx.exit(0 if _compare_engines(bundle, export, device, as_json) else 1)
     if against is not None:
@@ -117,8 +117,8 @@ def _print(report: Audit) -> None:
         f"sampled    {verdicts['sampled']}  {comparisons} comparisons with plain decoding, smallest p-value {smallest:.1e}"
         f" (fails below {report.sampled[0].comparisons[0].significance:.1e})"
     )
-    click.echo("           distance: total variation between the two samples; beyond the bound it is not chance, and fails")
-    click.echo("           detects: a distribution that is off by this much fails with a probability of 99%")
+    click.echo("           distance: total variation between the two samples; the test fails if it is above the bound")
+    click.echo("           detects: a distribution that is wrong by this distance fails with a probability of 99%")
     screen.print(_sampled_table(report))
     emitted = sum(cell.emitted for cell in report.sampled)
     click.echo(

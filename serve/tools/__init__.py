@@ -1,4 +1,4 @@
-"""How families of models call tools: the grammar that masks their answers, and how calls are read from them.
+"""How families of models call tools: the grammar of their answers, and the parser of their calls.
 
 To add a family, write a file with a subclass of `Family` and add it to `FAMILIES`.
 """
@@ -15,13 +15,13 @@ from outrider.serve.tools.llama import Llama
 from outrider.serve.tools.mistral import Mistral
 from outrider.serve.tools.qwen_xml import QwenXml
 
-# The first that recognizes a template is taken.
+# The first one that recognizes a template is used.
 FAMILIES: tuple[type[Family], ...] = (GptOss, QwenXml, Hermes, Mistral, Llama)
 
 
 @functools.lru_cache(maxsize=4)
 def family_of(text: Text) -> Family | None:
-    """Return the family whose calls a bundle's chat template writes, if it is known."""
+    """Return the family whose calls a bundle's chat template writes; None if it is unknown."""
     if text.template is None:
         return None
     template = text.template.source

@@ -1,4 +1,4 @@
-"""What the arguments of a call may be, by the schemas of tools, for families that write some of them as plain text."""
+"""Reads from a tool's schema which arguments a call may have, for families that write some arguments as plain text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from outrider.errors import UsageError
 from outrider.runtime.grammar.schemas import resolved
 
-MOST_NESTED = 8  # alternatives within alternatives of a schema
-MOST_SCHEMAS = 4000  # that are looked at to learn what the arguments of a tool may be
-MOST_VALUES = 1000  # of a text that is no JSON
-MOST_PROPERTIES = 20_000  # of all schemas that hold for a tool's arguments
+MOST_NESTED = 8  # depth of alternatives within alternatives of a schema
+MOST_SCHEMAS = 4000  # subschemas that are visited for one tool
+MOST_VALUES = 1000  # values of an enum of plain texts
+MOST_PROPERTIES = 20_000  # properties of all schemas that apply to a tool's arguments together
 MOST_SHAPES = 64  # alternatives of a tool's arguments, or of a text
-# Keywords of the schema of a tool's arguments; it may ignore some more, unless it is strict. What is said of properties that it
-# does not list changes nothing: these are never written.
+# Supported keywords of the schema of a tool's arguments. A tool that is not strict may have those in IGNORED, too. Keywords for
+# properties that the schema does not list have no effect, because such properties are never written.
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$anchor"}
 ALTERNATIVES = {"anyOf", "allOf", "$ref"}
 IGNORED = {"patternProperties", "minProperties", "maxProperties"}
@@ -23,36 +23,38 @@ OF_TEXT = {"type", "enum", "const", "minLength", "maxLength", "oneOf", "$defs", 
 
 
 class Parameters(NamedTuple):
-    """The schemas of the arguments that a call may have, and those that it must have."""
+    """The schemas of the arguments that a call may have, and the names of the required ones."""
 
     properties: dict[str, Any]
     required: frozenset[str]
 
 
 def shapes_of(name: str, schema: dict[str, Any], strict: bool) -> list[Parameters]:
-    """Return what the arguments of a tool may be, as alternatives.
+    """Return the alternatives for the arguments of a tool.
 
     Raises:
-        UsageError: they are no object, or a keyword is not supported.
+        UsageError: the schema is not that of an object, or has an unsupported keyword.
     """
     visited = itertools.count()
 
     def alternatives(each: Any, depth: int) -> list[list[dict[str, Any]]]:
-        """Return lists of schemas without further ones in the same place; all of one list hold."""
+        """Return the alternatives of a schema. Each is a list of schemas that all apply and have no alternatives themselves."""
         if each is True:
             return [[]]
         kinds = each.get("type", "object") if isinstance(each, dict) else None
         if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
             raise UsageError(
-                f"the parameters of {name} are not those of an object", "list them as its properties", param="tools"
+                f"the parameters of {name} are not a schema of type object", "list them as its properties", param="tools"
             )
         unknown = next((key for key in each if key not in OF_ARGUMENTS | ALTERNATIVES and (strict or key not in IGNORED)), None)
         if unknown is not None:
             raise UsageError(
-                f"this model's calls cannot keep to {unknown} in the parameters of {name}", "leave it out", param="tools"
+                f"{unknown} in the parameters of {name} cannot be enforced in this model's calls", "leave it out", param="tools"
             )
         if depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
-            raise UsageError(f"the parameters of {name} are too deep", "list them as properties of one object", param="tools")
+            raise UsageError(
+                f"the parameters of {name} are nested too deeply", "list them as properties of one object", param="tools"
+            )
         found = [[each]]
         groups = [[inner] for inner in _list(each, "allOf")] + ([_list(each, "anyOf")] if "anyOf" in each else [])
         if "$ref" in each:
@@ -61,7 +63,7 @@ def shapes_of(name: str, schema: dict[str, Any], strict: bool) -> list[Parameter
             others = [made for inner in group for made in alternatives(inner, depth + 1)]
             if not 0 < len(found) * len(others) <= MOST_SHAPES:
                 raise UsageError(
-                    f"the parameters of {name} have too many alternatives, or none", "leave them out", param="tools"
+                    f"the parameters of {name} have too many alternatives, or none", "simplify the schema", param="tools"
                 )
             found = [one + other for one in found for other in others]
         return found
@@ -73,7 +75,7 @@ def shapes_of(name: str, schema: dict[str, Any], strict: bool) -> list[Parameter
 
 
 def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Parameters | None:
-    """Return what arguments are for which all of some schemas hold; None if there are no such ones."""
+    """Return the arguments to which all of these schemas apply; None if no arguments satisfy them all."""
     keys: dict[str, None] = {}
     required: set[str] = set()
     for part in parts:
@@ -81,14 +83,14 @@ def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Parameters | None:
         known = isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
         if not known or not isinstance(needed, list) or not all(isinstance(each, str) for each in needed):
             raise UsageError(
-                f"the parameters of {name} are not those of an object", "list them as its properties", param="tools"
+                f"the parameters of {name} are not a schema of type object", "list them as its properties", param="tools"
             )
         keys |= dict.fromkeys(properties)
         required.update(needed)
     if not required <= keys.keys():
         raise UsageError(f"{name} requires parameters that it does not list", "list them as its properties", param="tools")
     if any(character in key for key in keys for character in "<>\n"):
-        raise UsageError(f"a parameter of {name} has an angle bracket or a line end", "rename it", param="tools")
+        raise UsageError(f"the name of a parameter of {name} has an angle bracket or a line break", "rename it", param="tools")
     if len(keys) * len(parts) > MOST_PROPERTIES:
         raise UsageError(f"{name} has too many parameters", "leave some out", param="tools")
     schemas = {}
@@ -101,14 +103,14 @@ def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Parameters | None:
 
 
 class TextSet(NamedTuple):
-    """Some texts: those of a length, or those that are listed."""
+    """A set of texts: a list of values, or all texts within a range of lengths."""
 
     values: dict[str, None] | None = None
     least: int = 0
     most: float = float("inf")
 
-    def both(self, other: TextSet) -> TextSet | None:
-        """Return the texts that are in both, if there are some."""
+    def intersection(self, other: TextSet) -> TextSet | None:
+        """Return the texts in both sets; None if there are none."""
         least, most = max(self.least, other.least), min(self.most, other.most)
         values = other.values if self.values is None else self.values
         if values is None:
@@ -119,15 +121,15 @@ class TextSet(NamedTuple):
 
 
 class TextArgument(NamedTuple):
-    """The texts that an argument may be, and whether it may be something else instead. Beside texts that are not listed,
-    nothing else can be told apart."""
+    """The texts that an argument may be, and whether it may be a value of another type instead. A text that is not listed
+    cannot be told from other values."""
 
     texts: list[TextSet]
     others: bool
 
 
 def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str) -> dict[str, list[TextArgument]]:
-    """Return the texts that each argument may be, by shape, if it is written as text up to `end`, whatever the others are.
+    """Return, for each argument that is written as text, the texts that it may be in each shape. `end` ends such a text.
 
     Raises:
         UsageError: a reference is not found.
@@ -135,7 +137,7 @@ def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str) -> di
     visited = itertools.count()
 
     def others(schema: Any, depth: int = 0) -> bool:
-        """Return whether a value may be no text."""
+        """Return whether a value may be something other than text."""
         if not isinstance(schema, dict) or depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
             return schema is not False
         kinds = schema.get("type")
@@ -151,7 +153,7 @@ def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str) -> di
         return None if None in each else [text for found in each for text in found or ()]
 
     def texts(schema: Any, depth: int = 0) -> list[TextSet] | None:
-        """Return the texts that a value may be; None if something is said of them that only JSON can keep to."""
+        """Return the texts that a value may be; None if the schema has a restriction that only JSON can enforce."""
         if schema is False:
             return []
         if not isinstance(schema, dict) or depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
@@ -176,7 +178,7 @@ def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str) -> di
         for part in parts:
             if part is None or len(found) * len(part) > MOST_SHAPES:
                 return None
-            found = [both for one in found for other in part if (both := one.both(other)) is not None]
+            found = [common for one in found for other in part if (common := one.intersection(other)) is not None]
         return found if parts else None
 
     known: dict[str, list[TextArgument]] = {}
@@ -193,10 +195,10 @@ def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str) -> di
 
 
 def target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """Return the schema that another refers to.
+    """Return the schema that a `$ref` refers to.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: there is no such schema.
     """
     if (found := resolved(root, str(schema["$ref"]))) is None:
         raise UsageError(f"the reference {str(schema['$ref'])[:100]!r} is not found", "correct the schema", param="tools")

@@ -1,4 +1,4 @@
-"""What a family of models has to say about its tool calls, and the buffer that its answers are read from."""
+"""The interface of families of models that call tools, and the parser for their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEGINNING = '{"name": "'
 
 
 class Part(NamedTuple):
-    """A piece of an answer: what the model thinks or says, or a call, whose `name` comes before its `arguments`."""
+    """A piece of an answer: reasoning, content, or part of a call. The `name` of a call comes before its `arguments`."""
 
     kind: Literal["reasoning_content", "content", "name", "arguments"]
     text: str
@@ -27,27 +27,21 @@ Parts = Generator[Part | None, None, None]  # None where more text is needed
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """What a model may do in its answer.
+    """The tools that a model may call in its answer, and the rules for the answer."""
 
-    `tools` are the JSON schemas of the arguments of the tools that it may call, by name, and `never` the tokens that no text
-    has: those that end an answer, and the one that opens what the model thinks, which comes before the answer. `required` says
-    whether it must call a tool, `parallel` whether it may call several, and `said`, an expression, what its answer is if it
-    calls none; None is any text. Nothing in the schemas of `strict` tools may be ignored.
-    """
-
-    tools: Mapping[str, dict[str, Any]]
-    never: Sequence[int]
-    required: bool = False
-    parallel: bool = True
-    said: str | None = None
-    strict: Collection[str] = ()
+    tools: Mapping[str, dict[str, Any]]  # JSON schemas of the arguments, by name
+    never: Sequence[int]  # tokens that no text may have: those that end an answer, and the one that opens the reasoning
+    required: bool = False  # whether the model must call a tool
+    parallel: bool = True  # whether it may call several
+    said: str | None = None  # a grammar's expression for an answer without calls; None allows any text
+    strict: Collection[str] = ()  # tools whose schemas must be enforced completely
 
 
 class Family(ABC):
     """How the models of a family call tools."""
 
-    tokens: ClassVar[tuple[str, ...]] = ()  # without these in its vocabulary, a model is of another family
-    reads_every_answer: ClassVar[bool] = False  # also those of chats without tools
+    tokens: ClassVar[tuple[str, ...]] = ()  # tokens that every model of the family has in its vocabulary
+    reads_every_answer: ClassVar[bool] = False  # including the answers of chats without tools
 
     def __init__(self, tokenizer: Any, template: str):
         """Take a tokenizer that has the family's tokens, and a chat template that `recognizes` accepts."""
@@ -65,7 +59,7 @@ class Family(ABC):
 
     @property
     def shown(self) -> dict[int, str]:
-        """The tokens that `read` needs to see, with their texts; other special tokens are not part of the text. See `mark`."""
+        """The special tokens that `read` needs to see, with their texts. The text has no other special tokens. See `mark`."""
         return {self.token(text): text for text in self.tokens}
 
     @abstractmethod
@@ -74,7 +68,7 @@ class Family(ABC):
 
     @abstractmethod
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
-        """Yield the parts of an answer that `grammar` accepts; `tools` are those of the offer."""
+        """Yield the parts of an answer that `grammar` accepts; `tools` are the offered tools."""
 
     def call_id(self) -> str:
         """Return a new id for a call."""
@@ -87,17 +81,17 @@ class Family(ABC):
 
 
 class Reader:
-    """Reads an answer as its text comes."""
+    """Parses an answer as its text arrives."""
 
     def __init__(self, read: Callable[[Reader], Parts]):
-        """Begin an answer; `read` is what yields its parts, see `Family.read`."""
+        """Start an answer; `read` yields its parts, see `Family.read`."""
         self._held = ""
         self._ended = False
         self._parts = read(self)
         self.calling = False  # whether the arguments of a call are not complete
 
     def push(self, text: str, last: bool) -> list[Part]:
-        """Return the parts that are known after more text; nothing is held back behind the `last`."""
+        """Return the new parts that are known after more text. After the `last` text nothing is held back."""
         self._held += text
         self._ended = last
         known = []
@@ -111,7 +105,7 @@ class Reader:
         return known
 
     def starts(self, mark: str) -> Generator[None, None, bool]:
-        """Return whether the text begins with a mark, which is dropped."""
+        """Return whether the text starts with a mark, and drop the mark."""
         while len(self._held) < len(mark) and mark.startswith(self._held) and not self._ended:
             yield None
         found = self._held.startswith(mark)
@@ -121,9 +115,11 @@ class Reader:
     def until(
         self, mark: str, kind: Literal["reasoning_content", "content", "arguments"] | None, strip: bool = True
     ) -> Generator[Part | None, None, bool]:
-        """Yield the text before a mark, or drop it, if it has no kind; with `strip` without white space before the mark.
+        """Yield the text before a mark as parts of a kind, and drop the mark. Returns whether the answer had the mark.
 
-        Returns whether there was a mark before the answer's end. The mark is dropped.
+        Args:
+            kind: the kind of the parts; None drops the text.
+            strip: whether to drop the white space before the mark.
         """
         while (at := self._held.find(mark)) < 0 and not self._ended:
             known = self._held[: len(self._held) - overlap(self._held, mark)]
@@ -133,7 +129,7 @@ class Reader:
                 yield Part(kind, known)
             yield None
         if at < 0:
-            kept = overlap(self._held, mark) if kind == "arguments" else 0  # they may be cut, but have nothing else in them
+            kept = overlap(self._held, mark) if kind == "arguments" else 0  # drop a cut mark, which is not part of them
             before, self._held = self._held[: len(self._held) - kept], ""
         else:
             before, self._held = self._held[:at], self._held[at + len(mark) :]
@@ -143,7 +139,7 @@ class Reader:
         return at >= 0
 
     def word(self, mark: str) -> Generator[None, None, str | None]:
-        """Return the text before a mark as a whole, or None if there is no mark before the answer's end."""
+        """Return the whole text before a mark, and drop the mark; None if the answer ends without the mark."""
         while (at := self._held.find(mark)) < 0:
             if self._ended:
                 return None
@@ -152,7 +148,7 @@ class Reader:
         return word
 
     def rest(self) -> Parts:
-        """Yield all that comes as content."""
+        """Yield all remaining text as content."""
         while not self._ended:
             text, self._held = self._held, ""
             yield Part("content", text)
@@ -160,7 +156,7 @@ class Reader:
         yield Part("content", self._held)
 
     def value(self) -> Generator[Part | None, None, bool]:
-        """Yield an object of JSON as arguments, as it is; returns whether it is whole."""
+        """Yield a JSON object as arguments, unchanged. Returns whether it is complete."""
         depth, in_text, escaped = 0, False, False
         while True:
             for at, character in enumerate(self._held):
@@ -181,7 +177,7 @@ class Reader:
             yield None
 
     def text(self, mark: str) -> Generator[Part | None, None, bool]:
-        """Yield the text before a mark as a string of JSON, and drop the mark; returns whether the text is whole."""
+        """Yield the text before a mark as a JSON string, and drop the mark. Returns whether the text is complete."""
         yield Part("arguments", '"')
         parts = self.until(mark, "arguments", strip=False)
         while True:
@@ -194,13 +190,13 @@ class Reader:
 
 
 def mark(token: str) -> str:
-    """Return how a token that a family has `shown` comes in the text of an answer. The same characters as other tokens are
-    only text: the grammar has not seen a call there, so what follows need not be one."""
+    """Return the form of a `shown` token in the text of an answer. The mark distinguishes it from ordinary tokens with the same
+    characters: the grammar does not start a call at those, so no call may follow."""
     return TOKEN_MARK + token
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that is a proper beginning of a mark."""
+    """Return the length of the longest suffix of a text that is a proper prefix of a mark."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
 
 
@@ -215,8 +211,8 @@ def json_value(schema: dict[str, Any]) -> str:
 
 
 def arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call's arguments: an object, with none besides those that the tool's schema names, if it names
-    any in one place."""
+    """Return the schema of a call's arguments: an object. If the tool's schema lists all its properties in one place, it may
+    have no others."""
     elsewhere = {"anyOf", "allOf", "oneOf", "$ref"} & {*schema}
     closed = {"additionalProperties": False} if "properties" in schema and not elsewhere else {}
     return {"type": "object"} | closed | schema
@@ -228,15 +224,15 @@ def one_of(expressions: Iterable[str]) -> str:
 
 
 def named_calls(offer: OfferedTools, key: str, more: str = "") -> str:
-    """Return a rule `call` for calls such as `{"name": "get_weather", "arguments": {"city": "Paris"}}`, whose `key`
-    is `arguments`; `more` is an expression for what may be behind these."""
+    """Return a rule `call` for calls such as `{"name": "get_weather", "arguments": {"city": "Paris"}}`. The `key` of this
+    example is `arguments`; `more` is an expression for text after the arguments."""
     behind = f'", "{key}": '
     each = (f"{quoted(name + behind)} {json_value(arguments(schema))}" for name, schema in offer.tools.items())
     return f"call: {quoted(BEGINNING)} {one_of(each)} {more} {quoted('}')}"
 
 
 def read_named_call(reader: Reader, key: str) -> Generator[Part | None, None, bool]:
-    """Read what `named_calls` describes, behind its beginning; returns whether it is whole."""
+    """Read a call as in `named_calls`, after its `BEGINNING`. Returns whether it is complete."""
     if (name := (yield from reader.word('"'))) is None:
         return False
     yield Part("name", name)
@@ -247,12 +243,12 @@ def read_named_call(reader: Reader, key: str) -> Generator[Part | None, None, bo
 
 
 def text_without(offer: OfferedTools, *tokens: int) -> str:
-    """Return an expression for a text of any tokens but these."""
+    """Return an expression for a text without these tokens."""
     return f"<[^{','.join(map(str, sorted({*tokens, *offer.never})))}]>*"
 
 
 def text_then_calls(offer: OfferedTools, opening: int) -> str:
-    """Return the first rule of a grammar of `calls`, behind text where they are not required; a token opens the first call."""
+    """Return the first rule of a grammar: `calls`, after text if they are not required. The token `opening` starts a call."""
     if offer.required:
         return "start: calls"
     return f"start: {text_without(offer, opening)} calls?" if offer.said is None else f"start: calls | {offer.said}"

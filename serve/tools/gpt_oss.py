@@ -1,4 +1,4 @@
-"""Calls as GPT-OSS writes them, whose answers are messages in channels."""
+"""The calls of GPT-OSS, whose answers are messages in channels."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TO = " to=functions."
 
 
 class GptOss(Family):
-    """An answer is messages, of what the model thinks (in the channel `analysis`), and of what it says to the user (`final`, or
-    `commentary` before a call) or to a tool, as in `<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>
+    """An answer is a list of messages. The channel `analysis` has the reasoning, `final` the text for the user, and
+    `commentary` calls and the text before them: `<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>
     commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}`."""
 
     tokens = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
@@ -37,13 +37,13 @@ class GptOss(Family):
         return CHANNEL in template and MESSAGE in template
 
     def grammar(self, offer: OfferedTools) -> str:
-        """Return what the model thinks and says before a call, and a call or the last message to the user."""
+        """Return the grammar: reasoning and text before a call, then a call or the last message to the user."""
         begin, end, message, channel, constrain = (f"<[{token}]>" for token in map(self.token, self.tokens))
         text = text_without(offer, *map(self.token, self.tokens))
-        form = f'(" "? ({constrain} "json")? | " json")'  # without the space it would be part of the name
+        form = f'(" "? ({constrain} "json")? | " json")'  # without its space, "json" would be part of the name
         each = []
         for name, schema in offer.tools.items():
-            recipient = quoted(TO + name)  # some write it before the channel
+            recipient = quoted(TO + name)  # the model may write it before the channel
             head = f'({channel} "commentary" {recipient} | {recipient} {channel} "commentary")'
             each.append(f"{head} {form} {message} {json_value(arguments(schema))}")
         return "\n".join(

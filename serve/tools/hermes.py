@@ -1,4 +1,4 @@
-"""Calls as Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3 and Granite 4 write them."""
+"""The calls of Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3 and Granite 4."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Hermes(Family):
 
     @staticmethod
     def recognizes(template: str) -> bool:
-        """Return whether a template writes such calls, whether its source has line ends or `\\n`."""
+        """Return whether a template writes such calls. Its source may have line breaks or `\\n`."""
         return re.search(r'<tool_call>(\\n|\s)*\{\\?"(name|arguments)\\?":', template) is not None
 
     def grammar(self, offer: OfferedTools) -> str:
-        """Return any text, then calls."""
+        """Return the grammar: any text, then calls."""
         opening, closing = map(self.token, self.tokens)
         line_end = quoted("\n")
         more = f"({line_end} one)*" if offer.parallel else ""

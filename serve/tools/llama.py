@@ -1,4 +1,4 @@
-"""Calls as Llama 3.1, 3.2 and 3.3 write them."""
+"""The calls of Llama 3.1, 3.2 and 3.3."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ class Llama(Family):
 
     @staticmethod
     def recognizes(template: str) -> bool:
-        """Return whether a template writes such calls, whether it joins them from parts or not."""
+        """Return whether a template writes such calls, in one piece or in several."""
         return BEGINNING in template and '"parameters": ' in template
 
     @property
     def shown(self) -> dict[int, str]:
-        """A call may begin with a token of its own."""
+        """The token that a call may start with, if the tokenizer has it."""
         return {} if self._tokenizer.token_to_id(TAG) is None else {self.token(TAG): TAG}
 
     def grammar(self, offer: OfferedTools) -> str:
-        """Return any text that does not begin as a call does, or a call.
+        """Return the grammar: a call, or any text that does not start like a call.
 
         Raises:
-            UsageError: an answer without calls is restricted, too: if it is JSON, nothing tells it from a call.
+            UsageError: the request also asks for structured output, which may be JSON and then cannot be told from a call.
         """
         if offer.said is not None and not offer.required:
-            raise UsageError(
-                "this model's calls cannot be told from structured output", "leave out the one or the other", param="tools"
-            )
+            raise UsageError("this model's calls cannot be told from structured output", "leave out one of them", param="tools")
         tag = "".join(f"<[{token}]>? " for token in self.shown)
         lines = [f"start: {'one' if offer.required else 'TEXT | one'}", f"one: {tag}call"]
         lines.append(r'TEXT: /(?s:.*)/ & ~/\{"name": "(?s:.*)/')

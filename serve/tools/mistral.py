@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them, in both of their forms."""
+"""The calls of Mistral's models, in both of their forms."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from outrider.serve.tools.base import (
 )
 
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-ID = "/[a-zA-Z0-9]{9}/"  # of the model's choice; the server chooses its own
+ID = "/[a-zA-Z0-9]{9}/"  # chosen by the model; the server replaces it
 
 
 class Mistral(Family):
-    """Calls are `[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]`, and since the tokenizers of 2025 each
-    is `[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}`, for some models with `[CALL_ID]` and an id between both."""
+    """Calls are `[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]`. Since the tokenizers of 2025 each
+    call is `[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}`; some models write `[CALL_ID]` and an id after the name."""
 
     tokens = (CALLS,)
 
     def __init__(self, tokenizer: Any, template: str):
-        """Take a tokenizer and a chat template; which tokens the template writes says which form it is."""
+        """Take a tokenizer and a chat template. The form depends on the tokens that the template writes."""
         super().__init__(tokenizer, template)
         self._optional = [
             token for token in (CALL_ID, ARGUMENTS) if token in template and tokenizer.token_to_id(token) is not None
@@ -48,11 +48,11 @@ class Mistral(Family):
 
     @property
     def shown(self) -> dict[int, str]:
-        """All three tokens, as far as they are used."""
+        """Those of the three tokens that the template uses."""
         return {self.token(text): text for text in (CALLS, *self._optional)}
 
     def grammar(self, offer: OfferedTools) -> str:
-        """Return any text, then calls."""
+        """Return the grammar: any text, then calls."""
         calls = self.token(CALLS)
         lines = [text_then_calls(offer, calls)]
         if ARGUMENTS in self._optional:
@@ -80,5 +80,5 @@ class Mistral(Family):
             more = yield from reader.until(mark(CALLS), None)
 
     def call_id(self) -> str:
-        """Return a new id: the templates accept only nine letters and digits."""
+        """Return a new id. The templates accept only ids of nine letters and digits."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder and Qwen 3.5 write them."""
+"""The calls of Qwen3-Coder and Qwen 3.5."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.serve.tools.base import (
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END, LINE_END = "\n<function=", "</function>\n", "\n"
-VALUE_END = "\n</parameter>"  # not in a text
+VALUE_END = "\n</parameter>"  # cannot occur in a text
 END = f"{VALUE_END}\n"
 ENDING = r"/(?s:.*)\n<\/parameter>(?s:.*)/"
 NO_TEXT = ["integer", "number", "boolean", "null", "array", "object"]  # types
@@ -33,8 +33,8 @@ NO_TEXT = ["integer", "number", "boolean", "null", "array", "object"]  # types
 
 class QwenXml(Family):
     r"""Each call is `<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>`. A
-    value that may be text is text, as it is, and all others are JSON; so are texts of which more is said than how long they
-    are, or which they are."""
+    value that may be text is written as plain text, and any other value as JSON. Texts are JSON, too, if their schema restricts
+    more than their length or their values."""
 
     tokens = (OPENING, CLOSING)
 
@@ -44,10 +44,10 @@ class QwenXml(Family):
         return "<function=" in template and "<parameter=" in template
 
     def grammar(self, offer: OfferedTools) -> str:
-        """Return any text, then calls, whose arguments have the order of the schema.
+        """Return the grammar: any text, then calls, whose arguments have the order of the schema.
 
         Raises:
-            UsageError: arguments are no object, or a keyword cannot be kept in these calls.
+            UsageError: see `shapes_of`; or the schemas are too long.
         """
         opening, closing = map(self.token, self.tokens)
         more = f"({quoted(LINE_END)} one)*" if offer.parallel else ""
@@ -100,8 +100,8 @@ class QwenXml(Family):
 
 
 def _text(rule: str, texts: list[TextSet], other: str | None) -> str:
-    """Return the rules for a text and the end of its parameter, or an expression for another value and that."""
-    # One lexeme each: a lexer that has gone on in a longer one does not come back.
+    """Return the rules for a text and the end of its parameter; `other` is an expression for values that are not text."""
+    # Each text and its end form one lexeme: the lexer does not return to a shorter one after it has continued in a longer one.
     listed = [quoted(value + END) for text in texts for value in text.values or ()]
     lengths = [f".{{{text.least},{'' if text.most == float('inf') else text.most}}}" for text in texts if text.values is None]
     if not lengths:
@@ -112,10 +112,10 @@ def _text(rule: str, texts: list[TextSet], other: str | None) -> str:
 
 
 def _closed(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that stands alone, with those that it refers to.
+    """Return a self-contained schema, with the schemas that it refers to.
 
     Raises:
-        UsageError: one is not there.
+        UsageError: see `target`.
     """
     names: dict[str, str] = {}
 

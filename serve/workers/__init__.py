@@ -1,1 +1,1 @@
-"""Processes that read prompts and follow grammars."""
+"""Processes that encode prompts and compute the masks of grammars."""

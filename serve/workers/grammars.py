@@ -1,8 +1,8 @@
-"""Grammars of answers, whose masks workers compute: one worker for each owner of requests. New grammars are tried in
-workers of their own, so that no answer waits for one that takes too long.
+"""Grammars of answers. Workers compute their masks: one worker for each owner of requests. A new grammar is first tried in a
+separate worker, so that no answer waits for a grammar that takes too long.
 
-What a client's grammar takes in time and memory is its worker's. The engines wait for masks a moment at a time, and a
-share of the time: beyond that an answer drafts nothing, and sits out rounds until its mask has come.
+The time and memory that a client's grammar takes are its worker's. The engines wait only briefly for a mask, and only a limited
+share of the time. Beyond that, the answer does not draft, and skips rounds until its mask has arrived.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from outrider.serve.workers.messages import Advance, Begin, Compile, Masks, Repl
 from outrider.serve.workers.worker_main import GRAMMAR_SECONDS, takes_much
 from outrider.serve.workers.workers import Worker, WorkerEndedError, Workers
 
-MAX_OWNERS = 16  # whose grammars have a worker at once
-MAX_TRIED = 64  # grammars of an owner that are not tried again
-PATIENCE = 0.02  # seconds that the engines wait for a mask
-WAITING = 0.1  # of the time, in which the engines may wait for masks, for those of all owners together
-SAVED = 0.1  # seconds of this that an owner may save up
-# How often an answer's worker may end: twice while it works on that answer, which then is most likely the reason, or more often
-# while it works on others.
+MAX_OWNERS = 16  # owners that have a worker at the same time
+MAX_TRIED = 64  # grammars of an owner that are remembered and not tried again
+PATIENCE = 0.02  # seconds that the engines wait for one mask, at most
+WAITING = 0.1  # share of the time that the engines may wait for masks of all owners together
+SAVED = 0.1  # seconds of waiting that an owner may save up
+# An answer fails if its workers end too often: if the sum exceeds ENDS. Each end counts 1, or AT_WORK if the worker was working
+# on this answer, which then is the most likely reason.
 ENDS, AT_WORK = 4, 3
 
 
 class GrammarBusyError(GrammarError):
-    """The grammars of other owners leave no room for that of a new one."""
+    """The grammars of other owners occupy all workers."""
 
 
 class Owner:
-    """An owner's worker, and how patient the engines are with it."""
+    """An owner's worker, and how long the engines may wait for it."""
 
     def __init__(self, worker: Worker):
         self.worker = worker
@@ -55,28 +55,28 @@ class Owner:
         self._left, self._counted = SAVED, self.used
 
     def patience(self, owners: int) -> float:
-        """Return the seconds to wait for a mask, where there are so many owners."""
+        """Return how many seconds to wait for a mask, given the number of owners."""
         now = time.monotonic()
         self._left = min(self._left + (now - self._counted) * WAITING / owners, SAVED)
         self._counted = now
         return max(min(self._left, PATIENCE), 0.0)
 
     def waited(self, seconds: float) -> None:
-        """Note how long the engines have waited for a mask."""
+        """Record how long the engines have waited for a mask."""
         self._left -= seconds
 
     @property
     def greedy(self) -> bool:
-        """Whether its trials have taken so much time that they come last."""
+        """Whether its trials have taken so much time that they get the lowest priority."""
         return takes_much(self._trying, self._since)
 
     def took(self, seconds: float) -> None:
-        """Note how long a trial has taken."""
+        """Record how long a trial has taken."""
         self._trying += seconds
 
 
 class RemoteGrammars(Grammars):
-    """Begins answers in workers. Any thread may ask."""
+    """Starts answers in workers. Thread-safe."""
 
     def __init__(self, workers: Workers, vocab_rows: int, end_ids: Sequence[int]):
         """Take the workers, the width of the logits, and the tokens that end a text."""
@@ -100,17 +100,17 @@ class RemoteGrammars(Grammars):
                 if len(self.owners) >= MAX_OWNERS:
                     idle = [key for key, each in self.owners.items() if not each.answers and not each.worker.busy]
                     if not idle:
-                        raise GrammarBusyError("the grammars of other requests leave no room", "try again in a moment")
+                        raise GrammarBusyError("the grammars of other requests occupy all workers", "try again in a moment")
                     self.owners.pop(min(idle, key=lambda key: self.owners[key].used)).worker.close()
                 owner = self.owners[key] = Owner(self._workers.fork())
             owner.used = time.monotonic()
             return owner
 
     async def compile(self, structured: StructuredOutputs, key: Hashable) -> None:
-        """Compile a grammar and try its masks, unless its owner has just done so.
+        """Compile a grammar and try its masks, unless its owner has done so recently.
 
         Raises:
-            UsageError: it cannot be compiled, or takes too long, or no token can end a text.
+            UsageError: the grammar cannot be compiled, or takes too long, or no token can end a text.
             GrammarBusyError, EngineError: see `owner`.
         """
         if not self.end_ids:
@@ -139,18 +139,18 @@ class RemoteGrammars(Grammars):
             del owner.tried[next(iter(owner.tried))]
 
     def begin(self, structured: StructuredOutputs, owner: Hashable = None) -> RemoteMatcher:
-        """Return a new answer's place in a grammar, which the owner's worker is told of."""
+        """Return the matcher of a new answer, and start it in the owner's worker."""
         return RemoteMatcher(self, structured, owner)
 
 
 class RemoteMatcher(Matcher):
-    """A matcher in a worker. If that ends, the answer goes on in another one."""
+    """A matcher in a worker. If the worker ends, another one continues the answer."""
 
     def __init__(self, grammars: RemoteGrammars, structured: StructuredOutputs, key: Hashable):
-        """Begin at the start of an answer."""
+        """Start an answer."""
         self._grammars, self._structured, self._key = grammars, structured, key
         self._confirmed: list[int] = []
-        self._plain = False  # whether no drafted token is followed any more
+        self._plain = False  # whether this answer no longer drafts
         self._ends = 0
         self._begin()
 
@@ -169,13 +169,13 @@ class RemoteMatcher(Matcher):
         return self._await(self._owner.worker.ask(Begin(self._number, self._structured.arguments(), self._confirmed)))
 
     def _await(self, reply: Future[Reply]) -> None:
-        self._coming = reply  # what may follow the confirmed tokens
-        self._late = False  # whether the masks behind drafted tokens are
-        self._ahead: list[int] = []  # drafted tokens
+        self._coming = reply  # has the mask after the confirmed tokens
+        self._late = False  # whether a reply about drafted tokens did not arrive in time
+        self._ahead: list[int] = []  # drafted tokens whose masks are known
         self._masks: list[Bools] = []  # after the first 0, 1, ... of these
 
     def ready(self, patient: bool = True) -> bool:
-        """See `Matcher.ready`. Begin again if the worker has ended."""
+        """See `Matcher.ready`. Start again in another worker if this one has ended."""
         if not self._coming.done() and (not patient or not self._in_time(self._coming)):
             return False
         error = self._coming.exception()
@@ -216,7 +216,7 @@ class RemoteMatcher(Matcher):
         return [np.unpackbits(each, bitorder="little", count=self._grammars.vocab_rows).view(np.bool_) for each in packed]
 
     def _try(self, message: Masks | Valid) -> Reply | None:
-        """Return the reply to what is about drafted tokens, if it comes in time; until the next round nothing is asked then."""
+        """Ask about drafted tokens. Return None if the reply is late; then nothing more is asked until the next round."""
         if self._plain or self._late or not self._patience:
             return None
         reply = self._owner.worker.ask(message)
@@ -254,6 +254,6 @@ class RemoteMatcher(Matcher):
         return 0 if reply is None else reply.count
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Matcher.advance`. What is wrong with them is seen in the next round."""
+        """See `Matcher.advance`. Errors appear in the next round."""
         self._confirmed += tokens
         self._await(self._owner.worker.ask(Advance(self._number, tokens)))

@@ -1,4 +1,4 @@
-"""What the server and its workers send each other."""
+"""The messages between the server and its workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class TextSource(msgspec.Struct):
-    """A bundle's tokenizer and chat template, and what grammars need to know."""
+    """A bundle's tokenizer and chat template, and the parameters of grammars."""
 
     tokenizer: str  # in JSON
     template: str | None
@@ -19,11 +19,11 @@ class TextSource(msgspec.Struct):
 
 
 class PromptJob(msgspec.Struct, tag=True):
-    """The prompts of one request: texts, or else the messages of a chat."""
+    """The prompts of one request: either texts or the messages of a chat."""
 
-    limit: int = 0  # tokens of each
+    limit: int = 0  # maximum tokens of each
     texts: Sequence[str] = ()
-    messages: Sequence[dict[str, Any]] = ()  # the arguments of tool calls are text, as a client sends them
+    messages: Sequence[dict[str, Any]] = ()  # the arguments of tool calls are still text, as the client sends them
     tools: Sequence[dict[str, Any]] = ()
     allow_special_tokens: bool = False
     add_special_tokens: bool = True
@@ -32,37 +32,37 @@ class PromptJob(msgspec.Struct, tag=True):
 
 
 class Compile(msgspec.Struct, tag=True):
-    """A grammar to compile and to rehearse."""
+    """A grammar to compile and to try."""
 
     structured: dict[str, Any]  # the arguments of `StructuredOutputs`
-    last: bool  # whether its owner's other grammars have taken much of the processor
+    last: bool  # whether it gets the lowest priority, because its owner's other grammars have taken much processor time
 
 
 class Begin(msgspec.Struct, tag=True):
-    """An answer by a grammar, after tokens that it has already. The reply is that to `Advance`."""
+    """Starts an answer with a grammar, after its confirmed tokens. The reply is the same as to `Advance`."""
 
-    answer: int  # its number, for what follows
+    answer: int  # its number in later messages
     structured: dict[str, Any]
     confirmed: list[int]
 
 
 class Advance(msgspec.Struct, tag=True):
-    """Tokens that a round confirmed. The reply has the mask of what may follow, and what is forced."""
+    """Tokens that a round confirmed. The reply has the mask of the next token, and the forced tokens."""
 
     answer: int
     tokens: Sequence[int]
 
 
 class Masks(msgspec.Struct, tag=True):
-    """Drafted tokens. The reply has the masks after so many of them and more, and how many rows count."""
+    """Drafted tokens. The reply has the masks that are not known yet, and the number of valid rows."""
 
     answer: int
     drafted: Sequence[int]
-    known: int
+    known: int  # masks that the server already has
 
 
 class Valid(msgspec.Struct, tag=True):
-    """Proposed tokens. The reply says how many the grammar allows."""
+    """Proposed tokens. The reply has the number of tokens that the grammar allows."""
 
     answer: int
     tokens: list[int]
@@ -74,14 +74,14 @@ class Drop(msgspec.Struct, tag=True):
     answer: int
 
 
-Message = PromptJob | Compile | Begin | Advance | Masks | Valid  # which have replies
+Message = PromptJob | Compile | Begin | Advance | Masks | Valid  # the messages that have replies
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """What was asked for, or the error."""
+    """The result, or an error."""
 
     prompts: list[list[int]] = []
-    masks: list[bytes] = []  # bits in the order of the tokens, the lowest of a byte first
+    masks: list[bytes] = []  # one bit per token, the lowest bit of a byte first
     forced: list[int] = []
     count: int = 0
     error: str = ""

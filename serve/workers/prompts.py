@@ -1,4 +1,4 @@
-"""Turns the prompts of requests into token ids, in workers."""
+"""Encodes the prompts of requests as token ids, in workers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from outrider.serve.workers.messages import PromptJob, Reply
 from outrider.serve.workers.worker_main import JOB_SECONDS
 from outrider.serve.workers.workers import Worker, WorkerEndedError, Workers
 
-AT_ONCE = 8  # prompts
-SPARE = 2  # workers that are kept, without anything to do
+AT_ONCE = 8  # requests whose prompts are encoded at the same time
+SPARE = 2  # idle workers that are kept
 
 
 class PromptEncoder:
-    """The workers that read prompts. Any of them may read anybody's."""
+    """Encodes prompts. All owners share its workers."""
 
     def __init__(self, workers: Workers):
-        """Read prompts in some of these workers."""
+        """Encode prompts in workers that are forked from `workers`."""
         self._workers = workers
         self._spare: list[Worker] = []
         self._places = asyncio.Semaphore(AT_ONCE)
@@ -29,7 +29,7 @@ class PromptEncoder:
 
         Raises:
             UsageError: a prompt cannot be encoded, or takes too long.
-            PromptTooLongError: it has more tokens than `job.limit`.
+            PromptTooLongError: a prompt has more tokens than `job.limit`.
             EngineError: the worker does not start, or has crashed.
         """
         async with self._places:
@@ -49,7 +49,7 @@ class PromptEncoder:
                 message = f"the prompt takes longer than {JOB_SECONDS:g} seconds to read"
                 raise UsageError(message, "shorten it", param="prompt") from error
             raise EngineError("the process that reads prompts has crashed", "shorten the prompt") from error
-        except asyncio.CancelledError:  # nobody waits for it any more
+        except asyncio.CancelledError:  # nobody waits for the reply any more
             worker.close()
             raise
         if len(self._spare) < SPARE:

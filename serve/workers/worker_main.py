@@ -1,5 +1,7 @@
-"""The process that workers are forked from, and what a worker does: it renders chat templates, tokenizes, compiles grammars and
-computes their masks. Limits of time and memory end it, and it has no answer but those to its own requests.
+"""The process that workers are forked from, and the worker itself.
+
+A worker renders chat templates, tokenizes, compiles grammars and computes their masks. It ends if it exceeds a limit of time or
+memory.
 """
 
 from __future__ import annotations
@@ -33,18 +35,22 @@ from outrider.runtime.text.text import PromptTooLongError, Text
 from outrider.serve.api.arguments import arguments_of
 from outrider.serve.workers.messages import Advance, Begin, Compile, Drop, Masks, Message, PromptJob, Reply, TextSource, Valid
 
-TEMPLATE_SECONDS = 5.0  # for small conversations in the template
-JOB_SECONDS = 10.0  # for the prompts of one request; all of these are seconds of the processor, so a busy machine ends nothing
-GRAMMAR_SECONDS = 2.0  # for its grammar
-MASK_SECONDS = 1.0  # for the masks of a round; usual ones take far less than a millisecond each, large ones up to seven
-REHEARSED = 32  # tokens into a grammar whose masks are tried
-TIME_LIMIT = signal.SIGPROF  # what ends a process at such a limit
+# The next four are processor time, so that a busy machine does not end a worker.
+TEMPLATE_SECONDS = 5.0  # for small conversations in the chat template, at startup
+JOB_SECONDS = 10.0  # for the prompts of one request
+GRAMMAR_SECONDS = 2.0  # for compiling a grammar
+MASK_SECONDS = 1.0  # for the masks of a round; one mask usually takes far less than a millisecond, a large one up to seven
+REHEARSED = 32  # tokens into a new grammar for which masks are tried
+TIME_LIMIT = signal.SIGPROF  # the signal that ends a process at such a limit
 MEMORY = 4 << 30  # bytes of address space
 GRAMMAR_MEMORY = 128 << 20  # bytes that the grammars of a worker may hold
-NICE, LAST = 5, 15  # the engines come first; and what has taken much comes last
-BURST, SHARE = 2.0, 0.2  # seconds of the processor and then a share of one, beyond which a worker comes last
-FORCED = 64  # tokens that a grammar forces, at most
-IDLE_SECONDS = 60.0  # after which a worker ends
+NICE, LAST = 5, 15  # niceness of workers, which is below the engines' priority, and of workers with the lowest priority
+BURST, SHARE = (
+    2.0,
+    0.2,
+)  # a worker that uses more than this many seconds plus this share of a processor gets the lowest priority
+FORCED = 64  # maximum number of forced tokens in a reply
+IDLE_SECONDS = 60.0  # after which an idle worker ends
 LENGTH = struct.Struct("<I")  # before each message
 
 
@@ -75,9 +81,9 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
 
 
 def main() -> None:
-    """Read the source from the socket that the first argument names, and say that all is loaded. Then fork a worker for each
-    socket that comes, until the server has ended: then end all of them."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server may receive them, too, and lets requests finish
+    """Read the `TextSource` from the socket whose number is the first argument, load it, and send an empty message. Then fork a
+    worker for each socket that arrives. When the server has ended, end all workers."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server handles these, and lets requests finish
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     with suppress(ValueError, OSError):  # not on every system
@@ -88,14 +94,14 @@ def main() -> None:
     text = Text(Tokenizer.from_str(source.tokenizer), template)
     grammars = LocalGrammars(text.tokenizer, source.vocab_rows, source.end_ids)
     if source.end_ids:
-        grammars.tokenizer  # noqa: B018  # made here once, and not in each worker
+        grammars.tokenizer  # noqa: B018  # created once here, and not in each worker
     if template is not None:
         _limit(TEMPLATE_SECONDS)
         template.samples()
         _limit(0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers to end
     gc.collect()
-    gc.freeze()  # so that workers leave what they share with this process as it is
+    gc.freeze()  # so that garbage collection in workers does not write to the memory that they share with this process
     send(control, b"")
     while True:
         word, files, *_ = socket.recv_fds(control, 1, 1)
@@ -110,13 +116,13 @@ def main() -> None:
 
 
 def takes_much(seconds: float, since: float) -> bool:
-    """Return whether what has taken so many seconds since then, by `time.monotonic`, is to come last."""
+    """Return whether work that has used `seconds` since the time `since`, by `time.monotonic`, gets the lowest priority."""
     return seconds > BURST + SHARE * (time.monotonic() - since)
 
 
 def _limit(seconds: float) -> None:
-    """End this process after so many seconds of the processor; 0 lifts the limit. The system does it, so nothing that runs can
-    prevent it."""
+    """End this process after this many seconds of processor time; 0 lifts the limit. The system enforces the limit, so no code
+    in the process can prevent it."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -144,11 +150,11 @@ class _Worker:
                 if takes_much(time.process_time(), self._started):
                     os.nice(LAST - os.nice(0))
                 send(self._channel, msgspec.msgpack.encode(reply))
-                if full:  # what else it has goes on in another worker
+                if full:  # its other answers continue in another worker
                     return
 
     def _read(self) -> None:
-        """Read messages also while one is worked on, so that the server never waits to send, and the end of it is noticed."""
+        """Read messages even while the worker is busy, so that the server never waits to send, and the worker ends with it."""
         with suppress(EOFError, OSError):
             while True:
                 self._asked.put(msgspec.json.decode(receive(self._channel), type=Message | Drop))
@@ -164,7 +170,7 @@ class _Worker:
         if _resident() - self._held <= GRAMMAR_MEMORY:
             return False
         self._grammars.forget()
-        with suppress(OSError, AttributeError):  # glibc alone keeps much of what is free
+        with suppress(OSError, AttributeError):  # glibc keeps freed memory; other C libraries have no malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
         return _resident() - self._held > GRAMMAR_MEMORY
 
@@ -194,8 +200,8 @@ class _Worker:
         except GrammarError as error:
             return Reply(error=str(error), hint=error.hint)
         except RecursionError:
-            error_ = "the messages and tools have too many lists and objects within each other"
-            return Reply(error=error_, hint="make them flat", param="chat")
+            message_ = "the messages and tools are nested too deeply"
+            return Reply(error=message_, hint="reduce the nesting", param="chat")
 
     @staticmethod
     def _next(matcher: LocalMatcher, tokens: Sequence[int]) -> Reply:
@@ -213,7 +219,7 @@ def _resident() -> int:
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # the most that it has held will do: a worker that is full ends
+    except OSError:  # the peak is good enough: a worker that exceeds the limit ends anyway
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -226,7 +232,7 @@ def _prompts(text: Text, job: PromptJob) -> list[list[int]]:
     else:
         add = job.add_special_tokens
         prompts = [text.encode(each, chat=False, limit=limit, add_special_tokens=add) for each in job.texts]
-    if (longest := max(map(len, prompts))) > limit:  # they are not sent only to be refused
+    if (longest := max(map(len, prompts))) > limit:  # refuse here instead of sending them to the server first
         raise PromptTooLongError(f"the prompt has {longest:,} tokens; this server's limit is {limit:,}", "shorten it")
     return prompts
 

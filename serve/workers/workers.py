@@ -1,8 +1,8 @@
-"""Processes that work on what clients send, apart from the server.
+"""Processes that handle untrusted input from clients, outside the server's process.
 
-A chat template is a program that may never end, a tokenizer can take seconds and gigabytes or crash, and a grammar's masks as
-well. Threads cannot be ended, and these would hold the interpreter's lock, so that no stream could go on. One process loads the
-tokenizer and is forked for each worker, which takes milliseconds, and shares its memory.
+A chat template is a program that may never end. Tokenizers and grammars may take seconds and gigabytes, or crash. Threads
+cannot be killed, and would hold the GIL, which would stop all streams. So one process loads the tokenizer and is forked for
+each worker. A fork takes milliseconds, and the workers share the process's memory.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from outrider.serve.workers.worker_main import TEMPLATE_SECONDS, TIME_LIMIT, rec
 
 
 class WorkerEndedError(OutriderError):
-    """A worker has ended, by a limit or a crash, before it replied."""
+    """A worker has exceeded a limit or crashed before it replied."""
 
     def __init__(self, at_work: bool):
-        """Say whether it was working on what was asked, which then is most likely the reason."""
+        """Create the error; `at_work` says whether the worker was working on this message, which then is the likely cause."""
         super().__init__("the process has ended", "try again later")
         self.at_work = at_work
 
 
 class Worker:
-    """A worker, as the server sees it. It replies in the order in which it is asked. Any thread may ask."""
+    """The server's connection to a worker. Replies come in the order of the messages. Thread-safe."""
 
     def __init__(self, channel: socket.socket):
         """Talk to a worker through a socket."""
@@ -48,39 +48,37 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something that it has not replied to."""
+        """Whether a reply is pending."""
         return bool(self._asked)
 
     def ask(self, message: Message) -> Future[Reply]:
-        """Send a message, and return its reply to come, or `WorkerEndedError`.
+        """Send a message, and return a future for its reply, which fails with `WorkerEndedError` if the worker ends.
 
         Raises:
-            UsageError: it is nested too deep.
+            UsageError: the message is nested too deeply.
         """
         try:
             line = msgspec.json.encode(message)
         except RecursionError as error:
-            raise UsageError(
-                "the prompt has too many lists and objects within each other", "make it flat", param="chat"
-            ) from error
+            raise UsageError("the prompt is nested too deeply", "reduce the nesting", param="chat") from error
         reply: Future[Reply] = Future()
-        reply.set_running_or_notify_cancel()  # it comes, though nobody may wait for it any more
+        reply.set_running_or_notify_cancel()  # the reply comes even if nobody waits for it any more
         with self._lock:
             self._asked.append(reply)
             if self.ended:
                 self._fail(at_work=False)
-            with suppress(OSError):  # then the thread that reads notices, too
+            with suppress(OSError):  # the reading thread notices the same error
                 while self._dropped:
                     send(self._channel, msgspec.json.encode(Drop(self._dropped.popleft())))
                 send(self._channel, line)
         return reply
 
     def drop(self, answer: int) -> None:
-        """Let the worker forget an answer, with the next message. Takes no lock, so that objects may end with it anywhere."""
+        """Tell the worker with the next message to drop an answer. Takes no lock, so that finalizers may call it anywhere."""
         self._dropped.append(answer)
 
     async def reply(self, message: Message) -> Reply:
-        """Ask, and wait for the reply; see `ask`."""
+        """Send a message, and wait for the reply; see `ask`."""
         return await asyncio.wrap_future(await asyncio.to_thread(self.ask, message))
 
     def close(self) -> None:
@@ -101,7 +99,7 @@ class Worker:
     def _fail(self, at_work: bool) -> None:
         while self._asked:
             self._asked.popleft().set_exception(WorkerEndedError(at_work))
-            at_work = False  # it works on one after another
+            at_work = False  # a worker handles one message at a time
 
 
 class Workers:
@@ -114,7 +112,7 @@ class Workers:
         self._control: socket.socket | None = None
 
     def start(self, text: Text, vocab_rows: int, end_ids: list[int]) -> None:
-        """Load a bundle's tokenizer and chat template there, and wait until that is done.
+        """Start the process, and wait until it has loaded a bundle's tokenizer and chat template.
 
         Args:
             vocab_rows, end_ids: see `LocalGrammars`.
@@ -123,7 +121,7 @@ class Workers:
             FolderError: the template takes too long.
             EngineError: the process does not start.
         """
-        # It gets no path, because the bundle may be replaced while this server runs on the files that it has opened.
+        # Send the contents, not a path: the bundle may be replaced while this server uses the files that it has opened.
         template = text.template
         source, special = (None, {}) if template is None else (template.source, template.special_tokens)
         self._source = msgspec.json.encode(TextSource(text.tokenizer.to_str(), source, special, vocab_rows, end_ids))
@@ -142,7 +140,7 @@ class Workers:
                 stderr=subprocess.DEVNULL,  # a tokenizer that crashes prints a stack into the log
                 env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # with all its workers
+                process_group=0,  # one group for the process and all its workers
             )
         except OSError as error:
             raise EngineError(f"the process that reads prompts does not start: {error}", "restart the server") from error
@@ -161,10 +159,10 @@ class Workers:
             raise EngineError(message, "free some memory, then restart the server") from error
 
     def fork(self) -> Worker:
-        """Return a new worker. Where the process has ended, that takes as long as to start it again.
+        """Return a new worker. If the process has ended, start it again first.
 
         Raises:
-            EngineError: it does not start.
+            EngineError: the process does not start.
         """
         ours, theirs = socket.socketpair()
         with self._lock, theirs:

@@ -190,7 +190,7 @@ def test_the_report_is_complete(tmp_path: Path, trained_bundle: Path) -> None:
     other = run_here("plan", trained_bundle, "--bench", path)
     assert (other.returncode, "the bundle has" in other.stderr) == (2, True)
     refused = run_here("plan", trained_bundle, "--bench", tmp_path / "report" / "bench.json", "--position", "9")
-    assert (refused.returncode, "--position goes with --rate" in refused.stderr) == (2, True)
+    assert (refused.returncode, "--position and --bench cannot be combined" in refused.stderr) == (2, True)
     assert "k = auto, replayed on the same texts with these costs" in planned.stdout
 
 

@@ -273,7 +273,7 @@ def test_what_export_says(tmp_path: Path) -> None:
         assert sorted(kinds) == sorted([TensorProto.INT8] * 6 + [TensorProto.INT4])  # six of the layer, and the head
     assert "draft: perplexity 3" in done.stdout  # 320 tokens, all about equally likely
     assert "target: 3,072 weights stay in fp32" in done.stdout
-    assert "beginning with model.layers.0.mlp.down_proj.weight" in done.stdout
+    assert "the first is model.layers.0.mlp.down_proj.weight" in done.stdout
 
 
 @pytest.mark.slow

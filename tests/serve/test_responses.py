@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "arguments": (
         {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},
         "input",
-        "not an object in JSON",
+        "not a JSON object",
     ),
 }
 
