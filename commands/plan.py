@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ from outrider.commands.output import console, print_json, printable
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
+    from outrider.bench.bundle_plan import BundlePlan
     from outrider.bench.planner import Prediction
-    from outrider.bundle.manifest import Build, Manifest
 
 NUMBERS, BUNDLE = "From numbers", "From a bundle"
 NUMBER_OPTIONS = ("k", "mean_accepted", "cost_ratio", "pass_cost", "tokens")
@@ -75,11 +74,13 @@ def command(bundle: Path | None, rate: float | None, as_json: bool, **options: A
     if bundle is None:
         _plan_from_numbers(rate, as_json, **{name: options[name] for name in NUMBER_OPTIONS})
         return
-    plan = _plan_for_bundle(bundle, rate, options["bench"], options["position"])
+    from outrider.bench.bundle_plan import plan_bundle
+
+    plan = plan_bundle(bundle, rate, options["bench"], options["position"])
     if as_json:
-        plan.print_json()
+        _print_json(plan)
     else:
-        plan.print()
+        _print(plan)
 
 
 def _check_options(bundle: Path | None, rate: float | None, options: dict[str, Any]) -> None:
@@ -130,117 +131,42 @@ def _plan_from_numbers(
     click.echo(f"{result.speedup:.1f} times plain decoding")
 
 
-@dataclass
-class _Plan:
-    """The predictions for a bundle, and what they are based on."""
+def _print_json(plan: BundlePlan) -> None:
+    import msgspec
 
-    predictions: list[Prediction]
-    rates: dict[str, float] = field(default_factory=dict)  # by drafter; empty if recorded texts give the acceptance
-    rates_measured: bool = False
-    # The report's speed-up, by workload, drafter and k.
-    measured: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    policies: dict[str, dict[str, float]] = field(default_factory=dict)  # see `simulator.compare`
+    from outrider.bench.planner import best
 
-    def print_json(self) -> None:
-        import msgspec
-
-        from outrider.bench.planner import best
-
-        result = {
-            "rates": self.rates,
-            "predictions": self.predictions,
-            "measured": self.measured,
-            "best": {workload: {"drafter": each.drafter, "k": each.k} for workload, each in best(self.predictions).items()},
-            "policies": self.policies,
-        }
-        print_json(msgspec.json.encode(result))
-
-    def print(self) -> None:
-        from rich.table import Table
-
-        from outrider.bench.planner import best
-        from outrider.bench.simulator import REGRET_HEADS, regrets
-        from outrider.runtime import drafters
-
-        if self.rates:
-            source = ", as measured for the bundle" if self.rates_measured else ""
-            for name, rate in self.rates.items():
-                click.echo(f"if {rate:.0%} of the tokens of the {drafters.get(name).label} are accepted{source};")
-            click.echo("excludes the time in which the draft reads the prompt; predictions with --bench include it")
-        fastest = best(self.predictions)
-        console().print(_table(self.predictions, fastest, self.measured))
-        for line in _advice(fastest):
-            click.echo(printable(line))
-        if self.policies:
-            table = Table(*REGRET_HEADS, title="k = auto, replayed on the same texts with these costs", title_justify="left")
-            for cells in regrets(self.policies):
-                table.add_row(*cells)
-            console().print(table)
+    result = {
+        "rates": plan.rates,
+        "predictions": plan.predictions,
+        "measured": plan.measured,
+        "best": {workload: {"drafter": each.drafter, "k": each.k} for workload, each in best(plan.predictions).items()},
+        "policies": plan.policies,
+    }
+    print_json(msgspec.json.encode(result))
 
 
-def _plan_for_bundle(bundle: Path, rate: float | None, bench: Path | None, position: int | None) -> _Plan:
-    from outrider.backends.open import open_bundle
-    from outrider.bench.planner import at_rate
+def _print(plan: BundlePlan) -> None:
+    from rich.table import Table
+
+    from outrider.bench.planner import best
+    from outrider.bench.simulator import REGRET_HEADS, regrets
     from outrider.runtime import drafters
-    from outrider.runtime.policy.round_costs import RoundCosts
 
-    manifest, build = open_bundle(bundle)
-    if not build.costs:
-        raise UsageError(
-            "this bundle's costs were not measured", f"run outrider calibrate {bundle} on the machine that will serve it"
-        )
-    names = drafters.on_device(drafters.available(manifest))  # only their rounds can be predicted from costs
-    if not names:
-        available = ", ".join(drafters.get(name).label for name in drafters.available(manifest))
-        raise UsageError(
-            "this bundle has no model or head that drafts, so there is nothing to plan",
-            f"outrider bench measures its drafters: {available}",
-        )
-    if bench is not None:
-        return _plan_from_texts(manifest, build, names, bench)
-    rates = {name: each for name in names if (each := build.acceptance.get(name) if rate is None else rate) is not None}
-    if not rates:
-        raise UsageError(
-            "this bundle's acceptance was not measured", f"pass --rate or --bench, or run outrider calibrate {bundle}"
-        )
-    end, costs = min(position or build.capacity // 4, build.capacity), RoundCosts(manifest, build)
-    return _Plan(_together([at_rate(costs, name, each, end) for name, each in rates.items()]), rates, rate is None)
-
-
-def _together(predictions: list[list[Prediction]]) -> list[Prediction]:
-    """Return the predictions for several drafters, sorted by workload, with plain decoding once for each workload."""
-    together = [each for at, own in enumerate(predictions) for each in own if at == 0 or each.k]
-    workloads = list(dict.fromkeys(each.workload for each in together))
-    return sorted(together, key=lambda each: workloads.index(each.workload))
-
-
-def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: Path) -> _Plan:
-    from outrider.bench.planner import of_traces
-    from outrider.bench.results import read
-    from outrider.bench.simulator import compare
-    from outrider.runtime import drafters
-    from outrider.runtime.policy.choice import NONE
-    from outrider.runtime.policy.round_costs import RoundCosts
-
-    results = read(bench)
-    models = [Path(model.source).name for model in manifest.models.values()]
-    if [results.target, *results.drafts] != models:
-        raise UsageError(
-            f"{bench} was measured with {' and '.join([results.target, *results.drafts])}; the bundle has"
-            f" {' and '.join(models)}",
-            "use a report of the same models",
-        )
-    costs = RoundCosts(manifest, build)
-    measured: dict[str, dict[str, dict[str, float]]] = {}
-    for summary in results.summaries:
-        if summary.mode.drafter in (NONE, *names):
-            of_drafter = measured.setdefault(summary.workload, {}).setdefault(summary.mode.drafter, {})
-            of_drafter[str(summary.mode.k)] = summary.median_speedup
-    return _Plan(
-        _together([of_traces(costs, name, results.traces) for name in names]),
-        measured=measured,
-        policies=compare(results.traces, costs, drafters.available(manifest), early_stopping=build.device == "cpu"),
-    )
+    if plan.rates:
+        source = ", as measured for the bundle" if plan.rates_measured else ""
+        for name, rate in plan.rates.items():
+            click.echo(f"if {rate:.0%} of the tokens of the {drafters.get(name).label} are accepted{source};")
+        click.echo("excludes the time in which the draft reads the prompt; predictions with --bench include it")
+    fastest = best(plan.predictions)
+    console().print(_table(plan.predictions, fastest, plan.measured))
+    for line in _advice(fastest):
+        click.echo(printable(line))
+    if plan.policies:
+        table = Table(*REGRET_HEADS, title="k = auto, replayed on the same texts with these costs", title_justify="left")
+        for cells in regrets(plan.policies):
+            table.add_row(*cells)
+        console().print(table)
 
 
 def _table(

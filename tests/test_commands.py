@@ -25,6 +25,7 @@ from outrider.cli import main
 from outrider.errors import EngineError, OutriderError, UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.rounds.reference import Fault
+from outrider.serve.network.access import KEYS, allowed_hosts, read_keys
 from outrider.tests.support import run_here, sealed_bundle
 
 INSTALL = "pip install 'outrider[serve,ray]'"
@@ -172,28 +173,26 @@ def test_a_bug_is_no_expected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_serve_asks_for_keys_where_strangers_can_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.commands import serve
-
-    monkeypatch.delenv(serve.KEYS, raising=False)
+    monkeypatch.delenv(KEYS, raising=False)
     for host in ("localhost", "127.0.0.1", "127.0.0.9", "::1"):
-        assert host in serve.allowed_hosts(host, keys=False, no_auth=False)
+        assert host in allowed_hosts(host, keys=False, no_auth=False)
     for host in ("0.0.0.0", "::"):
         with pytest.raises(UsageError, match="there are no API keys"):
-            serve.allowed_hosts(host, keys=False, no_auth=False)
-        assert serve.allowed_hosts(host, keys=True, no_auth=False) == serve.allowed_hosts(host, keys=False, no_auth=True) == ()
+            allowed_hosts(host, keys=False, no_auth=False)
+        assert allowed_hosts(host, keys=True, no_auth=False) == allowed_hosts(host, keys=False, no_auth=True) == ()
     path = tmp_path / "keys"
     path.write_bytes(b"\xef\xbb\xbfone\n# two\n\n three \n")
-    assert serve.read_keys(path) == ("one", "three")
+    assert read_keys(path) == ("one", "three")
     for content in (b"", b"# one\n", b"\xff"):
         path.write_bytes(content)
         with pytest.raises(UsageError):
-            serve.read_keys(path)
+            read_keys(path)
     for value in ("", " , "):
-        monkeypatch.setenv(serve.KEYS, value)
+        monkeypatch.setenv(KEYS, value)
         with pytest.raises(UsageError, match="contains no key"):
-            serve.read_keys(None)
-    monkeypatch.setenv(serve.KEYS, "a, b,")
-    assert serve.read_keys(None) == ("a", "b")
+            read_keys(None)
+    monkeypatch.setenv(KEYS, "a, b,")
+    assert read_keys(None) == ("a", "b")
 
 
 def test_generated_json_has_every_field_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

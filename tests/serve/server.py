@@ -20,7 +20,7 @@ from typing import Any
 import filelock
 
 from outrider.bundle.manifest import CHAT_TEMPLATE
-from outrider.commands.serve import LOOPBACK
+from outrider.serve.network.access import LOOPBACK
 from outrider.serve.network.server import HttpServer
 from outrider.serve.settings import Settings
 from outrider.tests.support import COMMAND, build, reseal
