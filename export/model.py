@@ -69,7 +69,7 @@ def head_rows(model: PreTrainedModel, job: ModelJob) -> int:
     rows = int(head.weight.shape[0])
     if job.tokens > rows:
         raise UnsupportedModelError(
-            f"{name} has {job.tokens:,} tokens but only {rows:,} logits",
+            f"{name} has {job.tokens:,} tokens but only {rows:,} rows of logits",
             f"remove the tokens from {rows} on from its tokenizer, or add rows: resize_token_embeddings of transformers",
         )
     return rows

@@ -176,7 +176,7 @@ def _mask_token(source: Source, config: Any) -> int:
     token, embeddings = source.config()[MASK_TOKEN], config.get_text_config().vocab_size
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < embeddings:
         hint = "download the checkpoint again, or remove the entry to draft token by token"
-        raise SourceError(f"{source.name} has the {MASK_TOKEN} {token!r}, but only {embeddings:,} tokens", hint)
+        raise SourceError(f"{source.name} has the {MASK_TOKEN} {token!r}, which is none of its {embeddings:,} tokens", hint)
     return token
 
 

@@ -210,8 +210,8 @@ def test_costs_are_taken_from_another_bundle_and_nothing_is_measured(
     ("costs", "sizes", "code", "message"),
     [
         ("tiny_export", ["--capacity", "160"], 2, "has no costs"),
-        ("tiny_bundle", ["--capacity", "256"], 2, "not those of every pass"),
-        ("tiny_bundle", ["--capacity", "160", "--k", "3"], 2, "not those of every pass"),
+        ("tiny_bundle", ["--capacity", "256"], 2, "do not include every pass"),
+        ("tiny_bundle", ["--capacity", "160", "--k", "3"], 2, "do not include every pass"),
     ],
 )
 def test_costs_of_other_sizes_are_refused(

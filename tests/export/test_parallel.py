@@ -26,6 +26,8 @@ def test_a_mask_that_is_no_token_is_refused(token: object, tmp_path: Path) -> No
     draft = parallel_draft(tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"pard_token": token}))
-    with pytest.raises(SourceError, match=re.escape(f"draft has the pard_token {token!r}, and {VOCABULARY:,} tokens")):
+    with pytest.raises(
+        SourceError, match=re.escape(f"draft has the pard_token {token!r}, which is none of its {VOCABULARY:,} tokens")
+    ):
         export_pair(str(PAIR / "target"), str(draft), tmp_path / "onnx", precision="fp32")
     assert [each.name for each in tmp_path.iterdir()] == ["draft"]

@@ -164,7 +164,7 @@ def test_of_several_chat_templates_the_one_for_tools_is_for_tools(folder: Path) 
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"), [(5, "is 5, not text"), ({"default": None}, "is None, not text"), ("{% for", "not one")]
+    ("given", "problem"), [(5, "is 5, not text"), ({"default": None}, "is None, not text"), ("{% for", "is not valid")]
 )
 def test_a_chat_template_that_is_none_is_refused(folder: Path, given: Any, problem: str) -> None:
     with pytest.raises(SourceError, match=problem):
