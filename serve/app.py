@@ -20,14 +20,14 @@ from outrider.serve.settings import Settings
 
 
 def create_app(settings: Settings, engine: EngineThread) -> FastAPI:
-    """Return the application, whose lifespan starts and stops the engine thread."""
+    """Return the application. Its lifespan starts and stops the engine thread."""
     app = FastAPI(
         title="Outrider",
         version=__version__,
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # the redirect would go to whatever the Host header says
+        redirect_slashes=False,  # a redirect would go to the host that the request names
     )
     app.state.settings, app.state.engine = settings, engine
     app.add_middleware(Guard, settings=settings, metrics=engine.metrics)

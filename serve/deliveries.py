@@ -1,4 +1,4 @@
-"""Where the results of requests go, and until when."""
+"""Delivers the results of requests, and finds requests that have timed out."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Delivery:
     sink: Callable[[Result], None]
     seconds: float = math.inf  # the request's time limit
     deadline: float = math.inf  # by `time.perf_counter`
-    first_token: float | None = None  # when it came
+    first_token: float | None = None  # its time, by `time.perf_counter`
 
 
 class Deliveries:
-    """The requests that have been submitted and have not ended. Whatever comes after the end of one is dropped."""
+    """The requests that have been submitted and have not ended. Results that come after a request's end are dropped."""
 
     def __init__(self, metrics: Metrics):
-        """Begin with no request; `metrics` counts each one when it begins and ends."""
+        """Start empty. `metrics` counts the first token and the end of each request."""
         self._metrics = metrics
         self._open: dict[Request, Delivery] = {}
 
@@ -40,7 +40,7 @@ class Deliveries:
         return iter(list(self._open))
 
     def add(self, requests: Sequence[Request], deliveries: Sequence[Delivery]) -> None:
-        """Add requests and where their results go."""
+        """Add requests, each with its delivery."""
         self._open |= zip(requests, deliveries, strict=True)
 
     def deliver(self, request: Request, result: Result) -> None:
@@ -59,7 +59,7 @@ class Deliveries:
         delivery.sink(result)
 
     def cancel(self, request: Request) -> bool:
-        """Drop a request, and return whether it had not ended."""
+        """Drop a request. Return False if it has already ended."""
         if request not in self._open:
             return False
         self._end(request, "cancelled", time.perf_counter())
@@ -70,7 +70,7 @@ class Deliveries:
         self._metrics.ended(request, reason, now, delivery.first_token if reason not in ("error", "cancelled") else None)
 
     def overdue(self) -> list[tuple[Request, TimedOutError]]:
-        """Return the requests whose time is over, each with its error."""
+        """Return the requests that have timed out, each with its error."""
         now = time.perf_counter()
         return [
             (request, TimedOutError(f"the answer took longer than {delivery.seconds:g} seconds", "ask for fewer tokens"))

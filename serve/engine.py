@@ -53,7 +53,7 @@ class EngineThread:
         self.workers = Workers()
         self.prompts = PromptEncoder(self.workers)
         self.grammars: RemoteGrammars  # made with the scheduler
-        self.reading, self.compiling = Turns(), Turns()  # whose prompts and grammars come next
+        self.reading, self.compiling = Turns(), Turns()  # for prompts and for grammars
         self.failure: OutriderError | None = None  # why the engines cannot be used any more
         self.loaded = threading.Event()  # set when the bundle is ready or has failed to load
         self._bundle, self._load, self._timeout = bundle, load, timeout
@@ -61,10 +61,10 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the thread to make
         self._scheduler: Scheduler | None = None
         self._watchdog: Watchdog  # made with the scheduler
-        self.deliveries = Deliveries(metrics)  # the probe is none of them
+        self.deliveries = Deliveries(metrics)  # the watchdog's probe is not among them
         self._ending = False
         self._step_started: float | None = None
-        self._replaced = False  # whether another bundle is in this one's place
+        self._replaced = False  # whether the bundle's folder has been replaced
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -78,11 +78,11 @@ class EngineThread:
         return cls(settings.bundle, load, Metrics(), settings.timeout)
 
     def start(self) -> None:
-        """Start the thread, which loads the bundle first."""
+        """Start the thread. It loads the bundle first."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Fail all unfinished requests and wait for the thread, unless it is still loading: that ends with the process."""
+        """Fail all unfinished requests, and wait for the thread. A thread that is still loading ends with the process."""
         self.end()
         if self._scheduler is not None:
             self._thread.join(timeout=30)
@@ -116,7 +116,7 @@ class EngineThread:
         return self.scheduler.bundle
 
     def turn(self, turns: Turns, owner: Hashable) -> AbstractAsyncContextManager[None]:
-        """Return an owner's turn with what comes before its request is queued; see `Turns.of`.
+        """Return an owner's turn to prepare a request, which is not queued yet; see `Turns.of`.
 
         Raises:
             NotReadyError: see `scheduler`.
@@ -127,7 +127,7 @@ class EngineThread:
         """Check that the engines work.
 
         Raises:
-            NotReadyError: see `scheduler`; or a step has been running for longer than the timeout.
+            NotReadyError: see `scheduler`; or a step has taken longer than the timeout.
         """
         self.scheduler  # noqa: B018  # raises
         if (started := self._step_started) is not None and time.perf_counter() - started > self._timeout:
@@ -147,11 +147,11 @@ class EngineThread:
 
         Args:
             requests: token ids and parameters of each.
-            deliver: called in the event loop with the index of a request and each of its results, of which the last is an
-                event with a finish reason or an error.
+            deliver: called in the event loop with the index of a request and each of its results. The last result is an error,
+                or an event with a finish reason.
             shown, owner, priority: see `Scheduler.submit_all`.
-            timeout: seconds until the last token, if they are fewer than the server's.
-            waited: how many of them have passed.
+            timeout: seconds until the last token, if less than the server's timeout.
+            waited: seconds of the timeout that have already passed.
 
         Raises:
             UsageError: a request cannot be answered.
@@ -171,7 +171,7 @@ class EngineThread:
         self._inbox.put(partial(self._submit, requests, owner, priority, shown, deliveries, settle))
         try:
             return await asyncio.shield(accepted)
-        except asyncio.CancelledError:  # the client has disconnected meanwhile
+        except asyncio.CancelledError:  # the client has disconnected
             accepted.add_done_callback(self._abandon)
             raise
 
@@ -211,12 +211,12 @@ class EngineThread:
         while not self._ending:
             try:
                 self._turn(scheduler, watch)
-            except BaseException as error:  # a bug must not end the server: fail the requests that have a slot, and go on
+            except BaseException as error:  # a bug must not end the server: fail the requests that have a slot, and continue
                 LOGGER.exception("a step failed")
                 self._recover(scheduler, bug(error))
         self._fail_all(_shutting_down())
         self._scheduler, self.failure = None, _shutting_down()
-        self.take_calls(wait=False)  # refuses what was submitted meanwhile
+        self.take_calls(wait=False)  # refuses the requests that were submitted in the meantime
         watch.close()
 
     def _turn(self, scheduler: Scheduler, watch: FolderWatch) -> None:
@@ -241,7 +241,7 @@ class EngineThread:
             return
         if not self._replaced and watch.replaced():
             self._replaced = True
-            LOGGER.warning("the bundle was replaced; this server goes on with the one that it loaded until it is restarted")
+            LOGGER.warning("the bundle was replaced; this server keeps using the old one until it is restarted")
         for request, result in results:
             self.deliveries.deliver(request, result)
         for request, timed_out in self.deliveries.overdue():
@@ -261,7 +261,7 @@ class EngineThread:
             self._break(fatal)
 
     def _break(self, error: OutriderError) -> None:
-        """Give the engines up: /health reports the error from now on, so that an orchestrator restarts the server."""
+        """Stop using the engines. /health reports the error from now on, so that an orchestrator restarts the server."""
         self.failure = error
         LOGGER.error("the engines cannot be used any more", extra={"error": str(error)})
         self._fail_all(error)
@@ -312,8 +312,8 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *
     """Call a function in an event loop, from the thread."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
-    except RuntimeError:  # the loop is closed, so the result is not needed any more
-        LOGGER.debug("a result came after the server had shut down")
+    except RuntimeError:  # the loop is closed, so nobody needs the result
+        LOGGER.debug("a result arrived after the server had shut down")
 
 
 def _shutting_down() -> NotReadyError:

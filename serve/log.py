@@ -1,4 +1,4 @@
-"""The server's log: one line of JSON per record, on standard error, from a thread that may wait until somebody reads it."""
+"""The server's log: one line of JSON per record on standard error. A thread writes it, so a slow reader blocks no request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pythonjsonlogger.json import JsonFormatter
 
 from outrider.errors import show_warnings
 
-HELD_BYTES = 4 << 20  # of lines that wait to be written
-FLUSH_SECONDS = 1.0  # for them to be written when the process ends
+HELD_BYTES = 4 << 20  # maximum size of the lines that wait to be written
+FLUSH_SECONDS = 1.0  # time for writing them when the process ends
 PERIOD, MAX_RECORDS = 10.0, 50  # seconds, and records from one line of code in that time
 
 
 class JsonLines(JsonFormatter):
-    """Formats a record as its time in UTC, level, logger, message, and whatever `extra` it has."""
+    """Formats a record as its time in UTC, level, logger, message and `extra` fields."""
 
     converter = staticmethod(time.gmtime)
 
@@ -39,7 +39,7 @@ class JsonLines(JsonFormatter):
 
 
 class RateLimit(logging.Filter):
-    """Drops records that come too often from one line of code, and counts them in the next. Every answer is logged."""
+    """Drops records that one line of code logs too often. The next record has their number. Every answer is logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ class RateLimit(logging.Filter):
 
 
 class LineWriter(logging.Handler):
-    """Writes records to a file from a thread of its own. If too many wait, it drops records, and counts them in the next.
+    """Writes records to a file from a separate thread. Drops records if too many wait; the next record has their number.
 
-    It does not use `sys.stderr`, which Python flushes when it ends, after waiting for whoever is writing to it.
+    It does not use `sys.stderr`: on exit, Python flushes that, and first waits for the thread that is writing to it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -72,7 +72,7 @@ class LineWriter(logging.Handler):
         self.setFormatter(JsonLines())
         self._descriptor = descriptor
         self._lines: deque[bytes] = deque()
-        self._held, self._lost = 0, 0  # bytes that are not written yet, and records that were dropped
+        self._held, self._lost = 0, 0  # unwritten bytes, and dropped records
         self._changed = threading.Condition()
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
@@ -91,7 +91,7 @@ class LineWriter(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all is written, but not for long."""
+        """Wait until everything is written, for at most `FLUSH_SECONDS`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held, FLUSH_SECONDS)
 
@@ -101,7 +101,7 @@ class LineWriter(logging.Handler):
                 self._changed.wait_for(lambda: self._lines)
                 line = self._lines.popleft()
             written = 0
-            with suppress(OSError):  # its reader has gone, or its disk is full
+            with suppress(OSError):  # the reader is gone, or the disk is full
                 while written < len(line):
                     written += os.write(self._descriptor, line[written:])
             with self._changed:

@@ -30,9 +30,9 @@ class Metrics:
         self.http_errors = counter("http_errors", "HTTP requests answered with an error, by status", "status")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
         self.cached = counter(
-            "cached_prompt_tokens", "Prompt tokens that a cache held: the request's own slot or another", "slot"
+            "cached_prompt_tokens", "Prompt tokens found in a cache, by slot: the request's own or another", "slot"
         )
-        self.evicted = counter("evicted_tokens", "Tokens of earlier requests that were overwritten and that no other slot held")
+        self.evicted = counter("evicted_tokens", "Cached tokens that were overwritten while no other slot held them")
         self._evicted = 0
         self.emitted = counter("generation_tokens", "Generated tokens")
         self.rounds = counter("rounds", "Target passes after the prompt; a batched pass counts once for each request")
@@ -77,7 +77,7 @@ class Metrics:
         self.queued.observe(request.admitted - request.submitted)
 
     def ended(self, request: Request, finish_reason: str, now: float, first_token: float | None = None) -> None:
-        """Record the end of a request; `first_token` is when its first token came."""
+        """Record the end of a request; `first_token` is the time of its first token."""
         stats = request.stats
         self.requests.labels(finish_reason).inc()
         self.whole.observe(now - request.submitted)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of `outrider serve` that do not depend on how it is run."""
+    """The options of `outrider serve` that are the same with and without Ray."""
 
     bundle: Path
-    device: str | None = None  # one of the backend's; None is the device that the bundle was built on
+    device: str | None = None  # one of the backend's devices; None is the one that the bundle was built for
     k: int | str = "auto"  # draft tokens per round
     drafter: str | None = None
     max_waiting: int = 64  # requests that wait for a slot
@@ -22,6 +22,6 @@ class Settings:
     max_bytes: int = 1 << 20  # of a request's body
     max_choices: int = 16  # per request: prompts times n
     max_prompt: int | None = None  # tokens; None is the bundle's capacity
-    share_prefixes: bool = False  # whether clients share what was read of their prompts
+    share_prefixes: bool = False  # whether all clients share cached prompt prefixes
     log_prompts: bool = False
-    allow_special_tokens: bool = False  # whether text of chat messages may be special tokens
+    allow_special_tokens: bool = False  # whether special tokens in the text of chat messages are parsed

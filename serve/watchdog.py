@@ -1,4 +1,4 @@
-"""Tells apart requests that fail from engines that are broken."""
+"""Distinguishes broken engines from requests that fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_FAILED_STEPS = 3  # consecutive failures after which the probe is submitted
 
 
 class Watchdog:
-    """Counts consecutive steps that brought no token. After a few it submits a probe, a request that has worked before."""
+    """Counts consecutive failed steps. After a few it submits a probe, which is a request that worked at startup."""
 
     def __init__(self, scheduler: Scheduler):
         """Watch a scheduler that has answered the probe once."""
@@ -25,7 +25,7 @@ class Watchdog:
         self._probe: Request | None = None
 
     def stepped(self, results: Sequence[tuple[Request, Event | OutriderError]]) -> OutriderError | None:
-        """Take note of a step, and return the probe's error if the engines are broken."""
+        """Record a step's results. Return the probe's error if the engines are broken."""
         errors = {request: result for request, result in results if isinstance(result, OutriderError)}
         if len(errors) < len(results):
             self._failed_steps, self._probe = 0, None
@@ -36,9 +36,9 @@ class Watchdog:
         return None
 
     def crashed(self, error: OutriderError, others_running: bool) -> OutriderError | None:
-        """Reset the scheduler after a step that raised `error`, and return an error if the engines are broken.
+        """Reset the scheduler after a step that raised `error`. Return an error if the engines are broken.
 
-        They are if the probe ran alone: otherwise another request may have been at fault.
+        They are broken if the probe ran alone; otherwise another request may be at fault.
         """
         alone = self._probe is not None and self._probe.running and not others_running
         self._probe = None
@@ -59,7 +59,7 @@ class Watchdog:
 
 
 def warm_up(scheduler: Scheduler) -> None:
-    """Answer the probe, so that the first request does not pay for what is made once.
+    """Answer the probe, so that the first request does not pay for one-time setup.
 
     Raises:
         OutriderError: the engines do not work.

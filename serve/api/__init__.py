@@ -1,1 +1,1 @@
-"""The HTTP API: what requests may say, and how answers are written."""
+"""The HTTP API: the requests that it accepts, and their responses."""

@@ -1,4 +1,4 @@
-"""How the answers to a conversation are masked, and how they are taken apart: what a model thinks, says and calls."""
+"""The grammar of the answers to a conversation, and their parsing into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = 16  # tokens at the end of a prompt that may open the reasoning
 
 
 class AnswerFormat:
-    """The answers to one conversation, in the form that the model's family has."""
+    """The format of the answers to one conversation, which depends on the model's family."""
 
     def __init__(
         self,
@@ -33,18 +33,18 @@ class AnswerFormat:
         parallel: bool,
         asked: StructuredOutputs | None = None,
     ):
-        """Decide what the model may call.
+        """Decide which functions the model may call.
 
         Args:
             end_ids: the tokens that end an answer.
-            functions: those that the request has.
-            choice: "none", "auto" or "required", or the one that has to be called.
-            parallel: whether several may be called.
-            asked: what an answer without calls has to be.
+            functions: the request's functions.
+            choice: "none", "auto" or "required", or the function that must be called.
+            parallel: whether an answer may have several calls.
+            asked: the structured output that the request asks for; it applies to answers without calls.
 
         Raises:
-            ApiError: a function is there twice or not at all, its schema cannot be kept to, or the model's calls cannot be
-                read.
+            ApiError: a function is defined twice or not at all, its schema cannot be enforced, or the server cannot parse the
+                model's calls.
         """
         self._text, self._end_ids, self._asked = text, end_ids, asked
         self._family, self._marks = family_of(text), marks_of(text.tokenizer)
@@ -53,7 +53,9 @@ class AnswerFormat:
         if len({function.name for function in functions}) < len(functions):
             raise ApiError(400, "two tools have the same name", "tools")
         if self._tools and self._family is None:
-            raise ApiError(400, "this server cannot read the tool calls of this model, or its chat template has none", "tools")
+            raise ApiError(
+                400, "this server does not support the tool calls of this model, or its chat template has none", "tools"
+            )
         self._required, self._parallel = choice not in ("none", "auto"), parallel
         self._strict = {name for name, function in self._tools.items() if function.strict}
         self._schemas = {name: self._enforced(function) for name, function in self._tools.items()}
@@ -61,7 +63,7 @@ class AnswerFormat:
             self._schemas = {name: schema for name, schema in self._schemas.items() if name == choice.name}
             self._parallel = False
         if self._required and not self._schemas:
-            raise ApiError(400, "tool_choice asks for a tool that tools does not have", "tool_choice")
+            raise ApiError(400, "tool_choice requires a tool that is not in tools", "tool_choice")
 
     @staticmethod
     def _enforced(function: Function) -> dict[str, Any]:
@@ -73,29 +75,32 @@ class AnswerFormat:
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """The tools for the chat template: none if the model may call none."""
+        """The tools for the chat template; empty if the model may not call any."""
         return [function.definition() for function in self._tools.values()]
 
     @property
     def thinks(self) -> bool:
-        """Whether the model marks what it thinks."""
+        """Whether the model marks its reasoning."""
         return self._marks is not None or self._reads_itself
 
     @functools.cached_property
     def grammar(self) -> StructuredOutputs | None:
-        """What an answer has to be behind what the model thinks: what is asked for or, with tools, calls instead of it.
+        """The grammar of an answer after its reasoning: the requested structured output or, with tools, also calls.
 
         Raises:
-            ApiError: the tools' schemas cannot be kept to.
+            ApiError: the tools' schemas cannot be enforced.
         """
         return self.calls(self._required, self._asked) or self._asked
 
     def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
-        """Return the grammar of answers that have calls, or may have some, if the model may call tools; `said` is what an
-        answer without calls has to be.
+        """Return the grammar of answers that must or may have calls; None if the model may not call tools.
+
+        Args:
+            required: whether an answer must have a call.
+            said: the grammar of an answer without calls; None allows any text.
 
         Raises:
-            ApiError: the tools' schemas cannot be kept to.
+            ApiError: the tools' schemas cannot be enforced.
         """
         if not self._schemas or self._family is None:
             return None
@@ -109,7 +114,7 @@ class AnswerFormat:
             raise ApiError(400, f"{error}; {error.hint}", "tools") from error
 
     def constraint(self, prompt: Sequence[int]) -> StructuredOutputs | None:
-        """Return what the answer after a prompt has to be: the grammar, behind what the model thinks."""
+        """Return the grammar of the answer to a prompt, including the reasoning before it."""
         if self.grammar is None or self._marks is None or self._reads_itself:
             return self.grammar
         opening, closing = map(self._text.tokenizer.token_to_id, self._marks)
@@ -125,7 +130,7 @@ class AnswerFormat:
 
     @functools.cached_property
     def shown(self) -> dict[int, str]:
-        """The tokens that are read as such, with their texts: they come in the answer's text, each with a mark before it."""
+        """The tokens that are parsed as tokens, with their texts. In the answer's text, each has a mark before it."""
         shown: dict[int, str] = {}
         if self._marks is not None and not self._reads_itself and self.grammar is not None:
             # The grammar ends the reasoning at the token, not at the same text.
@@ -135,7 +140,7 @@ class AnswerFormat:
         return shown
 
     def reader(self, prompt: list[int]) -> AnswerReader:
-        """Return what reads one answer, whose text has the tokens that are `shown`."""
+        """Return a parser for one answer, whose text contains the tokens in `shown`."""
         splitter, reader = None, None
         if self._marks is not None and not self._reads_itself:
             opening, closing = self._marks if self.grammar is None else map(mark, self._marks)
@@ -146,7 +151,7 @@ class AnswerFormat:
 
 
 class AnswerReader:
-    """Takes one answer apart as it comes."""
+    """Parses one answer as it arrives."""
 
     def __init__(self, splitter: ReasoningSplitter | None, reader: Reader | None = None):
         """Begin an answer."""
@@ -154,7 +159,7 @@ class AnswerReader:
         self._called = False
 
     def read(self, event: Event) -> list[Part]:
-        """Return the parts that are known after an event, none of them empty."""
+        """Return the new parts that are known after an event, none of them empty."""
         last = event.finish_reason is not None
         text, parts = event.text, []
         if self._splitter is not None:
@@ -167,11 +172,11 @@ class AnswerReader:
 
     @property
     def cut(self) -> bool:
-        """Whether a call has begun and its arguments are not complete."""
+        """Whether a call has started and its arguments are not complete."""
         return self._reader is not None and self._reader.calling
 
     def finish_reason(self, event: Event) -> str | None:
-        """Return why the answer ends after an event, in OpenAI's words, which have none for a full cache."""
+        """Return why the answer ends after an event, in OpenAI's terms, which have none for a full cache."""
         if event.finish_reason == "stop" and self._called and not self.cut:
             return "tool_calls"
         return "length" if event.finish_reason == "capacity" else event.finish_reason

@@ -10,15 +10,15 @@ from pydantic_core import from_json
 
 from outrider.errors import UsageError
 
-# An escape of JSON: a whole surrogate pair, half of one (the group), or another. A model may write half of one.
+# A JSON escape: a surrogate pair, a lone surrogate (the group), or any other escape. A model may write a lone surrogate.
 ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
 
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments; where they were cut, as by `max_tokens`, what there is of them.
+    """Return a call's arguments. If they were cut, for example by `max_tokens`, return the part that exists.
 
     Raises:
-        UsageError: they are not the beginning of an object in JSON.
+        UsageError: they are not the beginning of a JSON object.
     """
     text = ESCAPE.sub(lambda each: "\\ufffd" if each[1] else each[0], call["function"]["arguments"]) or "{}"
     try:
@@ -32,6 +32,6 @@ def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise UsageError(
-            f"the arguments of the call {call['id']!r} are not an object in JSON", "send what the model wrote", param="chat"
+            f"the arguments of the call {call['id']!r} are not a JSON object", "send what the model wrote", param="chat"
         )
     return arguments

@@ -1,7 +1,7 @@
 """The response to one HTTP request, assembled from the events of its choices.
 
-Streams use FastAPI's own server-sent events, so that sse-starlette is not needed: that package also watches for SIGTERM, and by
-default ends every stream at once, but this server lets answers finish.
+Streams use FastAPI's own server-sent events instead of sse-starlette. By default that package ends every stream at SIGTERM, but
+this server lets answers finish.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from outrider.serve.engine import EngineThread
 from outrider.serve.settings import Settings
 from outrider.serve.workers.messages import PromptJob
 
-PROMPTS = {"prompt", "messages", "tools", "instructions", "input"}  # what `log_prompts` is about
+PROMPTS = {"prompt", "messages", "tools", "instructions", "input"}  # the fields that `log_prompts` logs
 LOGGER = logging.getLogger("outrider.serve")
 Body = TypeVar("Body", bound=Common)
 
 
 class ResponseAssembler(ABC, Generic[Body]):
-    """Submits the choices of one HTTP request, one for each prompt and n, and assembles their events into its response."""
+    """Submits the choices of one HTTP request (n for each prompt), and assembles their events into its response."""
 
     id_prefix: ClassVar[str]
     prompt_field: ClassVar[str]
-    grammar_field: ClassVar[str] = "structured_outputs"  # what is named if the grammar of the answers cannot be had
+    grammar_field: ClassVar[str] = "structured_outputs"  # the field that errors about the grammar name
 
     def __init__(self, http: HttpRequest, body: Body, engine: EngineThread, settings: Settings, model: str):
         """Prepare a response.
@@ -74,20 +74,20 @@ class ResponseAssembler(ABC, Generic[Body]):
 
     @property
     def shown(self) -> Mapping[int, str]:
-        """The tokens that are part of the answers' text, though special ones are not; see `TextStream`."""
+        """The tokens whose text is part of the answers even if they are special; see `TextStream`."""
         return NONE_SHOWN
 
     @abstractmethod
     def params(self, prompt: list[int]) -> SamplingParams:
-        """Return the parameters of the answers, from the first prompt; raises `UsageError` if one is out of range."""
+        """Return the parameters of the answers, given the first prompt; raises `UsageError` if one is out of range."""
 
     @functools.cached_property
     def grammar(self) -> StructuredOutputs | None:
-        """What the answers have to be; raises `UsageError` or `ApiError` if that cannot be had."""
+        """The grammar of the answers; raises `UsageError` or `ApiError` if it is not supported."""
         return self.body.structured()
 
     def grammar_parts(self) -> dict[str, StructuredOutputs]:
-        """Return what the grammar consists of, by the request's field that each comes from."""
+        """Return the parts of the grammar, by the request's field that each comes from."""
         structured = self.body.structured()
         return {} if structured is None else {self.grammar_field: structured}
 
@@ -107,7 +107,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         tools: Sequence[dict[str, Any]] = (),
         **options: Any,
     ) -> list[list[int]]:
-        """Return the token ids of each text, or those of a chat's messages, within the server's limits; see `Job`.
+        """Return the token ids of each text, or of a chat's messages, within the server's limits; see `PromptJob`.
 
         Raises:
             ApiError: a limit of the server is exceeded.
@@ -138,7 +138,7 @@ class ResponseAssembler(ABC, Generic[Body]):
             params = self.params(prompts[0])
         else:
             await self._try_grammar(self.grammar)
-            params = await asyncio.to_thread(self.params, prompts[0])  # which may convert it, while streams go on
+            params = await asyncio.to_thread(self.params, prompts[0])  # converting the grammar must not block streams
         requests = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in self.body.seeds()]
         owner = self._http.state.owner
         self.requests = await self._engine.submit(
@@ -155,12 +155,12 @@ class ResponseAssembler(ABC, Generic[Body]):
         return JSONResponse(self.whole(await self._collect()))
 
     async def _try_grammar(self, grammar: StructuredOutputs) -> None:
-        """Compile the answers' grammar, where it can take neither the engines' time nor their memory."""
+        """Compile the answers' grammar in a worker, where it cannot take the engines' time or memory."""
         try:
             await self._compile(grammar)
         except UsageError as error:
             parts = self.grammar_parts()
-            for field, part in parts.items() if len(parts) > 1 else ():  # one of these is the reason
+            for field, part in parts.items() if len(parts) > 1 else ():  # find the part at fault
                 try:
                     await self._compile(part)
                 except UsageError as own:
@@ -188,7 +188,7 @@ class ResponseAssembler(ABC, Generic[Body]):
                 raise ApiError(400, message, self.prompt_field, "context_length_exceeded")
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yield the events of all choices as they come, each with its choice's index.
+        """Yield the events of all choices as they arrive, each with its choice's index.
 
         Raises:
             ApiError: a choice failed; the others are cancelled.
@@ -216,7 +216,7 @@ class ResponseAssembler(ABC, Generic[Body]):
             self._finished |= dict.fromkeys(unfinished, "cancelled")
 
     async def _collect(self) -> list[list[Event]]:
-        """Return all events of each choice; a client that disconnects cancels them."""
+        """Return all events of each choice. If the client disconnects, cancel the choices."""
         events: list[list[Event]] = [[] for _ in self.requests]
 
         async def collect() -> None:
@@ -266,7 +266,11 @@ class ResponseAssembler(ABC, Generic[Body]):
 
 
 async def encode(engine: EngineThread, job: PromptJob, owner: Hashable, field: str, seconds: float) -> list[list[int]]:
-    """Return the token ids of a job; `field` is the request's field that they come from, and it may take so many `seconds`.
+    """Return the token ids of a job.
+
+    Args:
+        field: the request's field that the prompts come from.
+        seconds: the time limit.
 
     Raises:
         ApiError: a prompt is too long.
@@ -283,7 +287,7 @@ async def encode(engine: EngineThread, job: PromptJob, owner: Hashable, field: s
 
 
 class _Stream(EventSourceResponse):
-    """A stream that also ends well if its client leaves before it has begun: then its chunks are never asked for."""
+    """A stream that calls `end` even if the client leaves before the first chunk, so that `chunks` never runs."""
 
     def __init__(self, chunks: AsyncIterator[bytes], end: Callable[[], None]):
         super().__init__(chunks, headers={"Cache-Control": "no-cache"})
@@ -297,5 +301,5 @@ class _Stream(EventSourceResponse):
 
 
 def sse(body: dict[str, Any], event: str | None = None) -> bytes:
-    """Return a server-sent event with a JSON body, and perhaps a name."""
+    """Return a server-sent event with a JSON body, and optionally a name."""
     return format_sse_event(data_str=json.dumps(body, separators=(",", ":")), event=event)

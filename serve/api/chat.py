@@ -32,22 +32,22 @@ class ChatAssembler(ConversationAssembler[ChatRequest], ChoicesAssembler[ChatReq
     prompt_field = "messages"
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return a chunk with the role for each choice."""
+        """Return a first chunk for each choice, with the role."""
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [{"index": index, **first} for index in range(self.body.n)]
 
     @functools.cached_property
     def _readers(self) -> list[AnswerReader]:
-        """One for each choice."""
+        """The parser of each choice."""
         return [self.answers.reader(request.prompt) for request in self.requests]
 
     @functools.cached_property
     def _calls(self) -> list[int]:
-        """How many calls each choice has begun."""
+        """The number of calls in each choice so far."""
         return [0] * len(self.requests)
 
     def _delta(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return parts as a delta of a choice's message."""
+        """Return parts as a delta of a choice's message. Counts the calls."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for kind, text in parts:
@@ -74,7 +74,7 @@ class ChatAssembler(ConversationAssembler[ChatRequest], ChoicesAssembler[ChatReq
         return self._choice(index, events, message=message | ({"tool_calls": calls} if calls else {}))
 
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Return a choice with what one event adds to the message."""
+        """Return a choice with the delta that one event adds to the message."""
         delta = self._delta(index, self._readers[index].read(event))
         adds = delta or event.finish_reason is not None or event.logprobs or (event.pieces and self.body.return_origin)
         return self._choice(index, [event], delta=delta) if adds else None

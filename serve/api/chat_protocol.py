@@ -21,11 +21,11 @@ class ContentPart(Strict):
     text: str
 
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]  # OpenAI's, and the dot that some frameworks use
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]  # OpenAI's pattern, plus the dot that some frameworks use
 
 
 class CalledFunction(Strict):
-    """What an earlier call was."""
+    """The function of an earlier call."""
 
     no_effect = frozenset({"parsed_arguments"})
 
@@ -34,7 +34,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """An earlier call, in a message of the assistant. The index is that of a stream's delta."""
+    """An earlier call in a message of the assistant. `index` comes from a stream's delta."""
 
     no_effect = frozenset({"index", "extra_content", "provider_specific_fields"})
 
@@ -44,7 +44,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """A message of a chat. `reasoning` is vLLM's name of `reasoning_content`."""
+    """A message of a chat. `reasoning` is vLLM's name for `reasoning_content`."""
 
     no_effect = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields"})
 
@@ -61,9 +61,9 @@ class Message(Strict):
         if self.reasoning_content is None:
             self.reasoning_content = self.reasoning
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
-            raise ValueError("tool_calls and reasoning_content are the assistant's")
+            raise ValueError("only assistant messages may have tool_calls and reasoning_content")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id belongs to role tool, which needs it")
+            raise ValueError("messages with role tool need tool_call_id, and no others may have it")
         if self.content is None and not self.tool_calls and self.reasoning_content is None:
             raise ValueError("a message without tool_calls needs content")
         return self
@@ -75,7 +75,7 @@ class Message(Strict):
 
 
 def few_parts(messages: Any) -> Any:
-    """Return messages, if they and their parts are not too many."""
+    """Return messages after checking that they and their parts are not too many."""
     if isinstance(messages, list):
         lists = [
             each.get(key)
@@ -92,13 +92,13 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeV
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them, but for the arguments of calls, which are text."""
+    """Return messages as chat templates expect them, except that the arguments of calls are still text."""
     roles, names = {"developer": "system"}, dict[str | None, str]()
     made = []
     for message in messages:
         names |= {call.id: call.function.name for call in message.tool_calls}
         each: dict[str, Any] = {"role": roles.get(message.role, message.role), "content": message.text}
-        if message.reasoning_content is not None:  # GPT-OSS calls it thinking
+        if message.reasoning_content is not None:  # the template of GPT-OSS calls it thinking
             each |= dict.fromkeys(("reasoning_content", "thinking"), message.reasoning_content)
         if message.tool_calls:
             each["tool_calls"] = [call.model_dump() for call in message.tool_calls]
@@ -110,7 +110,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that JSON can hold: a response repeats it, and templates write it."""
+    """Return a schema after checking that it can be written as JSON, because responses and chat templates contain it."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
         if any(isinstance(each, float) and not math.isfinite(each) for each in level):
@@ -118,14 +118,12 @@ def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         if not (level := [value for values in inner for value in values]):
             return schema
-    raise PydanticCustomError(
-        "too_deep", "a schema has lists and objects within each other, more than {limit} deep", {"limit": MAX_DEPTH}
-    )
+    raise PydanticCustomError("too_deep", "a schema is nested too deeply; the limit is {limit} levels", {"limit": MAX_DEPTH})
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
-        raise PydanticCustomError("no_object", "the parameters of a function are those of an object")
+        raise PydanticCustomError("no_object", "the parameters of a function must be a schema of type object")
     return schema
 
 
@@ -157,13 +155,13 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(Strict):
-    """The function that the model has to call."""
+    """The function that the model must call."""
 
     name: str
 
 
 class NamedTool(Strict):
-    """The tool that the model has to call."""
+    """The tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -173,13 +171,13 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Conversation(Common):
-    """What chats and responses have in common."""
+    """The common fields of chats and responses."""
 
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them, but for the arguments of calls, which are text.
+        """Return the messages as chat templates expect them, except that the arguments of calls are still text.
 
         Raises:
             UsageError: there is no message.
@@ -193,27 +191,26 @@ class Conversation(Common):
 
     @property
     def choice(self) -> str | NamedFunction:
-        """Whether the model calls one: "none", "auto" or "required", or the one that it has to call."""
+        """Whether the model calls a function: "none", "auto" or "required"; or the function that it must call."""
         raise NotImplementedError
 
     @property
     def effort(self) -> Effort | None:
-        """How much the model is to think."""
+        """How much the model should reason."""
         raise NotImplementedError
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The maximum length of an answer; without one, it may fill the cache."""
+        """The maximum length of an answer; None lets it fill the cache."""
         raise NotImplementedError
 
     @property
     def candidates(self) -> int | None:
-        """How many candidates of each token get logprobs; None is no logprobs at all."""
+        """The number of candidates with logprobs for each token; None returns no logprobs."""
         return None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the chat template's variables: the effort, under the names that templates have for it, and those that the
-        request sets itself."""
+        """Return the chat template's variables: the effort, under the names that templates use, and the request's own."""
         made: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
         return made | ({"enable_thinking": False} if self.effort == "none" else {}) | self.chat_template_kwargs
 

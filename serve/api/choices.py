@@ -1,4 +1,4 @@
-"""Responses that have choices: chats and completions."""
+"""Responses with choices: chats and completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.serve.api.assembler import Body, ResponseAssembler, sse
 
 
 class ChoicesAssembler(ResponseAssembler[Body]):
-    """Assembles responses that have choices."""
+    """Assembles responses with choices."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
@@ -26,10 +26,10 @@ class ChoicesAssembler(ResponseAssembler[Body]):
 
     @abstractmethod
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Return a choice of a stream's chunk, or None if the event adds nothing to it."""
+        """Return a choice of a stream's chunk; None if the event adds nothing."""
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return choices that a stream begins with."""
+        """Return the choices of a stream's first chunks."""
         return []
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class ChoicesAssembler(ResponseAssembler[Body]):
         return {"usage": usage.usage(stats, prompts), "metrics": usage.speculation_metrics(stats)}
 
     def origin(self, events: Sequence[Event]) -> dict[str, Any]:
-        """Return the pieces of text with whether each was drafted, where the request asks for them."""
+        """Return each piece of text with whether it was drafted, if the request asks for them."""
         if not self.body.return_origin:
             return {}
         pieces = ((text.replace(TOKEN_MARK, ""), from_draft) for event in events for text, from_draft in event.pieces)

@@ -33,7 +33,7 @@ class CompletionAssembler(ChoicesAssembler[CompletionRequest]):
         return [CompletionLogprobs(self.text, request.prompt) for request in self.requests]
 
     def params(self, prompt: list[int]) -> SamplingParams:
-        """Return the request's parameters, the same for each prompt."""
+        """Return the request's parameters, which are the same for each prompt."""
         return self.body.params(self.body.max_tokens, self.body.logprobs, self.grammar)
 
     def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:

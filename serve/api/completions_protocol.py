@@ -11,7 +11,7 @@ from outrider.serve.api.protocol import MAX_PROMPTS, Common
 
 
 def _kind_of_prompt(prompt: Any) -> str | None:
-    """Return the tag of the type that a prompt should have, or None if its items are none of these or are mixed."""
+    """Return the tag of a prompt's type; None if the prompt or its items have any other type, or the items' types differ."""
     if not isinstance(prompt, list):
         return "str" if isinstance(prompt, str) else None
     first, *others = set(map(type, prompt)) or {str}
@@ -42,11 +42,11 @@ class CompletionRequest(Common):
     best_of: int | None = None
 
     def texts(self) -> list[str]:
-        """Return the prompts that are text."""
+        """Return the prompts, if they are text."""
         return [self.prompt] if isinstance(self.prompt, str) else [each for each in self.prompt if isinstance(each, str)]
 
     def token_ids(self) -> list[list[int]]:
-        """Return the prompts that are token ids; no others are beside them."""
+        """Return the prompts, if they are token ids."""
         if isinstance(self.prompt, str):
             return []
         if isinstance(next(iter(self.prompt), 0), int):
@@ -54,10 +54,10 @@ class CompletionRequest(Common):
         return [each for each in self.prompt if isinstance(each, list)]
 
     def check_best_of(self) -> None:
-        """Check that no answers would have to be ranked.
+        """Check that the server does not have to rank answers.
 
         Raises:
             UsageError: `best_of` is neither absent nor `n`.
         """
         if self.best_of not in (None, self.n):
-            raise UsageError(f"best_of is {self.best_of}; it must equal n", "use n alone", param="best_of")
+            raise UsageError(f"best_of is {self.best_of}; it must equal n", "leave out best_of", param="best_of")

@@ -22,7 +22,7 @@ class ConversationAssembler(ResponseAssembler[ConversationBody]):
 
     @functools.cached_property
     def answers(self) -> AnswerFormat:
-        """What the model may answer; raises `ApiError` if the tools cannot be used."""
+        """The format of the answers; raises `ApiError` if the tools cannot be used."""
         body = self.body
         return AnswerFormat(self.text, self.end_ids, body.functions, body.choice, body.parallel_tool_calls, body.structured())
 

@@ -31,10 +31,10 @@ TYPE_NAME = re.compile(
 
 
 class ApiError(HTTPException):
-    """A response that is an error. FastAPI lets it pass where it is raised while a body is read."""
+    """An error response. It is an `HTTPException` so that FastAPI lets it pass when it is raised while a body is read."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
-        """Describe the error; `param` is the request's field at fault."""
+        """Describe the error; `param` is the field of the request at fault."""
         super().__init__(status, message)
         self.status, self.param, self.code = status, param, code
 
@@ -53,7 +53,7 @@ class ApiError(HTTPException):
 
 
 def api_error(error: OutriderError, path: str) -> ApiError:
-    """Return the HTTP form of an error of the library, for a request to `path`."""
+    """Return the HTTP error for an error of the library; `path` is the request's path."""
     if isinstance(error, UsageError):
         fields = BODIES.get(path, CompletionRequest).fields_by_param()
         message = f"{error}; {error.hint}"
@@ -73,7 +73,7 @@ def api_error(error: OutriderError, path: str) -> ApiError:
 
 
 def unknown_model(name: str, model: str) -> ApiError:
-    """Return the error for a request to another model than the server's."""
+    """Return the error for a request for a model that the server does not have."""
     return ApiError(404, f"the model {name!r} does not exist; this server has {model!r}", "model", "model_not_found")
 
 
@@ -94,7 +94,7 @@ async def on_http_error(_: Request, error: Exception) -> Response:
 
 
 async def on_bug(_: Request, error: Exception) -> Response:
-    """Answer a request that failed for a reason that nobody thought of. The server's log has the traceback."""
+    """Handle an unexpected exception. The server's log has the traceback."""
     return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error").response()
 
 
@@ -102,7 +102,7 @@ async def on_invalid_body(_: Request, error: Exception) -> Response:
     """Handle a body that is not a valid request, naming the first field at fault."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
-    # What may have several types has an error for each. The one that describes the body goes deepest, or is not about a type.
+    # A union has an error for each of its types. The most useful one is not about a type, or has the longest location.
     same_field = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
     first = max(same_field, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
     location = [str(each) for each in first["loc"] if each != "body" and not TYPE_NAME.fullmatch(str(each))]

@@ -1,4 +1,4 @@
-"""The logprobs of a response, in the forms of both APIs."""
+"""The logprobs of a response, in the forms of the completions API and the chat API."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class CompletionLogprobs:
         self._offset = 0
 
     def append(self, events: Sequence[Event]) -> dict[str, list[Any]]:
-        """Return the logprobs of the next events' tokens; the token that ends a character has it whole, and special
-        tokens have no text."""
+        """Return the logprobs of the next events' tokens. If several tokens form a character, the last one has its text;
+        special tokens have no text."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         pairs = [pair for event in events for pair in _with_logprobs(event)]
         for left, (token, logprobs) in enumerate(pairs, 1 - len(pairs)):
@@ -37,7 +37,7 @@ class CompletionLogprobs:
         return columns
 
     def _top(self, logprobs: Logprobs) -> dict[str, float]:
-        """Return the most likely tokens, each under a name of its own."""
+        """Return the logprobs of the most likely tokens, by unique names."""
         top: dict[str, float] = {}
         for token, value in logprobs.top:
             name = _whole_or_bytes(self._text.token_bytes(token))
@@ -61,7 +61,7 @@ def chat_logprobs(text: Text, events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _whole_or_bytes(token: bytes) -> str:
-    """Return the text of a token or, in OpenAI's notation, its bytes if they are not whole characters."""
+    """Return the text of a token; if it is not whole characters, its bytes in OpenAI's notation."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 
 @functools.cache
 def page() -> HTMLResponse:
-    """Return the page; it may run its own script and call its own server, and nothing else."""
+    """Return the page. Its policy allows it only to run its own script and to call its own server."""
     text = files("outrider.serve.api").joinpath("page.html").read_text(encoding="utf-8")
     script, style = (text.split(f"<{tag}>")[1].split(f"</{tag}>")[0] for tag in ("script", "style"))
     allowed = [
@@ -30,5 +30,5 @@ def page() -> HTMLResponse:
 
 
 def _digest(text: str) -> str:
-    """Return the hash by which a content security policy allows a part of the page."""
+    """Return the hash of a script or style, as a content security policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

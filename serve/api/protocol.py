@@ -1,4 +1,4 @@
-"""The requests and responses of OpenAI's API, as far as this server supports them; anything else is refused by name."""
+"""The fields of OpenAI's API that this server supports. Any other field is refused by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from outrider.runtime.params import SamplingParams
 
 # The difference between the seeds of a request's choices: 2^64 divided by the golden ratio, which spreads them out.
 SEED_STEP = 0x9E3779B97F4A7C15
-# A body is checked in the event loop, and all streams wait meanwhile. So the number of its parts is limited, it is checked
-# before they are, and a list is read up to its first error.
+# A body is checked in the event loop, and all streams wait in the meantime. So the number of its parts is limited and checked
+# first, and a list is read only up to its first error.
 MAX_PROMPTS = 2048
-MAX_PARTS = 2048  # of all messages of a chat; a message counts, too, and so does a tool call
+MAX_PARTS = 2048  # of all messages of a chat; messages and tool calls count as parts
 MAX_TOOLS = 128  # as in OpenAI's API
 MAX_DEPTH = 64  # of a schema
 MAX_ENTRIES = 1024  # of an object
@@ -36,10 +36,10 @@ def check_count(count: int, limit: int, things: str) -> None:
 
 
 class Strict(BaseModel):
-    """Part of a request: types are not converted, and the first unknown field is an error; a null counts as absent.
+    """Part of a request. Types are not converted, the first unknown field is an error, and a null counts as absent.
 
-    What clients and their libraries send is in `no_effect` if the answer is the same without it: it is accepted with any value,
-    and dropped. What would change the answer, if this server had it, is refused by name.
+    `no_effect` has fields that clients send and that do not change the answer. They are accepted with any value, and dropped.
+    An unsupported field that would change the answer is refused by name.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -66,17 +66,17 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    """A named schema; it is always followed strictly."""
+    """A named schema. It is always enforced, whatever `strict` is."""
 
     name: str
     description: str | None = None
-    # A schema may have nulls, so it is taken as it is. `schema` itself is a method of pydantic's models.
+    # A dictionary, because nulls in a schema have a meaning. `schema` itself is a method of pydantic's models.
     json_schema: dict[str, Any] = Field(default={}, alias="schema")
     strict: bool | None = None
 
 
 class ResponseFormat(Strict):
-    """What an answer has to be: any text, a JSON object, or JSON of a schema."""
+    """The format of an answer: any text, a JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -84,12 +84,12 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is needed with the type json_schema, and with no other")
+            raise ValueError("type json_schema needs json_schema, and no other type may have it")
         return self
 
 
 class StructuredOutputsBody(Strict):
-    """What an answer has to be, in vLLM's form."""
+    """The structured output that a request asks for, in vLLM's form."""
 
     json_schema: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -99,11 +99,11 @@ class StructuredOutputsBody(Strict):
 
 
 class Common(Strict):
-    """The fields that both endpoints have.
+    """The fields that all endpoints share.
 
-    Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, priority and structured_outputs (as in
-    vLLM, which has also called the latter guided_json and so on), timeout, and return_origin, which adds to each choice its
-    pieces of text and whether they were drafted.
+    These are not OpenAI's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, priority and structured_outputs, which
+    are vLLM's; guided_json and so on, which are vLLM's older names for structured_outputs; timeout; and return_origin, which
+    adds to each choice its pieces of text and whether they were drafted.
     """
 
     renamed: ClassVar[dict[str, str]] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -134,7 +134,7 @@ class Common(Strict):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_ENTRIES)] | None = None
     guided_grammar: str | None = None
-    # Accepted with these values only, and without effect on the answer; a response may repeat the first two.
+    # These do not change the answer, and are accepted with these values only. A response may repeat the first two.
     user: str | None = None
     metadata: dict[str, str] = Field(default={}, max_length=MAX_ENTRIES)
     store: Literal[False] = False
@@ -159,7 +159,7 @@ class Common(Strict):
         return {name: name for name in cls.model_fields} | cls.renamed
 
     def params(self, max_tokens: int, logprobs: int | None, structured: StructuredOutputs | None) -> SamplingParams:
-        """Return the library's form of the parameters, with the first choice's seed and what its answer has to be.
+        """Return the library's form of the parameters, with the first choice's seed.
 
         Raises:
             UsageError: a value is out of range.
@@ -183,10 +183,10 @@ class Common(Strict):
         )
 
     def structured(self) -> StructuredOutputs | None:
-        """Return what the answers have to be, if that is restricted.
+        """Return the structured output that the request asks for, if any.
 
         Raises:
-            UsageError: it is said in two ways, or in a wrong one.
+            UsageError: the request asks for two kinds, or for an invalid one.
         """
         asked = self.structured_outputs
         forms = [] if asked is None else [*asked.model_dump(by_alias=True).items()]
@@ -200,12 +200,12 @@ class Common(Strict):
         return StructuredOutputs(**dict(given)) if given or asked is not None else None
 
     def format_asked(self) -> dict[str, Any]:
-        """Return what OpenAI's own field for it says that the answers have to be, as an argument of `StructuredOutputs`."""
+        """Return the structured output in OpenAI's own field, as an argument of `StructuredOutputs`."""
         if self.response_format is None or self.response_format.type == "text":
             return {}
         schema = self.response_format.json_schema
         return {"json_object": True} if schema is None else {"json": schema.json_schema}
 
     def seeds(self) -> list[int | None]:
-        """Return the seed of each choice; the first has the request's own."""
+        """Return the seed of each choice; the first has the request's seed."""
         return [None if self.seed is None else (self.seed + index * SEED_STEP) % 2**64 for index in range(self.n)]

@@ -1,4 +1,4 @@
-"""Separates what a model thinks, between marks at the beginning of its answer, from what it says."""
+"""Separates a model's reasoning, between marks at the start of its answer, from the content."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from typing import Any, NamedTuple
 from outrider.runtime.text.stream import TOKEN_MARK
 from outrider.serve.tools.base import overlap
 
-# Qwen3, DeepSeek-R1, GLM-4.5 and most others; Seed-OSS. Both marks are tokens of the vocabulary, and are not special.
+# Qwen3, DeepSeek-R1, GLM-4.5 and most others; Seed-OSS. The marks are tokens of the vocabulary, but not special tokens.
 MARKS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
-TAIL = 16  # characters behind a mark at the end of a prompt, all of them white space
+TAIL = 16  # maximum length of the white space after a mark at the end of a prompt
 
 
 class Split(NamedTuple):
-    """Parts of a text, by their names in the API."""
+    """The two parts of a text, named as in the API."""
 
     reasoning_content: str
     content: str
 
 
 def marks_of(tokenizer: Any) -> tuple[str, str] | None:
-    """Return the marks that a tokenizer has as tokens, if there are any."""
+    """Return the pair of marks that a tokenizer has as tokens; None if it has none."""
     return next((marks for marks in MARKS if all(tokenizer.token_to_id(mark) is not None for mark in marks)), None)
 
 
 def opened(opening: str, prompt: str) -> bool:
-    """Return whether the end of a prompt has opened the reasoning."""
+    """Return whether a prompt ends with the opening mark of the reasoning."""
     return prompt[-len(opening) - TAIL :].rstrip().endswith(opening)
 
 
 class ReasoningSplitter:
-    """Splits one answer as it comes. White space at the beginning of either part is dropped."""
+    """Splits one answer as it arrives. White space at the start of either part is dropped."""
 
     def __init__(self, marks: tuple[str, str], prompt: str):
-        """Begin after a prompt, whose end may have opened the reasoning already; each mark may have a `TOKEN_MARK`."""
+        """Start after a prompt, which may end with the opening mark. Each mark may start with `TOKEN_MARK`."""
         self._opening, self._closing = marks
-        # None until the answer's first mark or word.
+        # Whether the text is reasoning; None until the answer's first mark or word.
         self._inside: bool | None = opened(self._opening.removeprefix(TOKEN_MARK), prompt) or None
         self._held = ""
         self._begun = False  # whether the current part has text
 
     def push(self, text: str, last: bool = False) -> Split:
-        """Return what more of each part is known; nothing is held back behind the `last` text."""
+        """Return the new text of each part that is known after more text. After the `last` text nothing is held back."""
         self._held += text
         reasoning = ""
         if self._inside is None:
@@ -52,7 +52,7 @@ class ReasoningSplitter:
                 return Split("", "")
             else:
                 self._inside = False
-                self._begun = True  # an answer without reasoning is left as it is
+                self._begun = True  # an answer without reasoning stays unchanged
         if self._inside:
             before, mark, after = self._held.partition(self._closing)
             if not mark:

@@ -27,16 +27,16 @@ PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 
 
 class Output:
-    """The items of an answer as they grow, and the events that tell a client of it."""
+    """The items of an answer as they grow, and the events that report this to the client."""
 
     def __init__(self, answers: AnswerFormat):
-        """Begin an answer."""
+        """Start an answer."""
         self.items: list[dict[str, Any]] = []
         self._answers = answers
         self._open = False
 
     def take(self, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
-        """Add parts, and yield the events."""
+        """Add parts, and yield their events."""
         for kind, text in parts:
             if kind == "arguments":
                 yield self._grown("arguments", text)
@@ -49,7 +49,7 @@ class Output:
                 yield self._grown("text", text)
 
     def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Yield the events that end the item that is open, if there is one."""
+        """Yield the events that end the open item, if there is one."""
         if not self._open:
             return
         self._open = False
@@ -145,7 +145,7 @@ class ResponsesAssembler(ConversationAssembler[ResponsesRequest]):
             yield from output.close("completed" if whole else "incomplete")
 
     def _response(self, output: Output, reason: str | None = None) -> dict[str, Any]:
-        """Return the response; without a reason it has not ended."""
+        """Return the response; without a finish reason it is in progress."""
         body = self.body
         status = "in_progress" if reason is None else "completed" if reason == "stop" else "incomplete"
         choice = body.tool_choice

@@ -1,4 +1,4 @@
-"""The bodies of `POST /v1/responses`, as far as it keeps no state; anything else is refused by name."""
+"""The body of `POST /v1/responses`, without the fields that need state on the server. These are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.serve.api.protocol import MAX_TOOLS, Common, Strict
 
 
 class InputText(Strict):
-    """A part of a message or of what a tool returned."""
+    """A part of a message or of a tool's output."""
 
     no_effect = frozenset({"annotations", "cache_control", "logprobs", "parsed", "prompt_cache_breakpoint"})
 
@@ -41,7 +41,7 @@ def _joined(texts: Texts) -> str:
 
 
 class Item(Strict):
-    """What items have in common."""
+    """The common fields of items."""
 
     no_effect = frozenset({"id", "status"})
 
@@ -68,7 +68,7 @@ class FunctionCall(Item):
 
 
 class FunctionCallOutput(Item):
-    """What an earlier call returned."""
+    """The output of an earlier call."""
 
     no_effect = Item.no_effect | {"name"}
 
@@ -78,14 +78,14 @@ class FunctionCallOutput(Item):
 
 
 class ReasoningText(Strict):
-    """A part of what the model thought."""
+    """A part of the model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class Reasoning(Item):
-    """What the model thought before its next message or call. Only this server's own text of it is read."""
+    """The model's reasoning before its next message or call. Only the plain text is read, as this server returns it."""
 
     no_effect = Item.no_effect | {"encrypted_content", "summary"}
 
@@ -117,7 +117,7 @@ Items = Annotated[
 
 
 class Typed(Strict):
-    """What says that it is a function."""
+    """The type field of a function."""
 
     type: Literal["function"]
 
@@ -129,11 +129,11 @@ class FunctionTool(Function, Typed):
 
 
 class NamedFunctionTool(NamedFunction, Typed):
-    """The function that the model has to call."""
+    """The function that the model must call."""
 
 
 class TextFormat(Strict):
-    """What text of an answer has to be."""
+    """The format of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -144,12 +144,12 @@ class TextFormat(Strict):
     @model_validator(mode="after")
     def _schema_of_its_type(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema belongs to type json_schema, which needs it")
+            raise ValueError("type json_schema needs schema, and no other type may have it")
         return self
 
 
 class TextOptions(Strict):
-    """What the answer's text is like."""
+    """Options of the answer's text."""
 
     no_effect = frozenset({"verbosity"})
 
@@ -157,15 +157,15 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """How much the model is to think. A summary is never made, because the output has all of it."""
+    """How much the model should reason. The output has the whole reasoning, so there is never a summary."""
 
     no_effect = frozenset({"generate_summary", "summary"})
 
     effort: Effort | None = None
 
 
-# What a client may ask to be added to a response, where nothing is missing without it: this server has no such tools, and the
-# output has what the model thinks as text.
+# The additions to a response that a client may ask for, without effect: this server has no such tools, and the output has the
+# reasoning as text anyway.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -218,12 +218,12 @@ class ResponsesRequest(Conversation):
     conversation: Stateless = None
 
     def format(self) -> dict[str, Any]:
-        """Return the text's format as a response shows it."""
+        """Return the text's format as the response repeats it."""
         wanted = None if self.text is None else self.text.format
         return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
     def format_asked(self) -> dict[str, Any]:
-        """Return what `text` says; see `Common.format_asked`."""
+        """Return the structured output that `text` asks for; see `Common.format_asked`."""
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.type == "text":
             return {}
@@ -265,7 +265,7 @@ class ResponsesRequest(Conversation):
             if isinstance(item, InputMessage) and item.role != "assistant":
                 made.append(Message(role=item.role, content=_joined(item.content)))
                 continue
-            # What the assistant says and calls in one turn is one message.
+            # The assistant's text and calls in one turn form one message.
             if not made or made[-1].role != "assistant" or isinstance(item, InputMessage):
                 made.append(Message(role="assistant", content="", reasoning_content=thought))
                 thought = None

@@ -16,7 +16,7 @@ router = APIRouter()
 
 
 async def _model(engine: EngineDep, name: ModelName) -> dict[str, Any]:
-    """Return OpenAI's description of the one model, with vLLM's and our own fields."""
+    """Return OpenAI's description of the model, with vLLM's and Outrider's additional fields."""
     outrider = engine.outrider
     manifest = outrider.manifest
     return {
@@ -34,13 +34,13 @@ ModelDep = Annotated[dict[str, Any], Depends(_model)]
 
 @router.get("/v1/models", response_model=None)
 async def models(model: ModelDep) -> Response:
-    """List the one model."""
+    """List the server's only model."""
     return JSONResponse({"object": "list", "data": [model]})
 
 
 @router.get("/v1/models/{name:path}", response_model=None)
 async def one_model(name: str, model: ModelDep) -> Response:
-    """Return the model of a name."""
+    """Return the model with a name."""
     if name != model["id"]:
         raise unknown_model(name, model["id"])
     return JSONResponse(model)

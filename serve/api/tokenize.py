@@ -54,7 +54,7 @@ class DetokenizeRequest(Strict):
 async def tokenize(
     body: TokenizeRequest, http: Request, engine: EngineDep, settings: SettingsDep, model: ModelName
 ) -> Response:
-    """Return the tokens of a prompt or of messages, of which a server may refuse so many in a request."""
+    """Return the tokens of a prompt or of messages, up to the limit that requests for answers have."""
     if body.model not in (None, model):
         raise unknown_model(body.model or "", model)
     capacity = engine.outrider.build.capacity
@@ -77,7 +77,7 @@ async def tokenize(
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeRequest, engine: EngineDep, settings: SettingsDep, model: ModelName) -> Response:
-    """Return the text of tokens, special ones included."""
+    """Return the text of tokens, including special ones."""
     if body.model not in (None, model):
         raise unknown_model(body.model or "", model)
     outrider = engine.outrider

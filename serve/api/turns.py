@@ -1,4 +1,4 @@
-"""Whose turn it is: an owner's requests wait for each other, and not for those of other owners."""
+"""Lets each owner prepare one request at a time, so that owners do not wait for each other's requests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from outrider.runtime.request_queue import QueueFullError
 
 
 class Turns:
-    """Counts the requests that are worked on before they are queued, and lets an owner have one at a time."""
+    """Counts the requests that are being prepared for the queue, and lets each owner prepare one at a time."""
 
     def __init__(self) -> None:
-        self._waiting: Counter[Hashable] = Counter()  # requests of each owner, with the one whose turn it is
+        self._waiting: Counter[Hashable] = Counter()  # requests of each owner, including the one whose turn it is
         self._turns: weakref.WeakValueDictionary[Hashable, asyncio.Lock] = weakref.WeakValueDictionary()
 
     @asynccontextmanager
     async def of(self, owner: Hashable, places: int, queued: Counter[Hashable]) -> AsyncIterator[None]:
-        """Wait for an owner's turn, and have it.
+        """Wait for an owner's turn, and hold it until the block ends.
 
         Args:
-            places: requests that may wait, here and in the queue. When they are taken, an owner may still have its share of
-                them, and at least one.
-            queued: how many requests of each owner wait in the queue.
-            owner: anything that identifies whom the request is from.
+            owner: identifies the client that sent the request.
+            places: the number of requests that may wait, here and in the queue. If all places are taken, an owner that has less
+                than its share of them may still add requests, and every owner may have one.
+            queued: the number of each owner's requests that wait in the queue.
 
         Raises:
             QueueFullError: too many are waiting.
@@ -42,4 +42,4 @@ class Turns:
                 yield
         finally:
             self._waiting[owner] -= 1
-            self._waiting += Counter()  # drops those that have none
+            self._waiting += Counter()  # drops owners without requests

@@ -1,4 +1,4 @@
-"""What a response says about its answers as a whole: why they end, what they took, and what was drafted."""
+"""Token counts, speculation metrics and finish reasons for responses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, Any]:
     """Return the token counts of a request.
 
     Args:
-        stats: of each choice, prompt by prompt.
-        prompts: tokens of each prompt. A prompt counts once, and so do its cached tokens, as its first choice found them.
+        stats: the statistics of each choice, prompt by prompt.
+        prompts: the number of tokens of each prompt. A prompt counts once, and so do the cached tokens of its first choice.
     """
     prompt, completion = sum(prompts), sum(each.emitted for each in stats)
     choices_per_prompt = max(len(stats) // max(len(prompts), 1), 1)
@@ -27,7 +27,7 @@ def usage(stats: Sequence[Stats], prompts: Sequence[int]) -> dict[str, Any]:
 
 
 def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any] | None:
-    """Return the counters of speculative decoding for a single choice, in vLLM's form, which AIPerf reads; None for several."""
+    """Return the counters of speculative decoding in vLLM's form, which AIPerf reads; None if there are several choices."""
     if len(stats) != 1:
         return None
     (one,) = stats
@@ -45,5 +45,5 @@ def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any] | None:
 
 
 def finish_reason(reason: str | None) -> str | None:
-    """Return OpenAI's name for a finish reason; it has none for a full cache."""
+    """Return OpenAI's name for a finish reason. It has no name for a full cache."""
     return "length" if reason == "capacity" else reason

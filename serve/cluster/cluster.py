@@ -1,15 +1,15 @@
 """Replicas on many machines, as an application of Ray Serve.
 
-A request comes to Ray's proxy, goes to an `Ingress`, and from there to a `Replica`, which answers it as `outrider serve` alone
-would: ASGI messages pass between the two. Ray starts, places, scales, checks and replaces replicas, queues and routes
-requests, knows sessions, streams answers, and cancels them when a client disconnects.
+Ray's proxy passes a request to an `Ingress`, which passes it to a `Replica` as ASGI messages. The replica answers it as
+`outrider serve` without Ray does. Ray starts, places, scales, checks and replaces replicas. It queues and routes requests,
+tracks sessions, streams answers, and cancels them when a client disconnects.
 
-With Ray 2.60, these parts had to be our own, because a replica behind `serve.ingress` alone (tried with and without HAProxy)
-does not do what they do:
+Three parts replace Ray's own. With Ray 2.60, a replica behind `serve.ingress` alone (tried with and without HAProxy) lacks what
+they do:
 
 - `Ingress` retries. When a replica is lost, Ray's proxy answers 500 and HAProxy closes the connection, even if nothing was sent
-  yet and another replica is idle; a stream that has begun is cut off without an error event. A full queue is plain text.
-- `ReplicaRegistry` has the health and metrics of all replicas. A scrape through Ray's proxy reaches any one of them, and
+  yet and another replica is idle. A started stream is cut off without an error event. The error for a full queue is plain text.
+- `ReplicaRegistry` has the health and metrics of all replicas. A scrape through Ray's proxy reaches only one of them, and
   `DeploymentHandle.broadcast` waits for a free place in each replica, so it hangs when metrics matter most.
 - `Router` sends requests without a session to the less busy of two replicas, where Ray's experimental `ConsistentHashRouter`
   would choose one by a hash.
@@ -40,29 +40,29 @@ from outrider.serve.network.signals import handle_signals
 from outrider.serve.settings import Settings
 
 APPLICATION = "outrider"
-PROXY_WAIT = 300  # seconds for a proxy to start; a quiet machine takes 5, but one that is busy took more than 60
-# By default Ray's controller kills a proxy that is not ready within 5 seconds, while `serve.start` waits a minute for that one.
+PROXY_WAIT = 300  # seconds for a proxy to start; an idle machine takes 5, but a busy one took more than 60
+# By default Ray's controller kills a proxy that is not ready within 5 seconds, although `serve.start` waits a minute for it.
 CONTROLLER = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PROXY_WAIT)}
-INGRESSES = 2  # so that one is left when the other is lost
-UPSCALE_DELAY = 10.0  # seconds that requests must have been waiting; loading a bundle takes about as long
+INGRESSES = 2  # so that one remains if the other is lost
+UPSCALE_DELAY = 10.0  # seconds that requests must wait before replicas are added; loading a bundle takes about as long
 LOGGER = logging.getLogger("outrider.serve")
 
 
 class Router(RequestRouter):  # type: ignore[misc]  # Ray's types are not checked
     """Routes all requests of a session to one replica while it has room, and others to the less busy of two random replicas.
 
-    A session ranks replicas by a hash of both (rendezvous hashing, Thaler and Ravishankar 1998), so when a replica comes or
-    goes, only the sessions that it gets or had move.
+    A session ranks replicas by a hash of both (rendezvous hashing, Thaler and Ravishankar 1998). So if a replica is added or
+    removed, only that replica's sessions move.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return groups of replicas: the request goes to the least busy of a group or, if none has room, to the next group."""
+        """Return groups of replicas. The request goes to the least busy of the first group in which one has room."""
         session = ""
         if pending_request is not None:
             session = pending_request.metadata.session_id
-            pending_request.routing_context.should_backoff = True  # if none has room; otherwise Ray would retry immediately
+            pending_request.routing_context.should_backoff = True  # wait if none has room; by default Ray retries immediately
         if not session:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
@@ -74,11 +74,11 @@ class Router(RequestRouter):  # type: ignore[misc]  # Ray's types are not checke
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many replicas there are, and what each has."""
+    """The number of replicas, and the resources of each."""
 
-    replicas: tuple[int, int]  # minimum and maximum; between them, their number follows the load
+    replicas: tuple[int, int]  # minimum and maximum; the number scales with the load
     slots: int  # requests that a replica runs at once
-    cpus: int | None  # cores of a replica; None is the most with which the maximum number of replicas fit
+    cpus: int | None  # cores per replica; None is as many as possible with the maximum number of replicas
     gpus: int
 
 
@@ -86,8 +86,8 @@ def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> An
     """Return the application.
 
     Args:
-        cpus: cores of a replica.
-        drain: seconds for a replica's answers to finish before it ends.
+        cpus: cores per replica.
+        drain: seconds that a replica has to finish its answers before it ends.
     """
     minimum, maximum = scale.replicas
     number: dict[str, Any] = {"num_replicas": minimum}
@@ -101,8 +101,8 @@ def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> An
         Replica,
         name="replica",
         ray_actor_options={"num_cpus": cpus, "num_gpus": scale.gpus},
-        max_ongoing_requests=scale.slots + 1,  # the next request is there when a slot becomes free
-        max_queued_requests=-1,  # an ingress limits what it holds, also when all slots answer what came through another
+        max_ongoing_requests=scale.slots + 1,  # the next request is ready when a slot becomes free
+        max_queued_requests=-1,  # unlimited: each ingress limits the requests that it holds
         health_check_period_s=HEALTH_CHECK_PERIOD,
         request_router_config=RequestRouterConfig(request_router_class=Router),
         graceful_shutdown_timeout_s=drain,
@@ -117,7 +117,7 @@ def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> An
         name="ingress",
         num_replicas=INGRESSES,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=10_000,  # the replicas set the limit
+        max_ongoing_requests=10_000,  # in effect unlimited: the ingress has its own limit
         graceful_shutdown_timeout_s=drain + 10,  # longer than a replica's, to report which answers were cut off
     )
     places = maximum * scale.slots + settings.max_waiting
@@ -125,19 +125,20 @@ def application(settings: Settings, scale: Scale, cpus: int, drain: float) -> An
 
 
 def max_cores(replicas: int) -> int:
-    """Return the most cores that each of `replicas` replicas can have on the cluster's nodes; 0 if they do not fit."""
+    """Return the maximum number of cores for each of `replicas` replicas on the cluster's nodes; 0 if they do not fit."""
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     sizes = [cores for cores in range(1, max(nodes, default=0) + 1) if sum(node // cores for node in nodes) >= replicas]
     return max(sizes, default=0)
 
 
 def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> None:
-    """Deploy the application, in place of an earlier one, to the cluster at `RAY_ADDRESS`, and return when it is ready.
+    """Deploy the application to the cluster at `RAY_ADDRESS`, and return when it is ready.
 
-    Earlier replicas answer until then. Without `RAY_ADDRESS`, start a cluster on this machine, and stay until SIGTERM.
+    It replaces an earlier deployment, whose replicas answer until then. Without `RAY_ADDRESS`, start a cluster on this machine,
+    and run until SIGTERM.
 
     Raises:
-        EngineError: the cluster is not there, or the replicas do not start.
+        EngineError: the cluster cannot be reached, or the replicas do not start.
         UsageError: there are too few cores.
     """
     local = os.environ.get("RAY_ADDRESS", "") in ("", "local")
@@ -156,12 +157,12 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
         except (RayError, TimeoutError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise EngineError(
-                f"the proxies do not start: {reason}", "see the logs of Ray, and whether the port is free on all nodes"
+                f"the proxies do not start: {reason}", "see Ray's logs, and check that the port is free on all nodes"
             ) from error
         try:
             serve.run(application(settings, scale, scale.cpus or available or 1, drain), name=APPLICATION)
         except RuntimeError as error:
-            raise EngineError(f"the replicas do not start: {error}", "see serve status, and the log of a replica") from error
+            raise EngineError(f"the replicas do not start: {error}", "see serve status, and the replicas' logs") from error
         LOGGER.info(f"running on http://{host}:{port}", extra={"replicas": scale.replicas})
         if local:
             _wait_for_signal()
@@ -178,7 +179,7 @@ def _start_proxies(host: str, port: int) -> None:
             http_options=HTTPOptions(host=host, port=port),
             controller_options=ControllerOptions(runtime_env={"env_vars": CONTROLLER}),
         )
-    except TimeoutError:  # after a minute, which Ray has no option for; the proxies are starting all the same
+    except TimeoutError:  # after a minute, which no option of Ray can change; the proxies are still starting
         while set(states := serve.status().proxies.values()) != {ProxyStatus.HEALTHY}:
             if ProxyStatus.UNHEALTHY in states or time.monotonic() > deadline:
                 raise

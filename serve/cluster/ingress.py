@@ -1,4 +1,4 @@
-"""The ingress of a Ray cluster: passes requests on to replicas, and retries those whose replica is lost."""
+"""The ingress of a Ray cluster: passes requests to replicas, and retries requests whose replica is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outrider.serve.settings import Settings
 
 MAX_ATTEMPTS = 3  # replicas to try before the client gets an error
 SESSION_HEADER = b"x-session-id"  # Ray's header for requests that belong together
-# The parts of a request's scope that go to a replica; the others belong to this process.
+# The parts of a request's scope that are sent to a replica; the others are meaningful only in this process.
 SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers", "client")
 QUEUE_FULL = ApiError(429, "too many requests are waiting; try again later", code="queue_full")
 LOGGER = logging.getLogger("outrider.serve")
@@ -41,7 +41,7 @@ class Ingress:
     """The deployment that Ray's proxies send HTTP requests to."""
 
     def __init__(self, settings: Settings, replicas: DeploymentHandle, registry: DeploymentHandle, places: int):
-        """Pass requests on to replicas; `places` is how many may run and wait. Their owners share them fairly."""
+        """Pass requests to replicas. At most `places` requests may run and wait; owners share the places fairly."""
         log_as_json()
         self._settings, self._replicas, self._registry, self._places = settings, replicas, registry, places
         self.in_flight: Counter[str] = Counter()  # requests by owner
@@ -63,7 +63,7 @@ class Ingress:
         return ApiError(503, "no replica is ready", code="not_ready").response()
 
     async def _metrics(self, _: Request) -> Response:
-        """Return the metrics of all replicas; each sample has its replica's name as a label."""
+        """Return the metrics of all replicas. Each sample has the replica's name as a label."""
         merged: dict[str, Metric] = {}
         for name, text in (await self._registry.healthy.remote()).items():
             for family in text_string_to_metric_families(text):
@@ -79,10 +79,11 @@ class Ingress:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request through a replica, unless its owner has too many."""
+        """Answer a request through a replica, unless its owner has too many requests."""
         owner: str = scope["state"]["owner"]
-        # An owner may have as many as are left (dynamic thresholds, Choudhury and Hahne 1998): some always are for one that
-        # comes later, and n busy owners come to have one part in n + 1 each. Ray serves what waits in the order of arrival.
+        # An owner may hold as many places as are free (dynamic thresholds, Choudhury and Hahne 1998). So some places are always
+        # free for a new owner, and n busy owners end up with one (n + 1)th of the places each. Ray serves waiting requests in
+        # the order of arrival.
         if self.in_flight[owner] >= self._places - self.in_flight.total():
             await QUEUE_FULL.response()(scope, receive, send)
             return
@@ -92,10 +93,10 @@ class Ingress:
         except ClientDisconnect:
             pass
         finally:
-            self.in_flight -= Counter({owner: 1})  # also forgets an owner that has none left
+            self.in_flight -= Counter({owner: 1})  # also drops an owner that has no requests
 
     async def _retry(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Answer a request through a replica; a lost one is replaced by another until something has been sent."""
+        """Answer a request through a replica. If the replica is lost before anything has been sent, try another."""
         relay = Relay(send)
         error = ApiError(503, "no replica could answer; try again later", code="replica_lost")
         for _ in range(MAX_ATTEMPTS):
@@ -110,7 +111,7 @@ class Ingress:
                 break
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if task is None or task.cancelling():  # the client has disconnected; otherwise the replica cancelled it
+                if task is None or task.cancelling():  # the client has disconnected; otherwise the replica cancelled the answer
                     raise
             except (RayError, RayServeException) as lost:
                 LOGGER.warning("a replica was lost", extra={"error": type(lost).__name__, "begun": relay.begun})
@@ -118,14 +119,14 @@ class Ingress:
                 break
         if not relay.begun:
             await error.response()(scope, receive, send)
-        elif relay.is_stream:  # what was sent is confirmed text; end it by an error event
+        elif relay.is_stream:  # the text so far is valid; end the stream with an error event
             await send({"type": "http.response.body", "body": sse(error.body())})
 
     async def _answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Message]:
         """Yield the messages of a replica.
 
         Raises:
-            TimeoutError: none came in twice the time that an answer may take; a replica's own timeout comes before that.
+            TimeoutError: none came within twice the timeout of an answer. A working replica times out earlier.
         """
         forwarded = {key: scope[key] for key in SCOPE_KEYS if key in scope}
         session = dict(scope["headers"]).get(SESSION_HEADER, b"").decode("latin-1")
@@ -142,7 +143,7 @@ class Ingress:
 
 
 class Relay:
-    """Sends a response, but holds its start back until its first body, so that until then another replica can be tried."""
+    """Sends a response. Holds its start back until the first body, so that another replica can be tried until then."""
 
     def __init__(self, send: Send):
         self._send = send

@@ -1,4 +1,4 @@
-"""A replica of the server in a Ray cluster, and where replicas report their health."""
+"""A replica of the server in a Ray cluster, and the registry to which replicas report their health."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGGER = logging.getLogger("outrider.serve")
 
 
 class ReplicaRegistry:
-    """The last report of every replica. Replicas push, because a busy one answers a question only after other requests."""
+    """The last report of every replica. Replicas push reports, because a busy one would answer late if it were asked."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, str]] = {}
@@ -52,8 +52,8 @@ class Replica:
         self._engine.start()
 
     async def check_health(self) -> None:
-        """Report to the registry. Ray calls this periodically, routes requests after the first call, and replaces the replica
-        if it raises."""
+        """Report to the registry. Ray calls this periodically, starts to route requests after the first call, and replaces the
+        replica if this raises an exception."""
         engine = self._engine
         await asyncio.to_thread(engine.loaded.wait)
         try:
@@ -64,7 +64,7 @@ class Replica:
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """Yield the ASGI messages of the response to a request. Ray cancels this when the client has disconnected."""
-        if self._engine.failure is not None:  # it fails at once, so it would be the least busy and get most requests
+        if self._engine.failure is not None:  # it would fail at once, look the least busy, and get most of the requests
             LOGGER.error("the engines are broken, so this replica exits", extra={"error": str(self._engine.failure)})
             os._exit(1)
         messages: asyncio.Queue[Message | None] = asyncio.Queue()

@@ -1,1 +1,1 @@
-"""Connections, signals, and who may connect."""
+"""Connections, access control and signals."""

@@ -1,7 +1,7 @@
-"""The server's connections: how many are open, whose, and how long one may stay without a request or without reading an answer.
+"""Limits on connections: how many may be open, and how long one may go without sending a request or reading an answer.
 
-uvicorn bounds none of it: its limit on concurrency answers 503 to a whole request, and its timeout of idle connections begins
-after the first answer.
+uvicorn has no such limits: its limit on concurrency answers 503 to a complete request, and its timeout of idle connections
+starts after the first answer.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from outrider.serve.api.assembler import sse
 from outrider.serve.api.errors import ApiError
 from outrider.serve.network.guard import network
 
-HEAD_SECONDS = 10  # from the connection, or from the last answer, until the whole head of a request has come
-STALL_SECONDS = 120.0  # for a client to read what fills the buffers
-SEND_BUFFER = 1 << 16  # bytes; the kernel doubles it. By itself it would keep megabytes for each client that does not read
-MAX_CONNECTIONS = 1000  # fewer where the process may open few files
+HEAD_SECONDS = 10  # from the connection, or from the last answer, until the complete head of a request has arrived
+STALL_SECONDS = 120.0  # for a client to start reading when the buffers are full
+SEND_BUFFER = 1 << 16  # bytes; the kernel doubles it. By default it would buffer megabytes for each client that does not read
+MAX_CONNECTIONS = 1000  # fewer if the process may open few files
 RESERVED_FILES = 32  # file descriptors that connections leave to other files
 
 
 def _too_many_files() -> bool:
-    """Return whether so few file descriptors are left that a connection must make room."""
+    """Return whether so few file descriptors are left that a connection must be closed."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         return limit != resource.RLIM_INFINITY and len(os.listdir("/dev/fd")) > limit - RESERVED_FILES
-    except OSError as error:  # the listing needs one itself
+    except OSError as error:  # listing the folder needs a descriptor itself
         return error.errno == errno.EMFILE
 
 
 class Listener(socket.socket):
-    """A listening socket that accepts one connection in each turn of the event loop.
+    """A listening socket that accepts one connection in each iteration of the event loop.
 
-    asyncio would accept all that have come before it closes any, and try and log each that fails for want of a descriptor.
+    asyncio alone would accept all waiting connections before it closes any. If descriptors run out, it would log an error for
+    each one.
     """
 
     _pause = False
@@ -53,7 +54,7 @@ class Listener(socket.socket):
         """Return the next connection and its address.
 
         Raises:
-            BlockingIOError: there is none, or the event loop is to close others first.
+            BlockingIOError: there is none, or the event loop must run first, to close others.
         """
         if self._pause:
             self._pause = False
@@ -67,7 +68,7 @@ def listen(host: str, port: int) -> list[Listener]:
     """Listen on all addresses of a host.
 
     Raises:
-        EngineError: it cannot.
+        EngineError: an address cannot be listened on.
     """
     listeners: list[Listener] = []
     try:
@@ -75,30 +76,30 @@ def listen(host: str, port: int) -> list[Listener]:
             try:
                 bound = socket.create_server((str(address[0]), port), family=family)
             except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL and listeners:  # such as ::1 of localhost, where there is no IPv6
+                if error.errno == errno.EADDRNOTAVAIL and listeners:  # such as ::1 of localhost on a machine without IPv6
                     continue
                 raise
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # also of the connections
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
             listeners.append(Listener(fileno=bound.detach()))
             port = listeners[0].getsockname()[1]  # the same one on all addresses
     except OSError as error:
         message = f"cannot listen on {host}, port {port}: {error.strerror}"
-        raise EngineError(message, "choose another --host or --port, or end what uses it") from error
+        raise EngineError(message, "choose another --host or --port, or stop the program that uses it") from error
     return listeners
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when its client is too slow, or when there are too many and its client has most."""
+    """A connection that is closed if its client is too slow, or if there are too many and its client has the most."""
 
-    connections: set[Connection]  # type: ignore[assignment]  # of all clients; uvicorn has other kinds, too
+    connections: set[Connection]  # type: ignore[assignment]  # of all clients; uvicorn's type allows other classes
     _network = ""  # of the client
-    _waiting = True  # for a whole request
-    _since = 0.0  # when it began to wait, or its request began, in seconds of the event loop's clock
-    _idle: asyncio.TimerHandle | None = None  # closes it while it has no head of a request; for a body, `Guard` has a limit
-    _stalled: asyncio.TimerHandle | None = None  # closes it while the client does not read
+    _waiting = True  # for a complete request
+    _since = 0.0  # the time by the event loop's clock when it started to wait, or when its request started
+    _idle: asyncio.TimerHandle | None = None  # closes it if no head of a request arrives; `Guard` has a limit for bodies
+    _stalled: asyncio.TimerHandle | None = None  # closes it if the client does not read
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Begin to wait for a request; if there are too many connections, close one."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
+        """Start to wait for a request. If there are too many connections, close one."""
         super().connection_made(transport)
         self._network = network(self.client[0]) if self.client else ""
         self._since = self.loop.time()
@@ -112,9 +113,9 @@ class Connection(H11Protocol):
         self._update()
 
     def eof_received(self) -> None:
-        """Close the connection. If an answer is not complete, it ends with an error.
+        """Close the connection. An incomplete answer ends with an error.
 
-        A client that closes only its side looks like one that has left, and answers to those would take time from others'.
+        A client that closes only its own side cannot be told from one that has left, and answering the latter would waste time.
         """
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
@@ -131,7 +132,7 @@ class Connection(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
+        """Start to wait for the next request."""
         super().on_response_complete()
         self._update()
 
@@ -142,31 +143,31 @@ class Connection(H11Protocol):
         self._unset_stalled()
 
     def pause_writing(self) -> None:
-        """Give the client some time to read what fills the buffers."""
+        """Give the client `STALL_SECONDS` to read: the buffers are full."""
         super().pause_writing()
         self._stalled = self.loop.call_later(STALL_SECONDS, self.abort)
 
     def resume_writing(self) -> None:
-        """Note that the client reads."""
+        """Stop the timer: the client reads again."""
         super().resume_writing()
         if not self.transport.is_closing():
             self._unset_stalled()
 
     def expire(self) -> None:
-        """Close the connection, and give the client some time to read what is left of an answer."""
+        """Close the connection. The client has `STALL_SECONDS` to read the rest of an answer."""
         self.transport.close()
         self._update()
 
     def abort(self) -> None:
         """Close the connection at once."""
-        if self._stalled is not None:  # otherwise the kernel would keep what the client does not read
+        if self._stalled is not None:  # make the kernel drop the data that the client does not read
             linger = struct.pack("ii", 1, 0)
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self.transport.abort()
 
     def _make_room(self) -> None:
-        """Close a connection of the client that has most, so that others find places whatever one client does."""
-        # One that is closing keeps its descriptor until its client has read the rest of an answer.
+        """Close a connection of the client that has the most, so that one client cannot keep others out."""
+        # A closing connection keeps its descriptor until its client has read the rest of an answer.
         still_open = [
             each for each in self.connections if not each.transport.is_closing() or each.transport.get_write_buffer_size()
         ]
@@ -175,7 +176,7 @@ class Connection(H11Protocol):
         min((each for each in still_open if count[each._network] == most), key=Connection._rank).abort()
 
     def _rank(self) -> tuple[int, float]:
-        """Return a key that sorts a client's connections: stalled for longest, waiting for longest, the latest request."""
+        """Return a sort key for the order of closing: stalled longest, then waiting longest, then the latest request."""
         if self._stalled is not None:
             return 0, self._stalled.when()
         return (1, self._since) if self._waiting else (2, -self._since)

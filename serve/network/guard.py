@@ -1,7 +1,7 @@
-"""Checks on a request before anything reads it: host name, API key, origin, content type, size.
+"""Checks on a request before its body is read: API key, host name, origin, content type, size.
 
-Starlette's TrustedHostMiddleware would answer a wrong host in plain text, but clients of this API need an error object that
-says what to do.
+This replaces Starlette's TrustedHostMiddleware, whose error for a wrong host is plain text. Clients of this API need an error
+object that says what to do.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
 
 PUBLIC_PATHS = ("/", "/health")  # need no key
-BODY_SECONDS = 30.0  # for a whole body to come
-LINGER_SECONDS = 1.0  # for the rest of a body that was answered before it had come
+BODY_SECONDS = 30.0  # for a complete body to arrive
+LINGER_SECONDS = 1.0  # for the rest of a body that was answered before it was complete
 
 
 class Guard:
-    """ASGI middleware that refuses requests, counts error responses, and notes whose request it is in `state.owner`."""
+    """ASGI middleware that refuses requests, counts error responses, and sets `state.owner` to the sender of the request."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics | None = None):
-        """Guard `app`; without `metrics`, nothing is counted."""
+        """Guard `app`. Without `metrics`, nothing is counted."""
         self._app, self._settings, self._metrics = app, settings, metrics
         self._bodies = BodyBudget(settings.max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that is refused, and pass on any other."""
-        if scope["type"] == "websocket":  # this server has none
+        """Refuse a request, or pass it to the application."""
+        if scope["type"] == "websocket":  # this server has no websockets
             await send({"type": "websocket.close"})
             return
         if scope["type"] != "http":
@@ -57,12 +57,12 @@ class Guard:
             return ApiError(401, "an API key is required: send the header Authorization: Bearer KEY", code="invalid_api_key")
         scope.setdefault("state", {})["owner"] = network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
         if hosts and _host_name(headers.get("host", "")) not in hosts:
-            # DNS rebinding: a web page can make its own host name resolve to this machine, and so send requests here.
+            # DNS rebinding: a web page can let its own host name resolve to this machine, and so send requests to this server.
             return ApiError(403, f"use {hosts[0]} as the host name, or protect the server by API keys", code="host_not_allowed")
         if headers.get("sec-fetch-site") == "cross-site" and not public:
             return ApiError(403, "web pages of other sites may not send requests to this server", code="cross_site")
         kind = headers.get("content-type", "")
-        if scope["method"] == "POST" and not _is_json(kind):  # web pages may send some other types to any server
+        if scope["method"] == "POST" and not _is_json(kind):  # web pages may send a few other types to any server
             message = f"the Content-Type is {kind!r}" if kind else "there is no Content-Type"
             return ApiError(415, f"{message}; send application/json", code="unsupported_media_type")
         length = headers.get("content-length", "0")
@@ -79,7 +79,7 @@ class Guard:
         return counting
 
     def _limited(self, receive: Receive, take: Callable[[int], None]) -> Receive:
-        """Bound the time of a body and the size of one that did not declare its length, and `take` the bytes that have come."""
+        """Limit the time and the size of a body as it arrives, and `take` its bytes."""
         received, complete = 0, False
         deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
@@ -89,7 +89,7 @@ class Guard:
                 async with asyncio.timeout_at(None if complete else deadline):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds", code="timeout") from None
+                raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} seconds", code="timeout") from None
             complete = not message.get("more_body", False)
             size = len(message.get("body", b""))
             received += size
@@ -103,7 +103,7 @@ class Guard:
     def _key(self, header: str) -> int | None:
         """Return the index of the key in an Authorization header."""
         scheme, _, token = header.partition(" ")
-        # Every key is compared, each in constant time, so that the duration reveals nothing.
+        # Compare with every key, each in constant time, so that the duration reveals nothing.
         given = token.strip().encode("latin-1")
         matches = [index for index, key in enumerate(self._settings.keys) if hmac.compare_digest(given, key.encode())]
         return matches[0] if matches and scheme.lower() == "bearer" else None
@@ -113,10 +113,10 @@ class Guard:
 
 
 def lingering(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """Return both so that a client that is answered while it still sends its body has a moment to finish.
+    """Wrap both to give a client that is answered while it still sends its body a moment to finish.
 
-    A connection that is closed with bytes unread is reset: clients that write their whole request before they read would see a
-    broken pipe in place of the answer. What comes in that moment is dropped.
+    Closing a connection with unread bytes resets it. Clients that write their whole request before they read would see a broken
+    pipe instead of the answer. The bytes that arrive in that moment are dropped.
     """
     complete = False
 
@@ -153,7 +153,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def network(host: str) -> str:
-    """Return a client's address; of an IPv6 address the part that its network has, since a client may choose the rest."""
+    """Return a client's IPv4 address, or the /64 network of its IPv6 address, because a client may choose the rest."""
     try:
         address = IPv6Address(host)
     except ValueError:

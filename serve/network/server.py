@@ -1,4 +1,4 @@
-"""The HTTP server of one process: uvicorn over the application, which lets answers finish before it ends."""
+"""The HTTP server of one process: uvicorn, changed to let answers finish before it ends."""
 
 from __future__ import annotations
 
@@ -21,54 +21,58 @@ from outrider.serve.settings import Settings
 
 
 class HttpServer(uvicorn.Server):
-    """Serves a bundle. Answers that do not end in time get an error that asks for a retry; uvicorn would cut them off."""
+    """Serves a bundle. At shutdown, late answers end with an error that asks for a retry; uvicorn would cut them off."""
 
     def __init__(self, settings: Settings, host: str, port: int, drain: int):
-        """Listen on all addresses of a host; port 0 is a free one. `drain` is the time for answers to finish, in seconds.
+        """Listen on all addresses of a host.
+
+        Args:
+            port: the port; 0 picks a free one.
+            drain: seconds that answers have to finish after a signal.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: see `listen`.
         """
         self.listeners = listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.listeners[0].getsockname()[1]}"
         self._drain, self._engine = drain, EngineThread.from_settings(settings)
         config = uvicorn.Config(
             create_app(settings, self._engine),
-            loop="asyncio",  # others do not accept through a `Listener`
+            loop="asyncio",  # other loops do not call `Listener.accept`
             http=Connection,
             ws="none",
             log_config=None,
             access_log=False,
             timeout_keep_alive=HEAD_SECONDS,
-            # uvicorn would trust this machine, and so let its users choose whose requests they send.
+            # By default uvicorn trusts forwarded addresses from this machine, so local users could pose as other clients.
             proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
             timeout_graceful_shutdown=drain + 5,
         )
         super().__init__(config)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal ends the process, or until `should_exit` is set."""
+        """Serve until a signal arrives, or until `should_exit` is set."""
         super().run(sockets or [*self.listeners])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve, and say where."""
+        """Start to serve, and log the address."""
         await super().startup(sockets)
         LOGGER.info(f"running on {self.url}")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """End in order at a signal: uvicorn would then pass it on to the handler before, and the process would end by it."""
+        """Shut down in order at a signal. uvicorn's own version raises the signal again afterwards, which kills the process."""
         if threading.current_thread() is threading.main_thread():
             handle_signals(self.handle_exit)
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end. A second SIGINT comes from a person who does not want to wait for the answers."""
+        """Start to shut down. A second SIGINT comes from a person who does not want to wait for the answers."""
         if self.should_exit and sig == signal.SIGINT:
             self._engine.end()
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers finish, but no longer than that."""
+        """Let answers finish, for at most `drain` seconds."""
         asyncio.get_running_loop().call_later(self._drain, self._engine.end)
         await super().shutdown(sockets)

@@ -10,7 +10,7 @@ ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Set the handler of these signals, but for those that the parent had ignored, as nohup does."""
+    """Set the handler of these signals, except signals that the parent process ignores, as nohup does."""
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)

@@ -476,7 +476,7 @@ def test_replacing_a_bundle_does_not_change_a_running_server(bundle: Path, tmp_p
         assert post(server, "/v1/completions", body)[1]["choices"][0]["text"] == text_of(alone, PROMPT, max_new_tokens=60)
         assert server.health()[0] == 200
     assert read_manifest(copy)
-    assert sum("the bundle was replaced; this server goes on with the one that it loaded" in line for line in server.log) == 1
+    assert sum("the bundle was replaced; this server keeps using the old one" in line for line in server.log) == 1
 
 
 def test_changing_a_bundle_in_place_ends_in_errors_not_in_wrong_tokens(bundle: Path, tmp_path: Path, alone: Outrider) -> None:

@@ -322,9 +322,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "another tool": (
         {"tools": tool(), "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
-        "does not",
+        "not in tools",
     ),
-    "no tools": ({"tool_choice": "required"}, "tool_choice", "does not have"),
+    "no tools": ({"tool_choice": "required"}, "tool_choice", "not in tools"),
     "another choice": ({"tools": tool(), "tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
     "the same name": ({"tools": [*tool(), *tool()]}, "tools", "same name"),
     "a bad name": ({"tools": tool(name="a b")}, "tools", "name"),
@@ -332,7 +332,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "many": ({"tools": tool() * 129}, "tools", "128"),
     "a keyword": ({"tools": tool(strict=True, parameters={"type": "object", "not": {}})}, "tools", "keyword not"),
     "a bad schema": ({"tools": tool(parameters={"type": "object", "properties": {"a": {"type": "thing"}}})}, "tools", "thing"),
-    "no object": ({"tools": tool(parameters={"type": "string"})}, "tools", "those of an object"),
+    "no object": ({"tools": tool(parameters={"type": "string"})}, "tools", "a schema of type object"),
     "a deep schema": ({"tools": tool(parameters=nested(60))}, "tools", "deep"),
     "no number": ({"tools": tool(parameters=PARAMETERS | {"a": HUGE}), "tool_choice": "none"}, "tools", "not finite"),
     "a large schema": ({"tools": tool(parameters={"properties": {"a": {"const": "x" * 300_000}}})}, "tools", "characters"),
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "arguments that are no JSON": (
         {"messages": [*HI, {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": "{} x"}}]}]},
         "messages",
-        "not an object in JSON",
+        "not a JSON object",
     ),
     "deep arguments": (
         {
@@ -355,10 +355,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
             ]
         },
         "messages",
-        "within each other",
+        "nested too deeply",
     ),
     "a result without an id": ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
-    "a user's call": ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALLED]}]}, "messages", "assistant's"),
+    "a user's call": (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALLED]}]},
+        "messages",
+        "only assistant messages",
+    ),
     "nothing said": ({"messages": [{"role": "assistant"}]}, "messages", "needs content"),
     "many calls": ({"messages": [{"role": "assistant", "tool_calls": [CALLED] * 3000}]}, "messages", "the limit is 2,048"),
 }
