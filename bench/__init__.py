@@ -1,1 +1,1 @@
-"""Measuring by workload, predicting, and comparing policies offline."""
+"""Measures speed by workload, predicts it, and compares policies offline."""

@@ -33,8 +33,8 @@ WARM_TOKENS = 8
 
 
 def modes(loaded: Outrider, k: Sequence[int] | None) -> list[Mode]:
-    """Return what is measured by default: plain decoding, each k of the drafters on the device, or else of the first drafter,
-    the default k of the others, and k = auto.
+    """Return the modes to measure: plain decoding, each k of the drafters on the device, the default k of the other drafters,
+    and k = auto. If no drafter runs on the device, the first one gets each k.
 
     Raises:
         UsageError: a k was not built.
@@ -66,8 +66,8 @@ def measure(
 ) -> Results:
     """Measure every mode on every prompt, greedy, in each of `rounds` rounds. All modes take turns on a prompt.
 
-    Predictions come from passes timed in the same run, because a machine is not always as fast as it was when the bundle's
-    costs were measured. An interrupt or a failure after the first round ends the run, and the whole rounds count.
+    Predictions use passes timed in the same run, because the machine may be faster or slower than when the bundle's costs were
+    measured. An interrupt or a failure after the first round ends the run; the results have the complete rounds.
 
     Raises:
         UsageError: a k was not built, or a prompt does not fit the bundle.
@@ -75,9 +75,9 @@ def measure(
     """
     contestants = modes(loaded, k)
     encoded = _encode(loaded, prompts, chat)
-    for mode in contestants:  # so that no mode pays for one-time setup
+    for mode in contestants:  # warm up, so that no mode pays for one-time setup
         _answer(loaded, encoded[0], SamplingParams(max_new_tokens=WARM_TOKENS), mode)
-    loaded.policy = loaded.adaptive_policy()  # the first runs included the creation of buffers
+    loaded.policy = loaded.adaptive_policy()  # forget the warm-up, whose times include the creation of buffers
     stopwatch = _stopwatch(loaded, max(map(len, encoded)) + max_new_tokens)
     stopwatch.run()
     progress.stage("measuring", rounds * len(prompts) * len(contestants))
@@ -136,7 +136,7 @@ def _take_turns(
     stopwatch: Stopwatch,
     progress: Progress,
 ) -> Answers:
-    """Return each mode's answers, by round and prompt. Before each prompt, the passes that its texts make are timed."""
+    """Return each mode's answers, by round and prompt. Before each prompt, time the passes that its text needs."""
     params = SamplingParams(max_new_tokens=max_new_tokens)
     answers: Answers = {mode: [] for mode in contestants}
     number = 0
@@ -153,26 +153,26 @@ def _take_turns(
     except (KeyboardInterrupt, EngineError) as error:  # hours of measuring must not be lost
         if number == 0:
             raise
-        progress.stage(f"{str(error) or 'interrupted (a second interrupt discards everything)'}; whole rounds: {number}")
+        progress.stage(f"{str(error) or 'interrupted (a second interrupt discards everything)'}; complete rounds: {number}")
         for each in answers.values():
             del each[number:]
     return answers
 
 
 def _windows(build: Build, shortest: int, longest: int) -> list[int]:
-    """Return the windows in which the passes of texts of these lengths end, including tokens drafted after the last one."""
+    """Return the windows in which passes end, for texts of these lengths and the tokens drafted after their last token."""
     first, last = (bisect_left(build.windows, min(end, build.capacity)) for end in (shortest, longest + build.k[-1]))
     return build.windows[first : last + 1]
 
 
 def _made_by(build: Build, shortest: int, longest: int) -> Callable[[PassKey], bool]:
-    """Return a filter for the passes of texts of these lengths; a prompt's chunk is timed in two windows for all texts."""
+    """Return a filter for the passes of texts of these lengths. Always includes the drafters' passes over a prompt chunk."""
     reached = (0, *_windows(build, shortest, longest))
     return lambda each: each[2] in reached or (each[1] == build.max_prompt_chunk and each[0] != "target")
 
 
 def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
-    """Return a stopwatch over the passes that rounds make on texts of up to `longest` tokens, with the loaded engines."""
+    """Return a stopwatch for the passes of rounds on texts of up to `longest` tokens, with the loaded engines."""
     build = loaded.build
     reached = _windows(build, 1, longest)
     passes: dict[PassKey, Timed] = {}
@@ -199,7 +199,7 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int],
     """Return the record of a text of at most `most` tokens, with what each drafter on the device would have proposed."""
     agrees, confidences = {}, {}
     for _ in loaded.generate((prompt + tokens)[:-1], SamplingParams(max_new_tokens=1), k=0):
-        pass  # the target reads the text, for drafters that read the target
+        pass  # the target reads the text, for drafters that use its features
     for name, drafter in loaded.decoder.drafters.items():
         if isinstance(drafter, DeviceDrafter):
             agrees[name], confidences[name] = drafter.agreement(prompt, tokens)
@@ -207,7 +207,7 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int],
 
 
 def machine(device: Device) -> str:
-    """Describe the machine: the processor, if known, the cores that this process may use, and the GPU if it is the device."""
+    """Describe the machine: the processor if known, the cores that this process may use, and the device if it is a GPU."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Predicts what speculation gains, from a few numbers, or from a bundle's measured costs and a workload's acceptance."""
+"""Predicts the speed-up of speculation, from a few numbers, or from a bundle's measured costs and a workload's acceptance."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from outrider.runtime.policy.costs import expected_tokens
 from outrider.runtime.policy.policy import FixedPolicy
 from outrider.runtime.policy.round_costs import RoundCosts
 
-BETTER = 0.1  # the share of rejections that the hypothetical better draft turns into acceptances
-CHEAPER = 0.5  # the costs of the hypothetical cheaper draft, relative to the draft's
+BETTER = 0.1  # share of rejections that a hypothetical better draft turns into acceptances
+CHEAPER = 0.5  # costs of a hypothetical cheaper draft, relative to the draft's costs
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Operation counts of a text under the standard model."""
+    """Operation counts of a text under the standard cost model."""
 
     target_passes: int
     draft_steps: int
-    target_steps: float  # the total, in target passes of one row
+    target_steps: float  # the total cost, in target passes over one row
     speedup: float  # over plain decoding, which takes one such pass per token
 
 
 def account(k: int, tokens_per_pass: float, cost_ratio: float, tokens: int, pass_cost: float = 1.0) -> Account:
-    """Return what generating `tokens` tokens with k drafted per round costs.
+    """Return the cost of generating `tokens` tokens with k drafted tokens per round.
 
     Args:
-        tokens_per_pass: the tokens that a round yields on average: the mean acceptance length.
+        tokens_per_pass: the mean acceptance length, which is the average number of tokens that a round yields.
         cost_ratio: the number of draft steps that take as long as one target pass.
         pass_cost: the cost of a target pass over k + 1 rows, relative to a pass over one.
 
@@ -67,14 +67,14 @@ class Prediction:
     mean_acceptance_length: float
     tokens_per_second: float
     speedup: float  # over plain decoding
-    break_even: float | None  # acceptance rate at which it would be as fast as plain decoding; None where there is none
-    cheaper_draft: float  # the speed-up with a draft that costs `CHEAPER` times as much
-    better_draft: float  # the speed-up with a draft whose rejections are fewer by the share `BETTER`
+    break_even: float | None  # acceptance rate at which it would be as fast as plain decoding; None if there is none
+    cheaper_draft: float  # speed-up with a draft that costs `CHEAPER` times as much
+    better_draft: float  # speed-up with a draft that turns the share `BETTER` of its rejections into acceptances
 
 
 def at_rate(costs: RoundCosts, drafter: str, rate: float, end: int) -> list[Prediction]:
-    """Predict plain decoding and each built k around position `end`, if every drafted token is accepted with probability `rate`
-    provided that all before it were. The time that the drafter takes to read the prompt is left out."""
+    """Predict plain decoding and each built k around position `end`. Assumes that a drafted token is accepted with probability
+    `rate` if all tokens before it were. Excludes the time in which the drafter reads the prompt."""
     predictions, cheaper = [], costs.scaled(drafters.get(drafter).engines, CHEAPER)
     for k in (0, *costs.k):
         length, better = expected_tokens(rate, k), expected_tokens(1 - (1 - rate) * (1 - BETTER), k)
@@ -85,12 +85,12 @@ def at_rate(costs: RoundCosts, drafter: str, rate: float, end: int) -> list[Pred
 
 
 def of_traces(costs: RoundCosts, drafter: str, traces: Sequence[Trace]) -> list[Prediction]:
-    """Predict each workload, plain and at each built k, by replaying recorded texts. The time in which the drafter
-    reads the prompt is included."""
+    """Predict each workload, plain and at each built k, by replaying recorded texts. Includes the time in which the drafter
+    reads the prompt."""
     if not all(drafter in trace.agrees for trace in traces):
         raise UsageError(
             f"these texts were recorded without a {drafters.get(drafter).label}",
-            "make them with outrider bench, on a bundle that has one",
+            "record them with outrider bench, on a bundle that has one",
         )
     kind = drafters.get(drafter)
     predictions, cheaper = [], costs.scaled(kind.engines, CHEAPER)
@@ -116,8 +116,8 @@ def of_traces(costs: RoundCosts, drafter: str, traces: Sequence[Trace]) -> list[
 
 
 def tokens_per_round(drafter: str, traces: Sequence[Trace], k: int, flipped_share: float = 0.0) -> float:
-    """Return the mean acceptance length of recorded texts over the rounds that draft: all but one for the last token of the
-    limit. `flipped_share` is the share of rejections that are counted as acceptances."""
+    """Return the mean acceptance length of recorded texts over the rounds that draft: all except a round for the very last
+    token of the limit. `flipped_share` is the share of rejections that count as acceptances."""
     survival = [0.0] * k
     rounds = 0
     for trace in traces:
@@ -169,7 +169,7 @@ def _prediction(
 
 
 def best(predictions: Sequence[Prediction]) -> dict[str, Prediction]:
-    """Return the fastest prediction of each workload, plain decoding where nothing is faster."""
+    """Return the fastest prediction of each workload; plain decoding if nothing is faster."""
     return {
         workload: max((each for each in predictions if each.workload == workload), key=lambda each: each.speedup)
         for workload in dict.fromkeys(each.workload for each in predictions)
@@ -177,8 +177,8 @@ def best(predictions: Sequence[Prediction]) -> dict[str, Prediction]:
 
 
 def _break_even(k: int, speedup: Callable[[float], float]) -> float | None:
-    """Return the acceptance rate at which rounds of k tokens are as fast as plain decoding, given the speed-up at a mean
-    acceptance length; None if there is no such rate, and for plain decoding itself."""
+    """Return the acceptance rate at which rounds of k tokens are as fast as plain decoding; None if there is no such rate, and
+    for plain decoding itself. `speedup` returns the speed-up at a mean acceptance length."""
     low, high = 0.0, 1.0
     if k == 0 or speedup(expected_tokens(high, k)) < 1:
         return None

@@ -39,7 +39,7 @@ PART_HEADS = ("mode", "draft", "target", "verifier", "outside engines")
 
 
 def prepare(folder: Path) -> None:
-    """Create the folder of a report, so that whatever prevents writing it shows before anything is measured.
+    """Create the folder of a report, so that an error in writing appears before anything is measured.
 
     Raises:
         FolderError: the folder cannot be written.
@@ -79,7 +79,7 @@ def automatic(results: Results, workload: str) -> Summary:
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
-    """Return what was measured, where and how, as names and values."""
+    """Return names and values that describe what was measured, where and how."""
     return [
         ("target", results.target),
         ("draft", ", ".join(results.drafts) or "none"),
@@ -89,7 +89,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
         ("date", results.date),
         ("outrider", results.outrider),
         ("answers", f"greedy, up to {results.max_new_tokens} new tokens{', in the chat template' if results.chat else ''}"),
-        ("rounds", f"{results.rounds}; all modes take turns in each; medians, with minimum and maximum in brackets"),
+        ("rounds", f"{results.rounds}; all modes take turns in each round; medians, with minimum and maximum in brackets"),
     ]
 
 
@@ -113,10 +113,10 @@ def row(summary: Summary) -> list[str]:
 
 
 def assessment(results: Results) -> list[tuple[str, ...]]:
-    """Assess k = auto and the predictions; returns one row per workload, under `ASSESSMENT_HEADS`.
+    """Assess k = auto and the predictions. Returns one row per workload, under `ASSESSMENT_HEADS`.
 
-    k = auto is compared round by round with plain decoding and with the best fixed mode. Of the ratios of predicted to
-    measured speed-up, the lowest and the highest are given.
+    A row compares k = auto round by round with plain decoding and with the best fixed mode. It also has the lowest and the
+    highest ratio of predicted to measured speed-up.
     """
     rows = []
     for workload in results.workloads:
@@ -139,15 +139,15 @@ def markdown(results: Results) -> str:
     lines += ["", "Command:", "", f"    {results.command}", ""]
     lines += [
         "An answer is timed from the moment the target has read the prompt. Speed-ups are over plain decoding of the same"
-        " prompt in the same round, as geometric means over a workload's prompts. The prediction is made from passes timed in"
-        " the same run and from what the draft would have proposed at each place of the finished text.",
+        " prompt in the same round, as geometric means over a workload's prompts. The prediction uses passes timed in the same"
+        " run, and the tokens that the draft would have proposed at each position of the finished text.",
         "",
     ]
     for workload in results.workloads:
         rows = (row(each) for each in results.summaries if each.workload == workload)
         lines += [f"## {' '.join(workload.split())}", "", *_table(HEADS, rows), ""]
     lines += ["## Choice of k, and accuracy of the prediction", "", *_table(ASSESSMENT_HEADS, assessment(results)), ""]
-    lines += ["## Choice of k, replayed", "", "Speed-ups of the same texts replayed against the costs of these passes.", ""]
+    lines += ["## Choice of k, replayed", "", "Speed-ups of the same texts, replayed with the costs of these passes.", ""]
     lines += [*_table(REGRET_HEADS, regrets(results.policies)), ""]
     lines += ["## Acceptance by position", "", "The share of rounds in which each drafted token was accepted.", ""]
     lines += [*_acceptance_table(results), ""]

@@ -14,11 +14,11 @@ from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO, NONE
 
 SCHEMA = 5
-MIN_ROUNDS = 5  # that each of two compared reports needs
+MIN_ROUNDS = 5  # required in each of two compared reports
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the results: immutable, and strict when read."""
+    """Base class of the results. They are immutable, and unknown fields are errors."""
 
 
 class Percentiles(Struct, frozen=True):
@@ -42,8 +42,8 @@ PerRound = Annotated[list[Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(mi
 class Mode(Struct, frozen=True):
     """A decoding mode: the drafter, and the number of tokens that it drafts per round."""
 
-    drafter: str  # a drafter's name, AUTO, or NONE
-    k: int | str  # a number, or AUTO
+    drafter: str  # a drafter's name, AUTO or NONE
+    k: int | str  # a number or AUTO
 
     def __post_init__(self) -> None:
         if not (self.drafter in (AUTO, NONE) or self.drafter in drafters.names()) or not (
@@ -59,10 +59,10 @@ class Mode(Struct, frozen=True):
 
 
 class Summary(Struct, frozen=True):
-    """One mode on one workload. Speeds and ratios hold one value per round, the geometric mean over the workload's prompts.
+    """One mode on one workload. Speeds and ratios have one value per round, the geometric mean over the workload's prompts.
 
-    An answer is timed from the moment the target has read the prompt to the last token, so the time in which the draft reads
-    the prompt is included.
+    An answer is timed from the moment the target has read the prompt to the last token. That includes the time in which the
+    draft reads the prompt.
     """
 
     workload: str
@@ -71,7 +71,7 @@ class Summary(Struct, frozen=True):
     tokens: int  # in one round, over all prompts
     tokens_per_second: PerRound
     speedup: PerRound  # over plain decoding in the same round
-    predicted_speedup: float | None  # from passes timed in the same run and the recorded texts; None for k = auto
+    predicted_speedup: float | None  # from the recorded texts and passes timed in the same run; None for k = auto
     first_token: Percentiles  # time to first token (TTFT)
     per_token: Percentiles  # mean time per token of an answer after its first round (TPOT)
     between_tokens: Percentiles  # inter-token latency; 0 within a round
@@ -83,7 +83,7 @@ class Summary(Struct, frozen=True):
     drafting_rounds: int
     rounds: int
     outside_engines: float  # share of the rounds' time
-    same_text: int  # answers equal to plain decoding's
+    same_text: int  # number of answers equal to plain decoding's
 
     @property
     def median_speedup(self) -> float:
@@ -110,10 +110,10 @@ class PromptResult(Struct, frozen=True):
 
 
 class TimedPart(Struct, frozen=True):
-    """Where the time of a round goes, in milliseconds, from passes timed in the same run in the middle of the texts."""
+    """The parts of a round's time in milliseconds, in the middle of the texts, from passes timed in the same run."""
 
     mode: Mode
-    draft: float  # the drafter's steps, their samplers included
+    draft: float  # the drafter's steps, including their samplers
     target: float
     verifier: float
     outside_engines: float  # from its share of the measured rounds
@@ -165,7 +165,7 @@ def read(path: Path) -> Results:
         if results.schema != SCHEMA:
             raise msgspec.ValidationError(f"schema {results.schema}, not {SCHEMA}")
         if {(each.workload, each.mode) for each in results.summaries} != {(each.workload, each.mode) for each in results.texts}:
-            raise msgspec.ValidationError("its texts do not match its summaries")
+            raise msgspec.ValidationError("the texts do not match the summaries")
         return results
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "pass a bench.json that outrider bench wrote") from error
@@ -196,9 +196,9 @@ def changes(before: Results, after: Results) -> list[Change]:
     """Compare two reports, mode by mode and workload by workload.
 
     A result is better or worse if the slowest round of one report is faster than the fastest round of the other. With five
-    rounds each, this happens by chance once in 126 times. Between two runs the whole machine may have become slower or faster,
-    which does not show as noise within either run. So modes that draft are compared by their speed-ups; the figures of
-    plain decoding itself are shown too, and depend on the machine as much as on the program.
+    rounds each, this happens by chance once in 126 times. Between two runs the whole machine may become slower or faster, which
+    does not appear as noise within either run. So modes that draft are compared by their speed-ups. The figures of plain
+    decoding are also included, but they depend on the machine as much as on the program.
 
     Raises:
         UsageError: the reports have different prompts or settings, or nothing in common.

@@ -1,6 +1,6 @@
-"""Replays recorded texts against costs, to compare how long each policy would have taken, and how long the best possible one.
+"""Replays recorded texts with given costs, to compare the times of policies with each other and with the best possible time.
 
-The decoder, the drafters' bookkeeping and the policies are the real ones; engines are replaced by their costs and the record.
+The decoder, the drafters' bookkeeping and the policies are the real ones. Recorded texts and costs replace the engines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.runtime.rounds.buffers import Lane
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
 
-VOCABULARY = 2**31  # larger than every token id of a record
+VOCABULARY = 2**31  # larger than any token id of a recorded text
 
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,21 +39,21 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload: str
     prompt: list[int]
     tokens: list[int]
-    agrees: dict[str, list[bool]]  # by drafter, for each token: whether the drafter's most likely one is the same
-    confidences: dict[str, list[float]]  # by drafter: its probability of its most likely token
-    most: int = 0  # the token limit, which a text that ended by itself has not reached; 0 if not recorded
+    agrees: dict[str, list[bool]]  # by drafter, for each token: whether the drafter's most likely token is the same
+    confidences: dict[str, list[float]]  # by drafter, for each token: the probability of the drafter's most likely token
+    most: int = 0  # the token limit, which a text may not reach because it ended earlier; 0 if not recorded
 
     def __post_init__(self) -> None:
         lengths = {len(each) for values in (self.agrees, self.confidences) for each in values.values()}
         if not self.tokens or self.agrees.keys() != self.confidences.keys() or not lengths <= {len(self.tokens)}:
-            raise ValueError("a recorded text has no tokens, or not one agreement and confidence for each of them")
+            raise ValueError("a recorded text has no tokens, or not one agreement and one confidence per token")
 
     def remaining(self, at: int) -> int:
-        """Return how many tokens may still be emitted after `at`, as a policy sees it: it cannot know where the text ends."""
+        """Return how many tokens may still be emitted after `at`, up to the limit: a policy cannot know where the text ends."""
         return max(self.most, len(self.tokens)) - at
 
     def accepted(self, drafter: str, at: int, drafted: int) -> int:
-        """Return how many of `drafted` tokens that a drafter proposes are correct, starting at position `at`."""
+        """Return how many of the `drafted` tokens that a drafter proposes from position `at` on are accepted."""
         count, agrees = 0, self.agrees[drafter]
         while count < min(drafted, len(self.tokens) - at) and agrees[at + count]:
             count += 1
@@ -74,7 +74,7 @@ class SimulatedSession(Session):
     """A model whose passes only take time."""
 
     def __init__(self, spend: Callable[[int, int], None]):
-        """`spend` takes the rows and the end of each pass."""
+        """Create the model. Each pass calls `spend` with its number of rows and its end position."""
         self.device = Cpu()
         self.batch, self.mask_token, self.from_anchor = 1, 0, False
         self.capacity = self.vocab_rows = VOCABULARY
@@ -105,7 +105,7 @@ class SimulatedSession(Session):
 
 
 class SimulatedRounds:
-    """Rounds whose results come from a record, and whose times come from the costs."""
+    """Rounds with results from a recorded text, and times from the costs."""
 
     def __init__(self, trace: Trace, costs: RoundCosts, clock: Clock):
         self._trace, self._costs, self._clock = trace, costs, clock
@@ -113,7 +113,7 @@ class SimulatedRounds:
     def run(
         self, lanes: Sequence[Lane], rows: int, *, first: int = 0, drafter: str = NONE, stop: EarlyStop | None = None
     ) -> list[RoundResult | EngineError | None]:
-        """Decide on a round of one sequence; see `Rounds.run`."""
+        """Return the result of a round of one sequence; see `Rounds.run`."""
         (lane,), trace = lanes, self._trace
         at = len(lane.tokens) - len(trace.prompt)
         count, following, confidences = lane.k, trace.tokens[at:], list[float]()
@@ -128,14 +128,16 @@ class SimulatedRounds:
                     break
             accepted = trace.accepted(drafter, at, count) if count else 0
             drafted = following[:accepted] + [-1] * (count - accepted)
-        emitted = following[: accepted + 1] + [-1] * (accepted == len(following))  # what follows the record is not known
+        emitted = following[: accepted + 1] + [-1] * (
+            accepted == len(following)
+        )  # the token after the recorded text is unknown
         end = len(lane.tokens) + rows - 1
         self._clock.milliseconds += self._costs.round(drafter, len(drafted), rows - 1, end, True, lane.k)
         return [RoundResult(lane.drafter if drafted else NONE, drafted, emitted, None, confidences)]
 
 
 def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: Clock) -> dict[str, Drafter]:
-    """Return drafters whose models only take time to catch up."""
+    """Return drafters whose models only take time, when they catch up."""
     made: dict[str, Drafter] = {}
     for name in names:
 
@@ -149,7 +151,7 @@ def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: Clock) ->
 
 
 def replay(trace: Trace, costs: RoundCosts, policy: Policy) -> float:
-    """Return the milliseconds that the answer would have taken after the target has read the prompt."""
+    """Return the milliseconds that the answer would have taken, from the moment the target has read the prompt."""
     clock = Clock()
     target = SimulatedSession(lambda rows, end: None)
     rounds = SimulatedRounds(trace, costs, clock)
@@ -169,8 +171,8 @@ def replay(trace: Trace, costs: RoundCosts, policy: Policy) -> float:
 
 
 def oracle(trace: Trace, costs: RoundCosts, names: Sequence[str] | None = None) -> float:
-    """Return the fewest milliseconds that a policy could take if it knew what will be accepted and its drafters caught up for
-    free."""
+    """Return the shortest time in milliseconds, for a policy that knows which tokens will be accepted. Drafters catch up in no
+    time."""
     names = drafters.names() if names is None else names
     loaded = simulated_drafters(names, costs, Clock())
     text, count, proposals = list(trace.prompt), len(trace.tokens), []
@@ -197,9 +199,9 @@ def oracle(trace: Trace, costs: RoundCosts, names: Sequence[str] | None = None) 
 def compare(
     traces: Sequence[Trace], costs: RoundCosts, names: Sequence[str], early_stopping: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of each workload's traces, by policy: each fixed k, the adaptive ones, and `oracle`.
+    """Return the milliseconds of each workload's traces, by policy: each fixed k, the adaptive policies, and `oracle`.
 
-    Adaptive policies go through all the traces in their order, as a server would, and keep what they learned.
+    Adaptive policies see all traces in order, as in a server, and keep what they learn.
 
     Args:
         names: the drafters that the bundle can use.
@@ -232,8 +234,8 @@ REGRET_HEADS = (
 
 
 def regrets(compared: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
-    """Return for each workload the speed-ups of the adaptive policy, of the best fixed choice and of the oracle, and how much
-    more time than these two the adaptive policy took."""
+    """Return the speed-ups of the adaptive policy, of the best fixed choice and of the oracle for each workload, and how much
+    more time the adaptive policy took than these two."""
     rows = []
     for workload, taken in compared.items():
         fixed = {name: time for name, time in taken.items() if "auto" not in name and name != "oracle"}

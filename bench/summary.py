@@ -22,8 +22,8 @@ class AnswerSummary:
     """One answer."""
 
     tokens: list[int]
-    seconds: float  # after the target has read the prompt; the time in which the draft reads it is included
-    arrivals: list[tuple[float, int]]  # seconds since the request, and the number of tokens that came then
+    seconds: float  # after the target has read the prompt; includes the time in which the draft reads it
+    arrivals: list[tuple[float, int]]  # seconds since the request, and the number of tokens that arrived then
     stats: Stats
 
     @property
@@ -61,7 +61,7 @@ def summarize(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> t
 
 
 def parts(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> list[TimedPart]:
-    """Return where the time of a round goes, for each mode with a fixed k, in the middle of the texts."""
+    """Return the parts of a round's time for each mode with a fixed k, in the middle of the texts."""
     middle = sum(len(each.prompt) + len(each.tokens) // 2 for each in traces) // len(traces)
     return [
         _part(mode, costs, middle, [answer for each in taken for answer in each])
@@ -103,7 +103,7 @@ def _text(
 
 
 def _summary(texts: list[PromptResult], taken: list[list[AnswerSummary]], plain: list[list[AnswerSummary]]) -> Summary:
-    """Summarize one mode on one workload, from its texts, their answers in each round, and those of plain decoding."""
+    """Summarize one mode on one workload, from its texts, its answers in each round, and those of plain decoding."""
     everything = [answer for each in taken for answer in each]
     total = _total(everything)
     predicted = [text.predicted_speedup for text in texts if text.predicted_speedup is not None]
