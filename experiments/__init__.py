@@ -1,1 +1,1 @@
-"""Programs behind figures of the documentation. They are not part of the package that is installed."""
+"""Programs that measured the figures in the documentation. They are not part of the installed package."""

@@ -1,4 +1,4 @@
-"""Write drafts and targets of random weights, to measure what they cost.
+"""Writes drafts and targets with random weights, to measure their costs.
 
 `python -m outrider.experiments.random_weights draft|head|hybrid`; each has --help.
 """
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from outrider.export.checkpoints.checkpoint import read_config
 from outrider.export.checkpoints.source import Source
 
-# Of Qwen3.5: hidden size, width of the feed-forward layers, attention heads and their key/value heads, heads of the delta nets.
+# Shapes of Qwen3.5: hidden size, feed-forward width, attention heads, key/value heads, key and value heads of the delta nets.
 SHAPES = {"0.8B": (1024, 3584, 8, 2, 16, 16), "4B": (2560, 9216, 16, 4, 16, 32)}
 
 out = click.argument("out", type=click.Path(path_type=Path))
@@ -25,7 +25,7 @@ out = click.argument("out", type=click.Path(path_type=Path))
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Write checkpoints of random weights."""
+    """Write checkpoints with random weights."""
     torch.manual_seed(0)
 
 
@@ -34,7 +34,7 @@ def main() -> None:
 @out
 def draft(like: str, out: Path) -> None:
     """Write a draft with the shape and tokenizer of LIKE, a Hugging Face folder or hub id."""
-    # Untied, because with tied weights even a random model tends to repeat the last token.
+    # Untied, because even a random model tends to repeat the last token if its weights are tied.
     config = AutoConfig.from_pretrained(like, tie_word_embeddings=False)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)
     AutoTokenizer.from_pretrained(like).save_pretrained(out)
@@ -43,9 +43,9 @@ def draft(like: str, out: Path) -> None:
 @main.command()
 @click.argument("target")
 @out
-@click.option("--draft-vocab", type=int, default=32_000, show_default=True, help="It proposes the first N tokens.")
+@click.option("--draft-vocab", type=int, default=32_000, show_default=True, help="Number of tokens that the head can propose.")
 def head(target: str, out: Path, draft_vocab: int) -> None:
-    """Write an EAGLE-3 head in SafeAILab's format with the shapes of TARGET, which is what `outrider export --target` takes."""
+    """Write an EAGLE-3 head in SafeAILab's format with the shapes of TARGET, given as for `outrider export --target`."""
     config = read_config(Source.parse(target))
     hidden, inner = config.hidden_size, config.intermediate_size
     width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
@@ -108,7 +108,7 @@ def hybrid(tokenizer: str, out: Path, like: str, layers: int) -> None:
 
 
 def parameters(config: PreTrainedConfig) -> int:
-    """Return the number of parameters, without their memory."""
+    """Return the number of parameters, without allocating them."""
     with torch.device("meta"):
         return int(AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters())
 

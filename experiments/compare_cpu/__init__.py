@@ -1,1 +1,1 @@
-"""Outrider beside other programs that run a pair on a CPU."""
+"""A comparison of Outrider with other programs that run a draft and a target on a CPU."""

@@ -1,17 +1,16 @@
-"""Compare Outrider with programs that run a pair on a CPU: ONNX Runtime GenAI, OpenVINO GenAI, llama.cpp and transformers.
+"""Compare Outrider on a CPU with ONNX Runtime GenAI, OpenVINO GenAI, llama.cpp and transformers.
 
     .venv/bin/python -m pip install onnxruntime-genai openvino-genai
     .venv/bin/python -m outrider.experiments.compare_cpu T.gguf D.gguf PROMPTS.jsonl --work DIR --output docs/cpu
 
-T and D are GGUF files of a target and its draft. llama.cpp runs them as they are. For the other programs they are converted
-once, into DIR; delete DIR to convert them again. A peer that is not installed is left out, and the report says so; llama.cpp
-is used through `llama-server` in the PATH. PROMPTS has one `{"workload", "prompt"}` object per line. Writes OUTPUT.json and
-OUTPUT.md.
+T and D are GGUF files of a target and its draft. llama.cpp runs these files. For the other programs they are converted once,
+into DIR; delete DIR to convert them again. A program that is not installed is left out, and the report says so. llama.cpp needs
+`llama-server` in the PATH. PROMPTS has one `{"workload", "prompt"}` object per line. Writes OUTPUT.json and OUTPUT.md.
 
 Decoding is greedy, and every answer has the same number of tokens. Each program runs in a separate process, which answers all
-prompts at each k in turn and then exits, so that its peak memory can be measured. In every round all programs run one after
-the other, and each round begins with a different one. A tuning round before that selects the fastest settings of each peer,
-plain and speculative. If a run is stopped, the same command resumes it from OUTPUT.unfinished.jsonl.
+prompts at each k and then exits, so that its peak memory can be measured. In every round the programs run one after the other,
+and each round starts with a different program. Before the first round, a tuning round selects the fastest settings of each
+program, for plain and speculative decoding. If a run is stopped, the same command resumes it from OUTPUT.unfinished.jsonl.
 """
 
 from __future__ import annotations
@@ -75,24 +74,24 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("target", type=Path)
     parser.add_argument("draft", type=Path)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the models that are made, several GiB")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the converted models, several GiB")
     parser.add_argument("--output", type=Path, required=True, help="the files to write, without their suffix")
     parser.add_argument(
         "--variant",
         nargs="+",
         choices=ours.VARIANTS,
         default=["int4"],
-        help="of Outrider, by backend, precision and size of groups; all ratios are to the first",
+        help="variants of Outrider: backend, precision and group size; all ratios are to the first one",
     )
     parser.add_argument("--each", type=int, default=2, help="prompts per workload, from the shortest to the longest")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--about", default="", help="what the models and prompts are, for the head of the report")
+    parser.add_argument("--about", default="", help="a description of the models and prompts, for the top of the report")
     return parser.parse_args()
 
 
 def prepare(work: Path, pair: Pair, variants: list[str], peers: list[str]) -> dict[str, Job]:
-    """Make the models of all programs in `work`; return their jobs, without settings, by name."""
+    """Convert the models for all programs into `work`. Return the jobs by name, without settings."""
     folder = work / f"{pair.target.stem} {pair.draft.stem}"
     folder.mkdir(parents=True, exist_ok=True)
     jobs = {f"{ours.NAME} {variant}": ours.prepare(folder, pair, variant) for variant in variants}
@@ -100,7 +99,7 @@ def prepare(work: Path, pair: Pair, variants: list[str], peers: list[str]) -> di
 
 
 def choose_prompts(path: Path, count: int) -> list[Prompt]:
-    """Return `count` prompts of every workload, from the shortest to the longest; a single one is of middle length."""
+    """Return `count` prompts of every workload, spread from the shortest to the longest; a single one has medium length."""
     prompts: dict[str, list[Prompt]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         prompt = json.loads(line)
@@ -127,7 +126,7 @@ def weight_bytes(job: Job) -> int:
 def measure_rounds(
     journal: Journal, contestants: list[Contestant], prompts: list[list[int]], tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Run all contestants in each round, beginning with another one each time; return the results of each at each k."""
+    """Run all contestants in each round, starting with a different one each time. Return the results of each at each k."""
     results: dict[tuple[str, str, Any], dict[str, Any]] = {}
     for number in range(rounds):
         first = number % len(contestants)

@@ -1,4 +1,4 @@
-"""Types and helpers that all compared programs share: jobs, answers, and folders that are created once."""
+"""Types and helpers for all compared programs: jobs, answers, and folders that are created once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CONTEXT = 2048
 THREADS = thread_count()
 K = (1, 2, 3, 4)
 
-Job = dict[str, Any]  # everything that the process of a program needs, as JSON
+Job = dict[str, Any]  # the input of a program's process, as JSON
 Arrivals = list[tuple[float, int]]
 Answer = Callable[[list[int], int, Any], tuple[Arrivals, float | None]]
-"""Answer a prompt's token ids with a number of new tokens at one k.
+"""A function that answers a prompt's token ids with a number of new tokens at one k.
 
-Returns the seconds since the request and the number of tokens for each time tokens arrived, and the mean acceptance length if
-it does not follow from the arrivals.
+It returns the arrivals, which are the seconds since the request and the number of tokens whenever tokens arrived. It also
+returns the mean acceptance length, or None if that follows from the arrivals.
 """
 
 
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 def make_once(path: Path, make: Callable[[Path], None]) -> Path:
     """Return a folder, and call `make` to create it if it does not exist. If `make` fails, no folder remains."""
     if not path.exists():
-        print(f"making {path}", file=sys.stderr, flush=True)
+        print(f"creating {path}", file=sys.stderr, flush=True)
         unfinished = path.with_name(path.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         make(unfinished)
@@ -53,7 +53,7 @@ def package_version(name: str) -> str | None:
 
 
 def run(*command: object) -> None:
-    """Run a command with its output on standard error."""
+    """Run a command, and send its output to standard error."""
     subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
 
 

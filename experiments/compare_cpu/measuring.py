@@ -1,4 +1,4 @@
-"""Run each program in a separate process, and find the best settings of each peer."""
+"""Runs each program in a separate process, and finds the fastest settings of each peer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 class Contestant(NamedTuple):
-    """A program with the settings that it runs with."""
+    """A program with its settings."""
 
     name: str  # as in the report
     program: str  # a key of PROGRAMS
@@ -36,13 +36,13 @@ class Run(NamedTuple):
 
 
 class Journal:
-    """A record of what each process wrote, so that a run of several hours can be stopped and resumed."""
+    """A record of the output of each process, so that a run of several hours can be stopped and resumed."""
 
     def __init__(self, path: Path, setup: dict[str, Any]):
         """Open or create the journal at `path`.
 
         Args:
-            setup: what all measurements of one run have in common besides the job, such as the machine and versions.
+            setup: the conditions that are the same for all jobs of a run, such as the machine and versions.
         """
         self.path, self.setup = path, setup
         self._recorded: dict[str, list[list[Line]]] = defaultdict(list)  # by job, the output of each process
@@ -54,7 +54,7 @@ class Journal:
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def run(self, job: Job, label: str) -> list[Line]:
-        """Return the lines that a process wrote for this job, from the record or else from a new process."""
+        """Return the output of a process for this job: recorded output if there is any left, or else that of a new process."""
         if recorded := self._recorded[json.dumps(job)]:
             return recorded.pop(0)
         command = [sys.executable, "-P", "-m", "outrider.experiments.compare_cpu.worker"]  # -P: no imports from this folder
@@ -80,14 +80,14 @@ def measure(
 
 
 def figures(arrivals: Sequence[tuple[float, int]], length: float | None) -> Run:
-    """Return the figures of an answer from the times at which its tokens arrived."""
+    """Return the figures of an answer, computed from the arrival times of its tokens."""
     (first, count), (last, _) = arrivals[0], arrivals[-1]
     rest = sum(number for _, number in arrivals) - count
     return Run(rest / (last - first), first, last, length or rest / (len(arrivals) - 1))
 
 
 def tune(journal: Journal, name: str, job: Job, prompts: list[list[int]], tokens: int) -> list[Contestant]:
-    """Return a peer at the settings that were fastest, for plain decoding and for each kind of drafting."""
+    """Return a peer with its fastest settings for plain decoding and for each kind of drafting."""
     peer = PEERS[name]
     speeds = []
     for settings in peer.SETTINGS:

@@ -1,4 +1,4 @@
-"""The report: Markdown from the JSON of the results."""
+"""The report: writes the results as Markdown."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def markdown(result: Result, rows: list[Row], plain: Row) -> str:
         "",
         "## Whole answers",
         "",
-        "Seconds to the first and to the last token. If a draft reads the prompt before the first token, tokens/s do not show"
-        " how long that takes.",
+        "Seconds to the first and to the last token. If a draft reads the prompt before the first token, tokens/s do not"
+        " include that time.",
         "",
     ]
     lines += _by_workload(rows, lambda row, each: f"{row.median('first', each):.2f} / {row.median('whole', each):.2f}")
@@ -63,23 +63,23 @@ def _introduction(result: Result, plain: Row) -> list[str]:
         "",
         *([result["about"], ""] if result["about"] else []),
         f"{len(result['workloads'])} prompts in the chat template, up to {max(map(len, plain.prompts.values()))} of each"
-        f" workload, from its shortest to its longest, with {min(result['prompt_tokens'])} to {max(result['prompt_tokens'])}"
-        f" tokens; {result['tokens']} new tokens each, greedy. Command:",
+        f" workload, from its shortest to its longest: {min(result['prompt_tokens'])} to {max(result['prompt_tokens'])} tokens."
+        f" {result['tokens']} new tokens each, greedy. Command:",
         "",
         f"    {result['command']}",
         "",
         f"Run on {result['date']}, {result['machine']}; {versions}.{missing}",
         "",
-        f"Figures are medians of {len(plain.rounds)} rounds, in which all programs take turns, with minimum and maximum in"
-        " brackets. Tokens/s count the tokens after the first; over all workloads they are a geometric mean. Ratios are to"
+        f"Figures are medians of {len(plain.rounds)} rounds, with minimum and maximum in brackets. All programs take turns in"
+        " each round. Tokens/s count the tokens after the first; over all workloads they are a geometric mean. Ratios are to"
         f" Outrider's own plain decoding ({plain.name.removeprefix(ours.NAME + ' ')}) in the same round. Acceptance is the mean"
         " acceptance length: tokens per target pass.",
         "",
-        "Each peer runs at the settings that were fastest in an earlier round. These were tried:"
+        "Each peer runs with the settings that were fastest in an earlier round. Settings tried:"
         f" {'; '.join(f'{name}: {_tried(name)}' for name in result['weights_of'])}.",
         "",
-        f"Weights: Outrider as named; {weights}. The processes of Outrider hold both"
-        " models in every row; the others hold the draft model only where it drafts.",
+        f"Weights: Outrider as named; {weights}. Outrider's processes hold both models in every row. The other programs hold"
+        " the draft model only in rows where it drafts.",
     ]
 
 

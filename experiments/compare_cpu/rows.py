@@ -11,10 +11,10 @@ from outrider.experiments.compare_cpu.peers import ours
 
 
 class Row:
-    """A contestant at one k. Workloads with several prompts count by their geometric mean."""
+    """A contestant at one k. Speeds are geometric means over the prompts."""
 
     def __init__(self, entry: dict[str, Any], workloads: list[str]):
-        """Read an entry of the results; `workloads` has the workload of each prompt."""
+        """Read an entry of the results; `workloads` has each prompt's workload."""
         self.name, self.settings, self.k, self.peak = entry["name"], entry["settings"], entry["k"], entry["peak"]
         self.rounds: list[list[dict[str, float]]] = entry["rounds"]  # by round, one run per prompt
         self.workloads = list(dict.fromkeys(workloads))
@@ -66,7 +66,7 @@ def goals(rows: list[Row], plain: Row, weights: int) -> Iterator[tuple[str, str,
         return
     if (best := fastest(peers)) is not None:
         name = f"{best.name} ({best.settings}, {best.label})"
-        yield f"k = {ours.AUTO}, against the fastest way of any peer, {name}", "at least 1.25", spread(auto.speedup(best))
+        yield f"k = {ours.AUTO}, against the fastest mode of any peer, {name}", "at least 1.25", spread(auto.speedup(best))
     long = max(range(len(plain.rounds[0])), key=lambda at: statistics.median(runs[at]["first"] for runs in plain.rounds))
     if peers:
         first = [min(row.rounds[at][long]["first"] for row in peers) for at in range(len(plain.rounds))]

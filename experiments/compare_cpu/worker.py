@@ -13,7 +13,7 @@ from outrider.experiments.compare_cpu.peers import PROGRAMS
 
 
 def work(job: Job) -> None:
-    """Answer all prompts at each k of the job in turn, then write the peak memory in bytes, that of a server included."""
+    """Answer all prompts at each k of the job. Then write the peak memory in bytes, including that of child processes."""
     answer = PROGRAMS[job["name"]].load(job)
     for k in job["k"]:
         answer(job["prompts"][0][:16], 8, k)  # warm-up
@@ -24,7 +24,7 @@ def work(job: Job) -> None:
 
 
 def peak_bytes(pid: int) -> int:
-    """Return the most memory that a process has had, in bytes."""
+    """Return the peak memory of a process, in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 

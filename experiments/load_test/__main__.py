@@ -1,16 +1,16 @@
-"""Test a server under load on this machine: compare every answer with that of the same request alone.
+"""Test a server under load on this machine, and check that every answer is the same as without load.
 
     python -m outrider.experiments.load_test BUNDLE --output OUTPUT
 
-Starts `outrider serve` on the bundle. Some clients disconnect in the middle of an answer, and some read slowly; all other
+Starts `outrider serve` on the bundle. Some clients disconnect in the middle of an answer, and some read slowly. All other
 answers must equal those of plain decoding, and the server's memory must not grow.
 
-With --hostile it sends the same requests from four clients, alone and beside hostile ones: prompts of a megabyte back to back,
-a hundred idle connections, API keys that want all slots, and grammars that take long. With --schemas it sends requests with
-that number of distinct schemas, and reports the server's memory after each tenth. With --compare it starts a server with
-k = auto and one with k = 0 (plain decoding), and sends the same requests to both, with each number of clients.
+With --hostile, four good clients send the same requests, alone and next to hostile clients: prompts of a megabyte back to back,
+a hundred idle connections, API keys that request all slots, and slow grammars. With --schemas, requests have that number of
+distinct schemas; the report has the server's memory after each tenth of them. With --compare, one server runs with k = auto and
+one with k = 0 (plain decoding), and both get the same requests, with each number of clients.
 
-Prints a report, and ends with 1 if something is wrong; with --output it also writes OUTPUT.json and OUTPUT.md.
+Prints a report. The exit code is 1 if something is wrong. With --output it also writes OUTPUT.json and OUTPUT.md.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from outrider.experiments.load_test.hostile import KINDS, Hostile
 from outrider.experiments.load_test.report import markdown
 from outrider.experiments.load_test.server import Server
 
-# The limit on memory at the end, divided by memory in the middle. Launches are prepared once per shape and slot and kept, up to
-# a bound that 1,000 requests do not reach; a leak shows with more requests (--requests 4000).
+# Limit for the memory at the end divided by the memory in the middle. Launches are prepared once per shape and slot and kept,
+# up to a limit that 1,000 requests do not reach. Use more requests to find a leak (--requests 4000).
 MAX_GROWTH = 1.1
-GOOD = 4  # good clients beside hostile ones: they leave slots free for the greedy one
+GOOD = 4  # good clients next to hostile ones: they leave slots free for the greedy client
 
 
 def main() -> int:
-    """Run what the command line asks for, print and write the report, and return 1 if something is wrong."""
+    """Run the tests that the command line asks for, and write the report. Return 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--hostile", action="store_true", help="also send the requests beside hostile clients")
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="kinds of them; all of them by default")
-    parser.add_argument("--schemas", type=int, metavar="COUNT", help="also send requests with so many distinct schemas")
+    parser.add_argument("--hostile", action="store_true", help="also send the requests next to hostile clients")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="kinds of hostile clients; all by default")
+    parser.add_argument("--schemas", type=int, metavar="COUNT", help="also send requests with this number of distinct schemas")
     parser.add_argument("--compare", metavar="CLIENTS", help="compare k = auto with plain decoding: 1,4,16,32")
-    parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests, which are two of three")
+    parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests, two thirds of all")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of --compare")
     parser.add_argument("--output", type=Path, help="the files to write, without their suffix")
     options = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> int:
     wrong = list(report["soak"]["wrong"])
     if options.hostile:
         groups = [(), *((kind,) for kind in options.kinds), tuple(options.kinds)]
-        report["hostile"] = [beside(options.bundle, requests, kinds) for kinds in groups]
+        report["hostile"] = [with_hostile_clients(options.bundle, requests, kinds) for kinds in groups]
         wrong += [each for row in report["hostile"] for each in row["wrong"]]
     if options.schemas:
         report["schemas"] = schemas(options.bundle, options.schemas)
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def soak(bundle: Path, requests: list[Case], clients: int) -> dict[str, Any]:
-    """Send all requests to a server, and return the figures, and what is wrong in words."""
+    """Send all requests to a server. Return the figures, and descriptions of what is wrong."""
     server = Server(bundle)
     try:
         answers, seconds, memory = load(server, requests, clients, faults=True)
@@ -88,7 +88,7 @@ def soak(bundle: Path, requests: list[Case], clients: int) -> dict[str, Any]:
             wrong.append("a slot is still in use")
         growth = memory[-1] / memory[len(memory) // 2]
         if growth > MAX_GROWTH:
-            wrong.append(f"memory grew {growth:.2f} times from the middle to the end")
+            wrong.append(f"memory grew by a factor of {growth:.2f} from the middle to the end")
     finally:
         server.stop()
     return {
@@ -100,18 +100,18 @@ def soak(bundle: Path, requests: list[Case], clients: int) -> dict[str, Any]:
     }
 
 
-def beside(bundle: Path, requests: list[Case], kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Send all requests from a few good clients, beside these kinds of hostile ones."""
+def with_hostile_clients(bundle: Path, requests: list[Case], kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Send all requests from a few good clients, next to these kinds of hostile clients."""
     server = Server(bundle)
     try:
-        load(server, requests[:50], GOOD, faults=False)  # launches are prepared once
+        load(server, requests[:50], GOOD, faults=False)  # warm up
         hostile = Hostile(server, kinds)
         with hostile.running():
             answers, seconds, memory = load(server, requests, GOOD, faults=False)
     finally:
         server.stop()
     return {
-        "beside": ", ".join(kinds) or "none",
+        "kinds": ", ".join(kinds) or "none",
         "wrong": wrong_answers(requests, answers),
         "clients": GOOD,
         "memory": {"first": memory[0], "last": memory[-1]},
@@ -122,7 +122,7 @@ def beside(bundle: Path, requests: list[Case], kinds: tuple[str, ...]) -> dict[s
 
 
 def schemas(bundle: Path, count: int) -> dict[str, Any]:
-    """Send requests with distinct schemas in ten parts, and return the server's memory after each, and what they got."""
+    """Send requests with distinct schemas in ten parts. Return the server's memory after each part, and the replies."""
     server = Server(bundle)
     try:
         hostile, memory = Hostile(server, ()), []
@@ -135,7 +135,7 @@ def schemas(bundle: Path, count: int) -> dict[str, Any]:
 
 
 def compare(bundle: Path, known: list[Case], rounds: int, loads: list[int]) -> list[dict[str, Any]]:
-    """Compare k = auto with plain decoding. Both servers run all the time, as an idle one takes no time, and take turns."""
+    """Compare k = auto with plain decoding. Both servers run all the time and take turns; an idle server takes no time."""
     servers = {"auto": Server(bundle), "plain": Server(bundle, "--k", "0")}
     rows = []
     try:

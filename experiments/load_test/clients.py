@@ -1,4 +1,4 @@
-"""Clients that stream answers whose text is known, and how long they wait."""
+"""Clients that stream answers with a known text, and measure their times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DISCONNECTING, SLOW = 0.05, 0.02  # shares of the requests
 
 
 class Case(NamedTuple):
-    """A request, and the text that it must receive."""
+    """A request, and the expected text of the answer."""
 
     prompt: str
     tokens: int
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a client received."""
+    """The answer that a client received."""
 
     text: str
     tokens: int
@@ -49,7 +49,7 @@ class Answer(NamedTuple):
 
 
 def cases(bundle: Path, seeds: Sequence[int | None]) -> list[Case]:
-    """Return a case for every prompt, length and seed, decoded plainly and one at a time."""
+    """Return a case for every prompt, length and seed. The expected texts come from plain decoding, one at a time."""
     known = []
     with Outrider.load(bundle) as loaded:
         for prompt in PROMPTS:
@@ -62,7 +62,7 @@ def cases(bundle: Path, seeds: Sequence[int | None]) -> list[Case]:
 
 
 def ask(server: Server, case: Case, chance: random.Random | None) -> Answer:
-    """Stream one answer. With `chance`, some clients disconnect before the end, and some read slowly."""
+    """Stream one answer. With `chance`, the client may disconnect before the end, or read slowly."""
     disconnects, slow = (chance.random() < DISCONNECTING, chance.random() < SLOW) if chance is not None else (False, False)
     body: dict[str, Any] = {"prompt": case.prompt, "max_tokens": case.tokens, "stream": True, "temperature": 0}
     body |= {"stream_options": {"include_usage": True}}
@@ -97,9 +97,9 @@ def ask(server: Server, case: Case, chance: random.Random | None) -> Answer:
 
 
 def load(server: Server, cases: list[Case], clients: int, faults: bool) -> tuple[list[Answer], float, list[int]]:
-    """Send all requests from several clients at once, some of them faulty.
+    """Send all requests from several concurrent clients. With `faults`, some clients disconnect or read slowly.
 
-    Returns the answers, the seconds that they took, and samples of the server's memory in bytes.
+    Returns the answers, the total seconds, and samples of the server's memory in bytes.
     """
     memory: list[int] = []
     finished: list[Answer] = []
@@ -119,7 +119,7 @@ def load(server: Server, cases: list[Case], clients: int, faults: bool) -> tuple
 
 
 def wrong_answers(requests: list[Case], answers: list[Answer]) -> list[str]:
-    """Return what is wrong with each answer that is not the expected one, or not its beginning where the client left."""
+    """Describe each answer that is not the expected text. If the client left, the answer must be the start of that text."""
     wrong = []
     for case, answer in zip(requests, answers, strict=True):
         if (not answer.disconnected and answer.text != case.expected) or not case.expected.startswith(answer.text):

@@ -1,4 +1,4 @@
-"""Clients that a public server has to expect, all at once."""
+"""Hostile clients, as a public server must expect them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any
 
 from outrider.experiments.load_test.server import GREEDY_KEY, Server
 
-HUGE = 2  # clients that post prompts of a megabyte, as text and as lists, back to back
-IDLE = 100  # connections that are opened and left alone
-GREEDY = 32  # clients that share a key and want long answers
+HUGE = 2  # clients that post prompts of a megabyte back to back, as text and as lists
+IDLE = 100  # connections that are opened and then idle
+GREEDY = 32  # clients that share a key and request long answers
 MEGABYTE = 1_000_000
 COMBINING = "e\u0301" * 10  # normalizing these takes a tokenizer longer than plain letters
-MANY = MEGABYTE // 4  # items of a list, each of which would be an error or a prompt of its own
-PLAIN = GRAMMAR = 16  # clients that share a key and want short answers, plain ones or by a grammar whose masks take long
-SLOW_GRAMMARS = 4  # clients whose grammars take as long to compile as they may
-SCHEMAS = 4  # clients that send small schemas, each another one, whose compiled forms take megabytes
+MANY = MEGABYTE // 4  # items of a list; each item would be an error or a separate prompt
+PLAIN = GRAMMAR = 16  # clients that share a key and request short answers, without a grammar or with one whose masks are slow
+SLOW_GRAMMARS = 4  # clients whose grammars take up to the time limit to compile
+SCHEMAS = 4  # clients that send small distinct schemas whose compiled forms take megabytes
 KINDS = ("huge prompts", "idle connections", "a greedy key", "plain clients", "a grammar key", "a slow-grammar key", "schemas")
 
 
 def _encoded(name: str, fields: dict[str, Any]) -> tuple[str, str, bytes]:
-    """Return a name for what a body is, the path that it goes to, and the body."""
+    """Return a name, the path, and the encoded body of a request."""
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     return name, path, json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-# Encoded once: good clients are in the same process, and would wait for it.
+# Encoded once, because encoding would delay the good clients, which run in the same process.
 HUGE_BODIES = [
     _encoded("huge prompt", {"prompt": "word " * (MEGABYTE // 5), "max_tokens": 8}),
     _encoded("huge prompt", {"prompt": COMBINING * (MEGABYTE // len(COMBINING.encode())), "max_tokens": 8}),
@@ -56,7 +56,7 @@ FACTORS = [{"type": "integer", "multipleOf": each} for each in (7, 11, 13, 17, 1
 
 
 class Hostile:
-    """Hostile clients in threads. `replies` counts what they got: a status, or what became of the connection."""
+    """Hostile clients in threads. `replies` counts the statuses and connection errors that they get."""
 
     def __init__(self, server: Server, kinds: Sequence[str]):
         """Prepare clients of some of `KINDS`."""
@@ -115,7 +115,7 @@ class Hostile:
             each.close()
 
     def post_schemas(self, count: int) -> None:
-        """Send so many small schemas, each another one, from two threads, and wait for their answers."""
+        """Send `count` small distinct schemas from two threads, and wait for the answers."""
 
         def work() -> None:
             for _ in range(count // 2):
@@ -146,7 +146,7 @@ class Hostile:
         threads = [threading.Thread(target=self._repeat, args=(act,), daemon=True) for act in acts]
         for thread in threads:
             thread.start()
-        time.sleep(1)  # until they are all at it
+        time.sleep(1)  # until all of them are sending
         try:
             yield
         finally:

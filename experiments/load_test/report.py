@@ -35,23 +35,23 @@ def _soak(soak: dict[str, Any]) -> list[str]:
 
 def _hostile(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        f"{sum(row['requests'] for row in rows):,} requests by {rows[0]['clients']} good clients, alone and beside hostile"
-        f" ones: {sum(len(row['wrong']) for row in rows)} wrong. Times are p50 / p90 / p99 of good clients, in ms.",
+        f"{sum(row['requests'] for row in rows):,} requests by {rows[0]['clients']} good clients, alone and next to hostile"
+        f" clients: {sum(len(row['wrong']) for row in rows)} wrong. Times are p50 / p90 / p99 of good clients, in ms.",
         "",
-        "| beside | first token | per token | between chunks | memory, MiB: first, last | log, KiB | the hostile clients got |",
+        "| hostile clients | first token | per token | between chunks | memory, MiB: first, last | log, KiB | their replies |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         memory = f"{row['memory']['first'] / 2**20:.0f}, {row['memory']['last'] / 2**20:.0f}"
         replies = ", ".join(f"{name} ({count})" for name, count in sorted(row["replies"].items())) or "-"
-        cells = [row["beside"], *(_times(row[name]) for name in TIMES), memory, f"{row['logged'] / 1024:.0f}", replies]
+        cells = [row["kinds"], *(_times(row[name]) for name in TIMES), memory, f"{row['logged'] / 1024:.0f}", replies]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def _compare(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "k = auto compared with plain decoding: the same requests to two servers in turn; medians of"
+        "k = auto compared with plain decoding: two servers take turns with the same requests. Medians of"
         f" {len(rows[0]['ratios'])} rounds, with minimum and maximum in brackets. Times are p50 / p90 / p99 of the requests"
         " of a round.",
         "",

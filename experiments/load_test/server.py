@@ -1,4 +1,4 @@
-"""`outrider serve` as a process, and what can be read from it."""
+"""`outrider serve` as a process, with its memory, log size and metrics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Server:
 
     @property
     def memory(self) -> int:
-        """The resident memory, in bytes, with what its children have for themselves."""
+        """The resident memory in bytes, plus the memory that only its children use."""
         process = psutil.Process(self.process.pid)
         own = int(process.memory_info().rss)
         for child in process.children(recursive=True):

@@ -1,1 +1,1 @@
-"""What `python -m outrider.experiments.measure` measures: a file for each mode."""
+"""The modes of `python -m outrider.experiments.measure`, one per file."""

@@ -1,4 +1,4 @@
-"""The command line: one subcommand for each mode."""
+"""The command line: one subcommand per mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that modes share."""
+"""Arguments that several modes share."""
 
 from __future__ import annotations
 

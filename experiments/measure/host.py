@@ -1,8 +1,8 @@
-"""Measure the time that Outrider itself takes for a round, on engines that cost nothing.
+"""Measure the time that Outrider itself takes for a round, with engines that take no time.
 
-The bundle supplies the tokenizer, the shapes and the costs; its engines are not run. In their place, drafted tokens are
-accepted by a fixed pattern, so that all modes give the same text. A round includes everything from choosing k to the
-event that a caller sees.
+The bundle supplies the tokenizer, the shapes and the costs, but its engines do not run. Instead, drafted tokens are accepted in
+a fixed pattern, so that all modes give the same text. A round includes everything from the choice of k to the event that a
+caller gets.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.text.text import Text
 
-ACCEPTED = (4, 1, 0, 4, 2, 4, 3, 4)  # drafted tokens accepted in each round, repeated
-TOKEN = 300  # that all answers repeat
-GOALS, FURTHER_GOAL = {"fixed": 60.0, "auto": 100.0}, 20.0  # microseconds
+ACCEPTED = (4, 1, 0, 4, 2, 4, 3, 4)  # drafted tokens accepted in each round; the pattern repeats
+TOKEN = 300  # the only token of all answers
+GOALS, ADDITIONAL_GOAL = {"fixed": 60.0, "auto": 100.0}, 20.0  # microseconds per round, and for each additional sequence
 
 
 class FreeEngine(Engine):
-    """Writes a fixed answer and computes nothing."""
+    """Writes fixed results and computes nothing."""
 
     skips_logits = True
 
@@ -57,7 +57,7 @@ class FreeEngine(Engine):
 
 
 class FreeEngines(GraphEngines):
-    """Engines of a bundle that compute nothing."""
+    """The engines of a bundle, replaced by engines that compute nothing."""
 
     def step_model(self, role: str) -> Engine:
         return FreeEngine(role)
@@ -71,7 +71,7 @@ def measure(outrider: Outrider, batch: int, k: int | str, tokens: int) -> float:
     scheduler = Scheduler(outrider, k=k)
     params = SamplingParams(max_new_tokens=tokens, min_new_tokens=0)
     requests = [scheduler.submit([TOKEN + 1, TOKEN], params) for _ in range(batch)]
-    for _ in range(batch):  # read the prompts, one a step
+    for _ in range(batch):  # read the prompts, one per step
         scheduler.step()
     before = max(request.stats.rounds for request in requests)
     started = time.perf_counter()
@@ -107,5 +107,5 @@ def command(bundle: Path, tokens: int, repeat: int) -> None:
     for name, each in times.items():
         print(f"{name:32} {spread(each, 1)} µs" + (f"   goal {GOALS[name]:g}" if name in GOALS else ""))
     for name in ("fixed", "auto"):
-        further = (statistics.median(times[f"{name} of 8"]) - statistics.median(times[name])) / 7
-        print(f"{f'{name}, each further sequence':32} {further:.1f} µs   goal {FURTHER_GOAL:g}")
+        additional = (statistics.median(times[f"{name} of 8"]) - statistics.median(times[name])) / 7
+        print(f"{f'{name}, each additional sequence':32} {additional:.1f} µs   goal {ADDITIONAL_GOAL:g}")

@@ -1,4 +1,4 @@
-"""Profile the kernels of a bundle's models on the CPU, by number of rows.
+"""Profile the kernels of a bundle's models on the CPU, for each number of rows.
 
 Prints a Markdown table from ONNX Runtime's own profile of 20 passes that end at position 200, after 5 warm-up passes.
 """

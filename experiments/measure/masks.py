@@ -1,8 +1,8 @@
-"""Measure what the masks of a grammar cost in rounds of a bundle.
+"""Measure the time that grammars take in rounds of a bundle.
 
-Answers by a JSON Schema, a regular expression and a grammar are generated, plain and in each mode. Of each round it says how
-long the host was busy with the grammar (masks, forced tokens, confirmed tokens), and which share of the round that is: medians
-over the repetitions, and in brackets the smallest and the largest.
+Generates answers with a JSON Schema, any JSON object, a regular expression and a grammar, plain and in each drafting mode.
+Prints how long the host works on the grammar per round (masks, forced tokens, confirmed tokens), and the share of the round.
+Values are medians over the repetitions, with minimum and maximum in brackets.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stopwatch:
         self.seconds = 0.0
 
     def wrap(self, owner: Any, name: str) -> None:
-        """Replace a function of a module or class by one whose time is counted."""
+        """Replace a function of a module or class by one that adds up its time."""
         call: Callable[..., Any] = getattr(owner, name)
 
         def timed(*arguments: Any) -> Any:
@@ -79,7 +79,7 @@ def command(bundle: Path, repeat: int) -> None:
     for case, structured in CASES.items():
         for mode, k, drafter in modes:
             masks, shares = [], []
-            for _ in range(repeat + 1):  # the first compiles the grammar, and fills its caches
+            for _ in range(repeat + 1):  # the first run compiles the grammar and fills its caches
                 watch.seconds = 0.0
                 params = SamplingParams(max_new_tokens=160, structured_outputs=structured)
                 for event in outrider.generate(PROMPT, params, k=k, drafter=drafter, chat=chat):

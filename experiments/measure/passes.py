@@ -1,10 +1,11 @@
-"""Compare the time of the target's pass of one row in two bundles.
+"""Compare the time of the target's pass over one row in two bundles.
 
-Passes alternate, in processes that load the bundles in either order, because the one loaded first is a few percent slower.
-Prints the median of each in milliseconds and the median ratio A / B for each process, and the geometric mean of the ratios.
+Passes alternate between the bundles. Processes alternate the order of loading, because the bundle that is loaded first is a few
+percent slower. Prints both medians in milliseconds and the median ratio A / B of each process, then the geometric mean of the
+ratios.
 
-What a draft head costs the target, which makes its features, is the ratio of a bundle with one to a bundle without. It is too
-little for `outrider calibrate`, which measures one bundle after the other.
+For example, compare a bundle with a draft head and one without: the ratio shows the cost of the features that the target writes
+for the head. That cost is too small for `outrider calibrate`, which measures one bundle after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ POSITION, WARM_UP = 200, 10
 
 
 def measure(bundles: tuple[Path, ...], runs: int) -> list[float]:
-    """Return the median of each bundle, and that of the ratios of the first to the second."""
+    """Return the median of each bundle, and the median ratio of the first to the second."""
     sessions = [open_engines(path, *open_bundle(path)).session("target", batch=1) for path in bundles]
     times = np.empty((runs, 2))
     token, position = np.array([[1]]), np.array([POSITION])
@@ -41,7 +42,7 @@ def measure(bundles: tuple[Path, ...], runs: int) -> list[float]:
 
 @click.command(help=__doc__)
 @click.argument("bundles", type=FOLDER, nargs=2, metavar="A B")
-@click.option("--runs", type=int, default=150, show_default=True, help="Passes of each bundle in a process.")
+@click.option("--runs", type=int, default=150, show_default=True, help="Passes per bundle and process.")
 @click.option("--processes", type=int, default=8, show_default=True)
 def command(bundles: tuple[Path, Path], runs: int, processes: int) -> None:
     ratios = []

@@ -1,8 +1,8 @@
-"""Compare the perplexity of bundles as they are served, as a Markdown table.
+"""Compare the perplexity of bundles as they are served, and print a Markdown table.
 
-`outrider export` measures the exported graph; this runs a bundle's own engines, with the rounding that
-their backend adds. Without --text it reads the text of the export. A text is read in pieces as long as the capacity, and the
-perplexity is exp of the mean of -log p over all tokens but the first of each piece.
+`outrider export` measures the exported graph. This runs a bundle's own engines, including the rounding that their backend adds.
+Without --text it reads the held-out text of the export. Texts are read in pieces as long as the capacity. The perplexity is exp
+of the mean of -log p over all tokens except the first of each piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.export.heldout import TEXT
 
 @click.command(help=__doc__)
 @click.argument("bundles", type=FOLDER, nargs=-1, required=True, metavar="BUNDLE...")
-@click.option("--text", type=FILE, multiple=True, help="Text to read in place of the export's; may be repeated.")
+@click.option("--text", type=FILE, multiple=True, help="Text to read instead of the export's; may be repeated.")
 def command(bundles: tuple[Path, ...], text: tuple[Path, ...]) -> None:
     texts = [path.read_text(encoding="utf-8") for path in text] or [TEXT]
     print("| bundle | backend | block | model | tokens | perplexity |\n|---|---|---|---|---|---|")

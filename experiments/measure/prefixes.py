@@ -1,7 +1,7 @@
-"""Measure the time to the first token of requests that begin with the same tokens.
+"""Measure the time to the first token of requests with the same prefix.
 
-In each repetition, a first request reads a prefix that no cache holds. A second one comes when the first has ended, and a third
-while the second is being answered; each has other tokens behind the prefix, and a slot of its own.
+In each repetition, the first request reads a prefix that is in no cache. The second request starts after the first has ended,
+and the third while the second is running. Each has different tokens after the prefix, and its own slot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARAMS = SamplingParams(max_new_tokens=16, min_new_tokens=16)
 
 
 def first_token(scheduler: Scheduler, prompt: list[int]) -> tuple[Request, float]:
-    """Submit a request, and return it and the seconds to its first token."""
+    """Submit a request. Return it, and the seconds to its first token."""
     started = time.perf_counter()
     request = scheduler.submit(prompt, PARAMS)
     while not request.stats.emitted:
@@ -41,8 +41,8 @@ def first_token(scheduler: Scheduler, prompt: list[int]) -> tuple[Request, float
 
 @click.command(help=__doc__)
 @arguments.bundle
-@click.option("--prefix", type=int, default=1000, show_default=True, help="Tokens that the prompts have in common.")
-@click.option("--user", type=int, default=32, show_default=True, help="Tokens of each prompt behind these.")
+@click.option("--prefix", type=int, default=1000, show_default=True, help="Tokens of the common prefix.")
+@click.option("--user", type=int, default=32, show_default=True, help="Tokens of each prompt after the prefix.")
 @arguments.repeat
 def command(bundle: Path, prefix: int, user: int, repeat: int) -> None:
     manifest, build = open_bundle(bundle)
@@ -56,7 +56,7 @@ def command(bundle: Path, prefix: int, user: int, repeat: int) -> None:
         shared = [tokens.randrange(1000, 20000) for _ in range(prefix)]
         for name, times in seconds.items():
             request, took = first_token(scheduler, shared + [tokens.randrange(1000, 20000) for _ in range(user)])
-            if repetition:  # the first one also warms up
+            if repetition:  # the first repetition is the warm-up
                 times.append(took)
             while name == "first" and scheduler.busy:
                 scheduler.step()

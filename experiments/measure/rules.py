@@ -1,8 +1,8 @@
-"""Compare acceptance and speed of both acceptance rules with plain decoding, in sampled text, as a Markdown table.
+"""Compare both acceptance rules with plain decoding on sampled text, and print a Markdown table of acceptance and speed.
 
-All variants take turns on each prompt, in `--rounds` rounds with different seeds. Speed is the number of new tokens divided by
-their time, without the time to read the prompt. The table has the median of the rounds, the slowest and the fastest, and the
-median of the ratios to plain decoding in the same round.
+All variants take turns on each prompt, in `--rounds` rounds with different seeds. Speed is new tokens per second, without the
+time to read the prompt. The table has the median, the slowest and the fastest round, and the median ratio to plain decoding in
+the same round.
 """
 
 from __future__ import annotations

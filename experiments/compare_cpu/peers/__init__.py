@@ -1,7 +1,7 @@
-"""One module per program that is compared: how to prepare its models, and how to run it.
+"""One module per compared program. It prepares the program's models, and runs the program.
 
-A module has `NAME`, `version()`, which is None where the program is not installed, and `load(job)`. A peer, which is any
-program but Outrider, also has `WEIGHTS`, a description of its weights; `SETTINGS`, the settings to try before the rounds; and
+A module has `NAME`, `version()`, which returns None if the program is not installed, and `load(job)`. A peer is any program
+except Outrider. It also has `WEIGHTS`, a description of its weights; `SETTINGS`, the settings to try before the rounds; and
 `prepare(folder, pair)`. In settings, k = 0 is plain decoding.
 """
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI, on models that its own builder makes."""
+"""ONNX Runtime GenAI, with models from its own builder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepare(folder: Path, pair: Pair) -> Job:
 
 
 def _join(path: Path) -> None:
-    """Make the folder `pair` of hard links to both models, with one configuration."""
+    """Create the folder `pair` with hard links to both models and a common configuration."""
     pair = path / "pair"
     pair.mkdir()
     configs = {role: json.loads((path / role / "genai_config.json").read_text()) for role in Pair._fields}
@@ -53,7 +53,7 @@ def _join(path: Path) -> None:
 
 
 def load(job: Job) -> Answer:
-    """Load the target alone, or the pair, when a k first asks for it."""
+    """Load the target alone or the pair on first use, depending on k."""
     import onnxruntime_genai as og
 
     models: dict[bool, Any] = {}
@@ -85,11 +85,10 @@ def _config(job: Job, speculative: bool) -> Any:
     import onnxruntime_genai as og
 
     config = og.Config(str(Path(job["folder"]) / ("pair" if speculative else "target")))
-    if "threads" in job:
-        spinning = str(int(job["spinning"]))
-        options = {"intra_op_num_threads": job["threads"], "session.intra_op.allow_spinning": spinning}
-        overlay: dict[str, Any] = {"decoder": {"session_options": options}}
-        if speculative:
-            overlay["draft"] = {"session_options": options}
-        config.overlay(json.dumps({"model": overlay}))
+    spinning = str(int(job["spinning"]))
+    options = {"intra_op_num_threads": job["threads"], "session.intra_op.allow_spinning": spinning}
+    overlay: dict[str, Any] = {"decoder": {"session_options": options}}
+    if speculative:
+        overlay["draft"] = {"session_options": options}
+    config.overlay(json.dumps({"model": overlay}))
     return config

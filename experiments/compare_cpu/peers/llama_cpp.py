@@ -1,6 +1,6 @@
-"""llama.cpp, through its server, on the GGUF files: plain, with the draft model, and with n-grams of the text.
+"""llama.cpp through its server, with the GGUF files: plain, with the draft model, and with n-grams of the text.
 
-`llama-server` must be in the PATH: from a package, or built from source, which the sdist of llama-cpp-python contains.
+`llama-server` must be in the PATH. It comes from a package, or is built from source, which is in the sdist of llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from outrider.experiments.compare_cpu.common import CONTEXT, THREADS, Answer, Arrivals, Job, Pair
 
 NAME, WEIGHTS, SERVER = "llama.cpp", "the GGUF files", "llama-server"
-# By default it looks up 24 tokens and drafts 48, which short answers never have.
+# By default, llama.cpp looks up 24 tokens and drafts 48, which is too long for short answers.
 LOOKUP = "lookup 3"
 LOOKUP_OPTIONS = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "3"]
-# One process each: the server is started for one kind of drafting.
+# One process for each k, because a server supports only one kind of drafting.
 SETTINGS: list[Job] = [{"threads": THREADS, "k": [k]} for k in (0, 1, 2, 3, 4, LOOKUP)]
 
 
@@ -44,8 +44,7 @@ def load(job: Job) -> Answer:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [SERVER, "-m", job["target"], "-c", CONTEXT, "-np", 1, "--port", port, "--no-webui"]
-    if "threads" in job:
-        command += ["-t", job["threads"], "-tb", job["threads"]]
+    command += ["-t", job["threads"], "-tb", job["threads"]]
     if k == LOOKUP:
         command += LOOKUP_OPTIONS
     elif k != 0:

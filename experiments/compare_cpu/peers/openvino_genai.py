@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, on models that `optimum-cli` makes: plain, with the draft model, and with lookups in the prompt."""
+"""OpenVINO GenAI, with models from `optimum-cli`: plain, with the draft model, and with prompt lookup."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LOOKUP = "lookup 3"
 SETTINGS: list[Job] = [
     {"threads": THREADS, "group": group, "hint": "f32", "k": [k]} for group in GROUPS for k in (0, 1, 2, 3, 4, LOOKUP)
 ]
-CONVERTER = ["optimum-intel[openvino]", "nncf"]  # in an environment of its own, because it needs older transformers
+CONVERTER = ["optimum-intel[openvino]", "nncf"]  # in a separate environment, because it needs older transformers
 
 
 version = partial(package_version, "openvino-genai")
 
 
 def prepare(folder: Path, pair: Pair) -> Job:
-    """Convert both models from the transformers checkpoints, once for each size of the groups."""
+    """Convert both models from the transformers checkpoints, once for each group size."""
     checkpoints = Path(transformers.prepare(folder, pair)["folder"])
 
     def install(path: Path) -> None:
@@ -33,7 +33,7 @@ def prepare(folder: Path, pair: Pair) -> Job:
 
     def convert(group: int, path: Path) -> None:
         python = make_once(folder / "optimum", install) / "bin" / "python"
-        optimum = [python, "-m", "optimum.commands.optimum_cli"]  # not the script, which names a folder that was renamed
+        optimum = [python, "-m", "optimum.commands.optimum_cli"]  # not the script: it has the folder's path before the rename
         for role in Pair._fields:
             kind = ["--task", "text-generation-with-past", "--weight-format", "int4", "--group-size", group, "--ratio", "1.0"]
             run(*optimum, "export", "openvino", "-m", checkpoints / role, *kind, path / role)
@@ -50,16 +50,14 @@ def _installed_torch() -> str:
 
 
 def load(job: Job) -> Answer:
-    """Load the pipeline that the job's only k needs: it cannot change its drafter."""
+    """Load the pipeline for the job's only k, because a pipeline cannot change its drafter."""
     import numpy as np
     import openvino
     import openvino_genai
 
     (k,) = job["k"]
     folder = Path(job["folder"]).with_name(f"openvino-genai-{job['group']}")
-    properties: dict[str, Any] = {}
-    if "threads" in job:
-        properties = {"INFERENCE_NUM_THREADS": job["threads"], "INFERENCE_PRECISION_HINT": job["hint"]}
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": job["threads"], "INFERENCE_PRECISION_HINT": job["hint"]}
     options: dict[str, Any] = {}
     if k == LOOKUP:
         options = {"prompt_lookup": True}

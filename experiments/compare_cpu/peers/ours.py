@@ -12,7 +12,7 @@ from outrider.experiments.compare_cpu.common import CONTEXT, Answer, Arrivals, J
 
 NAME = "Outrider"
 AUTO = "auto"  # k and drafter chosen every round
-# Options of `outrider export` and of `build-engine`.
+# Options of `outrider export` and of `outrider build-engine`.
 VARIANTS: dict[str, tuple[list[str], list[str]]] = {
     "int4": (["int4"], ["--backend", "onnxruntime"]),
     "int4-head": (["int4", "--head-precision", "int4"], ["--backend", "onnxruntime"]),
@@ -41,12 +41,12 @@ def prepare(folder: Path, pair: Pair, variant: str) -> Job:
 
     source = make_once(folder / f"onnx-{' '.join(precision_options)}", export)
     bundle = make_once(folder / f"bundle-{variant}", build)
-    manifest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()  # another bundle is another job
+    manifest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()  # a rebuilt bundle makes a new job
     return {"bundle": str(bundle), "manifest": manifest}
 
 
 def load(job: Job) -> Answer:
-    """Load a bundle that ignores the end of the text."""
+    """Load a bundle, and let it generate past end-of-text tokens."""
     import msgspec
 
     from outrider import Outrider, SamplingParams

@@ -10,13 +10,13 @@ from typing import Any
 from outrider.experiments.compare_cpu.common import Answer, Arrivals, Job, Pair, make_once, package_version
 
 NAME, WEIGHTS = "transformers", "bf16"
-SETTINGS: list[Job] = [{"k": [0]}]  # with one thread per core; drafting is slower by far than with the others at every k
+SETTINGS: list[Job] = [{"k": [0]}]  # one thread per core; drafting is far slower than with the other programs at every k
 
 version = partial(package_version, "transformers")
 
 
 def prepare(folder: Path, pair: Pair) -> Job:
-    """Dequantize the GGUF files into Hugging Face folders of bf16."""
+    """Dequantize the GGUF files into Hugging Face folders in bf16."""
 
     def unpack(path: Path) -> None:
         import torch
