@@ -237,7 +237,7 @@ def test_logits_with_nan(broken_bundle: Path, options: list[str]) -> None:
         (["--prompt", "x", "--stop-token-id", "320"], "stop_token_ids is 320; it must be one of the token ids 0 to 319"),
         (["--prompt", "x", "--logit-bias", "7"], "not of the form TOKEN_ID:BIAS"),
         (["--prompt", "x", "--logit-bias", "7:1", "--logit-bias", "7:2"], "the same token has two biases"),
-        (["--prompt", "x", "--min-new-tokens", "200"], "min_new_tokens is 200, but after this prompt the bundle's capacity"),
+        (["--prompt", "x", "--min-new-tokens", "200"], "min_new_tokens is 200, but after this prompt the bundle has room for"),
         (["--prompt", "x", "--logit-bias", "7:101"], "logit_bias is 101.0; it must be from -100 to 100"),
         (["--prompt", "x", "--logit-bias", "320:1"], "logit_bias is 320; it must be one of the token ids 0 to 319"),
         (["--prompt", "x", "--logprobs", "21", "--json"], "logprobs is 21; it must be from 0 to 20"),

@@ -173,8 +173,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "many items": ({"input": [{"role": "user", "content": "x"}] * 3000}, "input", "2,048"),
     "a thought alone": ({"input": [{"type": "reasoning"}]}, "input", "no message"),
     "no object": ({"input": 5}, "input", "string"),
-    "another tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "does not have"),
-    "no schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "schema belongs"),
+    "another tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "not in tools"),
+    "no schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "needs schema"),
     "a keyword": (
         {"text": {"format": {"type": "json_schema", "schema": {"type": "object", "unevaluatedProperties": False}}}},
         "text",

@@ -275,6 +275,20 @@ def test_each_family(of_family: tuple[str, Reached], stream: bool) -> None:
 
 
 @pytest.mark.parametrize("of_family", [name for name in FAMILIES if EXAMPLES[name].others], indirect=True)
+def test_the_part_of_a_grammar_that_cannot_be_compiled_is_named(of_family: tuple[str, Reached]) -> None:
+    name, server = of_family
+    schemas = {"good": {"type": "object"}, "bad": {"type": "object", "properties": {"a": {"type": "b"}}}}
+    for parameters, schema, fields in (
+        ("good", "bad", {"structured_outputs"}),
+        ("bad", "good", {"tools"}),
+        ("bad", "bad", {"structured_outputs", "tools"}),
+    ):
+        wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schemas[schema]}}
+        body = {"messages": HI, "tools": tool(parameters=schemas[parameters]), "response_format": wanted}
+        status, _, answer = fetch(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
+        assert (status, json.loads(answer)["error"]["param"] in (fields | {"tools"} if name == "llama" else fields)) == (400, True)
+
+
 def test_a_model_decides_by_a_token_of_its_own_and_may_think_before(of_family: tuple[str, Reached]) -> None:
     """A bias stands for the decision: for the token that opens a call, and for the one that ends an opened thought."""
     name, server = of_family
@@ -322,9 +336,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "another tool": (
         {"tools": tool(), "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
-        "does not",
+        "not in tools",
     ),
-    "no tools": ({"tool_choice": "required"}, "tool_choice", "does not have"),
+    "no tools": ({"tool_choice": "required"}, "tool_choice", "not in tools"),
     "another choice": ({"tools": tool(), "tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
     "the same name": ({"tools": [*tool(), *tool()]}, "tools", "same name"),
     "a bad name": ({"tools": tool(name="a b")}, "tools", "name"),
@@ -337,11 +351,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no number": ({"tools": tool(parameters=PARAMETERS | {"a": HUGE}), "tool_choice": "none"}, "tools", "not finite"),
     "a large schema": ({"tools": tool(parameters={"properties": {"a": {"const": "x" * 300_000}}})}, "tools", "characters"),
     "a format": ({"tools": tool(), "response_format": {"type": "json_object"}}, "tools", "cannot be told"),
-    "a bad format": (
-        {"tools": tool(), "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "b"}}}},
-        "structured_outputs",
-        "cannot be compiled",
-    ),
     "arguments that are no JSON": (
         {"messages": [*HI, {"role": "assistant", "tool_calls": [CALLED | {"function": {"name": "f", "arguments": "{} x"}}]}]},
         "messages",
@@ -358,7 +367,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "nested too deeply",
     ),
     "a result without an id": ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
-    "a user's call": ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALLED]}]}, "messages", "assistant's"),
+    "a user's call": (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALLED]}]},
+        "messages",
+        "only assistant messages",
+    ),
     "nothing said": ({"messages": [{"role": "assistant"}]}, "messages", "needs content"),
     "many calls": ({"messages": [{"role": "assistant", "tool_calls": [CALLED] * 3000}]}, "messages", "the limit is 2,048"),
 }
