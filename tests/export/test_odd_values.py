@@ -90,12 +90,12 @@ def given(kind: str, **entries: Any) -> dict[str, Any]:
         ("generation_config.json", {"eos_token_id": True}, "end with True"),
         ("generation_config.json", {"eos_token_id": 1.5}, "end with 1.5"),
         ("generation_config.json", {"eos_token_id": 2**70}, r"ends texts with token 1\d+ "),
-        ("tokenizer_config.json", {"eos_token": "<new>"}, "321 tokens but only 320 logits"),
+        ("tokenizer_config.json", {"eos_token": "<new>"}, "321 tokens but only 320 rows of logits"),
         ("tokenizer_config.json", {"chat_template": HERE + "\ud800"}, "the chat template of model is .*, not text"),
         ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": None}]}, "is None, not text"),
         ("chat_template.json", {"chat_template": [HERE]}, "not text"),
         ("special_tokens_map.json", {"eos_token": 5}, READ),  # tokenizer_config.json counts
-        ("added_tokens.json", {"<y>": 5}, "321 tokens but only 320 logits"),
+        ("added_tokens.json", {"<y>": 5}, "321 tokens but only 320 rows of logits"),
     ],
 )
 def test_an_odd_value_is_refused_by_name(model: Path, tmp_path: Path, name: str, changes: dict[str, Any], problem: str) -> None:
