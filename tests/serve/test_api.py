@@ -193,7 +193,7 @@ def test_a_template_gets_its_own_variables(client: openai.OpenAI, alone: Outride
 
     assert answer(manner=" Yes") == text_of(alone, "Customer: Hi\nAgent: Yes", max_new_tokens=8)
     assert answer() == text_of(alone, "Customer: Hi\nAgent:", max_new_tokens=8)
-    with pytest.raises(openai.BadRequestError, match="messages cannot be a variable") as caught:
+    with pytest.raises(openai.BadRequestError, match="messages is a reserved template variable") as caught:
         answer(messages=[])
     assert caught.value.param == "chat_template_kwargs"
 
