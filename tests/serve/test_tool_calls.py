@@ -274,7 +274,6 @@ def test_each_family(of_family: tuple[str, Reached], stream: bool) -> None:
             assert name[:7] != "mistral" or len(call.id) == 9
 
 
-@pytest.mark.parametrize("of_family", [name for name in FAMILIES if EXAMPLES[name].others], indirect=True)
 def test_the_part_of_a_grammar_that_cannot_be_compiled_is_named(of_family: tuple[str, Reached]) -> None:
     _, server = of_family
     schemas = {"good": {"type": "object"}, "bad": {"type": "object", "properties": {"a": {"type": "b"}}}}
@@ -289,6 +288,7 @@ def test_the_part_of_a_grammar_that_cannot_be_compiled_is_named(of_family: tuple
         assert (status, json.loads(answer)["error"]["param"] in fields) == (400, True), answer
 
 
+@pytest.mark.parametrize("of_family", [name for name in FAMILIES if EXAMPLES[name].others], indirect=True)
 def test_a_model_decides_by_a_token_of_its_own_and_may_think_before(of_family: tuple[str, Reached]) -> None:
     """A bias stands for the decision: for the token that opens a call, and for the one that ends an opened thought."""
     name, server = of_family
