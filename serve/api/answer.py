@@ -15,6 +15,7 @@ from outrider.runtime.text.text import Text
 from outrider.serve.api.chat_protocol import Function, NamedFunction
 from outrider.serve.api.errors import ApiError
 from outrider.serve.api.reasoning import ReasoningSplitter, marks_of, opened
+from outrider.serve.api.usage import finish_reason
 from outrider.serve.tools import family_of
 from outrider.serve.tools.base import OfferedTools, Part, Reader, mark
 
@@ -95,7 +96,7 @@ class AnswerFormat:
     @property
     def rehearsed(self) -> StructuredOutputs | None:
         """What to try before an answer begins: the grammar or, if any text may come before calls, calls alone."""
-        return self.calls() if self._asked is None else self.grammar
+        return self.grammar if self._required or self._asked is not None else self.calls()
 
     def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
         """Return the grammar of answers that must or may have calls; None if the model may not call tools.
@@ -181,7 +182,7 @@ class AnswerReader:
         return self._reader is not None and self._reader.calling
 
     def finish_reason(self, event: Event) -> str | None:
-        """Return why the answer ends after an event, in OpenAI's terms, which have none for a full cache."""
+        """Return why the answer ends after an event, in OpenAI's terms."""
         if event.finish_reason == "stop" and self._called and not self.cut:
             return "tool_calls"
-        return "length" if event.finish_reason == "capacity" else event.finish_reason
+        return finish_reason(event.finish_reason)

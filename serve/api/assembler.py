@@ -82,14 +82,9 @@ class ResponseAssembler(ABC, Generic[Body]):
         """Return the parameters of the answers, given the first prompt; raises `UsageError` if one is out of range."""
 
     @functools.cached_property
-    def grammar(self) -> StructuredOutputs | None:
-        """The grammar of the answers; raises `UsageError` or `ApiError` if it is not supported."""
-        return self.body.structured()
-
-    @property
     def rehearsed(self) -> StructuredOutputs | None:
-        """What of the grammar is tried before an answer begins."""
-        return self.grammar
+        """The grammar to try before an answer begins; raises `UsageError` or `ApiError` if it is not supported."""
+        return self.body.structured()
 
     def grammar_parts(self) -> dict[str, StructuredOutputs]:
         """Return the parts of the grammar, by the request's field that each comes from."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -176,33 +177,33 @@ class Conversation(Common):
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
 
+    @abstractmethod
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them, except that the arguments of calls are still text.
 
         Raises:
             UsageError: there is no message.
         """
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def functions(self) -> Sequence[Function]:
         """The functions that the model may call."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def choice(self) -> str | NamedFunction:
         """Whether the model calls a function: "none", "auto" or "required"; or the function that it must call."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def effort(self) -> Effort | None:
         """How much the model should reason."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def max_new_tokens(self) -> int | None:
         """The maximum length of an answer; None lets it fill the cache."""
-        raise NotImplementedError
 
     @property
     def candidates(self) -> int | None:

@@ -34,7 +34,7 @@ class CompletionAssembler(ChoicesAssembler[CompletionRequest]):
 
     def params(self, prompt: list[int]) -> SamplingParams:
         """Return the request's parameters, which are the same for each prompt."""
-        return self.body.params(self.body.max_tokens, self.body.logprobs, self.grammar)
+        return self.body.params(self.body.max_tokens, self.body.logprobs, self.rehearsed)
 
     def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
         """Return a choice with the text of the events."""

@@ -27,11 +27,6 @@ class ConversationAssembler(ResponseAssembler[ConversationBody]):
         return AnswerFormat(self.text, self.end_ids, body.functions, body.choice, body.parallel_tool_calls, body.structured())
 
     @property
-    def grammar(self) -> StructuredOutputs | None:
-        """See `ResponseAssembler.grammar`."""
-        return self.answers.grammar
-
-    @property
     def rehearsed(self) -> StructuredOutputs | None:
         """See `ResponseAssembler.rehearsed`."""
         return self.answers.rehearsed
