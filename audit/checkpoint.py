@@ -1,15 +1,14 @@
-"""`outrider verify --against`: greedy answers compared with those that another implementation makes of the same checkpoint."""
+"""`outrider verify --against`: compares greedy answers with another implementation's, for the same checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
 
 import numpy as np
 
 from outrider.audit.prompts import PROMPTS
-from outrider.audit.report import ComparedTexts, Divergence
-from outrider.audit.texts import LENGTH, PLAIN, modes
+from outrider.audit.report import ComparedTexts
+from outrider.audit.texts import LENGTH, PLAIN, divergence, modes, read_context
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import UsageError
 from outrider.progress import SILENT, Progress
@@ -48,21 +47,17 @@ def compare_answers(outrider: Outrider, generate: Generate, progress: Progress =
             answer = [token for event in events for token in event.token_ids]
             texts.compared += 1
             if answer != expected:
-                pairs = zip_longest(expected, answer, fillvalue=-1)  # of an answer that has ended
-                place, (theirs, ours) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
-                near = {theirs, ours} == _near_tie(outrider, prompt + expected[:place])
-                label = f"{mode.drafter}, k = {mode.k}" if mode.k else "plain"
-                divergence = Divergence(text, 0.0, label, place, theirs, ours)
-                (texts.near_ties if near else texts.differences).append(divergence)
+                found = divergence(text, params.temperature, mode, expected, answer)
+                near = {found.plain, found.speculative} == _near_tie(outrider, prompt + expected[: found.place])
+                (texts.near_ties if near else texts.differences).append(found)
             progress.advance(1)
     return texts
 
 
 def _near_tie(outrider: Outrider, context: list[int]) -> set[int]:
     """Return the target's two most likely tokens after a context if they are nearly as likely, or else the first."""
-    target, chunk, last = outrider.sessions["target"], outrider.build.max_prompt_chunk, len(context) - 1
-    for start in range(0, last, chunk):
-        target.write(np.array([context[start : min(start + chunk, last)]]), np.array([start]))
-    logits = target.run(np.array([context[last:]]), np.array([last]))[0, -1]
+    last = len(context) - 1
+    read_context(outrider, context[:last])
+    logits = outrider.sessions["target"].run(np.array([context[last:]]), np.array([last]))[0, -1]
     second, first = np.argsort(logits)[-2:].tolist()
     return {first, second} if logits[first] - logits[second] <= NEAR_TIE * np.abs(logits).max() else {first}

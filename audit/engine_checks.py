@@ -179,7 +179,7 @@ def _inputs(name: str, rows: int, max_rows: int, vocab_rows: int, random: np.ran
     logits = (6 * random.standard_normal((1, rows, vocab_rows))).astype(np.float32)
     drafted = random.integers(0, vocab_rows, (1, max_rows if name == "drafter" else rows))
     if name not in DRAFT_SAMPLERS:
-        drafted = np.where(random.random((1, rows)) < 0.7, logits.argmax(-1), drafted)  # many of which are accepted
+        drafted = np.where(random.random((1, rows)) < 0.7, logits.argmax(-1), drafted)  # so that many are accepted
     return {
         "logits": logits,
         "drafted": drafted,

@@ -31,6 +31,10 @@ class DraftingMode(NamedTuple):
     k: int | str
     drafter: str | None
 
+    @property
+    def label(self) -> str:
+        return f"{self.drafter}, k = {self.k}" if self.k else "plain"
+
 
 PLAIN = DraftingMode(0, None)
 
@@ -143,14 +147,25 @@ def compare_text(
     texts.compared += 1
     if answer == plain:
         return
-    place = next(at for at, (one, other) in enumerate(zip_longest(plain, answer)) if one != other)
-    ours, theirs = (tokens[place] if place < len(tokens) else -1 for tokens in (plain, answer))
-    k, drafter = mode
-    divergence = Divergence(text, params.temperature, f"{drafter}, k = {k}" if k else "plain", place, ours, theirs)
+    found = divergence(text, params.temperature, mode, plain, answer)
     prompt = outrider.text.encode(text, chat=False)
-    sizes = [size for size in outrider.build.k if not isinstance(k, int) or size <= k]
-    choices = near_choices(outrider, prompt, params, plain[:place], sizes, sequences)
-    (texts.near_ties if {ours, theirs} <= choices else texts.differences).append(divergence)
+    sizes = [size for size in outrider.build.k if not isinstance(mode.k, int) or size <= mode.k]
+    choices = near_choices(outrider, prompt, params, plain[: found.place], sizes, sequences)
+    (texts.near_ties if {found.plain, found.speculative} <= choices else texts.differences).append(found)
+
+
+def divergence(text: str, temperature: float, mode: DraftingMode, plain: list[int], answer: list[int]) -> Divergence:
+    """Return the first place where two answers differ; the token after the end of one is -1."""
+    pairs = zip_longest(plain, answer, fillvalue=-1)
+    place, tokens = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    return Divergence(text, temperature, mode.label, place, *tokens)
+
+
+def read_context(outrider: Outrider, tokens: list[int], slot: int = 0) -> None:
+    """Write tokens into a slot of the target's cache, from its first position on."""
+    chunk = outrider.build.max_prompt_chunk
+    for at in range(0, len(tokens), chunk):
+        outrider.sessions["target"].write(np.array([tokens[at : at + chunk]]), np.array([at]), slot)
 
 
 def near_choices(
@@ -171,15 +186,10 @@ def near_choices(
         (settings | {"top_p": min(settings["top_p"] * (1 + wider), 1.0)}, np.clip(uniforms + shift, 0, 1))
         for wider, shift in product((0.0, -TOLERANCE, TOLERANCE), repeat=2)
     ]
-    session, chunk = outrider.sessions["target"], outrider.build.max_prompt_chunk
+    session = outrider.sessions["target"]
     context, start, choices = prompt + before, len(prompt) - 1, set[int]()
-
-    def read(slot: int) -> None:
-        for at in range(0, start, chunk):
-            session.write(np.array([prompt[at : min(at + chunk, start)]]), np.array([at]), slot)
-
     for slot in range(sequences):
-        read(slot)
+        read_context(outrider, prompt[:start], slot)
     for count, rows in product(range(1, sequences + 1), (1, *(size + 1 for size in sizes))):
         for row in range(min(rows, len(before) + 1)):
             end = len(context) + rows - 1 - row
@@ -189,7 +199,7 @@ def near_choices(
             padded = np.array(context + context[-1:] * (end - len(context)))
             for slot in range(count):
                 if session.usable(slot, start) < start:
-                    read(slot)
+                    read_context(outrider, prompt[:start], slot)
                 if first > start:
                     session.write(padded[None, start:first], np.array([start]), slot)
             for at in range(first, end, rows):
