@@ -99,3 +99,8 @@ def show_warnings(show: Callable[[str], None]) -> None:
             show(str(message))
 
     warnings.showwarning = showwarning
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an exception's message in one line, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -298,8 +298,3 @@ def import_package(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # an OSError if one of the package's libraries is missing
         raise EngineError(f"{module} cannot be imported: {error}", f"pip install 'outrider[{extra}]'") from error
-
-
-def reason(error: Exception) -> str:
-    """Return an exception's message in one line, or its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__

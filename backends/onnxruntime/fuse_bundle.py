@@ -8,12 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.backends.base import reason
 from outrider.backends.comparison import check_same
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines, optimize
 from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, Build, Manifest, model_file
 from outrider.engines.device import Cpu
-from outrider.errors import OutriderWarning
+from outrider.errors import OutriderWarning, reason_of
 from outrider.progress import Progress
 
 MAX_FUSED = 64  # sequences of a batch; each has its own attention nodes in every layer
@@ -45,7 +44,7 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
         except (MemoryError, OSError):
             raise
         except Exception as error:  # a rewrite may raise anything on a new kind of graph
-            _warn(f"the {role} stays as exported, which is slower: {reason(error)}")
+            _warn(f"the {role} stays as exported, which is slower: {reason_of(error)}")
         finally:
             shutil.rmtree(folder / "fused", ignore_errors=True)
             shutil.rmtree(folder / "final", ignore_errors=True)

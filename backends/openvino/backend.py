@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.backends.base import Backend, BuildSpec, Engines, import_package, reason
+from outrider.backends.base import Backend, BuildSpec, Engines, import_package
 from outrider.bundle.manifest import Build, Manifest, graph_files, model_file
-from outrider.errors import EngineError, UsageError
+from outrider.errors import EngineError, UsageError, reason_of
 from outrider.progress import Progress
 
 EXTRA = "openvino"
@@ -47,7 +47,9 @@ class OpenVinoBackend(Backend):
             except (MemoryError, OSError):
                 raise
             except Exception as error:  # a rewrite may raise anything on a new kind of graph
-                raise EngineError(f"the {role} cannot be rewritten for {self.name}: {reason(error)}", OTHER_BACKEND) from error
+                raise EngineError(
+                    f"the {role} cannot be rewritten for {self.name}: {reason_of(error)}", OTHER_BACKEND
+                ) from error
         share_with_target(folder, manifest.roles)
         build = msgspec.structs.replace(build, rewrites=rewrites)
         if build.device == "cpu":

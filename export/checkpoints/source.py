@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider import errors
 from outrider.errors import OutriderError, SourceError
 
 EAGLE3, PEAGLE = "eagle3", "peagle"  # speculators' names
@@ -156,7 +157,7 @@ class Source:
 
 def reason_of(error: BaseException) -> str:
     """Return what an error of another library says, in one line of at most 300 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+    return errors.reason_of(error)[:300]
 
 
 def _entries(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:

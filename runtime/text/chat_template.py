@@ -16,7 +16,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from outrider.errors import UsageError
+from outrider.errors import UsageError, reason_of
 
 Messages = Sequence[dict[str, Any]]  # the arguments of tool calls are parsed
 Tools = Sequence[dict[str, Any]]
@@ -81,7 +81,7 @@ class ChatTemplate:
         try:
             self._template  # noqa: B018  # compiles it
         except Exception as error:
-            raise UsageError(f"the chat template is not valid: {_reason(error)}", CORRECT, param="chat") from error
+            raise UsageError(f"the chat template is not valid: {reason_of(error)}", CORRECT, param="chat") from error
         if self._forms[tools].get("user") == "":
             where = " in chats with tools" if tools else ""
             message = f"the chat template does not show what users say{where}, neither as text nor as a list of parts"
@@ -127,7 +127,7 @@ class ChatTemplate:
             return self._template.render({**chat.variables, **variables})
         except Exception as error:  # a template is a program and may fail in any way
             raise UsageError(
-                f"the chat template rejects the messages: {_reason(error)}",
+                f"the chat template rejects the messages: {reason_of(error)}",
                 "change them, or write the prompt without a template",
                 param="chat",
             ) from error
@@ -148,10 +148,6 @@ class ChatTemplate:
 
 def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -33,7 +33,7 @@ from ray.serve.config import AutoscalingConfig, ControllerOptions, HTTPOptions, 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ProxyStatus
 
-from outrider.errors import EngineError, UsageError
+from outrider.errors import EngineError, UsageError, reason_of
 from outrider.serve.cluster.ingress import Ingress
 from outrider.serve.cluster.replica import HEALTH_CHECK_PERIOD, Replica, ReplicaRegistry
 from outrider.serve.network.signals import handle_signals
@@ -155,9 +155,8 @@ def run(settings: Settings, scale: Scale, host: str, port: int, drain: int) -> N
         try:
             _start_proxies(host, port)
         except (RayError, TimeoutError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise EngineError(
-                f"the proxies do not start: {reason}", "see Ray's logs, and check that the port is free on all nodes"
+                f"the proxies do not start: {reason_of(error)}", "see Ray's logs, and check that the port is free on all nodes"
             ) from error
         try:
             serve.run(application(settings, scale, scale.cpus or available or 1, drain), name=APPLICATION)
