@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ import msgspec
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
 from outrider.training.arguments import DEFAULTS, KINDS, LEARNING_RATE, TrainingArguments
+
+
+def setting(name: str, kind: Any, meaning: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return an option for one of `DEFAULTS`."""
+    return click.option(f"--{name}", type=kind, default=dict(DEFAULTS)[name.replace("-", "_")], show_default=True, help=meaning)
 
 
 @click.command("train-draft")
@@ -37,45 +43,25 @@ from outrider.training.arguments import DEFAULTS, KINDS, LEARNING_RATE, Training
     "--bundle", type=click.Path(path_type=Path), help="A bundle of the target that writes the answers.  [default: build one]"
 )
 @click.option("--given", is_flag=True, help="Train on the answers in the texts instead of the target's own.")
-@click.option(
-    "--temperature",
-    type=float,
-    default=DEFAULTS["temperature"],
-    show_default=True,
-    help="Sampling temperature of the target's answers.",
-)
-@click.option(
-    "--max-new-tokens", type=int, default=DEFAULTS["max_new_tokens"], show_default=True, help="Maximum tokens per answer."
-)
-@click.option(
-    "--max-length", type=int, default=DEFAULTS["max_length"], show_default=True, help="Maximum tokens of prompt and answer."
-)
-@click.option("--epochs", type=float, default=DEFAULTS["epochs"], show_default=True, help="Passes over all answers.")
-@click.option("--batch", type=int, default=DEFAULTS["batch"], show_default=True, help="Answers per batch.")
-@click.option("--accumulate", type=int, default=DEFAULTS["accumulate"], show_default=True, help="Batches per optimizer step.")
+@setting("temperature", float, "Sampling temperature of the target's answers.")
+@setting("max-new-tokens", int, "Maximum tokens per answer.")
+@setting("max-length", int, "Maximum tokens of prompt and answer.")
+@setting("epochs", float, "Passes over all answers.")
+@setting("batch", int, "Answers per batch.")
+@setting("accumulate", int, "Batches per optimizer step.")
 @click.option(
     "--learning-rate",
     type=float,
     help=f"Peak learning rate.  [default: {', '.join(f'{rate} for {kind}' for kind, rate in LEARNING_RATE.items())}]",
 )
-@click.option(
-    "--draft-vocab",
-    type=int,
-    default=DEFAULTS["draft_vocab"],
-    show_default=True,
-    help="Number of tokens that a new head may propose: the most frequent ones of the answers.",
+@setting("draft-vocab", int, "Number of tokens that a new head may propose: the most frequent ones of the answers.")
+@setting("k", int, "Tokens that the draft learns to propose per round.")
+@setting(
+    "precision",
+    click.Choice(list(PRECISIONS)),
+    "Precision of the target, for its answers and for the final check of the draft.",
 )
-@click.option(
-    "--k", type=int, default=DEFAULTS["k"], show_default=True, help="Tokens that the draft learns to propose per round."
-)
-@click.option(
-    "--precision",
-    type=click.Choice(list(PRECISIONS)),
-    default=DEFAULTS["precision"],
-    show_default=True,
-    help="Precision of the target, for its answers and for the final check of the draft.",
-)
-@click.option("--seed", type=int, default=DEFAULTS["seed"], show_default=True, help="Random seed.")
+@setting("seed", int, "Random seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report on standard output.")
 def command(target: str, kind: str, texts: tuple[Path, ...], output: Path, as_json: bool, **options: Any) -> None:
     """Train a draft on a target's own answers, and check that it accepts as many tokens when served as in training.
