@@ -143,7 +143,7 @@ class DeviceDrafter(Drafter):
 
     @abstractmethod
     def steps(self, shape: Shape) -> list[Step]:
-        """Return the launches that draft `shape.drafted` tokens, in order; those that write a token have its row.
+        """Return the launches that draft `shape.drafted` tokens, in order. A launch that writes a token has the token's row.
 
         Drafting may stop early, so a round with fewer tokens must have the first ones of these steps.
         """

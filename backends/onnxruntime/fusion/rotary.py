@@ -70,7 +70,7 @@ class Angles:
 
     @classmethod
     def of(cls, value: ir.Value, function: str) -> Angles | None:
-        """Return the angles of which a value is the `function`; None if it is not part of a rotary embedding."""
+        """Return the angles that `function`, sine or cosine, maps to a value; None if it is not of a rotary embedding."""
         factor = 1.0
         node = value.producer()
         while node is not None and node.op_type in ("Unsqueeze", "Cast", "Mul"):
