@@ -52,10 +52,10 @@ def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterat
         EngineError: this OpenVINO refuses the model, or there is no memory for it.
     """
     with translated(f"cannot load {path}"):
-        core, settings = _core(device, precision, group)
+        settings = _settings(device, precision, group)
         with _reading:
             before = mapped(path)
-            graph = core.read_model(path)
+            graph = _core().read_model(path)
             own = mapped(path) - before
         _leave_caches_open(graph)
     ended = threading.Event()
@@ -68,7 +68,7 @@ def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterat
     thread.start()
     try:
         with translated(f"cannot load {path}"):
-            compiled = core.compile_model(graph, device.upper(), settings)
+            compiled = _core().compile_model(graph, device.upper(), settings)
         yield compiled
     finally:
         ended.set()
@@ -77,16 +77,35 @@ def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterat
         del graph  # it kept the mapping; without it, other memory could take these addresses
 
 
-def _core(device: str, precision: str, group: int) -> tuple[Any, dict[str, Any]]:
-    """Return the object that reads and compiles models, and the settings for compiling."""
+@functools.cache
+def _core() -> Any:
+    """Return the object that reads and compiles models. There is one in a process, which keeps the libraries of its devices.
+
+    A second one would load them again and unload those without a device. glibc (2.36) then ends the process now and then when
+    another thread starts: its table of thread-local storage does not survive unloading.
+    """
     core = ov.Core()
-    if not any(each.split(".")[0] == device.upper() for each in core.available_devices):
+    for name, convert in ((ATTENTION, _attention), (BLOCK_WEIGHTS, _weights), (EMBEDDING, _embedding)):
+        core.add_extension(ConversionExtension(name, DOMAIN, convert))
+    return core
+
+
+def _settings(device: str, precision: str, group: int) -> dict[str, Any]:
+    """Return the settings to compile a model with.
+
+    Raises:
+        DeviceError: this machine does not have the device.
+    """
+    core = _core()
+    try:
+        found = core.get_property(device.upper(), "AVAILABLE_DEVICES")  # `available_devices` would load all devices' libraries
+    except RuntimeError:  # the library of the device needs one that is not installed
+        found = []
+    if not found:
         raise DeviceError(
             f"OpenVINO finds no device {device.upper()!r} here, only {', '.join(core.available_devices)}",
             "use --device cpu, or install the driver of that device",
         )
-    for name, convert in ((ATTENTION, _attention), (BLOCK_WEIGHTS, _weights), (EMBEDDING, _embedding)):
-        core.add_extension(ConversionExtension(name, DOMAIN, convert))
     own = DTYPES[PRECISIONS[precision].dtype].openvino
     has_own = CAPABILITIES[own] in core.get_property(device.upper(), "OPTIMIZATION_CAPABILITIES")
     # On processors with AVX-512 FP16, OpenVINO 2026.4 computes paged attention wrongly in fp16: logits differ by up to 20.
@@ -101,7 +120,7 @@ def _core(device: str, precision: str, group: int) -> tuple[Any, dict[str, Any]]
     }
     if device == "cpu":
         settings["INFERENCE_NUM_THREADS"] = thread_count()
-    return core, settings
+    return settings
 
 
 def shapes(compiled: Any) -> dict[str, object]:

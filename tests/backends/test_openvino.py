@@ -6,6 +6,7 @@ scheduler and those of sessions run over it, too.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 import subprocess
@@ -316,6 +317,45 @@ def test_only_what_is_still_mapped_is_given_back(
         pass
     assert len(given) >= 2
     assert all(given)
+
+
+class _Library(ctypes.Structure):
+    """The parts of glibc's `struct dl_phdr_info` up to how often libraries were loaded and unloaded."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("segments", ctypes.c_void_p),
+        ("segment_count", ctypes.c_uint16),
+        ("loads", ctypes.c_ulonglong),
+        ("unloads", ctypes.c_ulonglong),
+    )
+
+
+def unloads() -> int:
+    """Return how often this process has unloaded a library."""
+    counts = list[int]()
+
+    def visit(library: Any, size: int, data: int | None) -> int:
+        counts.append(library.contents.unloads)
+        return 1  # ends the walk
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Library), ctypes.c_size_t, ctypes.c_void_p)
+    ctypes.CDLL(None).dl_iterate_phdr(kind(visit), None)
+    return counts[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc; shows that loading a model unloads no library")
+def test_loading_a_model_unloads_no_library(trained_exports: Callable[[str], Path], tmp_path: Path) -> None:
+    """glibc ends a process now and then that starts a thread while it unloads libraries with thread-local storage, as OpenVINO
+    does with those of devices that are not there."""
+    path = tmp_path / "model.onnx"
+    rewrite(trained_exports("fp16") / model_file("target"), path)
+    before = unloads()
+    for _ in range(2):
+        with compiling(path, "cpu", "fp32"):
+            pass
+    assert unloads() == before
 
 
 def test_a_graph_that_this_openvino_does_not_take_is_one_line(trained_bundles: Callable[..., Path], tmp_path: Path) -> None:
