@@ -90,3 +90,6 @@ def main() -> None:
 
 for module in (export, train_draft, build_engine, calibrate, verify, generate, serve, inspect, plan, bench):
     main.add_command(module.command)
+
+if __name__ == "__main__":
+    main()

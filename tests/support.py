@@ -58,7 +58,7 @@ END = "<|endoftext|>"
 TEXT = ["the quick brown fox jumps over the lazy dog", "naïve café, 中文 and 🙂 emoji", "0123456789 +-*/=()"] * 20
 
 
-COMMAND = [sys.executable, "-c", "from outrider.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "outrider"]
 
 
 def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ import os
 import pty
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,9 @@ def on_terminal(arguments: list[str]) -> bytes:
     return out
 
 
-def test_help_lists_the_stages() -> None:
-    done = run("--help")
+@pytest.mark.parametrize("module", ["outrider", "outrider.cli"])
+def test_help_lists_the_stages(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     for command in ("export", "build-engine", "verify", "generate", "inspect"):
         assert command in done.stdout
