@@ -20,7 +20,7 @@ Generate = Callable[[list[int], int], list[int]]  # prompt, largest number of ne
 
 
 def check_precision(outrider: Outrider) -> None:
-    """Raise an error unless the target is in fp32: rounded weights rightly answer otherwise than the checkpoint's own.
+    """Raise an error unless the target is in fp32: quantized weights legitimately give other answers.
 
     Raises:
         UsageError: the target is in another precision.

@@ -44,7 +44,7 @@ def unchanged(folder: Path) -> Iterator[Path]:
 def _statuses(folder: Path, names: Iterable[str]) -> list[tuple[int, ...]]:
     """Return the identity of a folder, of its files `names`, and of the folders between; an empty tuple for a missing one.
 
-    The change time of the status shows that something was renamed away and back again.
+    The inode's change time (ctime) shows that something was renamed away and back again.
     """
     files = [folder / MANIFEST, *(folder / name for name in names)]
     statuses: list[tuple[int, ...]] = []

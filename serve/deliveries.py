@@ -25,7 +25,7 @@ class Delivery:
     sink: Callable[[Result], None]
     seconds: float = math.inf  # the request's time limit
     deadline: float = math.inf  # by `time.perf_counter`
-    first_token: float | None = None  # its time, by `time.perf_counter`
+    first_token: float | None = None  # when it was sent, by `time.perf_counter`
 
 
 class Deliveries:

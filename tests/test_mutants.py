@@ -13,6 +13,8 @@ from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from outrider.tests.support import ROOT
 from outrider.tests.test_packaging import FOLDERS
 
@@ -48,6 +50,18 @@ def test_the_tests_of_every_fault_exist() -> None:
         for path, *tests in named:
             text = (ROOT / path).read_text(encoding="utf-8")
             assert all(f"def {test.split('[')[0]}(" in text for test in tests), fault.name
+
+
+def test_make_test_runs_the_tests_of_every_fault(request: pytest.FixtureRequest) -> None:
+    """Of the files that this run collects whole."""
+    run = {item.nodeid for item in request.session.items}
+    run |= {node.split("[")[0] for node in run} | {node.split("::")[0] for node in run}
+    chosen = {argument.split("::")[0] for argument in request.config.args if "::" in argument}
+    whole = {node for node in run if "::" not in node and Path(node).name not in {Path(each).name for each in chosen}}
+    if request.config.option.part or request.config.option.keyword:
+        whole.clear()
+    named = {(fault.name, test) for fault in FAULTS for test in fault.tests if test.split("::")[0] in whole}
+    assert {(name, test) for name, test in named if test not in run} == set()
 
 
 RUNNER = """

@@ -74,7 +74,7 @@ def test_no_file_imports_one_that_imports_it() -> None:
     """At any distance, and for types alone as well."""
     files = {
         f"outrider.{'.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')}": path
-        for folder in FOLDERS
+        for folder in (*FOLDERS, "experiments")
         for path in (ROOT / folder).rglob("*.py")
     }
     graph = {name: imports(path) & files.keys() - {name} for name, path in files.items()}
@@ -90,6 +90,11 @@ def test_only_export_and_training_import_torch() -> None:
 def test_every_folder_of_the_package_is_in_the_tests_above() -> None:
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"experiments", "tests", "scripts"}
     assert folders == set(FOLDERS)
+
+
+def test_no_folder_may_be_imported_past_the_package() -> None:
+    banned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
+    assert {*FOLDERS, "experiments"} <= banned.keys()
 
 
 def test_the_layout_table_lists_what_each_folder_may_import() -> None:

@@ -128,7 +128,7 @@ def read(target: LlamaForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def load_target() -> LlamaForCausalLM:
-    """Return the target in fp32, made to go on after the end of a text."""
+    """Return the target in fp32, made to continue past the end of a text."""
     target = LlamaForCausalLM.from_pretrained(HERE / "target", dtype=torch.float32).eval().requires_grad_(False)
     target.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False)
     return target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-FADING = 0.985  # the share of the counts to keep after a round that did not use the drafter
+FADING = 0.985  # what a round that did not use the drafter multiplies its counts by
 SPREAD = 5.0  # the rates of requests are modelled as draws from a beta distribution that counts as this many tokens
 OPTIMISM = 1.0  # standard deviations to add to the estimate of earlier requests for a new one
 

@@ -49,7 +49,7 @@ class PromptEncoder:
                 message = f"the prompt takes longer than {JOB_SECONDS:g} seconds to read"
                 raise UsageError(message, "shorten it", param="prompt") from error
             raise EngineError("the process that reads prompts has crashed", "shorten the prompt") from error
-        except asyncio.CancelledError:  # nobody waits for the reply any more
+        except asyncio.CancelledError:  # nothing waits for the reply any more
             worker.close()
             raise
         if len(self._spare) < SPARE:

@@ -99,7 +99,7 @@ def main() -> None:
         _limit(TEMPLATE_SECONDS)
         template.samples()
         _limit(0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers to end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for workers to end
     gc.collect()
     gc.freeze()  # so that garbage collection in workers does not write to the memory that they share with this process
     send(control, b"")

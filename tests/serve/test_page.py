@@ -53,7 +53,7 @@ def wait_for(browser: webdriver.Chrome, css: str, expected: str) -> str:
 def test_a_chat_shows_which_tokens_were_drafted(bundle: Path, browser: webdriver.Chrome) -> None:
     with serving_here(bundle) as server:
         browser.get(server.url)
-        assert "target, draft draft" in wait_for(browser, "#model", "target")
+        assert "target + draft, up to " in wait_for(browser, "#model", "target")
         browser.find_element(By.ID, "tokens").send_keys(Keys.CONTROL, "a")
         browser.find_element(By.ID, "tokens").send_keys("36")
         browser.find_element(By.ID, "prompt").send_keys("A table for two, please.", Keys.ENTER)

@@ -30,7 +30,7 @@ NODE = """{y} = {microsoft}.QMoE <k: int = @experts, expert_weight_bits: int = {
     activation_type: string = "swiglu", swiglu_fusion: int = 1, swiglu_limit: float = @limit, activation_alpha: float = @alpha,
     activation_beta: float = @beta>
     ({x}, {router}, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, , , , , , , {factors})"""
-# Its kernel for one row computes other bits than its kernel for several.
+# Its kernel for one row computes slightly different results than its kernel for several.
 ROW_BY_ROW = """n = Squeeze (count)
   more = Constant <value = bool {{1}}> ()
   first = Constant <value_ints: ints = [0]> ()

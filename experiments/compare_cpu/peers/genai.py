@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.experiments.compare_cpu.common import THREADS, Answer, Arrivals, Job, Pair, make_once, package_version, run
-from outrider.experiments.compare_cpu.peers import transformers
+from outrider.experiments.compare_cpu.peers.transformers import prepare as prepare_transformers
 
 NAME, WEIGHTS = "ONNX Runtime GenAI", "int4 by its own builder"
 SETTINGS: list[Job] = [{"threads": THREADS, "spinning": spinning, "k": [0, 3]} for spinning in (False, True)]
@@ -22,7 +22,7 @@ version = partial(package_version, "onnxruntime-genai")
 
 def prepare(folder: Path, pair: Pair) -> Job:
     """Build both models from the transformers checkpoints, and a folder that combines them for speculative decoding."""
-    checkpoints = Path(transformers.prepare(folder, pair)["folder"])
+    checkpoints = Path(prepare_transformers(folder, pair)["folder"])
 
     def build(path: Path) -> None:
         for role in Pair._fields:

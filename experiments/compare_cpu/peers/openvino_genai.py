@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.experiments.compare_cpu.common import THREADS, Answer, Arrivals, Job, Pair, make_once, package_version, run
-from outrider.experiments.compare_cpu.peers import transformers
+from outrider.experiments.compare_cpu.peers.transformers import prepare as prepare_transformers
 
 NAME, WEIGHTS = "OpenVINO GenAI", "int4 by optimum-cli"
 GROUPS = (128, 64)
@@ -25,7 +25,7 @@ version = partial(package_version, "openvino-genai")
 
 def prepare(folder: Path, pair: Pair) -> Job:
     """Convert both models from the transformers checkpoints, once for each group size."""
-    checkpoints = Path(transformers.prepare(folder, pair)["folder"])
+    checkpoints = Path(prepare_transformers(folder, pair)["folder"])
 
     def install(path: Path) -> None:
         venv.create(path, with_pip=True)
