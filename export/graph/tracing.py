@@ -3,6 +3,9 @@
 `torch.onnx.export` captures a module, and then traces the captured program again to decompose the operators that ONNX lacks.
 The second trace takes more than half of the time, and few of our modules have such operators. So the usual ones are replaced
 here, and the second trace only runs if others are left.
+
+After that, `torch.onnx.export` would run onnxscript's optimizer, which tries 46 rules on every node. `simplify` runs the same
+passes with the 15 rules that apply to decoders, in a seventh of the time for 30 layers.
 """
 
 from __future__ import annotations
@@ -11,7 +14,12 @@ import operator
 import warnings
 from typing import Any
 
+import onnx_ir as ir
 import torch
+from onnx_ir.passes import common
+from onnxscript import optimizer
+from onnxscript.rewriter import RewriteRuleSet
+from onnxscript.rewriter.rules import common as rules
 from torch import nn
 
 from outrider.errors import UnsupportedModelError
@@ -22,6 +30,25 @@ _aten = torch.ops.aten
 _IDENTITIES = {_aten.alias, _aten.clone, _aten.contiguous, _aten.detach, _aten.detach_, _aten.lift_fresh_copy}
 _CASTS = {_aten.to, _aten.type_as}
 _SYNONYMS = {_aten.__and__: _aten.bitwise_and, _aten.__or__: _aten.bitwise_or}
+_RULES = RewriteRuleSet(
+    [
+        *rules.add_0_rule.commute(),
+        *rules.mul_by_1_rule.commute(),
+        rules.sub_0_rule,
+        rules.div_by_1_rule,
+        rules.collapse_slice_rule,
+        rules.collapse_slice2_rule,
+        rules.materialize_reshape_shape_rule,
+        rules.no_op_cast_rule,
+        rules.no_op_expand_rule,
+        rules.no_op_transpose_rule,
+        rules.remove_optional_bias_from_gemm_rule,
+        rules.reshape_reshape_rule,
+        rules.squeeze_reshape_1d_rule,
+        rules.transpose_transpose_rule,
+        rules.unsqueeze_unsqueeze_rule,
+    ]
+)
 
 
 class _Decomposed(torch.export.ExportedProgram):
@@ -48,11 +75,19 @@ def to_onnx(
         UnsupportedModelError: the module does something that a graph cannot express.
     """
     module.eval()
-    options: dict[str, Any] = {"input_names": names, "output_names": outputs, "opset_version": OPSET, "verbose": False}
+    options: dict[str, Any] = {
+        "input_names": names,
+        "output_names": outputs,
+        "opset_version": OPSET,
+        "verbose": False,
+        "optimize": False,
+    }
     try:
         program = _without_a_second_trace(module, inputs, shapes, options)
         if program is None:
             program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=_dims(shapes), **options)
+        assert program is not None  # never None with dynamo=True
+        simplify(program.model)
     except MemoryError:
         raise
     except Exception as error:  # torch.export and the ONNX translation raise errors of any type
@@ -60,10 +95,27 @@ def to_onnx(
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise UnsupportedModelError(f"{called} cannot be expressed as one ONNX graph: {reason_of(cause)}") from error
-    assert program is not None  # never None with dynamo=True
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, which contain paths of this machine
     return program
+
+
+def simplify(model: ir.Model) -> None:
+    """Fold constants, and remove what has no effect, like onnxscript's `optimize_ir` with fewer rules."""
+    unused: list[Any] = [common.RemoveUnusedNodesPass, common.RemoveUnusedFunctionsPass, common.RemoveUnusedOpsetsPass]
+    common.InlinePass()(model)
+    for _ in range(2):
+        folded, rewritten = optimizer.fold_constants(model, onnx_shape_inference=True).modified, _RULES.apply_to_model(model)
+        removed = [each()(model).modified for each in unused]
+        if not (folded or rewritten or any(removed)):
+            break
+    common.RemoveUnusedNodesPass()(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.LiftSubgraphInitializersToMainGraphPass()(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.OutputFixPass()(model)
+    common.NameFixPass()(model)
 
 
 def _dims(shapes: Any) -> Any:

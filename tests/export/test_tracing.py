@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
+import transformers
+from onnxscript import optimizer
 from torch import nn
 
-from outrider.export.checkpoints.checkpoint import load_model
+from outrider.export.checkpoints.checkpoint import load_model, set_experts
 from outrider.export.checkpoints.source import Source
+from outrider.export.graph import tracing
 from outrider.export.graph.step_model import trace
-from outrider.export.graph.tracing import to_onnx
+from outrider.export.graph.tracing import simplify, to_onnx
 from outrider.export.parity import open_graph, reference
+from outrider.tests.export.test_architectures import CONFIGS
 from outrider.tests.support import llama, write_checkpoint
 from outrider.tests.traces import share_traces
 
@@ -124,3 +130,30 @@ def test_models_that_are_read_from_two_folders_share_a_trace(tmp_path: Path) -> 
     for name in ("one", "other"):
         trace(load_model(Source.parse(str(write_checkpoint(tmp_path / name, model))), "fp32"), layout)
     assert len([*(tmp_path / "shared").glob("*/model.onnx")]) == 1
+
+
+@pytest.mark.usefixtures("unshared")
+@pytest.mark.parametrize(
+    "name", [name if name in ("GPT-2", "LFM2") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+)
+def test_the_graph_is_the_one_that_onnxscript_s_optimizer_makes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = list[tuple[bytes, bytes]]()
+
+    def compared(model: ir.Model) -> None:
+        ours, theirs = (ir.from_proto(ir.to_proto(model)) for _ in range(2))
+        simplify(ours)
+        optimizer.optimize_ir(theirs)
+        graphs.append((written(ours), written(theirs)))
+        simplify(model)
+
+    monkeypatch.setattr(tracing, "simplify", compared)
+    model = transformers.AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), attn_implementation="eager").eval()
+    set_experts(model)
+    _, layout, _ = reference(model, torch.ones((1, 20), dtype=torch.int64))
+    trace(model, layout)
+    assert len(graphs) == 1
+    assert graphs[0][0] == graphs[0][1]
+
+
+def written(model: ir.Model) -> bytes:
+    return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
