@@ -106,9 +106,10 @@ def _refuse_cycles(root: Any) -> None:
         UsageError: one does, or references are nested too deeply.
     """
     done: dict[str, bool] = {}
+    followed: set[int] = set()  # ids of schemas
 
     def follow(schema: Any) -> None:
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or id(schema) in followed:
             return
         for key in ("anyOf", "allOf", "oneOf"):
             for inner in schema[key] if isinstance(schema.get(key), list) else ():
@@ -119,6 +120,7 @@ def _refuse_cycles(root: Any) -> None:
             done[reference] = False
             follow(resolved(root, reference))
             done[reference] = True
+        followed.add(id(schema))
 
     def everywhere(schema: Any) -> None:
         if isinstance(schema, dict):

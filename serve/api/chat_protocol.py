@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -10,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.serve.api.protocol import MAX_DEPTH, MAX_PARTS, MAX_TOOLS, Common, Strict, check_count
+from outrider.serve.api.protocol import MAX_PARTS, MAX_TOOLS, Common, Schema, Strict, check_count
 
 
 class ContentPart(Strict):
@@ -110,18 +109,6 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return made
 
 
-def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema after checking that it can be written as JSON, because responses and chat templates contain it."""
-    level: list[Any] = [schema]
-    for _ in range(MAX_DEPTH):
-        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
-            raise PydanticCustomError("not_finite", "a schema has a number that is not finite")
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        if not (level := [value for values in inner for value in values]):
-            return schema
-    raise PydanticCustomError("too_deep", "a schema is nested too deeply; the limit is {limit} levels", {"limit": MAX_DEPTH})
-
-
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise PydanticCustomError("no_object", "the parameters of a function must be a schema of type object")
@@ -133,14 +120,12 @@ class Function(Strict):
 
     name: ToolName
     description: str = ""
-    parameters: Annotated[dict[str, Any], AfterValidator(_shallow), AfterValidator(_of_an_object)] = Field(
-        default={"type": "object", "properties": {}}
-    )
+    parameters: Annotated[Schema, AfterValidator(_of_an_object)] = Field(default={"type": "object", "properties": {}})
     strict: bool = False
 
     def definition(self) -> dict[str, Any]:
         """Return the definition as chat templates expect it."""
-        return {"type": "function", "function": self.model_dump(exclude={"strict"})}
+        return {"type": "function", "function": self.model_dump(include={"name", "description", "parameters"})}
 
 
 class Tool(Strict):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -65,13 +67,28 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
+def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema after checking that it can be written as JSON, because responses and chat templates contain it."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise PydanticCustomError("not_finite", "a schema has a number that is not finite")
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        if not (level := [value for values in inner for value in values]):
+            return schema
+    raise PydanticCustomError("too_deep", "a schema is nested too deeply; the limit is {limit} levels", {"limit": MAX_DEPTH})
+
+
+# A dictionary, because nulls in a schema have a meaning.
+Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
+
+
 class JsonSchema(Strict):
     """A named schema. It is always enforced, whatever `strict` is."""
 
     name: str
     description: str | None = None
-    # A dictionary, because nulls in a schema have a meaning. `schema` itself is a method of pydantic's models.
-    json_schema: dict[str, Any] = Field(default={}, alias="schema")
+    json_schema: Schema = Field(default={}, alias="schema")  # `schema` is a method of pydantic's models
     strict: bool | None = None
 
 

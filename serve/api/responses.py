@@ -177,14 +177,14 @@ class ResponsesAssembler(ConversationAssembler[ResponsesRequest]):
 
     def _usage(self, output: Output) -> dict[str, Any]:
         thought = "".join(item["content"][0]["text"] for item in output.items if item["type"] == "reasoning")
+        tokens = len(self.text.tokenizer.encode(thought, add_special_tokens=False).ids)
         counted = usage.usage([request.stats for request in self.requests], [*map(len, self.prompts)])
         return {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": counted["prompt_tokens_details"],
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {
-                "reasoning_tokens": len(self.text.tokenizer.encode(thought, add_special_tokens=False).ids)
-            },
+            # A text that was cut within a character or a token may have more tokens than were generated.
+            "output_tokens_details": {"reasoning_tokens": min(tokens, counted["completion_tokens"])},
             "total_tokens": counted["total_tokens"],
         }
 

@@ -21,7 +21,7 @@ from outrider.serve.api.chat_protocol import (
     few_parts,
     template_messages,
 )
-from outrider.serve.api.protocol import MAX_TOOLS, Common, Strict
+from outrider.serve.api.protocol import MAX_TOOLS, Common, Schema, Strict
 
 
 class InputText(Strict):
@@ -138,7 +138,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool = False
 
     @model_validator(mode="after")
@@ -257,13 +257,15 @@ class ResponsesRequest(Conversation):
         thought: str | None = None
         for item in self.input:
             if isinstance(item, Reasoning):
-                thought = "".join(part.text for part in item.content) or None
+                thought = (thought or "") + "".join(part.text for part in item.content) or None
                 continue
             if isinstance(item, FunctionCallOutput):
                 made.append(Message(role="tool", content=_joined(item.output), tool_call_id=item.call_id))
+                thought = None
                 continue
             if isinstance(item, InputMessage) and item.role != "assistant":
                 made.append(Message(role=item.role, content=_joined(item.content)))
+                thought = None  # of a turn that was cut before its answer
                 continue
             # The assistant's text and calls in one turn form one message.
             if not made or made[-1].role != "assistant" or isinstance(item, InputMessage):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,9 +9,7 @@ from outrider.errors import UsageError
 from outrider.runtime.grammar.schemas import resolved
 
 MOST_NESTED = 8  # depth of alternatives within alternatives of a schema
-MOST_SCHEMAS = 4000  # subschemas that are visited for one tool
 MOST_VALUES = 1000  # values of an enum of plain texts
-MOST_PROPERTIES = 20_000  # properties of all schemas that apply to a tool's arguments together
 MOST_SHAPES = 64  # alternatives of a tool's arguments, or of a text
 # Supported keywords of the schema of a tool's arguments. A tool that is not strict may have those in IGNORED, too. Keywords for
 # properties that the schema does not list have no effect, because such properties are never written.
@@ -22,6 +19,24 @@ IGNORED = {"patternProperties", "minProperties", "maxProperties"}
 OF_TEXT = {"type", "enum", "const", "minLength", "maxLength", "oneOf", "$defs", "definitions", "$anchor"} | ALTERNATIVES
 
 
+class Work:
+    """Limits the work for the tools of one request, which the server's event loop does."""
+
+    def __init__(self, most: int = 50_000):
+        """Start. A step is a visit to a subschema, or to a property or an enum's value in one combination of alternatives."""
+        self._left = most
+
+    def do(self, steps: int = 1) -> None:
+        """Count steps.
+
+        Raises:
+            UsageError: there were too many.
+        """
+        self._left -= steps
+        if self._left < 0:
+            raise UsageError("the schemas of the tools take too many steps to read", "simplify them", param="tools")
+
+
 class Parameters(NamedTuple):
     """The schemas of the arguments that a call may have, and the names of the required ones."""
 
@@ -29,13 +44,12 @@ class Parameters(NamedTuple):
     required: frozenset[str]
 
 
-def shapes_of(name: str, schema: dict[str, Any], strict: bool) -> list[Parameters]:
+def shapes_of(name: str, schema: dict[str, Any], strict: bool, work: Work) -> list[Parameters]:
     """Return the alternatives for the arguments of a tool.
 
     Raises:
-        UsageError: the schema is not that of an object, or has an unsupported keyword.
+        UsageError: the schema is not that of an object, or has an unsupported keyword; or see `Work.do`.
     """
-    visited = itertools.count()
 
     def alternatives(each: Any, depth: int) -> list[list[dict[str, Any]]]:
         """Return the alternatives of a schema. Each is a list of schemas that all apply and have no alternatives themselves."""
@@ -51,7 +65,8 @@ def shapes_of(name: str, schema: dict[str, Any], strict: bool) -> list[Parameter
             raise UsageError(
                 f"{unknown} in the parameters of {name} cannot be enforced in this model's calls", "leave it out", param="tools"
             )
-        if depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
+        work.do()
+        if depth > MOST_NESTED:
             raise UsageError(
                 f"the parameters of {name} are nested too deeply", "list them as properties of one object", param="tools"
             )
@@ -68,18 +83,19 @@ def shapes_of(name: str, schema: dict[str, Any], strict: bool) -> list[Parameter
             found = [one + other for one in found for other in others]
         return found
 
-    shapes = [_shape(name, parts) for parts in alternatives(schema, 0)]
+    shapes = [_shape(name, parts, work) for parts in alternatives(schema, 0)]
     if not (possible := [shape for shape in shapes if shape is not None]):
         raise UsageError(f"no call of {name} has valid parameters", "correct its schema", param="tools")
     return possible
 
 
-def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Parameters | None:
+def _shape(name: str, parts: Sequence[dict[str, Any]], work: Work) -> Parameters | None:
     """Return the arguments to which all of these schemas apply; None if no arguments satisfy them all."""
     keys: dict[str, None] = {}
     required: set[str] = set()
     for part in parts:
         properties, needed = part.get("properties", {}), part.get("required", [])
+        work.do(len(properties) if isinstance(properties, dict) else 0)
         known = isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
         if not known or not isinstance(needed, list) or not all(isinstance(each, str) for each in needed):
             raise UsageError(
@@ -91,8 +107,7 @@ def _shape(name: str, parts: Sequence[dict[str, Any]]) -> Parameters | None:
         raise UsageError(f"{name} requires parameters that it does not list", "list them as its properties", param="tools")
     if any(character in key for key in keys for character in "<>\n"):
         raise UsageError(f"the name of a parameter of {name} has an angle bracket or a line break", "rename it", param="tools")
-    if len(keys) * len(parts) > MOST_PROPERTIES:
-        raise UsageError(f"{name} has too many parameters", "leave some out", param="tools")
+    work.do(len(keys) * len(parts))
     schemas = {}
     for key in keys:
         every = [part.get("properties", {}).get(key, part.get("additionalProperties", True)) for part in parts]
@@ -128,17 +143,17 @@ class TextArgument(NamedTuple):
     others: bool
 
 
-def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str) -> dict[str, list[TextArgument]]:
+def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str, work: Work) -> dict[str, list[TextArgument]]:
     """Return, for each argument that is written as text, the texts that it may be in each shape. `end` ends such a text.
 
     Raises:
-        UsageError: a reference is not found.
+        UsageError: a reference is not found; or see `Work.do`.
     """
-    visited = itertools.count()
 
     def others(schema: Any, depth: int = 0) -> bool:
         """Return whether a value may be something other than text."""
-        if not isinstance(schema, dict) or depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
+        work.do()
+        if not isinstance(schema, dict) or depth > MOST_NESTED:
             return schema is not False
         kinds = schema.get("type")
         listed = [schema["const"]] if "const" in schema else _list(schema, "enum")
@@ -154,9 +169,10 @@ def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str) -> di
 
     def texts(schema: Any, depth: int = 0) -> list[TextSet] | None:
         """Return the texts that a value may be; None if the schema has a restriction that only JSON can enforce."""
+        work.do()
         if schema is False:
             return []
-        if not isinstance(schema, dict) or depth > MOST_NESTED or next(visited) > MOST_SCHEMAS:
+        if not isinstance(schema, dict) or depth > MOST_NESTED:
             return None
         kinds = schema.get("type")
         if isinstance(kinds, str | list) and "string" not in ([kinds] if isinstance(kinds, str) else kinds):
@@ -178,6 +194,7 @@ def texts_of(shapes: Sequence[Parameters], root: dict[str, Any], end: str) -> di
         for part in parts:
             if part is None or len(found) * len(part) > MOST_SHAPES:
                 return None
+            work.do(sum(len(one.values or other.values or ()) for one in found for other in part))
             found = [common for one in found for other in part if (common := one.intersection(other)) is not None]
         return found if parts else None
 

@@ -88,7 +88,7 @@ class Reader:
         self._held = ""
         self._ended = False
         self._parts = read(self)
-        self.calling = False  # whether the arguments of a call are not complete
+        self.calling = False  # whether a call has started and is not complete
 
     def push(self, text: str, last: bool) -> list[Part]:
         """Return the new parts that are known after more text. After the `last` text nothing is held back."""
@@ -153,7 +153,8 @@ class Reader:
             text, self._held = self._held, ""
             yield Part("content", text)
             yield None
-        yield Part("content", self._held)
+        text, self._held = self._held, ""
+        yield Part("content", text)
 
     def value(self) -> Generator[Part | None, None, bool]:
         """Yield a JSON object as arguments, unchanged. Returns whether it is complete."""
@@ -233,6 +234,7 @@ def named_calls(offer: OfferedTools, key: str, more: str = "") -> str:
 
 def read_named_call(reader: Reader, key: str) -> Generator[Part | None, None, bool]:
     """Read a call as in `named_calls`, after its `BEGINNING`. Returns whether it is complete."""
+    reader.calling = True
     if (name := (yield from reader.word('"'))) is None:
         return False
     yield Part("name", name)

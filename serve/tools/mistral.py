@@ -72,7 +72,10 @@ class Mistral(Family):
             while more and (yield from reader.until(BEGINNING, None)):
                 more = yield from read_named_call(reader, "arguments")
             return
-        while more and (head := (yield from reader.word(mark(ARGUMENTS)))) is not None:
+        while more:
+            reader.calling = True
+            if (head := (yield from reader.word(mark(ARGUMENTS)))) is None:
+                return
             yield Part("name", head.partition(mark(CALL_ID))[0])
             if not (yield from reader.value()):
                 return

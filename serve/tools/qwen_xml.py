@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from outrider.errors import UsageError
 from outrider.runtime.grammar.schemas import over
 from outrider.runtime.grammar.structured import MAX_SOURCE
-from outrider.serve.tools.argument_schemas import TextSet, shapes_of, target, texts_of
+from outrider.serve.tools.argument_schemas import TextSet, Work, shapes_of, target, texts_of
 from outrider.serve.tools.base import (
     Family,
     OfferedTools,
@@ -52,9 +52,10 @@ class QwenXml(Family):
         opening, closing = map(self.token, self.tokens)
         more = f"({quoted(LINE_END)} one)*" if offer.parallel else ""
         lines, tools, size = [text_then_calls(offer, opening), f"calls: one {more}"], [], 0
+        work = Work()
         for name, schema in offer.tools.items():
-            shapes = shapes_of(name, schema, name in offer.strict)
-            texts = texts_of(shapes, schema, VALUE_END)
+            shapes = shapes_of(name, schema, name in offer.strict, work)
+            texts = texts_of(shapes, schema, VALUE_END, work)
             for shape in shapes:
                 expressions = [quoted(f"{name}>\n")]
                 for key, each in shape.properties.items():
@@ -75,12 +76,15 @@ class QwenXml(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer, the arguments as JSON."""
-        while (yield from reader.until(mark(OPENING), "content")):
+        said: Literal["content"] | None = "content"
+        while (yield from reader.until(mark(OPENING), said)):
+            said, reader.calling = None, True  # only white space is between calls
             if not (yield from reader.until(FUNCTION, None)) or (name := (yield from reader.word(">\n"))) is None:
                 return
             yield Part("name", name)
             schema, before = tools.get(name, {}), "{"
-            texts = texts_of(shapes_of(name, schema, strict=False), schema, VALUE_END)
+            work = Work()
+            texts = texts_of(shapes_of(name, schema, strict=False, work=work), schema, VALUE_END, work)
             while (head := (yield from reader.word(">\n"))) is not None and head != "</function":
                 key = head.removeprefix("<parameter=")
                 yield Part("arguments", f"{before}{json.dumps(key, ensure_ascii=False)}: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from pydantic import BaseModel
 from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.serve.api.chat_protocol import ChatRequest
+from outrider.serve.api.responses_protocol import ResponsesRequest
 from outrider.tests.serve.server import Reached, chat_bundle, fetch, serving_here
 from outrider.tests.serve.test_tool_calls import SCHEMAS, TEMPLATE
 from outrider.tests.support import reseal
@@ -175,6 +178,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no object": ({"input": 5}, "input", "string"),
     "another tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "not in tools"),
     "no schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "needs schema"),
+    "no number": ({"text": {"format": {"type": "json_schema", "schema": {"examples": [math.inf]}}}}, "text", "not finite"),
+    "a deep schema": (
+        {"text": {"format": {"type": "json_schema", "schema": {"examples": json.loads("[" * 65 + "]" * 65)}}}},
+        "text",
+        "deeply",
+    ),
     "a keyword": (
         {"text": {"format": {"type": "json_schema", "schema": {"type": "object", "unevaluatedProperties": False}}}},
         "text",
@@ -193,6 +202,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "not a JSON object",
     ),
 }
+
+
+def test_reasoning_belongs_to_its_own_turn() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    user, assistant = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+    items = [user, thought("cut"), user, assistant, user, thought("one "), thought("two"), assistant]
+    made = ResponsesRequest.model_validate({"input": items}).template_messages()
+    assert [each.get("reasoning_content") for each in made] == [None, None, None, None, "one two"]
+
+
+def test_a_tool_is_defined_as_in_chats() -> None:
+    (function,) = ResponsesRequest.model_validate({"input": "x", "tools": TOOLS[:1]}).functions
+    inner = {name: value for name, value in TOOLS[0].items() if name not in ("type", "strict")}
+    chat = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": inner}]}
+    )
+    assert function.definition() == chat.functions[0].definition()
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -26,7 +26,7 @@ from outrider.serve.api.answer import AnswerFormat
 from outrider.serve.api.chat_protocol import Function
 from outrider.serve.api.errors import ApiError
 from outrider.serve.tools import family_of
-from outrider.serve.tools.base import Family, OfferedTools, Part, Parts, Reader
+from outrider.serve.tools.base import Family, OfferedTools, Part, Parts, Reader, mark
 from outrider.tests.serve.families import EXAMPLES, text_of
 from outrider.tests.support import END
 
@@ -187,6 +187,22 @@ def test_calls_are_tried_without_the_text_before_them(name: str) -> None:
     assert accepted(name, answers.rehearsed.source(), answer(name, "", WEATHER)) == (True, True)
 
 
+@pytest.mark.parametrize("name", SEVERAL)
+def test_what_follows_a_call_is_no_content_and_may_be_a_cut_call(name: str) -> None:
+    """After any token."""
+    tokenizer, end = text_of(name).tokenizer, len(answer(name, "", NOW))
+    ids = tokenizer.encode(answer(name, "", NOW, NOW), add_special_tokens=False).ids
+    begun = False
+    for count in range(len(ids)):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=False)
+        parts, cut = read(name, text)
+        assert not any(part.kind == "content" for part in parts)
+        names = sum(part.kind == "name" for part in parts)
+        begun |= cut and names == 1 and len(text) > end
+        assert cut or names != 1 or text.count(family(name).tokens[0]) < 2
+    assert begun
+
+
 @every
 def test_several_calls(name: str) -> None:
     calls = (WEATHER, NOW, ORDER)
@@ -301,6 +317,9 @@ def test_gpt_oss_thinks_in_a_channel() -> None:
     assert read("gpt_oss", written + final)[0] == [before[0], Part("content", "So.Hi.")]
     assert read("gpt_oss", written + call, tools={})[0] == [before[0], Part("content", "So.{ }")]
     assert read("gpt_oss", "Hello")[0] == [Part("content", "Hello")]
+    reader = Reader(lambda reader: family("gpt_oss").read(reader, TOOLS))
+    parts = [*reader.push("Hel", False), *reader.push(f"lo{mark('<|message|>')}you", True)]
+    assert "".join(part.text for part in parts) == f"Hello{mark('<|message|>')}you"
 
 
 def test_llama_may_begin_with_its_tag() -> None:
@@ -328,6 +347,29 @@ def test_a_schema_that_calls_in_xml_cannot_keep_is_refused(parameters: dict[str,
         family("qwen_xml").grammar(OfferedTools({"f": parameters}, [0]))
     assert caught.value.param == "tools"
     assert caught.value.hint
+
+
+REFERENCE = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {
+            "$defs": {"a": {"enum": [str(each) for each in range(1000)]}},
+            "properties": {"x": {"anyOf": [REFERENCE] * 64, "allOf": [REFERENCE] * 400}},
+        },
+        {"properties": {f"{each:x}": {} for each in range(1000)}, "anyOf": [{}] * 64},
+    ],
+)
+def test_schemas_that_take_long_are_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="too many steps"):
+        family("qwen_xml").grammar(OfferedTools({"f": parameters}, [0]))
+
+
+def test_many_tools_of_many_parameters_are_read() -> None:
+    parameters = {"properties": {f"parameter {each}": {"type": "string", "enum": ["a", "b"]} for each in range(25)}}
+    assert family("qwen_xml").grammar(OfferedTools({f"tool{each}": parameters for each in range(128)}, [0]))
 
 
 @pytest.mark.parametrize(
