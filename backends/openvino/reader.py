@@ -6,6 +6,8 @@ import ctypes
 import functools
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,15 +81,22 @@ def compiling(path: Path, device: str, precision: str, group: int = 0) -> Iterat
 
 @functools.cache
 def _core() -> Any:
-    """Return the object that reads and compiles models. There is one in a process, which keeps the libraries of its devices.
-
-    A second one would load them again and unload those without a device. glibc (2.36) then ends the process now and then when
-    another thread starts: its table of thread-local storage does not survive unloading.
-    """
+    """Return the object that reads and compiles models. There is one in a process, which keeps the libraries of its devices."""
     core = ov.Core()
     for name, convert in ((ATTENTION, _attention), (BLOCK_WEIGHTS, _weights), (EMBEDDING, _embedding)):
         core.add_extension(ConversionExtension(name, DOMAIN, convert))
     return core
+
+
+@functools.cache
+def _devices() -> list[str]:
+    """Return the devices that OpenVINO finds on this machine, such as "CPU" and "GPU.0".
+
+    A process of its own looks for them, since looking loads the libraries of all devices and unloads those without one. If
+    libraries with thread-local storage are unloaded, glibc (2.36) may end the process when another thread starts.
+    """
+    code = "import openvino; print(*openvino.Core().available_devices)"
+    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout.split()
 
 
 def _settings(device: str, precision: str, group: int) -> dict[str, Any]:
@@ -96,18 +105,13 @@ def _settings(device: str, precision: str, group: int) -> dict[str, Any]:
     Raises:
         DeviceError: this machine does not have the device.
     """
-    core = _core()
-    try:
-        found = core.get_property(device.upper(), "AVAILABLE_DEVICES")  # `available_devices` would load all devices' libraries
-    except RuntimeError:  # the library of the device needs one that is not installed
-        found = []
-    if not found:
+    if device != "cpu" and device.upper() not in {each.split(".")[0] for each in _devices()}:
         raise DeviceError(
-            f"OpenVINO finds no device {device.upper()!r} here, only {', '.join(core.available_devices)}",
+            f"OpenVINO finds no device {device.upper()!r} here, only {', '.join(_devices())}",
             "use --device cpu, or install the driver of that device",
         )
     own = DTYPES[PRECISIONS[precision].dtype].openvino
-    has_own = CAPABILITIES[own] in core.get_property(device.upper(), "OPTIMIZATION_CAPABILITIES")
+    has_own = CAPABILITIES[own] in _core().get_property(device.upper(), "OPTIMIZATION_CAPABILITIES")
     # On processors with AVX-512 FP16, OpenVINO 2026.4 computes paged attention wrongly in fp16: logits differ by up to 20.
     has_own &= (device, precision) != ("cpu", "fp16")
     settings: dict[str, Any] = {

@@ -75,19 +75,16 @@ def to_onnx(
         UnsupportedModelError: the module does something that a graph cannot express.
     """
     module.eval()
-    options: dict[str, Any] = {
-        "input_names": names,
-        "output_names": outputs,
-        "opset_version": OPSET,
-        "verbose": False,
-        "optimize": False,
-    }
+    options: dict[str, Any] = {"opset_version": OPSET, "verbose": False, "optimize": False}
     try:
         program = _without_a_second_trace(module, inputs, shapes, options)
         if program is None:
             program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=_dims(shapes), **options)
         assert program is not None  # never None with dynamo=True
-        simplify(program.model)
+        simplify(program.model)  # before its tensors are named, as it may add one for an output that is an input
+        graph = program.model.graph
+        for value, name in zip([*graph.inputs, *graph.outputs], [*names, *outputs], strict=True):
+            value.name = name
     except MemoryError:
         raise
     except Exception as error:  # torch.export and the ONNX translation raise errors of any type

@@ -36,6 +36,13 @@ class Apply(nn.Module):
         return self.function(x)
 
 
+class Both(nn.Module):
+    """A tensor [N, 4], and the same plus one."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x + 1
+
+
 def divided_in_place(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     before = y.sum(1, keepdim=True)
@@ -97,6 +104,17 @@ def test_a_graph_computes_what_its_module_does(
         got = session.run(None, {"x": x.numpy()[:rows]})[0]
         np.testing.assert_allclose(got, function(x[:rows].clone()).numpy(), rtol=1e-5)
     assert session.get_inputs()[0].shape == ["rows", 4]
+
+
+def test_an_output_may_be_an_input(tmp_path: Path) -> None:
+    program = to_onnx(Both(), (torch.ones(3, 4),), ({0: "rows"},), ["x"], ["y", "z"], "it")
+    program.save(tmp_path / "graph.onnx")
+    session = open_graph(tmp_path / "graph.onnx", "fp32")
+    assert [each.name for each in (*session.get_inputs(), *session.get_outputs())] == ["x", "y", "z"]
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    y, z = session.run(None, {"x": x})
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(z, x + 1)
 
 
 @pytest.fixture
