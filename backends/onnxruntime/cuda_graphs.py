@@ -25,16 +25,15 @@ RECORD_AT = 3  # launches before a run is recorded: recording takes more runs, a
 MAX_RECORDED = 64  # recorded runs per session
 
 
-def run_options(graph: int | None) -> Any:
+def run_options(graph: int) -> Any:
     """Return options for a run on CUDA that returns without waiting.
 
     Args:
-        graph: the run's id; `NO_GRAPH` for none; None if the session cannot record.
+        graph: the run's id, or `NO_GRAPH`.
     """
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    if graph is not None:
-        options.add_run_config_entry(GRAPH_ID, str(graph))
+    options.add_run_config_entry(GRAPH_ID, str(graph))
     return options
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime
 
 from outrider.backends.base import Engines, GraphEngines, check_tensors, engine_tensors
-from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs, run_options
+from outrider.backends.onnxruntime.cuda_graphs import CudaGraphs
 from outrider.backends.onnxruntime.package import first_line
 from outrider.bundle.manifest import WEIGHTS, Build, Manifest, model_file, sampler_file
 from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
@@ -94,9 +94,11 @@ def inference_session(path: Path, device: Device, *, record_placement: bool = Fa
     _preload()
     # Outrider allocates caches and buffers. The rest is small; an arena that doubles would take the memory that they need.
     cuda = {"user_compute_stream": str(device.stream), "use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+    options.log_severity_level = 4  # that a node runs on the CPU is logged as a warning, and as an error in the first session
     try:
         session = _session(path, options, [(CUDA, cuda | {CUDA_GRAPH: "1"}), CPU])
     except EngineError:  # perhaps because some node must run on the CPU
+        options.log_severity_level = 3
         session = _session(path, options, [(CUDA, cuda), CPU])
     if session.get_providers()[0] != CUDA:
         raise EngineError(
@@ -171,16 +173,15 @@ class OnnxRuntimeEngine(Engine):
         """
         self._session = inference_session(path, device, rounds=rounds)
         self._graphs: CudaGraphs | None = None
-        self._options = None  # empty options would cost time in every run
         if not isinstance(device, Cpu):
-            # Runs go to the device's stream, in order with all other work, and the host waits once per round. Recording the
-            # stream is not safe: ONNX Runtime copies from its own host memory, and a recorded copy keeps the address after the
-            # memory is freed. ONNX Runtime has its own way to record a run.
+            # Runs go to the device's stream, in order with all other work. Recording the stream is not safe: ONNX Runtime
+            # copies from its own host memory, and a recorded copy keeps the address after the memory is freed. ONNX Runtime has
+            # its own way to record a run. A run that it cannot record waits for its end. Without the wait, ONNX Runtime 1.31
+            # keeps each run's host memory, and ends the process when the session frees it (cudaFreeHost in a callback).
             self.recordable = False
             self.spare_slots = 0  # attention is not fused on CUDA
             records = self._session.get_provider_options()[CUDA].get(CUDA_GRAPH) == "1"
             self._graphs = CudaGraphs(self._session, device) if records else None
-            self._options = run_options(graph=None)
         everything = [*self._session.get_inputs(), *self._session.get_outputs()]
         actual = {each.name: (each.type, _sizes(each.shape)) for each in everything}
         expected = {each.name: (DTYPES[each.dtype].onnxruntime, _sizes(each.shape)) for each in tensors}
@@ -208,7 +209,7 @@ class OnnxRuntimeEngine(Engine):
         except Exception as error:
             raise _failed(error, "refuses a tensor", "build the bundle again, with this onnxruntime") from error
         references = dict(tensors)
-        run: Launch = partial(self._session.run_with_iobinding, binding, self._options)
+        run: Launch = partial(self._session.run_with_iobinding, binding)
         if self._graphs is not None:
             computed = [tensors[each.name] for each in self._session.get_outputs() if not each.name.startswith("present_")]
             run = self._graphs.launch(binding, computed)

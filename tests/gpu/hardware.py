@@ -35,7 +35,7 @@ def machine() -> dict[str, str]:
         "driver": driver,
         "driver's CUDA": str(cuda),
         "Python": platform.python_version(),
-        **{each.name: each.version for each in metadata.distributions() if each.name in PACKAGES},
+        **{each.name: metadata.version(each.name) for each in metadata.distributions() if each.name in PACKAGES},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from outrider.tests.support import SHIPPED, write_checkpoint
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"
 TOKENS = 256
 REPEATS = 5
+TEMPERATURES = 0.0, 0.8
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 ACCEPTANCE = 0.8  # of the large pair, whose random weights would never agree
 HOUR = 3600
@@ -36,10 +38,10 @@ Record = Callable[[str, object], None]
 Figures = tuple[float, float, float]  # seconds per round, tokens per second, mean acceptance length
 
 
-def time_text(loaded: Outrider, prompt: str, k: int) -> Figures:
-    """Time one greedy text."""
+def time_text(loaded: Outrider, prompt: str, k: int, temperature: float) -> Figures:
+    """Time one text."""
     stats = None
-    for event in loaded.generate(prompt, SamplingParams(max_new_tokens=TOKENS), k=k):
+    for event in loaded.generate(prompt, SamplingParams(max_new_tokens=TOKENS, temperature=temperature, seed=0), k=k):
         stats = event.stats
     assert stats is not None
     seconds = stats.seconds - stats.prompt_seconds
@@ -61,21 +63,22 @@ def bytes_per_round(loaded: Outrider, k: int) -> int:
 
 
 def time_bundle(record: Record, name: str, loaded: Outrider, prompt: str, bandwidth: float) -> None:
-    """Time plain decoding and every k, alternating, and record the medians.
+    """Time plain decoding and every k, greedy and sampled, alternating, and record the medians.
 
     A backend that records rounds is timed both recorded and as plain launches. `bandwidth` is the GPU's, in GB/s.
     """
     recordings = (True, False) if loaded.rounds.recorder.enabled else (False,)
-    variants = [(k, recorded) for k in (0, *loaded.build.k) for recorded in recordings]
-    results: dict[tuple[int, bool], list[Figures]] = {variant: [] for variant in variants}
+    variants = list(itertools.product(TEMPERATURES, (0, *loaded.build.k), recordings))
+    results: dict[tuple[float, int, bool], list[Figures]] = {variant: [] for variant in variants}
     for _ in range(REPEATS + 1):  # the first is a warm-up
-        for k, recorded in variants:
+        for temperature, k, recorded in variants:
             loaded.rounds.recorder.enabled = recorded
-            results[k, recorded].append(time_text(loaded, prompt, k))
-    plain = statistics.median(speed for _, speed, _ in results[variants[0]][1:])
-    for (k, recorded), runs in results.items():
+            results[temperature, k, recorded].append(time_text(loaded, prompt, k, temperature))
+    for (temperature, k, recorded), runs in results.items():
+        plain = statistics.median(speed for _, speed, _ in results[temperature, 0, recordings[0]][1:])
         seconds, speeds, lengths = zip(*runs[1:], strict=True)
-        row = {"backend": name, "k": k, "rounds": "recorded" if recorded else "launches"} | _speed([*speeds], plain)
+        row = {"backend": name, "temperature": temperature, "k": k, "rounds": "recorded" if recorded else "launches"}
+        row |= _speed([*speeds], plain)
         row["ms per round"] = f"{1e3 * statistics.median(seconds):.3f}"
         row["ms to read its bytes"] = f"{bytes_per_round(loaded, k) / bandwidth / 1e6:.3f}"
         row["mean acceptance length"] = f"{statistics.median(lengths):.2f}"
@@ -104,7 +107,7 @@ def time_transformers(record: Record, pair: Path, device: str) -> None:
             speeds[name].append((text.shape[1] - inputs.input_ids.shape[1]) / (time.perf_counter() - started))
     plain = statistics.median(speeds["plain"][1:])
     for name, values in speeds.items():
-        record("timing", {"backend": "transformers", "k": name} | _speed(values[1:], plain))
+        record("timing", {"backend": "transformers", "temperature": 0.0, "k": name} | _speed(values[1:], plain))
 
 
 class ForcedAcceptance:
@@ -193,6 +196,7 @@ def test_speed_of_a_large_pair(
 def test_timing_on_a_simulated_gpu(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "TOKENS", 30)
     monkeypatch.setitem(globals(), "REPEATS", 1)
+    monkeypatch.setitem(globals(), "TEMPERATURES", (0.0,))
     rows: list[Any] = []
     loaded = deferred(tiny_bundle).observed(ForcedAcceptance(1))
     time_bundle(lambda _, row: rows.append(row), "simulated", loaded, "the quick", 100)
