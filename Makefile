@@ -7,7 +7,7 @@ PAIR := examples/tiny-pair
 DEMO := build/demo
 PROMPT := Customer: Hi, I would like to book a table for two in San Jose.
 
-.PHONY: demo test test-all mutants check docs newest clean
+.PHONY: demo test test-all mutants models-page check docs newest clean
 
 demo: $(VENV)/.installed
 	rm -rf $(DEMO)
@@ -22,7 +22,11 @@ test-all: $(VENV)/.installed-dev
 	scripts/test -m ""
 
 mutants: $(VENV)/.installed-dev
-	scripts/mutants
+	$(BIN)/python tests/mutants/plant.py
+
+# Write docs/models.md from what the tests of exports find, the slow ones too: tens of minutes.
+models-page: $(VENV)/.installed-dev
+	scripts/test -m "" --models-page tests/export/test_architectures.py tests/export/test_eagle3.py tests/export/test_sweep.py
 
 check: $(VENV)/.installed-dev
 	scripts/check

@@ -131,7 +131,7 @@ class Decoder:
             if name in self._on_device:
                 offers[name] = Offer(drafter.pending(index, tokens), None)
             elif (proposal := drafter.propose(index, tokens, self._k[-1], grammar)) is not None:
-                if grammar is not None and not proposal.allowed:
+                if grammar is not None:
                     proposal = proposal._replace(tokens=proposal.tokens[: grammar.valid(proposal.tokens)])
                 if proposal.tokens:
                     offers[name] = Offer(drafter.pending(index, tokens), proposal)

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exports", type=Path, help="folder of ready-made exports, for the tests marked gpu")
     parser.addoption("--large-pair", action="store_true", help="on a GPU, also time a pair in the shape of 7B and 0.5B")
     parser.addoption("--part", help="K/N: the part K of N, from 0 on, of the tests that would run")
-    parser.addoption("--models-page", action="store_true", help="write docs/models.md; see scripts/models-page")
+    parser.addoption("--models-page", action="store_true", help="write docs/models.md; see the Makefile")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around where cases are left out for being slow

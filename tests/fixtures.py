@@ -69,7 +69,7 @@ def _freeze() -> None:
 @pytest.fixture(scope="session")
 def once(shared: Path) -> Once:
     """Make a folder once for all processes of the run: `once(name, make)` calls `make(path)` in the first that asks."""
-    root = Path(os.environ.get("OUTRIDER_TEST_FOLDERS", shared))  # those of another run, for scripts/mutants
+    root = Path(os.environ.get("OUTRIDER_TEST_FOLDERS", shared))  # those of another run, for tests/mutants/plant.py
 
     def made(name: str, make: Callable[[Path], object]) -> Path:
         output = root / name

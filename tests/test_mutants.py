@@ -8,19 +8,14 @@ import os
 import re
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from outrider.tests.mutants import plant as mutants
 from outrider.tests.support import ROOT
 from outrider.tests.test_packaging import FOLDERS
 
-loader = SourceFileLoader("mutants", str(ROOT / "scripts" / "mutants"))
-mutants: Any = module_from_spec(spec_from_loader("mutants", loader))  # type: ignore[arg-type]
-loader.exec_module(mutants)
 FAULTS = mutants.read_faults()
 
 
@@ -66,12 +61,11 @@ def test_make_test_runs_the_tests_of_every_fault(request: pytest.FixtureRequest)
 
 RUNNER = """
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 script, root = sys.argv[1:]
-mutants = module_from_spec(spec_from_loader("mutants", SourceFileLoader("mutants", script)))
+mutants = module_from_spec(spec_from_file_location("mutants", script))
 mutants.__spec__.loader.exec_module(mutants)
 mutants.load(["pytest"])
 print("caught:", mutants.plant(mutants.read_faults(Path(root)), 1, Path(root)))
@@ -105,7 +99,7 @@ def test_a_fault_that_no_test_notices_survives(tmp_path: Path) -> None:
     (root / "tests" / "mutants" / "double.toml").write_text("\n".join(tables))
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", RUNNER, str(ROOT / "scripts" / "mutants"), str(root)]
+    command = [sys.executable, "-c", RUNNER, mutants.__file__, str(root)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     found = re.findall(r"^(.*?) +[\d.]+ s  (\S+): ", done.stdout, flags=re.MULTILINE)
     assert {name: verdict for verdict, name in found} == {name: verdict for name, (*_, verdict) in given.items()}, done

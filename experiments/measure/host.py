@@ -28,6 +28,7 @@ from outrider.runtime.text.text import Text
 
 ACCEPTED = (4, 1, 0, 4, 2, 4, 3, 4)  # drafted tokens accepted in each round; the pattern repeats
 TOKEN = 300  # the only token of all answers
+TOKENS = 2000  # of an answer
 GOALS, ADDITIONAL_GOAL = {"fixed": 60.0, "auto": 100.0}, 20.0  # microseconds per round, and for each additional sequence
 
 
@@ -66,10 +67,10 @@ class FreeEngines(GraphEngines):
         return FreeEngine(name)
 
 
-def measure(outrider: Outrider, batch: int, k: int | str, tokens: int) -> float:
+def measure(outrider: Outrider, batch: int, k: int | str) -> float:
     """Return the microseconds per round of a batch of sequences."""
     scheduler = Scheduler(outrider, k=k)
-    params = SamplingParams(max_new_tokens=tokens, min_new_tokens=0)
+    params = SamplingParams(max_new_tokens=TOKENS, min_new_tokens=0)
     requests = [scheduler.submit([TOKEN + 1, TOKEN], params) for _ in range(batch)]
     for _ in range(batch):  # read the prompts, one per step
         scheduler.step()
@@ -83,12 +84,11 @@ def measure(outrider: Outrider, batch: int, k: int | str, tokens: int) -> float:
 
 @click.command(help=__doc__)
 @arguments.bundle
-@click.option("--tokens", type=int, default=2000, show_default=True, help="Tokens of each answer.")
 @arguments.repeat
-def command(bundle: Path, tokens: int, repeat: int) -> None:
+def command(bundle: Path, repeat: int) -> None:
     manifest, build = open_bundle(bundle)
     manifest = msgspec.structs.replace(manifest, generation=msgspec.structs.replace(manifest.generation, eos_token_ids=[]))
-    capacity = tokens + 64
+    capacity = TOKENS + 64
     build = msgspec.structs.replace(build, batch=8, capacity=capacity, windows=[64, capacity], costs={})
     text = Text.load(bundle, manifest)
     outriders = {batch: Outrider(FreeEngines(bundle, manifest, build, Cpu()), text, slots=batch) for batch in (1, 8)}
@@ -103,7 +103,7 @@ def command(bundle: Path, tokens: int, repeat: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeat):
         for name, (batch, k) in cases.items():
-            times[name].append(measure(outriders[batch], batch, k, tokens))
+            times[name].append(measure(outriders[batch], batch, k))
     for name, each in times.items():
         print(f"{name:32} {spread(each, 1)} µs" + (f"   goal {GOALS[name]:g}" if name in GOALS else ""))
     for name in ("fixed", "auto"):

@@ -23,14 +23,15 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.experiments.measure.arguments import FOLDER
 
 POSITION, WARM_UP = 200, 10
+RUNS, PROCESSES = 150, 8  # passes per bundle and process
 
 
-def measure(bundles: tuple[Path, ...], runs: int) -> list[float]:
+def measure(bundles: tuple[Path, ...]) -> list[float]:
     """Return the median of each bundle, and the median ratio of the first to the second."""
     sessions = [open_engines(path, *open_bundle(path)).session("target", batch=1) for path in bundles]
-    times = np.empty((runs, 2))
+    times = np.empty((RUNS, 2))
     token, position = np.array([[1]]), np.array([POSITION])
-    for run in range(-WARM_UP, runs):
+    for run in range(-WARM_UP, RUNS):
         for at in (0, 1) if run % 2 else (1, 0):
             sessions[at].assume(position)
             started = time.perf_counter()
@@ -42,14 +43,12 @@ def measure(bundles: tuple[Path, ...], runs: int) -> list[float]:
 
 @click.command(help=__doc__)
 @click.argument("bundles", type=FOLDER, nargs=2, metavar="A B")
-@click.option("--runs", type=int, default=150, show_default=True, help="Passes per bundle and process.")
-@click.option("--processes", type=int, default=8, show_default=True)
-def command(bundles: tuple[Path, Path], runs: int, processes: int) -> None:
+def command(bundles: tuple[Path, Path]) -> None:
     ratios = []
-    for number in range(processes):
+    for number in range(PROCESSES):
         order = bundles[:: -1 if number % 2 else 1]
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            a, b, ratio = pool.submit(measure, order, runs).result()
+            a, b, ratio = pool.submit(measure, order).result()
         if number % 2:
             a, b, ratio = b, a, 1 / ratio
         ratios.append(ratio)

@@ -1,13 +1,12 @@
 """Compare the perplexity of bundles as they are served, and print a Markdown table.
 
 `outrider export` measures the exported graph. This runs a bundle's own engines, including the rounding that their backend adds.
-Without --text it reads the held-out text of the export. Texts are read in pieces as long as the capacity. The perplexity is exp
+It reads the held-out text of the export in pieces as long as the capacity. The perplexity is exp
 of the mean of -log p over all tokens except the first of each piece.
 """
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 
 import click
@@ -16,24 +15,22 @@ from tokenizers import Tokenizer
 
 from outrider.backends.open import open_bundle, open_engines
 from outrider.bundle.manifest import TOKENIZER
-from outrider.experiments.measure.arguments import FILE, FOLDER
+from outrider.experiments.measure.arguments import FOLDER
 from outrider.export.heldout import TEXT
 
 
 @click.command(help=__doc__)
 @click.argument("bundles", type=FOLDER, nargs=-1, required=True, metavar="BUNDLE...")
-@click.option("--text", type=FILE, multiple=True, help="Text to read instead of the export's; may be repeated.")
-def command(bundles: tuple[Path, ...], text: tuple[Path, ...]) -> None:
-    texts = [path.read_text(encoding="utf-8") for path in text] or [TEXT]
+def command(bundles: tuple[Path, ...]) -> None:
     print("| bundle | backend | block | model | tokens | perplexity |\n|---|---|---|---|---|---|")
     for bundle in bundles:
         manifest, build = open_bundle(bundle)
         engines = open_engines(bundle, manifest, build)
         encoder = Tokenizer.from_file(str(bundle / TOKENIZER))
         first = encoder.encode("").ids[:1]
-        encoded = [encoder.encode(text, add_special_tokens=False).ids for text in texts]
+        ids = encoder.encode(TEXT, add_special_tokens=False).ids
         length = build.capacity - len(first)
-        pieces = list(chain(*([first + ids[at : at + length] for at in range(0, len(ids), length)] for ids in encoded)))
+        pieces = [first + ids[at : at + length] for at in range(0, len(ids), length)]
         for role in manifest.roles:
             session = engines.session(role, batch=1)
             losses: list[float] = []

@@ -25,6 +25,7 @@ from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.text.text import Text
 
 SLOTS = 3
+PREFIX, USER = 1000, 32  # tokens: of the common prefix, and of each prompt after it
 PARAMS = SamplingParams(max_new_tokens=16, min_new_tokens=16)
 
 
@@ -41,10 +42,8 @@ def first_token(scheduler: Scheduler, prompt: list[int]) -> tuple[Request, float
 
 @click.command(help=__doc__)
 @arguments.bundle
-@click.option("--prefix", type=int, default=1000, show_default=True, help="Tokens of the common prefix.")
-@click.option("--user", type=int, default=32, show_default=True, help="Tokens of each prompt after the prefix.")
 @arguments.repeat
-def command(bundle: Path, prefix: int, user: int, repeat: int) -> None:
+def command(bundle: Path, repeat: int) -> None:
     manifest, build = open_bundle(bundle)
     build = msgspec.structs.replace(build, batch=SLOTS)
     text = Text.load(bundle, manifest)
@@ -53,14 +52,14 @@ def command(bundle: Path, prefix: int, user: int, repeat: int) -> None:
     tokens = random.Random(0)
     seconds: dict[str, list[float]] = {"first": [], "second": [], "third": []}
     for repetition in range(repeat + 1):
-        shared = [tokens.randrange(1000, 20000) for _ in range(prefix)]
+        shared = [tokens.randrange(1000, 20000) for _ in range(PREFIX)]
         for name, times in seconds.items():
-            request, took = first_token(scheduler, shared + [tokens.randrange(1000, 20000) for _ in range(user)])
+            request, took = first_token(scheduler, shared + [tokens.randrange(1000, 20000) for _ in range(USER)])
             if repetition:  # the first repetition is the warm-up
                 times.append(took)
             while name == "first" and scheduler.busy:
                 scheduler.step()
-            assert (request.stats.cached_tokens >= prefix) == (name != "first")
+            assert (request.stats.cached_tokens >= PREFIX) == (name != "first")
         while scheduler.busy:
             scheduler.step()
     first = statistics.median(seconds["first"])

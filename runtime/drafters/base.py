@@ -29,7 +29,6 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     evidence: Hashable  # proposals with equal evidence should be accepted equally often
-    allowed: bool = False  # whether the request's grammar is known to allow all tokens
 
 
 class Resources(NamedTuple):

@@ -21,4 +21,4 @@ class GrammarDrafter(Drafter):
 
     def propose(self, slot: int, tokens: list[int], k: int, grammar: Matcher | None) -> Proposal | None:
         forced = [] if grammar is None else grammar.forced(k)
-        return Proposal(forced, None, allowed=True) if forced else None
+        return Proposal(forced, None) if forced else None

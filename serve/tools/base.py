@@ -89,6 +89,7 @@ class Reader:
         self._ended = False
         self._parts = read(self)
         self.calling = False  # whether a call has started and is not complete
+        self._called = False
 
     def push(self, text: str, last: bool) -> list[Part]:
         """Return the new parts that are known after more text. After the `last` text nothing is held back."""
@@ -137,6 +138,14 @@ class Reader:
         if kind is not None:
             yield Part(kind, before)
         return at >= 0
+
+    def call(self, mark: str) -> Generator[Part | None, None, bool]:
+        """Yield the text before a mark that starts a call, as content; between calls, drop what is only white space. Returns
+        whether a call starts."""
+        found = yield from self.until(mark, None if self._called else "content")
+        if found:
+            self._called = self.calling = True
+        return found
 
     def word(self, mark: str) -> Generator[None, None, str | None]:
         """Return the whole text before a mark, and drop the mark; None if the answer ends without the mark."""

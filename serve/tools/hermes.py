@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from outrider.serve.tools.base import (
     BEGINNING,
@@ -43,9 +43,7 @@ class Hermes(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer."""
-        said: Literal["content"] | None = "content"
-        while (yield from reader.until(mark(OPENING), said)):
-            said, reader.calling = None, True  # only white space is between calls
+        while (yield from reader.call(mark(OPENING))):
             if not (yield from reader.until(BEGINNING, None)) or not (yield from read_named_call(reader, "arguments")):
                 return
             yield from reader.until(mark(CLOSING), None)

@@ -67,20 +67,18 @@ class Mistral(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer."""
-        more = yield from reader.until(mark(CALLS), "content")
         if ARGUMENTS not in self._optional:
+            more = yield from reader.call(mark(CALLS))
             while more and (yield from reader.until(BEGINNING, None)):
                 more = yield from read_named_call(reader, "arguments")
             return
-        while more:
-            reader.calling = True
+        while (yield from reader.call(mark(CALLS))):
             if (head := (yield from reader.word(mark(ARGUMENTS)))) is None:
                 return
             yield Part("name", head.partition(mark(CALL_ID))[0])
             if not (yield from reader.value()):
                 return
             reader.calling = False
-            more = yield from reader.until(mark(CALLS), None)
 
     def call_id(self) -> str:
         """Return a new id. The templates accept only ids of nine letters and digits."""

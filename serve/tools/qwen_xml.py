@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from outrider.errors import UsageError
 from outrider.runtime.grammar.schemas import over
@@ -76,9 +76,7 @@ class QwenXml(Family):
 
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer, the arguments as JSON."""
-        said: Literal["content"] | None = "content"
-        while (yield from reader.until(mark(OPENING), said)):
-            said, reader.calling = None, True  # only white space is between calls
+        while (yield from reader.call(mark(OPENING))):
             if not (yield from reader.until(FUNCTION, None)) or (name := (yield from reader.word(">\n"))) is None:
                 return
             yield Part("name", name)

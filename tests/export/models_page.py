@@ -1,4 +1,4 @@
-"""docs/models.md: tests compare it with what they find, and `scripts/models-page` writes it from that."""
+"""docs/models.md: tests compare it with what they find, and `make models-page` writes it from that."""
 
 from __future__ import annotations
 
@@ -55,4 +55,4 @@ class Table:
         if figure:
             float(listed)
         else:
-            assert listed == cell, "scripts/models-page writes docs/models.md"
+            assert listed == cell, "make models-page writes docs/models.md"

@@ -317,7 +317,7 @@ def text(page: models_page.Table) -> str:
         "the draft heads. The last section tries every architecture of transformers. An export fails if its graph does not",
         "compute what the checkpoint does.",
         "",
-        "`scripts/models-page` writes this page from the results of the tests (`tests/export/test_architectures.py`), which",
+        "`make models-page` writes this page from the results of the tests (`tests/export/test_architectures.py`), which",
         "also check it, except for figures. They export a tiny random model of each architecture in fp32, run it on ONNX",
         f"Runtime in chunks of {', '.join(map(str, CHUNKS))} tokens, and compare it with eager transformers.",
         "",

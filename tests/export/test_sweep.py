@@ -272,7 +272,7 @@ def section(results: dict[str, tuple[str, str]]) -> str:
     exported = sorted(name for name, (status, _) in results.items() if status == EXPORTED)
     lines = [
         f"transformers {hf.__version__} registers {len(results)} model types as causal language models.",
-        "`scripts/models-page` (`tests/export/test_sweep.py`) makes a tiny random model of each, with a layer of each kind in",
+        "`make models-page` (`tests/export/test_sweep.py`) makes a tiny random model of each, with a layer of each kind in",
         "its default configuration, and exports it in fp32. For a multimodal model type, it exports the text model if that is",
         "registered separately. Encoders run as decoders (`is_decoder`).",
         "",

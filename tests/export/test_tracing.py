@@ -14,7 +14,7 @@ import transformers
 from onnxscript import optimizer
 from torch import nn
 
-from outrider.export.checkpoints.checkpoint import load_model, set_experts
+from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
 from outrider.export.graph import tracing
 from outrider.export.graph.step_model import trace
@@ -154,7 +154,9 @@ def test_models_that_are_read_from_two_folders_share_a_trace(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name", [name if name in ("GPT-2", "LFM2") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
-def test_the_graph_is_the_one_that_onnxscript_s_optimizer_makes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_is_the_one_that_onnxscript_s_optimizer_makes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphs = list[tuple[bytes, bytes]]()
 
     def compared(model: ir.Model) -> None:
@@ -165,8 +167,8 @@ def test_the_graph_is_the_one_that_onnxscript_s_optimizer_makes(name: str, monke
         simplify(model)
 
     monkeypatch.setattr(tracing, "simplify", compared)
-    model = transformers.AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), attn_implementation="eager").eval()
-    set_experts(model)
+    made = transformers.AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]))
+    model = load_model(Source.parse(str(write_checkpoint(tmp_path / "model", made))), "fp32")
     _, layout, _ = reference(model, torch.ones((1, 20), dtype=torch.int64))
     trace(model, layout)
     assert len(graphs) == 1

@@ -35,7 +35,7 @@ def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Reached]:
-    with serving_here(bundle) as server:
+    with serving_here(bundle, k=4) as server:  # `k = auto` may not draft on a slow machine
         yield server
 
 

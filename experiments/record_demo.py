@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Record the output of `outrider generate --show` as docs/demo.svg, with its colours.
 
-make demo && .venv/bin/python scripts/record-demo
+make demo && .venv/bin/python -m outrider.experiments.record_demo
 """
 
 from __future__ import annotations

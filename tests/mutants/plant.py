@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Plant faults in copies of the tree, one at a time, and check that the tests named for each notice it.
 
-    scripts/mutants [NAME ...] [--jobs 2] [--list]
+    .venv/bin/python tests/mutants/plant.py [NAME ...] [--jobs 2] [--list]
 
-The faults are in `tests/mutants/FOLDER.toml`, a file for each folder of the product:
+The faults are in `FOLDER.toml`, a file for each folder of the product:
 
     [[fault]]
     name = "position-off-by-one"    # one that no other file has
@@ -39,7 +38,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
 SECONDS = 600  # of one run of pytest
 CAUGHT = "caught"
