@@ -1,8 +1,8 @@
 """Compare the perplexity of bundles as they are served, and print a Markdown table.
 
 `outrider export` measures the exported graph. This runs a bundle's own engines, including the rounding that their backend adds.
-It reads the held-out text of the export in pieces as long as the capacity. The perplexity is exp
-of the mean of -log p over all tokens except the first of each piece.
+It reads the export's held-out text in pieces as long as the capacity. The perplexity is exp of the mean of -log p over all
+tokens except the first of each piece.
 """
 
 from __future__ import annotations

@@ -249,7 +249,8 @@ class RemoteMatcher(Matcher):
 
     def valid(self, tokens: list[int]) -> int:
         """See `Matcher.valid`."""
-        self._first()
+        if tokens == self._first().forced[: len(tokens)]:
+            return len(tokens)  # without a message
         reply = self._try(Valid(self._number, tokens))
         return 0 if reply is None else reply.count
 

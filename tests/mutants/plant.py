@@ -39,7 +39,6 @@ from types import FrameType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv" / "bin" / "python"
 SECONDS = 600  # of one run of pytest
 CAUGHT = "caught"
 TIMED_OUT, STUMBLED, ANOTHER = 97, 98, 99  # no exit codes of pytest
@@ -312,8 +311,6 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.file}  {fault.name}: {fault.says}")
         return 0
-    if sys.executable != str(PYTHON):
-        os.execv(PYTHON, [str(PYTHON), *sys.argv])
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         load()

@@ -208,6 +208,14 @@ def test_masks_are_those_of_this_process(grammars: RemoteGrammars, monkeypatch: 
         assert remote.forced(8) == local.forced(8)
 
 
+def test_what_a_grammar_forces_is_valid_without_asking_its_worker(grammars: RemoteGrammars, workers: Workers) -> None:
+    matcher = wait(grammars.begin(StructuredOutputs(choice=["aabbab"]), "owner"))
+    forced = matcher.forced(8)
+    end(workers)  # none could answer
+    assert len(forced) > 1
+    assert [matcher.valid(forced[:count]) for count in range(len(forced) + 1)] == [*range(len(forced) + 1)]
+
+
 def test_an_answer_goes_on_when_its_worker_has_died(grammars: RemoteGrammars, workers: Workers) -> None:
     matcher = grammars.begin(LETTERS, "owner")
     matcher.advance(ids("ab"))
