@@ -11,7 +11,20 @@ from typing import Any, NoReturn
 import click
 
 import outrider
-from outrider.commands import bench, build_engine, calibrate, export, generate, inspect, plan, serve, train_draft, verify
+from outrider.commands import (
+    bench,
+    build_engine,
+    cache,
+    calibrate,
+    chat,
+    export,
+    generate,
+    inspect,
+    plan,
+    serve,
+    train_draft,
+    verify,
+)
 from outrider.commands.output import printable
 from outrider.errors import OutriderError, UsageError, show_warnings
 
@@ -32,6 +45,8 @@ class Commands(click.Group):
             flag = _flag(self.commands.get(ctx.invoked_subcommand or ""), error.param)
             hint = f"{flag}: {error.hint}" if flag and "--" not in error.hint else error.hint
             _fail(ctx, str(error), hint, error.exit_code)
+        except click.exceptions.NoArgsIsHelpError:  # shows the help of a group
+            raise
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "outrider"
             _fail(ctx, error.format_message(), f"see {command} --help", error.exit_code)
@@ -88,7 +103,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # print a question mark for characters that the terminal lacks
 
 
-for module in (export, train_draft, build_engine, calibrate, verify, generate, serve, inspect, plan, bench):
+for module in (export, train_draft, build_engine, calibrate, verify, generate, chat, serve, inspect, plan, bench, cache):
     main.add_command(module.command)
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ from outrider.backends import registry
 from outrider.backends.base import Backend, BuildSpec, check_costs
 from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
+from outrider.builder.defaults import backends
 from outrider.builder.passes import measure
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import unchanged
 from outrider.bundle.manifest import MANIFEST, Build, Manifest
 from outrider.engines.contract import window_buckets
-from outrider.errors import DeviceError, FolderError, OutriderError, OutriderWarning, UsageError
+from outrider.errors import DeviceError, EngineError, FolderError, OutriderError, OutriderWarning, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
+from outrider.runtime.policy.choice import AUTO
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
@@ -45,7 +47,7 @@ def build_engine(
     """Build the bundle `output` from the export `source`, and return its manifest.
 
     Args:
-        backend: one of `registry.names()`.
+        backend: one of `registry.names()`, or "auto" for the one that `defaults.backends` prefers and that takes the models.
         k: numbers of draft tokens per round; 0, plain decoding, is always available.
         capacity: positions of the cache, for prompt and answer together; None is 1024, or the models' maximum if that is
             less.
@@ -60,10 +62,21 @@ def build_engine(
         FolderError: the export is damaged, or the output cannot be written.
         EngineError: the backend refuses a model, or does not run it.
     """
-    chosen, options = _backend(backend), dict(options or {})
-    manifest = read_manifest(source)
+    manifest, options = read_manifest(source), dict(options or {})
     if manifest.build is not None:
         raise FolderError(f"{source} is already a bundle", "pass the folder that outrider export wrote")
+    if backend == AUTO:
+
+        def build_for(name: str) -> Manifest:
+            sizes: dict[str, Any] = {"k": k, "capacity": capacity, "batch": batch, "max_prompt_chunk": max_prompt_chunk}
+            others: dict[str, Any] = {"device": device, "options": options, "measured": measured, "progress": progress}
+            return build_engine(source, output, backend=name, **sizes, **others)
+
+        names = [choice.backend for choice in backends(manifest)]
+        return _built_by_rule(
+            [name for name in names if device in (None, *registry.get(name).devices)] or names, build_for, progress
+        )
+    chosen = _backend(backend)
     limits = [model.max_positions for model in manifest.models.values() if model.max_positions]
     capacity = min([DEFAULT_CAPACITY, *limits]) if capacity is None else capacity
     max_prompt_chunk = min(DEFAULT_CHUNK, capacity) if max_prompt_chunk is None else max_prompt_chunk
@@ -98,6 +111,19 @@ def build_engine(
         sealed = msgspec.structs.replace(manifest, build=build)
         (folder / MANIFEST).write_bytes(sealed.encode())
     return sealed
+
+
+def _built_by_rule(names: list[str], build: Callable[[str], Manifest], progress: Progress) -> Manifest:
+    """Build for the first of the backends that takes the models."""
+    *preferred, last = names
+    for name in preferred:
+        try:
+            return build(name)
+        except DeviceError:
+            raise
+        except EngineError as error:
+            progress.stage(f"building for {last}, because {error}")
+    return build(last)
 
 
 def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = None) -> Manifest:

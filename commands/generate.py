@@ -7,14 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from outrider.commands.options import GroupedCommand, GroupedOption, device, drafter, number_or_auto
-from outrider.commands.output import console, printable, progress_bar
+from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, model, number_or_auto
+from outrider.commands.output import console, print_pieces, progress_bar
 from outrider.errors import UsageError
+from outrider.prepare.wanted import Wanted
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import DEFAULTS, RANGES, RULES, SamplingParams
 
@@ -66,7 +66,7 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
 
 
 @click.command("generate", cls=GroupedCommand)
-@click.argument("bundle", type=click.Path(path_type=Path))
+@model
 @click.option("--prompt", cls=GroupedOption, group=PROMPT, metavar="TEXT", help="The prompt.  [default: all of standard input]")
 @click.option("--chat", cls=GroupedOption, group=PROMPT, is_flag=True, help="Apply the bundle's chat template to the prompt.")
 @click.option(
@@ -152,7 +152,7 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
     help="Print one JSON object on standard output, and nothing else.",
 )
 def command(
-    bundle: Path,
+    wanted: Wanted,
     prompt: str | None,
     chat: bool,
     allow_special_tokens: bool,
@@ -163,7 +163,11 @@ def command(
     as_json: bool,
     **params: Any,
 ) -> None:
-    """Generate text from a prompt. Only confirmed tokens are printed."""
+    """Generate text from a prompt. Only confirmed tokens are printed.
+
+    MODEL is a bundle, or an export, a checkpoint folder, a GGUF file or an id on the Hugging Face hub, which is exported
+    and built first, into the cache that outrider cache lists.
+    """
     if show and as_json:
         raise UsageError("--show and --json cannot be combined", "leave one of them out")
     if params["logprobs"] is not None and not as_json:
@@ -174,6 +178,7 @@ def command(
     from outrider.runtime.generation import Outrider
 
     text = _read_prompt() if prompt is None else prompt
+    bundle = bundle_of(wanted, device)
     with progress_bar() as progress:
         loaded = Outrider.load(bundle, progress, device=device)
     with _standard_error_discarded():
@@ -215,12 +220,7 @@ def _print_text(events: Iterator[Event], show: bool) -> None:
     screen, terminal = console() if show else None, sys.stdout.isatty()
     event = None
     for event in events:
-        for text, from_draft in event.pieces:
-            text = printable(text) if terminal else text
-            if screen is None:
-                click.echo(text.encode("utf-8", "replace"), nl=False)
-            else:
-                screen.out(text, style="green" if from_draft else "yellow", highlight=False, end="")
+        print_pieces(event.pieces, screen, terminal)
     click.echo()
     assert event is not None  # a generation has at least one round
     if event.finish_reason == "capacity":

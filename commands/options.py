@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from outrider.backends import registry
+from outrider.commands.output import printable, progress_bar
+from outrider.engines.precisions import PRECISIONS
+from outrider.prepare.wanted import Wanted
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO
 
@@ -64,11 +70,70 @@ backend = click.option(
     "--backend",
     cls=GroupedOption,
     group="Engines",
-    type=Registered(registry.names),
-    default=registry.REFERENCE.name,
+    type=Registered(lambda: (AUTO, *registry.names())),
+    default=AUTO,
     show_default=True,
-    help="Inference backend to build for.",
+    help="Inference backend to build for; auto is OpenVINO for targets of a billion parameters or more on x86-64, if it is"
+    " installed and takes the models, and otherwise ONNX Runtime.",
 )
+
+
+def model(command: Any) -> Any:
+    """Add the argument MODEL and the options of its preparation to a command, which receives one `Wanted`."""
+
+    @functools.wraps(command)
+    def wrapped(
+        model: str,
+        drafts: tuple[str, ...],
+        precision: str | None,
+        backend: str,
+        capacity: int | None,
+        batch: int | None,
+        **options: Any,
+    ) -> Any:
+        return command(wanted=Wanted(model, drafts, precision, backend, capacity, batch), **options)
+
+    grouped: dict[str, Any] = {"cls": GroupedOption, "group": "Engines"}
+    for add in (
+        click.option(
+            "--batch",
+            type=click.IntRange(min=1),
+            help="Maximum number of sequences in a batch.  [default: by memory]",
+            **grouped,
+        ),
+        click.option("--capacity", type=click.IntRange(min=1), help="Cache size in tokens.  [default: by memory]", **grouped),
+        backend,
+        click.option(
+            "--precision",
+            type=click.Choice(list(PRECISIONS)),
+            help="Precision of the weights.  [default: int4, or int8 if int4 costs the model too much]",
+            **grouped,
+        ),
+        click.option(
+            "--draft",
+            "drafts",
+            metavar="SOURCE",
+            multiple=True,
+            help="The draft; may be repeated. See outrider export.",
+            **grouped,
+        ),
+        click.argument("model"),
+    ):
+        wrapped = add(wrapped)
+    return wrapped
+
+
+def bundle_of(wanted: Wanted, device: str | None) -> Path:
+    """Return the bundle of a model. What is missing is made first, with progress, and standard error tells what was chosen."""
+    from outrider.prepare.prepare import prepare
+
+    with progress_bar() as progress:
+        made = prepare(replace(wanted, device=device), progress)
+    for line in made.lines:
+        click.echo(printable(line), err=True)
+    return made.bundle
+
+
 drafter = click.option(
     "--drafter",
     cls=GroupedOption,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from outrider.bundle.manifest import Build, Manifest, Model
+    from outrider.runtime.text.stream import Piece
 
 
 def printable(text: str) -> str:
@@ -46,6 +46,21 @@ def console() -> Console:
 
     options: Any = {"soft_wrap": True} if sys.stdout.isatty() else {"width": 100, "soft_wrap": False}
     return Escaping(markup=False, emoji=False, **options)
+
+
+def print_pieces(pieces: Iterable[Piece], screen: Console | None, terminal: bool) -> None:
+    """Print new text of an answer, on a screen in colours that tell drafted tokens from the target's own.
+
+    Args:
+        screen: a `console`; None prints without colours.
+        terminal: whether standard output is a terminal, on which characters that it might obey are escaped.
+    """
+    for text, from_draft in pieces:
+        text = printable(text) if terminal else text
+        if screen is None:
+            click.echo(text.encode("utf-8", "replace"), nl=False)
+        else:
+            screen.out(text, style="green" if from_draft else "yellow", highlight=False, end="")
 
 
 @contextmanager
@@ -151,19 +166,12 @@ def _layers(model: Model) -> str:
 def _slot(model: Model, build: Build, reads_features: bool) -> str:
     """Return the size of one sequence in a model's cache, including snapshots of its recurrent states. Features count as part
     of the target's cache."""
-    from outrider.engines.contract import cache_tensors, recent_rows
-    from outrider.engines.precisions import DTYPES, PRECISIONS
+    from outrider.builder.defaults import cache_bytes
     from outrider.engines.session import SNAPSHOTS
 
-    sizes = {True: 0, False: 0}
-    features = None if reads_features else model.features
-    for tensor in cache_tensors(model.layers, features, model.recurrent):
-        dtype = DTYPES[tensor.dtype or PRECISIONS[model.precision].dtype]
-        shape = tensor.sizes(build.capacity, recent_rows(model.recurrent, build.k[-1]))
-        copies = 1 if tensor.positional else 1 + SNAPSHOTS
-        sizes[tensor.positional] += copies * math.prod(shape) * dtype.numpy.itemsize
-    total = f"{sum(sizes.values()):,} bytes"
-    return f"{total}, {sizes[False]:,} of them recurrent states and {SNAPSHOTS} snapshots" if model.recurrent else total
+    positional, states = cache_bytes(model, build.capacity, build.k, reads_features=reads_features)
+    total = f"{positional + states:,} bytes"
+    return f"{total}, {states:,} of them recurrent states and {SNAPSHOTS} snapshots" if model.recurrent else total
 
 
 def _add_build(table: Any, manifest: Manifest, build: Build) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from outrider.commands.options import device, drafter, number_or_auto
-from outrider.errors import FolderError, UsageError
+from outrider.commands.options import bundle_of, device, drafter, model, number_or_auto
+from outrider.errors import UsageError
+from outrider.prepare.wanted import Wanted
 from outrider.serve.network.access import KEYS, allowed_hosts, read_keys
 from outrider.serve.network.signals import handle_signals
 
@@ -22,7 +23,7 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
 
 
 @click.command("serve")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@model
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 means all, and needs API keys."
 )
@@ -73,7 +74,7 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
 )
 @device
 def command(
-    bundle: Path,
+    wanted: Wanted,
     host: str,
     port: int,
     model_name: str,
@@ -95,7 +96,9 @@ def command(
     cpus: int | None,
     device: str | None,
 ) -> None:
-    """Serve a bundle over HTTP with OpenAI's API.
+    """Serve a model over HTTP with OpenAI's API.
+
+    MODEL is a bundle, or something to make one of: see outrider generate.
 
     Requests are batched, up to the maximum that the bundle was built for (build-engine --batch).
     """
@@ -104,14 +107,15 @@ def command(
     from outrider.serve.log import log_as_json
     from outrider.serve.settings import Settings
 
-    build = read_manifest(bundle).build
-    if build is None:  # fail now, not when the bundle is loaded
-        raise FolderError(f"{bundle} is an export, not a bundle", f"build it first: outrider build-engine {bundle} -o BUNDLE")
     if not ray and (replicas != (1, 1) or cpus is not None):
         raise UsageError("--replicas and --cpus need --ray", "add --ray, or leave them out")
     if ray and port == 0:
         raise UsageError("all machines of a cluster listen on the same port", "choose one with --port")
     keys = read_keys(api_key_file)
+    hosts = allowed_hosts(host, bool(keys), no_auth)
+    bundle = bundle_of(wanted, device)
+    build = read_manifest(bundle).build
+    assert build is not None  # it is a bundle
     settings = Settings(
         bundle=bundle.resolve(),
         device=device,
@@ -121,7 +125,7 @@ def command(
         timeout=timeout,
         model=model_name,
         keys=keys,
-        hosts=allowed_hosts(host, bool(keys), no_auth),
+        hosts=hosts,
         max_bytes=max_body,
         max_choices=max_choices,
         max_prompt=max_prompt,

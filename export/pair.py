@@ -92,6 +92,8 @@ def export(arguments: ExportArguments, progress: Progress) -> Manifest:
     rounding, shortening, precision = arguments.rounding, arguments.shortening, arguments.precision
     with staged(arguments.output) as folder, _quiet_libraries():
         (folder / sampler_file(MARKOV)).parent.mkdir()
+        for source in (arguments.target, *arguments.drafts):
+            source.download(progress)
         sources = arguments.sources()
         read_config(arguments.target)  # before looking for a head in its weights
         if arguments.own_head is None and has_mtp(arguments.target):

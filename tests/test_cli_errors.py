@@ -123,6 +123,7 @@ def restore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs start with SIGINT ignored
 
 
+@pytest.mark.slow  # tests/backends/test_tensorrt_build.py interrupts a build
 def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     arguments = ["export", "--target", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "-o", str(tmp_path / "out")]
     with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=restore_interrupts) as process:
@@ -270,7 +271,10 @@ def test_closed_standard_input(tiny_bundle: Path) -> None:
     refused(subprocess.run(command, shell=True, capture_output=True, text=True), 2, "standard input is closed")
 
 
-@pytest.mark.parametrize("arguments", [["generate", "--prompt", "x"], ["generate", "--prompt", "x", "--json"], ["inspect"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "--prompt", "x"], pytest.param(["generate", "--prompt", "x", "--json"], marks=pytest.mark.slow), ["inspect"]],
+)
 def test_closed_standard_output(tiny_bundle: Path, arguments: list[str]) -> None:
     command = shlex.join([*COMMAND, arguments[0], str(tiny_bundle), *arguments[1:]])
     refused(subprocess.run(command + " >&-", shell=True, capture_output=True, text=True), 2, "standard output is closed")
@@ -299,7 +303,7 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
         (["--capacity", "4"], "does not hold k = 8"),
         (["--capacity", "100000"], "supports 256 positions"),
         (["--batch", "0"], "batch is 0"),
-        (["--backend", "abacus"], "is not one of 'onnxruntime', 'openvino', 'tensorrt-rtx', 'tensorrt'"),
+        (["--backend", "abacus"], "is not one of 'auto', 'onnxruntime', 'openvino', 'tensorrt-rtx', 'tensorrt'"),
     ],
 )
 def test_wrong_builds(tiny_export: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

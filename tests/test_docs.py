@@ -55,6 +55,8 @@ def examples() -> Iterator[tuple[str, str]]:
 def test_every_option_of_an_example_exists(page: str, line: str) -> None:
     name, *rest = shlex.split(line, comments=True)
     command = main.commands[name]
+    if isinstance(command, click.Group):
+        command = command.commands[rest.pop(0)]
     options = {option for each in command.params if isinstance(each, click.Option) for option in each.opts}
     assert {word.partition("=")[0] for word in rest if word.startswith("-")} <= options, page
 

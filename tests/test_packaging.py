@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "audit": {"backends", "bundle", "engines", "runtime"},
     "bench": {"backends", "builder", "bundle", "engines", "runtime"},
     "serve": {"bundle", "engines", "runtime"},
+    "prepare": {"backends", "builder", "bundle", "engines", "export", "runtime"},
     "commands": {
         "audit",
         "backends",
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bundle",
         "engines",
         "export",
+        "prepare",
         "runtime",
         "serve",
         "training",

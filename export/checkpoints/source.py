@@ -14,6 +14,7 @@ from typing import Any
 
 from outrider import errors
 from outrider.errors import OutriderError, SourceError
+from outrider.progress import Progress
 
 EAGLE3, PEAGLE = "eagle3", "peagle"  # speculators' names
 BLOCKS = ("dflash", "dspark")
@@ -23,7 +24,7 @@ MASK_TOKEN = "pard_token"  # the key that marks the configuration of a parallel 
 AGAIN = "download the checkpoint again"
 CORRECT_CONFIG = "correct the checkpoint's config.json and generation_config.json, or download it again"
 COUNTED, MOST = ("num_", "n_layer"), 2**16
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,17 @@ class Source:
         if not HUB_ID.fullmatch(text) or text in (".", "..") or path.suffix == ".gguf":
             raise SourceError(f"{text[:200]} does not exist", "pass a Hugging Face folder, a hub id or a GGUF file")
         return cls(text, text, {})
+
+    def download(self, progress: Progress) -> None:
+        """Download what an export reads of a model on the hub, with progress, unless it is here.
+
+        Raises:
+            SourceError: the hub refuses access or cannot be reached, or the disk is full.
+        """
+        if not Path(self.location).exists():
+            from outrider.export.checkpoints.hub import download
+
+            download(self.location, progress)
 
     def file(self, name: str) -> Path | None:
         """Return the path of one of the checkpoint's files, perhaps after a download; None if there is no such file.

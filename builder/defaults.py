@@ -1,0 +1,87 @@
+"""What is chosen if the user does not: the backend, the cache's capacity, and the batch."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import platform
+from typing import NamedTuple
+
+from outrider.bundle.manifest import READS_FEATURES, Manifest, Model
+from outrider.engines.contract import cache_tensors, recent_rows
+from outrider.engines.device import Cpu
+from outrider.engines.precisions import DTYPES, PRECISIONS
+from outrider.engines.session import SNAPSHOTS
+
+K = [1, 2, 4, 8]
+LARGE = 10**9  # parameters from which OpenVINO gives whole answers sooner, on x86-64: docs/compare-cpu.md
+X86 = ("x86_64", "AMD64")
+MOST_CAPACITY, LEAST_CAPACITY = 4096, 1024
+MOST_BATCH = 4
+CACHES = 1 / 8  # of the machine's memory, at most
+
+
+class Choice(NamedTuple):
+    """A backend, and why it is chosen."""
+
+    backend: str
+    reason: str
+
+
+def backends(manifest: Manifest) -> list[Choice]:
+    """Return the installed CPU backends for the models of an export, the preferred one first.
+
+    OpenVINO comes first for targets of at least `LARGE` parameters on x86-64, unless it refuses the models. The other one is
+    there in case the first refuses something that this rule does not know.
+    """
+    target, billions = manifest.models["target"], manifest.models["target"].parameters / 1e9
+    if importlib.util.find_spec("openvino") is None:
+        return [Choice("onnxruntime", "the only CPU backend that is installed")]
+    if target.recurrent or "block-head" in manifest.models:
+        what = "recurrent layers" if target.recurrent else "block heads"
+        return [Choice("onnxruntime", f"OpenVINO does not run {what}")]
+    if platform.machine() not in X86:
+        first, second, why = "onnxruntime", "openvino", f"OpenVINO was not measured on {platform.machine()}"
+    elif target.parameters >= LARGE:
+        first, second, why = "openvino", "onnxruntime", f"faster with {billions:.1f} billion parameters on x86-64"
+    else:
+        first, second, why = "onnxruntime", "openvino", "faster with less than a billion parameters"
+    return [Choice(first, why), Choice(second, f"{first} refuses the models")]
+
+
+def cache_bytes(model: Model, capacity: int, k: list[int], *, reads_features: bool) -> tuple[int, int]:
+    """Return the bytes of one sequence's cache: those that grow with the capacity, and those of recurrent states and their
+    snapshots. The target's features count as part of its cache."""
+    sizes = {True: 0, False: 0}
+    features = None if reads_features else model.features
+    for tensor in cache_tensors(model.layers, features, model.recurrent):
+        dtype = DTYPES[tensor.dtype or PRECISIONS[model.precision].dtype]
+        shape = tensor.sizes(capacity, recent_rows(model.recurrent, k[-1]))
+        copies = 1 if tensor.positional else 1 + SNAPSHOTS
+        sizes[tensor.positional] += copies * math.prod(shape) * dtype.numpy.itemsize
+    return sizes[True], sizes[False]
+
+
+def sequence_bytes(manifest: Manifest, capacity: int) -> int:
+    """Return the bytes of one sequence's caches in all models."""
+    return sum(
+        sum(cache_bytes(model, capacity, K, reads_features=role in READS_FEATURES)) for role, model in manifest.models.items()
+    )
+
+
+def capacity_and_batch(manifest: Manifest, memory: int | None = None, capacity: int | None = None) -> tuple[int, int]:
+    """Return the capacity and the batch whose caches take at most `CACHES` of `memory`, the machine's bytes by default.
+
+    A long text for one sequence comes before a second sequence. The capacity is at most `MOST_CAPACITY`, or what the models
+    allow, unless it is given.
+    """
+    room = (Cpu().memory()[1] if memory is None else memory) * CACHES
+    limit = min([MOST_CAPACITY, *(model.max_positions for model in manifest.models.values() if model.max_positions)])
+    if capacity is None:
+        capacity = limit
+        while capacity > LEAST_CAPACITY and sequence_bytes(manifest, capacity) > room:
+            capacity = max(capacity // 2, LEAST_CAPACITY)
+    batch = MOST_BATCH
+    while batch > 1 and batch * sequence_bytes(manifest, capacity) > room:
+        batch //= 2
+    return capacity, batch

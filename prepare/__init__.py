@@ -1,0 +1,1 @@
+"""From the name of a model to a bundle in the user's cache."""

@@ -1,0 +1,145 @@
+"""`outrider generate MODEL`: what is missing is made, kept, and used again; the answers are those of the commands by hand."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from outrider.builder.build import build_engine
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.manifest import Manifest
+from outrider.cli import main
+from outrider.tests.prepare.hub import Hub
+from outrider.tests.support import ready_made
+
+PROMPT = ["--prompt", "the quick brown", "--max-new-tokens", "8"]
+Run = Callable[..., Result]
+
+
+def without_measuring(source: Path, output: Path, **options: Any) -> Manifest:
+    """Build with ready-made costs."""
+    chosen = options | {"max_prompt_chunk": min(64, options["capacity"])}
+    return build_engine(source, output, **chosen, measured=ready_made(read_manifest(source), chosen))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs a command with an empty cache, where builds take ready-made costs."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("outrider.prepare.prepare.build_engine", without_measuring)
+    return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
+
+
+def made(result: Result) -> Path:
+    """Return the bundle that a command made or used."""
+    assert result.exit_code == 0, result.output
+    return Path(result.stderr.splitlines()[-2 if "checking" in result.stderr.splitlines()[-1] else -1].split()[1].strip(",;"))
+
+
+def test_a_checkpoint_is_exported_and_built_once(run: Run, checkpoints: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoints / "target", tmp_path / "model")
+    words = ("generate", model, *PROMPT)
+    first = run(*words)
+    assert "precision int4 in groups of 32: the fastest" in first.stderr
+    by_hand = [line.removeprefix("by hand: outrider ") for line in first.stderr.splitlines() if line.startswith("by hand: ")]
+    assert len(by_hand) == 2
+    bundle = made(first)
+    again = run(*words)
+    assert (again.stdout, made(again)) == (first.stdout, bundle)
+    assert "by hand" not in again.stderr
+    assert "exporting" not in again.stderr
+
+    # The commands that it prints make a bundle of the same engines.
+    assert by_hand[0] == f"export --target {model} --precision int4 -o EXPORT"
+    (export,) = (path for path in (tmp_path / "cache" / "exports").iterdir() if path.is_dir())
+    folders = {"EXPORT": str(export), "BUNDLE": str(tmp_path / "bundle")}
+    assert run(*(folders.get(word, word) for word in shlex.split(by_hand[1])), "--costs", bundle).exit_code == 0
+    assert read_manifest(tmp_path / "bundle").files == read_manifest(bundle).files
+    assert run("generate", tmp_path / "bundle", *PROMPT).stdout == first.stdout
+
+    # Other options make another bundle of the same export.
+    assert made(run(*words, "--capacity", "64")) != bundle
+    assert len(list((tmp_path / "cache" / "exports").glob("*.json"))) == 1
+    listed = run("cache", "list")
+    assert "bundles/model-" in listed.stdout.replace("\n", "")
+
+
+def test_an_export_is_built_and_a_bundle_is_used_as_it_is(run: Run, tiny_export: Path, tiny_bundle: Path) -> None:
+    built = run("generate", tiny_export, *PROMPT)
+    assert "precision fp32: the export's" in built.stderr
+    direct = run("generate", tiny_bundle, *PROMPT)
+    assert (direct.exit_code, direct.stdout) == (0, built.stdout)
+    assert "cache" not in direct.stderr
+    for model, option in ((tiny_export, "--precision=int8"), (tiny_export, "--draft=x"), (tiny_bundle, "--capacity=64")):
+        refused = run("generate", model, option, *PROMPT)
+        assert (refused.exit_code, "does not apply to it" in refused.stderr) == (2, True), refused.output
+
+
+def test_a_model_of_the_hub_is_found_by_its_commit(
+    run: Run, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(checkpoints / "target", tmp_path / "hub" / "tiny" / "target")
+    with Hub(tmp_path / "hub").running() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "downloads"))
+        first = made(run("generate", "tiny/target", "--precision", "fp32", *PROMPT))
+        assert read_manifest(first).models["target"].source == "tiny/target"
+        assert made(run("generate", "tiny/target", "--precision", "fp32", *PROMPT)) == first
+        absent = run("generate", "tiny/absent", *PROMPT)
+        assert (absent.exit_code, "the hub has no public model of that name" in absent.stderr) == (1, True), absent.output
+        (export,) = (path for path in (tmp_path / "cache" / "exports").iterdir() if path.is_dir())
+        monkeypatch.setattr("outrider.export.pair.export_pair", lambda _, __, folder, **___: shutil.copytree(export, folder))
+        commit = hub.revision("tiny/target")
+        (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+        assert hub.revision("tiny/target") != commit
+        assert made(run("generate", "tiny/target", "--precision", "fp32", *PROMPT)) != first
+    (folder / "generation_config.json").unlink()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody answers: what was downloaded last
+    assert run("generate", "tiny/target", "--precision", "fp32", *PROMPT).exit_code == 0
+
+
+def test_a_disk_without_room_is_named_before_the_work(run: Run, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.prepare.prepare.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    done = run("generate", checkpoints / "target", *PROMPT)
+    assert (done.exit_code, "error: no room in the cache" in done.stderr) == (1, True), done.output
+    assert "loading the target" not in done.stderr
+
+
+@pytest.mark.parametrize("model", ["absent", "./absent", "../absent", "/absent/model", "a/b/c", "x" * 5000, "nul\0byte"])
+def test_what_is_no_model_is_refused(run: Run, model: str, tmp_path: Path) -> None:
+    done = run("generate", model, *PROMPT)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 2), done.output
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_empty_folder_is_refused(run: Run, tmp_path: Path) -> None:
+    done = run("serve", tmp_path)
+    assert (done.exit_code, "neither an export nor a bundle" in done.stderr) == (1, True), done.output
+
+
+def test_a_precision_that_costs_too_much_gives_way(run: Run, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.errors import ParityError
+    from outrider.export import pair
+
+    export_pair = pair.export_pair
+
+    def strict(*arguments: Any, **options: Any) -> Any:
+        if options["precision"] == "int4":
+            raise ParityError("the perplexity is twice that of the checkpoint", "a hint")
+        return export_pair(*arguments, **options)
+
+    monkeypatch.setattr(pair, "export_pair", strict)
+    done = run("generate", checkpoints / "target", *PROMPT)
+    assert "exporting to int8, because the perplexity is twice" in done.stderr
+    assert read_manifest(made(done)).models["target"].precision == "int8"
+    asked = run("generate", checkpoints / "target", "--precision", "int4", *PROMPT)
+    assert (asked.exit_code, "the perplexity is twice" in asked.stderr) == (1, True)
