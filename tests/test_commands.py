@@ -195,7 +195,7 @@ def test_serve_asks_for_keys_where_strangers_can_reach_it(tmp_path: Path, monkey
     assert read_keys(None) == ("a", "b")
 
 
-def test_generated_json_has_every_field_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_json_has_every_field_of_all_rounds(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.runtime.request import Event
     from outrider.runtime.rounds.logprobs import Logprobs
     from outrider.runtime.stats import Stats
@@ -214,7 +214,7 @@ def test_generated_json_has_every_field_of_all_rounds(monkeypatch: pytest.Monkey
         generate=lambda text, params, **named: asked.update(named, text=text, params=params) or iter(events)
     )
     monkeypatch.setattr(Outrider, "load", lambda *_, **__: loaded)
-    done = run_here("generate", "bundle", "--prompt", "x", "--json", "--k", "2", "--logprobs", "1", "--seed", "5")
+    done = run_here("generate", tiny_bundle, "--prompt", "x", "--json", "--k", "2", "--logprobs", "1", "--seed", "5")
     result = json.loads(done.stdout)
     assert (result.pop("stats"), done.stderr.count("error")) == (json.loads(json.dumps(stats.as_dict())), 0)
     assert result == {

@@ -59,7 +59,8 @@ def reference_quantize(weight: Array, bits: int, block: int) -> Array:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [32, 128])
-def test_rounding_follows_the_formula(bits: int, block: int) -> None:
+def test_rounding_follows_the_formula(bits: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.export.weights.quantize.WEIGHTS_AT_ONCE", 6 * block)  # two rows a piece, and one in the last
     weight = torch.from_numpy(np.random.default_rng(0).standard_t(3, (7, 3 * block)).astype(np.float32))
     weight[0, :block] = 0  # a block of zeros, one of tiny weights, and one of huge weights
     weight[1, :block] *= 1e-30
@@ -162,11 +163,12 @@ def test_onnx_runtime_fuses_every_product(exports: dict[str, Path], tmp_path: Pa
     assert not any(node.op_type == "DequantizeLinear" for node in nodes)
 
 
+@pytest.mark.slow  # the whole audits of `make test` are of int4
 @pytest.mark.parametrize(
     ("precision", "draws", "scope", "batch"),
     [
         ("int4", 10, Scope(PROMPTS[:4], MASKED[:1], SAMPLED[-1:], controls=False), 2),
-        *(pytest.param(each, DRAWS, EVERYTHING, 8, marks=pytest.mark.slow) for each in BITS),
+        *((each, DRAWS, EVERYTHING, 8) for each in BITS),
     ],
 )
 def test_the_audit_passes(
@@ -315,6 +317,7 @@ def test_a_calibration_text_that_is_too_short_is_wrong_use(checkpoints: Path, tm
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_auto_round_is_closer_to_the_checkpoint(tmp_path: Path) -> None:
     """The draft's first layer, with a context of 64 tokens, which is as many as it is tuned on at a time."""
