@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import sys
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,12 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures where tests run. The process that only hands them out needs no torch, nor do checks of a GPU."""
+    """Load the fixtures where tests run. The process that only hands them out needs no torch, nor do checks of a GPU.
+
+    Python keeps the bytecode of what is imported, even where it is told not to: every process that is started would compile it.
+    """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         if find_spec("torch"):
             config.pluginmanager.import_plugin("outrider.tests.fixtures")
