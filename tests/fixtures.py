@@ -126,7 +126,7 @@ def rtx_bundle(tiny_export: Path, once: Once) -> Path:
     def make(folder: Path) -> None:
         folder.mkdir()
         done = run(
-            *("build-engine", tiny_export, "-o", folder / "bundle", "--backend", "tensorrt-rtx", "--batch", "3", "--k", "1"),
+            *("build-engine", tiny_export, "-o", folder / "bundle", "--backend", "tensorrt-rtx", "--batch", "3", "--k", "1,4"),
             *("--capacity", "100", "--compute-capability", "12.0,8.9", "--workspace", "1", "--optimization-level", "0"),
             *("--verbosity", "warning"),
         )

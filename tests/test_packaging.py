@@ -115,19 +115,19 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_" and name not in NAMED_TUPLES
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(nodes: list[ast.AST]) -> set[str]:
     """Return the private names that a file gives to functions, classes, variables and attributes."""
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     return set(filter(private, names))
 
 
-def used(tree: ast.AST) -> set[str]:
+def used(nodes: list[ast.AST]) -> set[str]:
     """Return the private names that a file reads as attributes, imports, or names in calls such as `setattr`."""
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for call in [node for node in nodes if isinstance(node, ast.Call)]:
         if getattr(call.func, "attr", getattr(call.func, "id", "")) in ACCESSORS:
             names |= {str(each.value).split(".")[-1] for each in call.args if isinstance(each, ast.Constant)}
     return set(filter(private, names))
@@ -135,11 +135,13 @@ def used(tree: ast.AST) -> set[str]:
 
 def test_tests_use_no_private_name_of_the_package() -> None:
     """What a test needs of a class, others may need as well. A name that the test's own classes have is theirs."""
-    trees = {path: ast.parse(path.read_text()) for folder in (*FOLDERS, "tests") for path in (ROOT / folder).rglob("*.py")}
-    of_tests = {path: tree for path, tree in trees.items() if path.is_relative_to(ROOT / "tests")}
-    ours = set[str]().union(*(defined(tree) for path, tree in trees.items() if path not in of_tests))
+
+    def nodes(folder: str) -> dict[Path, list[ast.AST]]:
+        return {path: [*ast.walk(ast.parse(path.read_text()))] for path in (ROOT / folder).rglob("*.py")}
+
+    ours = set[str]().union(*(defined(each) for folder in FOLDERS for each in nodes(folder).values()))
     assert {"_recorded", "_passes"} <= ours
-    found = {str(path.relative_to(ROOT)): used(tree) & ours - defined(tree) for path, tree in of_tests.items()}
+    found = {str(path.relative_to(ROOT)): used(each) & ours - defined(each) for path, each in nodes("tests").items()}
     assert {path: names for path, names in found.items() if names} == {}
 
 

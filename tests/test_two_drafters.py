@@ -90,6 +90,7 @@ def test_the_server_counts_the_rounds_of_each(bundle: Path) -> None:
     assert metrics['outrider_spec_decode_num_accepted_tokens_total{drafter="head"}'] > 3
 
 
+@pytest.mark.slow
 def test_it_passes_the_audit(bundle: Path) -> None:
     """In short: one setting and few draws, which show all wrong samplers over the head's proposals but the subtlest one."""
     report = audit(Outrider.load(bundle, slots=None), draws=50, scope=SHORT)
@@ -101,7 +102,7 @@ def test_it_passes_the_audit(bundle: Path) -> None:
     assert report.counters.accepted > 100
 
 
-@pytest.mark.parametrize("drafter", ["block", "parallel-head"])
+@pytest.mark.parametrize("drafter", [pytest.param("block", marks=pytest.mark.slow), "parallel-head"])
 def test_heads_that_draft_in_one_pass_pass_the_audit(drafter_bundles: Callable[..., Path], drafter: str) -> None:
     """In short, and with random heads: greedy and sampled, every k and drafter, alone and in a batch."""
     outrider = Outrider.load(drafter_bundles("fp32", f"random {drafter}", capacity=512, batch=2, k=[1, 4]), slots=None)

@@ -181,16 +181,13 @@ def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("sampler", "damage", "draws", "sampled"),
     [
-        (
-            "verifier",
-            accept_more(0.8),
-            100,
-            (CONTROLLED,),
-        ),  # seldom wrong: so few draws do not show it
+        # Seldom wrong: so few draws do not show it.
+        pytest.param("verifier", accept_more(0.8), 100, (CONTROLLED,), marks=pytest.mark.slow),
         ("verifier", swap("ArgMax", "ArgMin"), 10, FEW.sampled),  # wrong in plain decoding, too
         pytest.param("greedy_verifier", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
         pytest.param("greedy_drafter", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
-        ("verifier", swap("ScatterElements", "Identity", ["logits"]), 10, FEW.sampled),  # no bans, no penalties
+        # No bans, no penalties.
+        pytest.param("verifier", swap("ScatterElements", "Identity", ["logits"]), 10, FEW.sampled, marks=pytest.mark.slow),
         pytest.param("drafter", swap("ScatterElements", "Identity", ["logits"]), 25, FEW.sampled, marks=pytest.mark.slow),
         ("logprobs", swap("LogSoftmax", "Identity", ["logits"]), 10, FEW.sampled),
     ],
@@ -291,6 +288,7 @@ def test_the_audit_is_the_same_each_time_and_leaves_the_bundle_as_it_was(one: Ou
     assert audited(one, draws=5).as_dict() == first
 
 
+@pytest.mark.slow  # tests/audit/test_report.py has what a control that is not detected means
 def test_a_draft_that_is_the_target_leaves_the_audit_without_power(checkpoints: Path, tmp_path: Path) -> None:
     """Always accepting is right there, so the control is not detected, and the audit does not pass without that proof."""
     target = str(checkpoints / "target")

@@ -56,6 +56,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Lane, SamplingState, R
     monkeypatch.setattr(Rounds, "run", watched)
 
 
+@pytest.mark.slow  # a part of the whole audits
 def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together: set[tuple[int, bool, int]] = set()
     watch(monkeypatch, lambda lane, sampling, _, count: together.add((count, sampling.greedy, lane.k)))

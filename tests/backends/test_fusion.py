@@ -96,14 +96,14 @@ def test_each_sequence_of_a_batch_has_its_own_attention(tiny_export: Path, tmp_p
 
 @pytest.mark.parametrize(("precision", "rewritten"), [("fp16", True), ("fp32", False)])
 def test_for_cuda_attention_has_no_mask(
-    tiny_exports: Callable[[str], Path], tmp_path: Path, precision: str, rewritten: bool
+    trained_exports: Callable[[str], Path], tmp_path: Path, precision: str, rewritten: bool
 ) -> None:
     """It is compared with the exported one over ragged batches on the CPU, whose kernels have the same semantics."""
-    export = tiny_exports(precision)
+    export = trained_exports(precision)
     folder, manifest = Path(shutil.copytree(export, tmp_path / "bundle")), read_manifest(export)
     build = Build("onnxruntime", "", "cuda", k=[1, 4], capacity=128, batch=3, max_prompt_chunk=16, windows=[64, 128])
     counts = fuse_bundle(export, folder, manifest, build, SILENT)
-    assert counts == ({role: {"attention without a mask": n} for role, n in (("target", 2), ("draft", 1))} if rewritten else {})
+    assert counts == ({role: {"attention without a mask": n} for role, n in (("target", 2), ("draft", 2))} if rewritten else {})
     graph = onnx.load(folder / "target" / "model.onnx", load_external_data=False).graph
     attention = [node for node in graph.node if node.op_type == "Attention"]
     assert [(len(node.input), node.input[3] == "") for node in attention] == [(7, True) if rewritten else (4, False)] * 2
@@ -234,7 +234,8 @@ COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_a
     [
         pytest.param(LlamaConfig(**ONE_LAYER), 2, 5, marks=pytest.mark.slow),
         (QWEN2, 2, 5),  # the same with biases
-        (Qwen3Config(**ONE_LAYER, head_dim=24), 2, 5),  # with norms between the products and attention
+        # With norms between the products and attention, as in test_architectures.py.
+        pytest.param(Qwen3Config(**ONE_LAYER, head_dim=24), 2, 5, marks=pytest.mark.slow),
         (COHERE2, 2, 7),  # one norm for attention and all else, and no rotary embedding in its second layer
     ],
     ids=lambda each: type(each).__name__ if hasattr(each, "vocab_size") else None,

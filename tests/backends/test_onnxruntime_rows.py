@@ -71,7 +71,7 @@ def test_texts_are_those_of_plain_decoding_up_to_the_last_position(
 
 def test_a_table_of_positions_has_one_for_a_row_that_is_run_along(tmp_path: Path) -> None:
     """GPT-2 looks positions up, and a row behind the last one has none."""
-    config = GPT2Config(n_embd=64, n_head=4, n_layer=2, n_positions=64, vocab_size=320, bos_token_id=None, eos_token_id=0)
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=1, n_positions=64, vocab_size=320, bos_token_id=None, eos_token_id=0)
     made = write_checkpoint(tmp_path / "gpt2", GPT2LMHeadModel(config).eval())
     export_pair(str(made), None, tmp_path / "onnx", precision="int8")
     bundle = build(tmp_path / "onnx", tmp_path / "bundle", k=[1], capacity=64)

@@ -41,8 +41,8 @@ from outrider.tests.export.test_architectures import CONFIGS
 from outrider.tests.serve.server import fetch, serving_here
 from outrider.tests.support import build, llama, reseal, run_here, write_checkpoint
 
-# The golden tests have those of 16 bits in `make test`, too.
-PRECISIONS = ("fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16")), "int8", "int4")
+# The golden tests have all of them in `make test`, too.
+PRECISIONS = ("fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16", "int8")), "int4")
 SLOTS = 3
 TEXT = np.random.default_rng(0).integers(1, 1024, (1, 150))
 

@@ -31,10 +31,8 @@ trt: Any = pytest.importorskip("tensorrt_rtx", reason="would show that the engin
 KNOWN = "7.5, 8.0, 8.6, 8.9, 12.0"
 
 
-# Five architectures build in one of the precisions each (tests/export/test_architectures.py); the pair in all takes minutes.
-@pytest.mark.parametrize(
-    "precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("fp32", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # the next test has what does not depend on the precision
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_a_pair_builds_with_every_profile(precision: str, tiny_exports: Callable[[str], Path], tmp_path: Path) -> None:
     export = tiny_exports(precision)
     level = {"optimization_level": 0}  # which takes less long, and leaves the rest as it is by default
@@ -59,6 +57,27 @@ def test_a_pair_builds_with_every_profile(precision: str, tiny_exports: Callable
     assert shown.returncode == 0, shown.stderr
     assert "1-16, 1, 2, 5" in shown.stdout
     assert "the package's default" in shown.stdout
+
+
+def test_it_has_a_plan_of_every_engine_with_every_profile(rtx_bundle: Path, tiny_export: Path) -> None:
+    manifest = read_manifest(rtx_bundle)
+    check_files(rtx_bundle, manifest)
+    made = manifest.build
+    assert made is not None
+    assert (made.backend, made.backend_version, made.costs) == ("tensorrt-rtx", trt.__version__, {})
+    assert not made.version_compatible
+    texts = {"tokenizer.json", "chat_template.jinja"} & read_manifest(tiny_export).files.keys()
+    assert set(manifest.files) == texts | set(map(plan_file, manifest.engines))
+    chunk = made.max_prompt_chunk
+    for role in ("target", "draft"):
+        assert made.rows(role) == [(1, chunk), (1, 1), (2, 2), (5, 5)]
+        assert manifest.files[plan_file(role)].size > (tiny_export / role / "model.onnx.data").stat().st_size
+        assert {tuple(profile) for profile in made.profiles[role]} == {("input_ids", "positions", "key_positions")}
+    assert made.rows("drafter") == [(1, 1)]
+    assert made.rows("verifier") == made.rows("logprobs") == [(1, 1), (2, 2), (5, 5)]
+    shown = run_here("inspect", rtx_bundle)
+    assert shown.returncode == 0, shown.stderr
+    assert f"1-{chunk}, 1, 2, 5" in shown.stdout
 
 
 @pytest.mark.slow  # each takes a minute; the pair shows in CI that step models build

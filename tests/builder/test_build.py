@@ -87,9 +87,9 @@ def test_a_damaged_export_is_refused_and_nothing_is_written(tiny_export: Path, t
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_on_the_cpu(tiny_exports: Callable[[str], Path], tmp_path: Path, precision: str) -> None:
+def test_half_precision_on_the_cpu(trained_exports: Callable[[str], Path], tmp_path: Path, precision: str) -> None:
     """fp16 runs (ONNX Runtime computes it in fp32); bf16 has no kernels there, and is refused with the hint."""
-    export = tiny_exports(precision)
+    export = trained_exports(precision)
     if precision == "bf16":
         with pytest.raises(EngineError, match="no CPU kernels for bf16") as caught:
             build(export, tmp_path / "bundle", measured=None)

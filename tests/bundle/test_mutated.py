@@ -68,8 +68,15 @@ def answered_or_refused(done: Result, what: object) -> None:
     assert all(each.isprintable() for each in (shown + done.stderr).replace("\n", "")), (what, done.output)
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["generate", "--prompt", "the quick", "--max-new-tokens", "4"], ["plan"]])
-def test_no_manifest_gives_a_traceback(folder: Path, command: list[str]) -> None:
+COMMANDS = [["inspect"], ["generate", "--prompt", "the quick", "--max-new-tokens", "4"], ["plan"]]
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [COMMANDS, *(pytest.param([each], marks=pytest.mark.slow) for each in COMMANDS)],
+    ids=["in turn", "inspect", "generate", "plan"],
+)
+def test_no_manifest_gives_a_traceback(folder: Path, commands: list[list[str]]) -> None:
     data = json.loads((folder / MANIFEST).read_text())
     data["models"]["draft"] |= {
         "head_tokens": 320,
@@ -79,6 +86,7 @@ def test_no_manifest_gives_a_traceback(folder: Path, command: list[str]) -> None
     for place, value in places(data):
         for other in VALUES[type(value)]:
             (folder / MANIFEST).write_text(json.dumps(changed(data, place, other)))
+            command = commands[count % len(commands)]
             done = CliRunner().invoke(main, [command[0], str(folder), *command[1:]])
             answered_or_refused(done, (command[0], place, other))
             count += 1

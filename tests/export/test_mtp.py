@@ -157,6 +157,7 @@ def by_default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest
     return folder, export_pair(str(folder), None, made / "onnx", precision="fp32")
 
 
+@pytest.mark.slow  # tests/runtime/test_hybrid.py exports one by default
 def test_it_is_the_default_and_can_be_left_out(by_default: tuple[Path, Manifest], tmp_path: Path) -> None:
     folder, manifest = str(by_default[0]), by_default[1]
     named = export_pair(folder, "mtp", tmp_path / "named", precision="fp32")

@@ -25,9 +25,9 @@ from outrider.tests.support import llama, tokenizer, write_checkpoint
 
 @pytest.mark.parametrize(("precision", "bytes_each", "elem_type"), [("fp32", 4, 1), ("fp16", 2, 10), ("bf16", 2, 16)])
 def test_each_precision_is_in_the_file(
-    tiny_exports: Callable[[str], Path], precision: str, bytes_each: int, elem_type: int
+    trained_exports: Callable[[str], Path], precision: str, bytes_each: int, elem_type: int
 ) -> None:
-    output = tiny_exports(precision)
+    output = trained_exports(precision)
     manifest = read_manifest(output)
     check_files(output, manifest)
     for role, model in manifest.models.items():

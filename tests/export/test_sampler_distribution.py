@@ -152,13 +152,10 @@ def test_by_them_each_wrong_sampler_is_far_off(fault: Fault) -> None:
     assert max(distances(None, 0, row(top_k=4), fault, COARSE)) > 8 * ERROR
 
 
-DRAWN = [
-    pytest.param(each, seed, marks=pytest.mark.slow if (at, seed) != (1, 0) else ())
-    for at, each in enumerate(SETTINGS_TRIED)
-    for seed in range(3)
-]
+DRAWN = [(each, seed) for each in SETTINGS_TRIED for seed in range(3)]
 
 
+@pytest.mark.slow  # tests/runtime/test_sampling.py has drawn ones of the whole loop
 @pytest.mark.parametrize(("settings_row", "seed"), DRAWN, ids=lambda each: str(named_settings(each)) if np.ndim(each) else None)
 def test_emitted_tokens_have_the_targets_distribution(graphs: Graphs, settings_row: Array, seed: int) -> None:
     rounds, p = emitted(graphs, seed, settings_row)

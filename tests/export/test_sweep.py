@@ -27,6 +27,7 @@ from outrider.backends.onnxruntime.package import first_line
 from outrider.errors import OutriderError, ParityError
 from outrider.export.checkpoints.checkpoint import load_model, read_config
 from outrider.export.checkpoints.source import Source
+from outrider.export.graph.replaced import replaced
 from outrider.export.graph.step_model import trace
 from outrider.export.parity import CHUNKS, Exported, reference
 from outrider.tests.export import models_page
@@ -245,26 +246,49 @@ def test_a_causal_language_model_is_exported_or_refused_with_a_reason(
     assert status == EXPORTED or name not in listed[1].split(", "), reason
 
 
-OF_GEMMA_3N = {"num_hidden_layers": 2, "altup_num_inputs": 2, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
+OF_GEMMA_3N: dict[str, Any] = {
+    **{"num_hidden_layers": 2, "altup_num_inputs": 2, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1},
+    **{"activation_sparsity_pattern": [0.5, 0.0], "intermediate_size": [96] * 2},
+}
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("deepseek_v2", {"num_hidden_layers": 1}),
-        ("gemma3n_text", {**OF_GEMMA_3N, "activation_sparsity_pattern": [0.5, 0.0], "intermediate_size": [96] * 2}),
+        ("deepseek_v2", {"num_hidden_layers": 1, "first_k_dense_replace": 0}),
+        pytest.param("gemma3n_text", OF_GEMMA_3N, marks=pytest.mark.slow),
         ("roberta", {"num_hidden_layers": 1}),
     ],
     ids=["deepseek_v2", "gemma3n_text", "roberta"],
 )
 def test_what_stands_in_for_functions_that_onnx_lacks(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
-    """Rotary embeddings in complex numbers; a quantile of the normal distribution, and keys shared by layers; positions from 2
-    on."""
+    """Rotary embeddings in complex numbers, with latent attention and shared experts; a quantile of the normal
+    distribution, and keys shared by layers; positions from 2 on."""
+    write(changed(name, changes), tmp_path)
+    assert float(export(Source.parse(str(tmp_path)))) <= TOLERANCE
+
+
+def changed(name: str, changes: dict[str, Any]) -> Any:
+    """The configuration of a tiny model, with changes."""
     kind = CONFIG_MAPPING[name]
     own = {field.name for field in dataclasses.fields(kind)}
     usual = {field: value for field, value in shrunk(kind).to_dict().items() if field in own}
-    write(kind(**(usual | changes)), tmp_path)
-    assert float(export(Source.parse(str(tmp_path)))) <= TOLERANCE
+    return kind(**(usual | changes))
+
+
+def test_what_stands_in_for_a_quantile_computes_it() -> None:
+    """Without the trace, which takes most of the time of the test above."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(changed("gemma3n_text", OF_GEMMA_3N)).eval()
+    tokens = torch.randint(1, 64, (1, 20))
+    with torch.no_grad():
+        want = model(tokens, use_cache=False).logits
+        with replaced(model):
+            got = model(tokens, use_cache=False).logits
+        model.model.layers[0].mlp.activation_sparsity = 0.3
+        other = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(other, want, atol=1e-3)
 
 
 def section(results: dict[str, tuple[str, str]]) -> str:

@@ -151,9 +151,7 @@ def test_models_that_are_read_from_two_folders_share_a_trace(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("unshared")
-@pytest.mark.parametrize(
-    "name", [name if name in ("GPT-2", "LFM2") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", [name if name == "GPT-2" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS])
 def test_the_graph_is_the_one_that_onnxscript_s_optimizer_makes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def test_logits_with_nan_stop_the_request(broken_bundle: Path) -> None:
     assert ids_of(outrider, [1, 2, 3], max_new_tokens=1) == before  # the NaN in the cache is gone
 
 
+@pytest.mark.slow
 def test_a_token_that_the_draft_lacks_costs_only_acceptance(tmp_path: Path) -> None:
     """Heads of different padded sizes: the target has rows that the draft's embedding lacks, and prefers one of them."""
     target = llama(vocab_size=384, tie_word_embeddings=False)

@@ -377,6 +377,7 @@ def test_a_draft_for_it_may_be_trained_on_its_answers(targets: Made[Path], bundl
     Eagle3Objective.check(whole.target, None)  # such a head reads more layers than two
 
 
+@pytest.mark.slow
 def test_the_audit_passes(exports: Made[Path], tmp_path: Path) -> None:
     """In short, and with one k; a random head's is in tests/test_two_drafters.py."""
     outrider = Outrider.load(endless(exports[SHORT], tmp_path / "bundle", [4]), slots=None)

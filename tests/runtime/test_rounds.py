@@ -208,7 +208,7 @@ def test_a_round_is_read_in_six_files_of_900_lines(
     drafter_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     """Buffers and drafter included. What engines do is behind a `Launch`, in folders of its own."""
-    outrider, run = Outrider.load(drafter_bundles("fp32", "random head")), Rounds.run
+    outrider, run = Outrider.load(drafter_bundles("fp32", "trained head")), Rounds.run
     files: set[Path] = set()
 
     def trace(frame: FrameType, event: str, argument: object) -> None:

@@ -46,6 +46,7 @@ def test_its_text_is_that_of_plain_decoding(loaded: Outrider, prompt: str, param
             assert events[-1].stats.rounds_by_drafter == {"repeat": events[-1].stats.drafting_rounds}
 
 
+@pytest.mark.slow
 def test_it_passes_the_audit_which_finds_a_wrong_sampler(tiny_bundle: Path) -> None:
     scope = Scope(PROMPTS[3:4], (), (), length=32)  # what concerns other drafters has tests of its own
     report = audit(Outrider.load(tiny_bundle), draws=60, scope=scope)

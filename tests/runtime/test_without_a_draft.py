@@ -89,6 +89,7 @@ def test_every_k_of_the_ngram_drafter_is_measured(bundle: Path, tmp_path: Path) 
     assert "| n-gram, k = 8 |" in (tmp_path / "report" / "bench.md").read_text()
 
 
+@pytest.mark.slow
 def test_it_passes_the_audit(bundle: Path) -> None:
     scope = Scope(PROMPTS[:2], MASKED[:1], (CONTROLLED,), length=32)
     report = audit(Outrider.load(bundle, slots=None), draws=60, scope=scope)

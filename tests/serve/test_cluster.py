@@ -29,6 +29,7 @@ from outrider import Outrider, SamplingParams
 from outrider.tests.serve.server import chat_bundle, fetch
 from outrider.tests.support import COMMAND, run
 
+pytestmark = pytest.mark.slow  # tests/serve/test_ingress.py has what the ingress and the router decide, in process
 PROMPTS = [f"Customer: I need a {what}." for what in ("flight", "taxi", "table", "room", "film", "doctor", "train", "band")]
 TOKENS = 80
 # On a busy machine, proxies take longer than Ray waits for them.
@@ -94,15 +95,13 @@ def texts(bundle: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def deployed(bundle: Path, pytestconfig: pytest.Config) -> Iterator[Deployed]:
-    """Two replicas on two nodes; on one in `make test`, because each costs five processes."""
-    nodes = 1 if pytestconfig.option.markexpr == "not slow" else 2
-    node = {"num_cpus": 2 // nodes, "object_store_memory": 100 << 20}
+def deployed(bundle: Path) -> Iterator[Deployed]:
+    """Two replicas on two nodes."""
+    node = {"num_cpus": 1, "object_store_memory": 100 << 20}
     cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
     try:
-        if nodes == 2:
-            cluster.add_node(**node)
-            cluster.wait_for_nodes()
+        cluster.add_node(**node)
+        cluster.wait_for_nodes()
         deployed = Deployed(cluster)
         # With 8 slots, there are 16 places at each ingress.
         deployed.deploy(bundle, "--replicas", "2", "--max-waiting", "8", command=BUSY)
@@ -183,7 +182,6 @@ def test_replicas_answer_as_one_server(deployed: Deployed, texts: dict[str, str]
     assert (status, json.loads(answer)["error"]["code"]) == (413, "body_too_large")
 
 
-@pytest.mark.slow  # tests/serve/test_ingress.py has its counts, in process
 def test_one_client_cannot_fill_the_queue(deployed: Deployed) -> None:
     """Without keys, each address has a share."""
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 200, "min_tokens": 200}).encode()
@@ -246,7 +244,6 @@ def test_a_disconnect_cancels_the_answer(deployed: Deployed) -> None:
     raise AssertionError("the answer was not cancelled")
 
 
-@pytest.mark.slow
 def test_a_replica_dies_under_load(deployed: Deployed, texts: dict[str, str]) -> None:
     before = deployed.wait_for_replicas(2)
     with clients(deployed, texts) as complete:
@@ -263,7 +260,6 @@ def test_a_replica_dies_under_load(deployed: Deployed, texts: dict[str, str]) ->
     raise AssertionError("the replica was not replaced")
 
 
-@pytest.mark.slow
 def test_a_bundle_is_replaced_under_load(deployed: Deployed, bundle: Path, texts: dict[str, str], tmp_path: Path) -> None:
     shutil.copytree(bundle, tmp_path / "next")
     before = deployed.wait_for_replicas(2)
@@ -277,7 +273,6 @@ def test_a_bundle_is_replaced_under_load(deployed: Deployed, bundle: Path, texts
     deployed.wait_for_replicas(None, frozenset(before))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loaded", [False, True])
 def test_without_a_cluster_it_starts_one_whose_replicas_follow_the_load_and_stops_it(
     bundle: Path, texts: dict[str, str], loaded: bool
@@ -296,7 +291,6 @@ def test_without_a_cluster_it_starts_one_whose_replicas_follow_the_load_and_stop
         assert server.wait(timeout=60) == 0, server.stderr.read()
 
 
-@pytest.mark.slow
 def test_a_bundle_that_cannot_be_loaded_is_a_one_line_error(deployed: Deployed, bundle: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(bundle, tmp_path / "broken"))
     with open(broken / "tokenizer.json", "a") as file:

@@ -25,7 +25,11 @@ def server(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield server
 
 
-@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(
+    "mode",
+    [GenerationMode.NEGATIVE, pytest.param(GenerationMode.POSITIVE, marks=pytest.mark.slow)],
+    ids=["negative", "positive"],
+)
 def test_no_request_makes_the_server_fail(server: Reached, mode: GenerationMode) -> None:
     """Valid and invalid requests, generated from the server's OpenAPI document."""
     tried = 0

@@ -122,6 +122,7 @@ def seconds_until_closed(connection: socket.socket, drip: bytes = b"") -> float:
         assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow  # the next tests have other connections that fill it
 def test_idle_connections_do_not_make_the_server_unreachable(bundle: Path) -> None:
     """More of them than the process may open files."""
     with serving(bundle, max_files=128) as server, ExitStack() as stack:

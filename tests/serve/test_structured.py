@@ -182,6 +182,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, case: str) -> Non
     assert ask(client, max_tokens=3).choices[0].message.content  # the server goes on
 
 
+@pytest.mark.slow  # tests/serve/test_workers.py tries one beside an answer
 def test_hostile_grammars_do_not_hold_up_a_stream(client: openai.OpenAI) -> None:
     """While others send what takes long to refuse, the tokens of a stream keep coming."""
     hostile = REFUSED["too many states"][0], REFUSED["an explosion"][0]

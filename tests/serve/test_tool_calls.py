@@ -453,6 +453,7 @@ def process(server: Reached, script: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow  # which takes seconds to import; it sends what other clients send
 def test_langchain(server: Reached) -> None:
     name, arguments, in_stream, after, *structured = process(server, LANGCHAIN)
     assert (name, in_stream) == ("Order", arguments)

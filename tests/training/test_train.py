@@ -47,7 +47,8 @@ def answering(trained_bundles: Callable[..., Path]) -> Path:
     return trained_bundles(capacity=128, batch=8)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eagle3", marks=pytest.mark.slow), "pard"])
+@pytest.mark.slow  # tests/training/test_loop.py has what is learned and how, of a bundle's answers as well
+@pytest.mark.parametrize("kind", ["eagle3", "pard"])
 def test_a_draft_is_trained_and_served(kind: str, answering: Path, texts: tuple[str, Path], tmp_path: Path) -> None:
     start = {"eagle3": ("--from", PAIR / "head"), "pard": ("--from", PAIR / "draft")}[kind]
     output = tmp_path / "draft"
