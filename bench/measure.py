@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from outrider.builder.passes import PassKey, Stopwatch, Timed, sampler_rows, sam
 from outrider.builder.workloads import Prompt
 from outrider.bundle.manifest import Build
 from outrider.engines.device import Device
+from outrider.engines.threads import processor_name
 from outrider.errors import EngineError, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
@@ -208,9 +208,6 @@ def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int],
 
 def machine(device: Device) -> str:
     """Describe the machine: the processor if known, the cores that this process may use, and the device if it is a GPU."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    description = f"{names[0] if names else platform.processor() or platform.machine()}, {cores} cores"
+    description = f"{processor_name()}, {cores} cores"
     return description if device.synchronous else f"{description}, {device.name}"

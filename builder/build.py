@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from outrider.backends import registry
 from outrider.backends.base import Backend, BuildSpec, check_costs
 from outrider.backends.open import open_bundle, open_engines
 from outrider.builder.acceptance import measure_acceptance
-from outrider.builder.defaults import backends
+from outrider.builder.defaults import backends, longest
 from outrider.builder.passes import measure
 from outrider.bundle.folder import digest_all, read_manifest, staged, write_whole
 from outrider.bundle.integrity import unchanged
@@ -65,25 +65,11 @@ def build_engine(
     manifest, options = read_manifest(source), dict(options or {})
     if manifest.build is not None:
         raise FolderError(f"{source} is already a bundle", "pass the folder that outrider export wrote")
-    if backend == AUTO:
-
-        def build_for(name: str) -> Manifest:
-            sizes: dict[str, Any] = {"k": k, "capacity": capacity, "batch": batch, "max_prompt_chunk": max_prompt_chunk}
-            others: dict[str, Any] = {"device": device, "options": options, "measured": measured, "progress": progress}
-            return build_engine(source, output, backend=name, **sizes, **others)
-
-        names = [choice.backend for choice in backends(manifest)]
-        return _built_by_rule(
-            [name for name in names if device in (None, *registry.get(name).devices)] or names, build_for, progress
-        )
-    chosen = _backend(backend)
-    limits = [model.max_positions for model in manifest.models.values() if model.max_positions]
-    capacity = min([DEFAULT_CAPACITY, *limits]) if capacity is None else capacity
+    capacity = longest(manifest, DEFAULT_CAPACITY) if capacity is None else capacity
     max_prompt_chunk = min(DEFAULT_CHUNK, capacity) if max_prompt_chunk is None else max_prompt_chunk
+    *preferred, last = _backends(backend, manifest, device)
     spec = BuildSpec(source, manifest, output, sorted(set(k)), capacity, batch, max_prompt_chunk, device, options)
     _check_sizes(spec)
-    _check_options(chosen, options)
-    _check_device(chosen, device)
     if measured is not None:
         _check_measured(measured, spec)
     for role, model in manifest.models.items():
@@ -92,10 +78,24 @@ def build_engine(
                 f"the {role} was trained to draft {model.trained_k} tokens; with k = {spec.k[-1]}, more are rarely accepted"
             )
             warnings.warn(message, OutriderWarning, stacklevel=2)
-    with staged(output) as folder:
-        with unchanged(source) as intact:
-            build = chosen.build(replace(spec, source=intact), folder, progress)
-        manifest = msgspec.structs.replace(manifest, files=digest_all(folder, progress))
+    for chosen in preferred:
+        try:
+            return _build(chosen, spec, measured, progress)
+        except DeviceError:
+            raise
+        except EngineError as error:
+            progress.stage(f"building for {last.name}, because {error}")
+    return _build(last, spec, measured, progress)
+
+
+def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: Progress) -> Manifest:
+    """Build for one backend; see `build_engine`."""
+    _check_options(backend, spec.options)
+    _check_device(backend, spec.device)
+    with staged(spec.output) as folder:
+        with unchanged(spec.source) as intact:
+            build = backend.build(replace(spec, source=intact), folder, progress)
+        manifest = msgspec.structs.replace(spec.manifest, files=digest_all(folder, progress))
         try:
             if measured is None:
                 build = _measured(folder, manifest, build, progress)
@@ -105,25 +105,12 @@ def build_engine(
                 acceptance = {name: share for name, share in measured.acceptance.items() if name in usable}
                 build = msgspec.structs.replace(build, costs=costs, acceptance=acceptance)
         except DeviceError as error:
-            if chosen.requires_costs:
+            if backend.requires_costs:
                 raise
             progress.stage(f"could not measure costs, because this machine cannot run the engines ({error})")
         sealed = msgspec.structs.replace(manifest, build=build)
         (folder / MANIFEST).write_bytes(sealed.encode())
     return sealed
-
-
-def _built_by_rule(names: list[str], build: Callable[[str], Manifest], progress: Progress) -> Manifest:
-    """Build for the first of the backends that takes the models."""
-    *preferred, last = names
-    for name in preferred:
-        try:
-            return build(name)
-        except DeviceError:
-            raise
-        except EngineError as error:
-            progress.stage(f"building for {last}, because {error}")
-    return build(last)
 
 
 def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = None) -> Manifest:
@@ -171,10 +158,14 @@ def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress
         return build
 
 
-def _backend(name: str) -> Backend:
+def _backends(name: str, manifest: Manifest, device: str | None) -> list[Backend]:
+    """Return the named backend, or for "auto" those that the rule prefers and that have the device."""
+    if name == AUTO:
+        ranked = [registry.get(choice.backend) for choice in backends(manifest)]
+        return [each for each in ranked if device in (None, *each.devices)] or ranked
     if name not in registry.names():
         raise UsageError(f"there is no backend {name!r}", f"use one of {', '.join(registry.names())}")
-    return registry.get(name)
+    return [registry.get(name)]
 
 
 def _check_options(backend: Backend, options: Mapping[str, Any]) -> None:
@@ -199,6 +190,16 @@ def _check_device(backend: Backend, device: str | None) -> None:
     )
 
 
+def check_capacity(capacity: int, k: list[int]) -> None:
+    """Check that a cache holds a round.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if capacity < k[-1] + 2:
+        raise UsageError(f"a capacity of {capacity} does not hold k = {k[-1]}", f"use --capacity {k[-1] + 2} or more")
+
+
 def _check_sizes(spec: BuildSpec) -> None:
     if not spec.k or spec.k[0] < 1:
         raise UsageError(
@@ -206,10 +207,7 @@ def _check_sizes(spec: BuildSpec) -> None:
         )
     if spec.batch < 1:
         raise UsageError(f"the batch is {spec.batch}; it must be at least 1", "use --batch 1, for example")
-    if spec.capacity < spec.k[-1] + 2:
-        raise UsageError(
-            f"a capacity of {spec.capacity} does not hold k = {spec.k[-1]}", f"use --capacity {spec.k[-1] + 2} or more"
-        )
+    check_capacity(spec.capacity, spec.k)
     if not 1 <= spec.max_prompt_chunk <= spec.capacity:
         raise UsageError(
             f"a prompt chunk of {spec.max_prompt_chunk} does not fit a capacity of {spec.capacity}",

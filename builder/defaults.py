@@ -69,6 +69,11 @@ def sequence_bytes(manifest: Manifest, capacity: int) -> int:
     )
 
 
+def longest(manifest: Manifest, most: int) -> int:
+    """Return `most` positions, or what the models allow if that is less."""
+    return min([most, *(model.max_positions for model in manifest.models.values() if model.max_positions)])
+
+
 def capacity_and_batch(manifest: Manifest, memory: int | None = None, capacity: int | None = None) -> tuple[int, int]:
     """Return the capacity and the batch whose caches take at most `CACHES` of `memory`, the machine's bytes by default.
 
@@ -76,9 +81,8 @@ def capacity_and_batch(manifest: Manifest, memory: int | None = None, capacity: 
     allow, unless it is given.
     """
     room = (Cpu().memory()[1] if memory is None else memory) * CACHES
-    limit = min([MOST_CAPACITY, *(model.max_positions for model in manifest.models.values() if model.max_positions)])
     if capacity is None:
-        capacity = limit
+        capacity = longest(manifest, MOST_CAPACITY)
         while capacity > LEAST_CAPACITY and sequence_bytes(manifest, capacity) > room:
             capacity = max(capacity // 2, LEAST_CAPACITY)
     batch = MOST_BATCH

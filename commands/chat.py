@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.commands.generate import OUTPUT, PROMPT, SAMPLING, SPECULATION, STOPPING, number
-from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, model, number_or_auto
+from outrider.commands.generate import OUTPUT, PROMPT, SAMPLING, STOPPING, number
+from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, k, model
 from outrider.commands.output import console, print_pieces, printable, progress_bar
 from outrider.errors import OutriderError, UsageError
 from outrider.prepare.wanted import Wanted
@@ -48,15 +48,7 @@ Put a space before a message that begins with such a word."""
     default=UNLIMITED,
     help=f"Maximum number of new tokens in an answer. Range: {RANGES['max_new_tokens'][2]}.  [default: as many as fit]",
 )
-@click.option(
-    "--k",
-    cls=GroupedOption,
-    group=SPECULATION,
-    default="auto",
-    show_default=True,
-    callback=number_or_auto,
-    help="Draft tokens per round: a number built into the bundle, 0 for plain decoding, or auto to choose one each round.",
-)
+@k
 @drafter
 @device
 @click.option("--show", cls=GroupedOption, group=OUTPUT, is_flag=True, help="Colour the text by origin.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, model, number_or_auto
+from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, k, model
 from outrider.commands.output import console, print_pieces, progress_bar
 from outrider.errors import UsageError
 from outrider.prepare.wanted import Wanted
@@ -117,15 +117,7 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
     metavar="TOKEN_ID",
     help="Stop after this token. May be repeated.",
 )
-@click.option(
-    "--k",
-    cls=GroupedOption,
-    group=SPECULATION,
-    default="auto",
-    show_default=True,
-    callback=number_or_auto,
-    help="Draft tokens per round: a number built into the bundle, 0 for plain decoding, or auto to choose one each round.",
-)
+@k
 @drafter
 @click.option(
     "--rule",

@@ -134,6 +134,15 @@ def bundle_of(wanted: Wanted, device: str | None) -> Path:
     return made.bundle
 
 
+k = click.option(
+    "--k",
+    cls=GroupedOption,
+    group="Speculation",
+    default=AUTO,
+    show_default=True,
+    callback=number_or_auto,
+    help="Draft tokens per round: a number built into the bundle, 0 for plain decoding, or auto to choose one each round.",
+)
 drafter = click.option(
     "--drafter",
     cls=GroupedOption,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import shlex
 import shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.backends import registry
-from outrider.builder.build import build_engine
+from outrider.builder.build import build_engine, check_capacity
 from outrider.builder.defaults import K, backends, capacity_and_batch, sequence_bytes
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import MANIFEST, Manifest
 from outrider.engines.precisions import PRECISIONS
-from outrider.engines.threads import thread_count
+from outrider.engines.threads import processor_name, thread_count
 from outrider.errors import FolderError, ParityError, SourceError, UsageError, reason_of
 from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.prepare.cache import Cache
@@ -49,8 +48,8 @@ def prepare(wanted: Wanted, progress: Progress) -> Prepared:
         OutriderError: those of the export and the build.
     """
     folder = Path(wanted.model)
-    if wanted.capacity is not None and wanted.capacity < K[-1] + 2:  # before the work of an export
-        raise UsageError(f"a capacity of {wanted.capacity} does not hold k = {K[-1]}", f"use --capacity {K[-1] + 2} or more")
+    if wanted.capacity is not None:
+        check_capacity(wanted.capacity, K)  # before the work of an export
     if _has_manifest(folder):
         manifest = read_manifest(folder)
         if manifest.build is not None:
@@ -58,9 +57,11 @@ def prepare(wanted: Wanted, progress: Progress) -> Prepared:
             return Prepared(folder, [])
         _refuse(wanted, [each for each in wanted.options if each in ("--draft", "--precision")], "an export")
         sources: dict[str, Any] = {"export": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()}
-        return _prepared(wanted, None, sources, progress)
+        return _prepared(wanted, None, sources, 0.0, progress)
     parsed = [_source(wanted.model), *(Source.parse(draft) for draft in wanted.drafts if draft not in (NONE, MTP))]
-    return _prepared(wanted, parsed, {"sources": [_identity(source) for source in parsed]}, progress)
+    contents = [_contents(source) for source in parsed]
+    made_from = {"sources": [identity for identity, _ in contents]}
+    return _prepared(wanted, parsed[0].name, made_from, sum(weights for _, weights in contents), progress)
 
 
 def _has_manifest(folder: Path) -> bool:
@@ -98,9 +99,10 @@ def _source(text: str) -> Source:
     return Source.parse(text)
 
 
-def _prepared(wanted: Wanted, sources: list[Source] | None, made_from: dict[str, Any], progress: Progress) -> Prepared:
+def _prepared(wanted: Wanted, name: str | None, made_from: dict[str, Any], weights: float, progress: Progress) -> Prepared:
+    """Return the bundle of a source with this name and so many weights, or of an export, whose name is None."""
     cache, lines = Cache.of_user(), list[str]()
-    label = (sources[0].name if sources else Path(wanted.model).resolve().name).removesuffix(".gguf")
+    label = (name or Path(wanted.model).resolve().name).removesuffix(".gguf")
     exported_from = made_from | {
         "drafts": [_utf8(draft) for draft in wanted.drafts],
         "precision": wanted.precision,
@@ -108,25 +110,23 @@ def _prepared(wanted: Wanted, sources: list[Source] | None, made_from: dict[str,
     }
 
     def build(bundle: Path) -> None:
-        export = Path(wanted.model) if sources is None else _exported(wanted, sources, exported_from, label, cache, progress)
+        export = Path(wanted.model) if name is None else _exported(wanted, weights, exported_from, label, cache, progress)
         _built(wanted, export, bundle, progress)
 
-    built_for = {name: getattr(wanted, name) for name in ("backend", "capacity", "batch", "device")} | {"machine": _machine()}
-    bundle, made = cache.get("bundles", label, exported_from | built_for, build, progress)
+    built_for = {option: getattr(wanted, option) for option in ("backend", "capacity", "batch", "device")}
+    bundle, made = cache.get("bundles", label, exported_from | built_for | {"machine": _machine()}, build, progress)
     if made:
-        lines = _choices(wanted, sources is None, read_manifest(bundle))
+        lines = _choices(wanted, name is None, read_manifest(bundle))
     given = f", with {shlex.join(wanted.options)}" if wanted.options else ""
     return Prepared(bundle, [*lines, f"{'made' if made else 'using'} {bundle}{given}; see outrider cache list"])
 
 
-def _exported(
-    wanted: Wanted, sources: list[Source], made_from: dict[str, Any], label: str, cache: Cache, progress: Progress
-) -> Path:
+def _exported(wanted: Wanted, weights: float, made_from: dict[str, Any], label: str, cache: Cache, progress: Progress) -> Path:
     """Return the export of a model; if int4 costs it too much and the user asked for nothing else, it is int8."""
 
     def export(folder: Path) -> None:
         precision = wanted.precision or (GPU_PRECISION if wanted.device == "cuda" else PRECISION)
-        _check_room(sources, precision, cache.root)
+        _check_room(weights, precision, cache.root)
         progress.stage("importing torch and transformers")
         from outrider.export.pair import export_pair
 
@@ -167,8 +167,8 @@ def _choices(wanted: Wanted, exported: bool, manifest: Manifest) -> list[str]:
     why_backend = reasons.get(build.backend, "as asked") if wanted.backend == AUTO else "as asked"
     drafts = [part for draft in wanted.drafts for part in ("--draft", draft)]
     export = ["outrider", "export", "--target", wanted.model, *drafts, "--precision", target.precision, "-o", "EXPORT"]
-    sizes = ["--capacity", str(build.capacity), "--batch", str(build.batch), "-o", "BUNDLE"]
-    sizes = [*(["--device", wanted.device] if wanted.device else []), *sizes]
+    sizes = ["--device", wanted.device] if wanted.device else []
+    sizes += ["--capacity", str(build.capacity), "--batch", str(build.batch), "-o", "BUNDLE"]
     source = wanted.model if exported else "EXPORT"
     by_hand = [] if exported else [f"by hand: {shlex.join(export)}"]
     return [
@@ -180,15 +180,19 @@ def _choices(wanted: Wanted, exported: bool, manifest: Manifest) -> list[str]:
     ]
 
 
-def _identity(source: Source) -> dict[str, Any]:
-    """Return what tells a source's content without reading it: the commit on the hub, or names, sizes and times of files."""
+def _contents(source: Source) -> tuple[dict[str, Any], float]:
+    """Return what tells a source's content without reading it, the commit on the hub, or names, sizes and times of files; and
+    roughly how many weights it has."""
     location = Path(source.location)
     if not location.exists():
         from outrider.export.checkpoints.hub import Snapshot
 
-        return {"hub": source.location, "revision": Snapshot.read(source.location).revision}
-    files = [[_utf8(name), *_status(location / name)] for name in _files(source)]
-    return {"path": _utf8(str(location.resolve())), "files": files}
+        snapshot = Snapshot.read(source.location)
+        return {"hub": source.location, "revision": snapshot.revision}, 8 * sum(snapshot.files.values()) / CHECKPOINT_BITS
+    statuses = {name: (location / name).stat() for name in _files(source)}
+    files = [[_utf8(name), status.st_size, status.st_mtime_ns] for name, status in statuses.items()]
+    size, bits = sum(status.st_size for status in statuses.values()), GGUF_BITS if source.options else CHECKPOINT_BITS
+    return {"path": _utf8(str(location.resolve())), "files": files}, 8 * size / bits
 
 
 def _utf8(name: str) -> str:
@@ -205,28 +209,13 @@ def _files(source: Source) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in paths if path.is_file() and not path.name.startswith("."))
 
 
-def _status(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def _check_room(sources: list[Source], precision: str, root: Path) -> None:
+def _check_room(weights: float, precision: str, root: Path) -> None:
     """Check that the disk has room for an export and its bundle, roughly.
 
     Raises:
         FolderError: it has not.
     """
-    needed = 0.0
-    for source in sources:
-        location = Path(source.location)
-        if not location.exists():
-            from outrider.export.checkpoints.hub import Snapshot
-
-            sizes = Snapshot.read(source.location).files
-        else:
-            sizes = {name: (location / name).stat().st_size for name in _files(source)}
-        bits = GGUF_BITS if source.options else CHECKPOINT_BITS
-        needed += 2 * sum(sizes.values()) * PRECISIONS[precision].weight_bits / bits
+    needed = 2 * weights * PRECISIONS[precision].weight_bits / 8
     free = shutil.disk_usage(root).free
     if needed > free:
         raise FolderError(
@@ -237,13 +226,8 @@ def _check_room(sources: list[Source], precision: str, root: Path) -> None:
 
 def _machine() -> dict[str, Any]:
     """Return what measured costs depend on: the processor, its usable cores, and the packages that run the engines."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass
-    return {"processor": model, "threads": thread_count(), "packages": {name: _version(name) for name in registry.names()}}
+    packages = {name: _version(name) for name in registry.names()}
+    return {"processor": processor_name(), "threads": thread_count(), "packages": packages}
 
 
 def _version(package: str) -> str | None:
