@@ -7,9 +7,8 @@ from datetime import datetime
 
 import click
 
-import outrider
 from outrider.commands.output import console
-from outrider.errors import UsageError
+from outrider.errors import FolderError, UsageError
 
 
 @click.group("cache")
@@ -52,19 +51,23 @@ def list_(as_json: bool) -> None:
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--all", "every", is_flag=True, help="Remove every entry.")
 def prune(names: tuple[str, ...], every: bool) -> None:
-    """Remove entries that no process uses.
+    """Remove entries that no process uses. If one that was asked for stays, the exit code is 1.
 
     Without a NAME, these are what interrupted commands and other releases left, and the least recently used entries while the
     cache is over its limit.
     """
-    from outrider.prepare.cache import Cache
+    from outrider.prepare.cache import Cache, release
 
     if every and names:
         raise UsageError("--all and names contradict each other", "leave one of them out")
     cache = Cache.of_user()
-    if not names:
-        names = tuple(each.name for each in cache.entries() if every or each.release != outrider.__version__)
-    removed = [*cache.prune(names), *cache.prune()]
+    asked = every or names != ()
+    names = names or tuple(each.name for each in cache.entries() if every or each.release != release())
+    removed, kept = cache.prune(names)
+    removed += cache.prune()[0]
     for each in removed:
         click.echo(f"removed {each.name}")
     click.echo(f"freed {sum(each.size for each in removed) / 1e9:.2f} GB")
+    if kept and asked:
+        reasons = ", ".join(f"{name} ({reason})" for name, reason in kept.items())
+        raise FolderError(f"not removed: {reasons}", "end the processes that use it, or see outrider cache list")

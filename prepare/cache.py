@@ -7,6 +7,7 @@ are removed first; a record's modification time is its last use.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -23,7 +24,7 @@ import platformdirs
 
 import outrider
 from outrider.bundle.folder import read_manifest, write_error, write_whole
-from outrider.errors import FolderError, OutriderError, UsageError
+from outrider.errors import FolderError, OutriderError, UsageError, reason_of
 from outrider.progress import Progress
 
 CACHE, LIMIT = "OUTRIDER_CACHE", "OUTRIDER_CACHE_LIMIT"  # environment variables: the folder, and its most gigabytes
@@ -31,8 +32,18 @@ DEFAULT_LIMIT = 50.0  # gigabytes
 KINDS = ("exports", "bundles")
 RECORD, PARTIAL = ".json", ".partial"
 DIGITS = 12  # of the digest in an entry's name
+CODE = ("backends", "builder", "bundle", "engines", "export", "prepare", "runtime")  # the folders that entries come from
 
 used_records: list[int] = []  # descriptors of the records of entries that this process uses
+
+
+@functools.cache
+def release() -> str:
+    """Return the version and a digest of the code, since installations of several commits may have one version."""
+    digest, root = hashlib.sha256(), Path(outrider.__file__).parent
+    for path in sorted(path for folder in CODE for path in (root / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return f"{outrider.__version__}+{digest.hexdigest()[:8]}"
 
 
 class Record(msgspec.Struct):
@@ -90,6 +101,7 @@ class Cache:
         """Return the entry made from `made_from`, and whether this call made it. It is in use until the process ends.
 
         Another process that makes the same entry is waited for. If the new entry makes the cache too large, others are removed.
+        A cache that may only be read gives what it has.
 
         Args:
             kind: one of `KINDS`.
@@ -100,16 +112,16 @@ class Cache:
             FolderError: the cache cannot be written.
             OutriderError: those of `make`.
         """
-        encoded = msgspec.json.encode([made_from, outrider.__version__], order="deterministic")
+        encoded = msgspec.json.encode([made_from, release()], order="deterministic")
         name = f"{re.sub(r'[^A-Za-z0-9.]+', '-', label).strip('-.')[:60]}-{hashlib.sha256(encoded).hexdigest()[:DIGITS]}"
         folder = self.root / kind / name
         record = folder.with_name(name + RECORD)
-        with self._locked(folder, progress):
+        with self._locked(folder, record, progress):
             made = not _complete(folder, record)
             if made:
                 _remove(folder, record)
                 make(folder)
-                write_whole(record, msgspec.json.encode(Record(outrider.__version__, made_from)))
+                write_whole(record, msgspec.json.encode(Record(release(), made_from)))
             _use(record)
         if made:
             self.prune()
@@ -127,8 +139,8 @@ class Cache:
                     found.append(_entry(folder, folder.with_name(folder.name + RECORD)))
         return sorted(found, key=lambda entry: -entry.used)
 
-    def prune(self, names: Collection[str] | None = None) -> list[Entry]:
-        """Remove entries that no process uses, and return them.
+    def prune(self, names: Collection[str] | None = None) -> tuple[list[Entry], dict[str, str]]:
+        """Remove entries that no process uses. Returns them, and for the name of each that should go and stays, why.
 
         Args:
             names: which ones; None removes what killed processes left, and then the least recently used until the cache is
@@ -140,28 +152,34 @@ class Cache:
         entries = self.entries()
         if unknown := sorted({*(names or ())} - {entry.name for entry in entries}):
             raise UsageError(f"the cache has no entry {unknown[0]}", "outrider cache list shows them")
-        total, removed = sum(entry.size for entry in entries), []
+        total, removed, kept = sum(entry.size for entry in entries), [], {}
         for entry in reversed(entries):
             wanted = entry.name in names if names is not None else entry.release is None or total > self.limit
-            if wanted and not entry.in_use and self._remove_unused(entry.folder):
+            if not wanted:
+                continue
+            if reason := self._remove_unused(entry.folder):
+                kept[entry.name] = reason
+            else:
                 total -= entry.size
                 removed.append(entry)
-        return removed
+        return removed, kept
 
-    def _remove_unused(self, folder: Path) -> bool:
-        """Remove an entry, unless a process makes or uses it; return whether it is gone."""
+    def _remove_unused(self, folder: Path) -> str:
+        """Remove an entry, unless a process makes or uses it; return why it stays, or nothing."""
         record = folder.with_name(folder.name + RECORD)
         try:
             with _lock(folder).acquire(timeout=0):
                 if _in_use(record):
-                    return False
+                    return "a process uses it"
                 _remove(folder, record)
-        except (OSError, FolderError, filelock.Timeout):
-            return False
-        return True
+        except filelock.Timeout:
+            return "a process makes it"
+        except (OSError, FolderError) as error:
+            return reason_of(error)
+        return ""
 
     @contextmanager
-    def _locked(self, folder: Path, progress: Progress) -> Iterator[None]:
+    def _locked(self, folder: Path, record: Path, progress: Progress) -> Iterator[None]:
         lock = _lock(folder)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +189,9 @@ class Cache:
                 progress.stage("waiting for another process that is making the same entry")
                 lock.acquire()
         except OSError as error:
+            if _complete(folder, record):
+                yield
+                return
             raise FolderError(
                 f"cannot write the cache {self.root}: {error.strerror or error}", f"set ${CACHE} to a folder that you can write"
             ) from error

@@ -51,6 +51,24 @@ def test_an_entry_is_made_once_for_each_source(cache: Cache, make: Callable[[Pat
     assert (made, other == first) == (True, False)
 
 
+def test_other_code_makes_its_own_entry(cache: Cache, make: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.release().startswith("0.1.0+")
+    first, _ = cache.get("exports", "a", {}, make, SILENT)
+    monkeypatch.setattr(module, "release", lambda: "0.1.0+other")
+    assert cache.get("exports", "a", {}, make, SILENT)[0] != first
+
+
+def test_a_cache_that_may_only_be_read_gives_what_it_has(cache: Cache, make: Callable[[Path], None]) -> None:
+    folder, _ = cache.get("exports", "a", {}, make, SILENT)
+    lock = folder.with_name(f".{folder.name}.entry.lock")
+    lock.unlink()
+    lock.mkdir()  # nobody can open it, not even root
+    assert cache.get("exports", "a", {}, make, SILENT) == (folder, False)
+    os.truncate(folder / "tokenizer.json", 10)
+    with pytest.raises(FolderError, match="cannot write the cache"):
+        cache.get("exports", "a", {}, make, SILENT)
+
+
 def test_two_at_once_make_it_once(cache: Cache, make: Callable[[Path], None]) -> None:
     begun, stages, made = threading.Event(), list[str](), list[Path]()
 
@@ -109,11 +127,11 @@ def test_the_limit_is_kept_by_removing_what_was_not_used_for_longest(
         size = cache.entries()[0].size
     cache.get("exports", "m0", {}, make, SILENT)  # used again
     small = Cache(cache.root, int(2.5 * size))
-    assert small.prune() == []  # all are in use by this process
+    assert small.prune()[0] == []  # all are in use by this process
     for descriptor in module.used_records:
         os.close(descriptor)
     module.used_records.clear()
-    removed = small.prune()
+    removed, _ = small.prune()
     assert [entry.folder for entry in removed] == [folders[1]]
     assert [folder.exists() for folder in folders] == [True, False, True]
     code = f"""
@@ -128,9 +146,14 @@ input()
         assert other.stdout is not None
         assert other.stdout.readline() == "holding\n"
         names = [entry.name for entry in cache.entries()]
-        assert [entry.folder for entry in cache.prune(names)] == [folders[0]]
+        last = f"exports/{folders[2].name}"
+        monkeypatch.setenv("OUTRIDER_CACHE", str(cache.root))
+        refused = CliRunner().invoke(main, ["cache", "prune", last])
+        assert (refused.exit_code, f"error: not removed: {last} (a process uses it)" in refused.stderr) == (1, True)
+        removed, kept = cache.prune(names)
+        assert ([entry.folder for entry in removed], [*kept]) == ([folders[0]], [last])
         other.communicate("\n")
-    assert [entry.folder for entry in cache.prune([f"exports/{folders[2].name}"])] == [folders[2]]
+    assert [entry.folder for entry in cache.prune([last])[0]] == [folders[2]]
 
 
 def test_what_other_releases_and_kills_left_is_removed(
@@ -143,7 +166,7 @@ def test_what_other_releases_and_kills_left_is_removed(
     for descriptor in module.used_records:
         os.close(descriptor)
     module.used_records.clear()
-    assert [entry.folder.name for entry in cache.prune()] == [".b-0123.partial"]  # two releases may share a cache
+    assert [entry.folder.name for entry in cache.prune()[0]] == [".b-0123.partial"]  # two releases may share a cache
     monkeypatch.setenv("OUTRIDER_CACHE", str(cache.root))
     pruned = CliRunner().invoke(main, ["cache", "prune"])
     assert pruned.stdout.splitlines()[0] == f"removed exports/{folder.name}"
