@@ -13,12 +13,16 @@ import click
 
 from outrider.commands.generate import OUTPUT, PROMPT, SAMPLING, STOPPING, number
 from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, k, model
-from outrider.commands.output import console, print_pieces, printable, progress_bar
+from outrider.commands.output import console, print_pieces, printable, progress_bar, standard_error_discarded
 from outrider.errors import OutriderError, UsageError
 from outrider.prepare.wanted import Wanted
 from outrider.runtime.params import RANGES, SamplingParams
+from outrider.runtime.text.stream import NONE_SHOWN, TOKEN_MARK
+from outrider.serve.tools import family_of
+from outrider.serve.tools.base import Family, Reader
 
 if TYPE_CHECKING:
+    from outrider.runtime.request import Event
     from outrider.runtime.scheduler import Scheduler
     from outrider.runtime.stats import Stats
     from outrider.runtime.text.text import Text
@@ -66,7 +70,7 @@ def command(
     from outrider.runtime.loaded import LoadedBundle
     from outrider.runtime.scheduler import Scheduler
 
-    bundle = bundle_of(wanted, device)
+    bundle = bundle_of(wanted, device, k)
     with progress_bar() as progress:
         loaded = LoadedBundle.load(bundle, progress, device=device)
     if loaded.text.template is None:
@@ -131,11 +135,15 @@ class Conversation:
 
         scheduler, bundle = self._scheduler, self._scheduler.bundle
         self.stopped.clear()
-        prompt = bundle.text.encode_chat(Chat(self._messages))
+        with standard_error_discarded():
+            prompt = bundle.text.encode_chat(Chat(self._messages))
         if len(prompt) > bundle.build.capacity:
             message = f"the conversation has {len(prompt):,} tokens with this message, and the bundle's capacity is"
             raise UsageError(f"{message} {bundle.build.capacity:,}", "begin a new one with /clear, or shorten the message")
-        request = scheduler.submit(prompt, self._params)
+        family = family_of(bundle.text)
+        channels = Channels(family, self._terminal) if family is not None and family.reads_every_answer else None
+        shown = NONE_SHOWN if family is None or channels is None else family.shown
+        (request,) = scheduler.submit_all([(prompt, self._params)], shown=shown)
         said = ""
         while request.finish_reason is None and not self.stopped.is_set():
             for _, result in scheduler.step():
@@ -143,7 +151,10 @@ class Conversation:
                     click.echo(nl=bool(said))
                     raise result
                 said += result.text
-                print_pieces(result.pieces, self._screen, self._terminal)
+                if channels is None:
+                    print_pieces(result.pieces, self._screen, self._terminal)
+                else:
+                    channels.print(result)
         click.echo()
         if request.finish_reason is None:
             scheduler.cancel(request)
@@ -151,13 +162,34 @@ class Conversation:
             self._note("the conversation has filled the bundle's capacity; begin a new one with /clear")
         if request.stats.emitted:
             self._note(_speed(request.stats))
-        return _content(bundle.text, prompt, said)
+        return _content(bundle.text, prompt, said) if channels is None else channels.content.strip()
 
     def _note(self, text: str) -> None:
         if self._interactive:
             click.secho(text, dim=True)
         else:
             click.echo(text, err=True)
+
+
+class Channels:
+    """Prints an answer in channels, as GPT-OSS writes: the reasoning dim, and then the content."""
+
+    def __init__(self, family: Family, terminal: bool):
+        """Begin an answer."""
+        self._reader, self._terminal, self._kind = Reader(lambda reader: family.read(reader, {})), terminal, ""
+        self.content = ""
+
+    def print(self, event: Event) -> None:
+        """Print what is known after an event."""
+        for kind, text in self._reader.push(event.text, event.finish_reason is not None):
+            text = text.replace(TOKEN_MARK, "")
+            if self._kind not in ("", kind):
+                click.echo("\n")
+            self._kind = kind
+            self.content += text if kind == "content" else ""
+            if self._terminal:
+                text = click.style(printable(text), dim=kind != "content")
+            click.echo(text.encode("utf-8", "replace"), nl=False)
 
 
 def _speed(stats: Stats) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, k, model
-from outrider.commands.output import console, print_pieces, progress_bar
+from outrider.commands.output import console, print_pieces, progress_bar, standard_error_discarded
 from outrider.errors import UsageError
 from outrider.prepare.wanted import Wanted
 from outrider.runtime.grammar.structured import StructuredOutputs
@@ -170,33 +168,15 @@ def command(
     from outrider.runtime.generation import Outrider
 
     text = _read_prompt() if prompt is None else prompt
-    bundle = bundle_of(wanted, device)
+    bundle = bundle_of(wanted, device, k)
     with progress_bar() as progress:
         loaded = Outrider.load(bundle, progress, device=device)
-    with _standard_error_discarded():
+    with standard_error_discarded():
         events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat, allow_special_tokens=allow_special_tokens)
     if as_json:
         _print_json(events)
     else:
         _print_text(events, show)
-
-
-@contextmanager
-def _standard_error_discarded() -> Iterator[None]:
-    """Discard standard error: a tokenizer that fails prints its stack there before it raises an exception."""
-    sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:  # the parent process closed it
-        yield
-        return
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def _read_prompt() -> str:

@@ -123,12 +123,12 @@ def model(command: Any) -> Any:
     return wrapped
 
 
-def bundle_of(wanted: Wanted, device: str | None) -> Path:
+def bundle_of(wanted: Wanted, device: str | None, k: int | str) -> Path:
     """Return the bundle of a model. What is missing is made first, with progress, and standard error tells what was chosen."""
     from outrider.prepare.prepare import prepare
 
     with progress_bar() as progress:
-        made = prepare(replace(wanted, device=device), progress)
+        made = prepare(replace(wanted, device=device, k=k), progress)
     for line in made.lines:
         click.echo(printable(line), err=True)
     return made.bundle

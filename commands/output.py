@@ -64,6 +64,24 @@ def print_pieces(pieces: Iterable[Piece], screen: Console | None, terminal: bool
 
 
 @contextmanager
+def standard_error_discarded() -> Iterator[None]:
+    """Discard standard error: a tokenizer that fails prints its stack there before it raises an exception."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # the parent process closed it
+        yield
+        return
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+@contextmanager
 def progress_bar() -> Iterator[Progress]:
     """Report progress on standard error: as a bar on a terminal, as one line per stage elsewhere.
 

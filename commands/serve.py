@@ -105,15 +105,23 @@ def command(
     handle_signals(lambda *_: sys.exit(0))  # until the server installs its own handlers
     from outrider.bundle.folder import read_manifest
     from outrider.serve.log import log_as_json
+    from outrider.serve.network.connections import listen
     from outrider.serve.settings import Settings
 
     if not ray and (replicas != (1, 1) or cpus is not None):
         raise UsageError("--replicas and --cpus need --ray", "add --ray, or leave them out")
     if ray and port == 0:
         raise UsageError("all machines of a cluster listen on the same port", "choose one with --port")
+    if ray:
+        from outrider.serve.cluster import cluster
+    else:
+        from outrider.serve.network.server import HttpServer
     keys = read_keys(api_key_file)
     hosts = allowed_hosts(host, bool(keys), no_auth)
-    bundle = bundle_of(wanted, device)
+    if not ray:
+        for listener in listen(host, port):  # a port in use should be noticed before a model is made
+            listener.close()
+    bundle = bundle_of(wanted, device, k)
     build = read_manifest(bundle).build
     assert build is not None  # it is a bundle
     settings = Settings(
@@ -134,15 +142,11 @@ def command(
         allow_special_tokens=allow_special_tokens,
     )
     if ray:
-        from outrider.serve.cluster import cluster
-
         log_as_json()
         on_gpu = (device or build.device) != "cpu"
         cpus = cpus or (1 if on_gpu else None)
         cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
     else:
-        from outrider.serve.network.server import HttpServer
-
         server = HttpServer(settings, host, port, drain)
         log_as_json()
         server.run()

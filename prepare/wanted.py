@@ -19,6 +19,7 @@ class Wanted:
     capacity: int | None = None
     batch: int | None = None
     device: str | None = None
+    k: int | str = AUTO  # with which it will run
 
     @property
     def options(self) -> list[str]:

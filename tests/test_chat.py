@@ -20,6 +20,7 @@ import pytest
 
 from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER, Generation
 from outrider.commands.output import printable
+from outrider.errors import UsageError
 from outrider.runtime.generation import Outrider, SamplingParams
 from outrider.runtime.request import Request
 from outrider.runtime.scheduler import Scheduler
@@ -40,13 +41,14 @@ DIM = b"\x1b[2m"
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """The requests that reach the engines, as they are made."""
     requests: list[Request] = []
-    submit = Scheduler.submit
+    submit = Scheduler.submit_all
 
-    def submitted(*arguments: Any) -> Request:
-        requests.append(submit(*arguments))
-        return requests[-1]
+    def submitted(*arguments: Any, **options: Any) -> list[Request]:
+        made = submit(*arguments, **options)
+        requests.extend(made)
+        return made
 
-    monkeypatch.setattr(Scheduler, "submit", submitted)
+    monkeypatch.setattr(Scheduler, "submit_all", submitted)
     return requests
 
 
@@ -161,6 +163,44 @@ def test_later_prompts_leave_out_the_reasoning(
     loaded = Outrider.load(bundle)
     assert asked[1].prompt == loaded.text.encode_chat(Chat(chat(ASKED[0], said.strip(), ASKED[1])))
     assert said.strip()
+
+
+def test_the_channels_of_an_answer_are_told_apart(
+    trained_bundle: Path, trained: Outrider, tmp_path: Path, asked: list[Request]
+) -> None:
+    endless = Generation(eos_token_ids=[], special_tokens={})
+    plain = Outrider.load(edited(trained_bundle, tmp_path / "plain", lambda _: None, generation=endless))
+    prompt = plain.text.encode_chat(Chat(chat(ASKED[0])))
+    written = [token for event in plain.generate(prompt, SamplingParams(max_new_tokens=43), k=0) for token in event.token_ids]
+    names = {index: name for name, index in trained.text.tokenizer.get_vocab().items()}
+    assert written[4] == written[37], "the model writes this token twice: it becomes the mark of a message"
+
+    def rename(vocabulary: dict[str, int]) -> None:
+        marks = {"<|channel|>": written[0], "analysis": written[3], "<|message|>": written[4], "<|end|>": written[7]}
+        for (mark, token), byte in zip(marks.items(), "òóôõ", strict=True):
+            vocabulary[mark], vocabulary[names[token]] = token, vocabulary.pop(byte)
+        vocabulary["<|start|>"], vocabulary["<|constrain|>"] = vocabulary.pop("ö"), vocabulary.pop("÷")
+
+    bundle = edited(trained_bundle, tmp_path, rename, generation=endless)
+    (bundle / CHAT_TEMPLATE).write_text("{# <|channel|> <|message|> #}" + (bundle / CHAT_TEMPLATE).read_text())
+    reseal(bundle)
+    done = run_here("chat", bundle, "--max-new-tokens", "43", input="\n".join(ASKED))
+    said = trained.text.decode(written[38:])
+    assert done.stdout.startswith(f"{trained.text.decode(written[5:7])}\n\n{said}\n"), done.stdout
+    assert asked[1].prompt == Outrider.load(bundle).text.encode_chat(Chat(chat(ASKED[0], said.strip(), ASKED[1])))
+
+
+def test_what_a_tokenizer_prints_is_not_shown(
+    trained_bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def panics(*_: object) -> list[int]:
+        os.write(2, b"thread panicked")
+        raise UsageError("the tokenizer cannot encode the text", "change it")
+
+    monkeypatch.setattr("outrider.runtime.text.text.Text.encode_chat", panics)
+    done = run_here("chat", trained_bundle, input="Hi\n")
+    assert "the tokenizer cannot encode the text" in done.stderr
+    assert "panicked" not in capfd.readouterr().err
 
 
 def test_a_bundle_without_a_template(trained_bundle: Path, tmp_path: Path) -> None:
