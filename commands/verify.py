@@ -91,7 +91,9 @@ def _compare_answers(bundle: Path, against: str, device: str | None, as_json: bo
     with progress_bar() as progress:
         outrider = Outrider.load(bundle, progress, device=device)
         check_precision(outrider)
-        generate = greedy(Source.parse(against), outrider.manifest.generation.eos_token_ids)
+        source = Source.parse(against)
+        source.download(progress)
+        generate = greedy(source, outrider.manifest.generation.eos_token_ids)
         texts = compare_answers(outrider, generate, progress)
     if as_json:
         click.echo(json.dumps({"passed": texts.passed, **asdict(texts)}))

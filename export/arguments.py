@@ -40,8 +40,10 @@ class ExportArguments:
     shortening: tuple[Path, int] | None  # limit the draft to the most frequent tokens of this text, to this many
 
     @classmethod
-    def check(cls, target: str, drafts: Sequence[str], output: Path, **options: Unpack[ExportOptions]) -> ExportArguments:
-        """Check the arguments of `export_pair`.
+    def check(
+        cls, target: str | Source, drafts: Sequence[str | Source], output: Path, **options: Unpack[ExportOptions]
+    ) -> ExportArguments:
+        """Check the arguments of `export_pair`, some of which may be parsed already.
 
         Raises:
             UsageError: options contradict each other, or do not fit the precision, or a text cannot be read.
@@ -54,8 +56,8 @@ class ExportArguments:
         if NONE in drafts and len(drafts) > 1:
             raise UsageError(f"--draft {NONE} and another draft contradict each other", f"leave {NONE} out")
         shortening = _shortening(bool(named), options.get("draft_vocab"), options.get("draft_vocab_text"))
-        parsed = Source.parse(target), [Source.parse(draft) for draft in named if draft != MTP]
         check_absent(output)
+        parsed = _parsed(target), [_parsed(draft) for draft in named if draft != MTP]
         own_head = MTP in named if drafts else None
         return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening)
 
@@ -78,6 +80,10 @@ class ExportArguments:
         if self.shortening is not None and not {"draft", "parallel-draft"} & sources.keys():
             raise UsageError("--draft-vocab is for draft models, not for draft heads", "leave --draft-vocab out")
         return sources
+
+
+def _parsed(source: str | Source) -> Source:
+    return source if isinstance(source, Source) else Source.parse(source)
 
 
 def _rounding(options: ExportOptions) -> Rounding | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.backends import registry
 from outrider.builder.build import build_engine, check_capacity
 from outrider.builder.defaults import K, backends, capacity_and_batch, sequence_bytes
 from outrider.bundle.folder import read_manifest
@@ -17,6 +17,7 @@ from outrider.bundle.manifest import MANIFEST, Manifest
 from outrider.engines.precisions import PRECISIONS
 from outrider.engines.threads import processor_name, thread_count
 from outrider.errors import FolderError, ParityError, SourceError, UsageError, reason_of
+from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.prepare.cache import Cache
 from outrider.prepare.wanted import Wanted
@@ -25,7 +26,10 @@ from outrider.runtime.policy.choice import AUTO
 
 PRECISION, NEXT_PRECISION, GPU_PRECISION = "int4", "int8", "fp16"  # the second if the first costs a model too much
 REASONS = {PRECISION: "the fastest", NEXT_PRECISION: f"{PRECISION} costs this model too much", GPU_PRECISION: "for a GPU"}
-GGUF_BITS, CHECKPOINT_BITS = 4, 16  # of a weight, roughly: to predict what an export takes
+CHECKPOINT_BITS = 16  # of a weight, roughly: to predict what an export takes
+GPU_BACKENDS = ("tensorrt", "tensorrt-rtx")
+EXPORTERS = ("onnx-ir", "onnxscript", "torch", "transformers")  # packages that decide what a graph looks like
+RUNTIMES = ("onnx-ir", "onnxruntime", "onnxruntime-gpu", "onnxscript", "openvino", "tensorrt", "tensorrt_rtx")
 
 
 class Prepared(NamedTuple):
@@ -33,6 +37,18 @@ class Prepared(NamedTuple):
 
     bundle: Path
     lines: list[str]
+
+
+class Pair(NamedTuple):
+    """What to export. Of a draft without a checkpoint of its own there is only the name."""
+
+    target: Source
+    drafts: list[Source | str]
+
+    @property
+    def sources(self) -> list[Source]:
+        """Return the checkpoints."""
+        return [self.target, *(draft for draft in self.drafts if isinstance(draft, Source))]
 
 
 def prepare(wanted: Wanted, progress: Progress) -> Prepared:
@@ -48,20 +64,32 @@ def prepare(wanted: Wanted, progress: Progress) -> Prepared:
         OutriderError: those of the export and the build.
     """
     folder = Path(wanted.model)
-    if wanted.capacity is not None:
-        check_capacity(wanted.capacity, K)  # before the work of an export
-    if _has_manifest(folder):
-        manifest = read_manifest(folder)
-        if manifest.build is not None:
-            _refuse(wanted, wanted.options, "a bundle, which is made already")
-            return Prepared(folder, [])
+    manifest = read_manifest(folder) if _has_manifest(folder) else None
+    if manifest is not None and manifest.build is not None:
+        _refuse(wanted, wanted.options, "a bundle, which is made already")
+        return Prepared(folder, [])
+    _check(wanted)
+    if manifest is not None:
         _refuse(wanted, [each for each in wanted.options if each in ("--draft", "--precision")], "an export")
-        sources: dict[str, Any] = {"export": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()}
-        return _prepared(wanted, None, sources, 0.0, progress)
-    parsed = [_source(wanted.model), *(Source.parse(draft) for draft in wanted.drafts if draft not in (NONE, MTP))]
-    contents = [_contents(source) for source in parsed]
-    made_from = {"sources": [identity for identity, _ in contents]}
-    return _prepared(wanted, parsed[0].name, made_from, sum(weights for _, weights in contents), progress)
+        return _prepared(wanted, None, progress)
+    target = _source(wanted.model)
+    drafts = [draft if draft in (NONE, MTP) else Source.parse(draft) for draft in wanted.drafts]
+    return _prepared(wanted, Pair(target, drafts), progress)
+
+
+def _check(wanted: Wanted) -> None:
+    """Refuse, before the work of an export, what the bundle will not have.
+
+    Raises:
+        UsageError: the capacity does not hold a round, or k is none of those that are built.
+    """
+    if wanted.capacity is not None:
+        check_capacity(wanted.capacity, K)
+    if wanted.k not in (AUTO, 0, *K):
+        raise UsageError(
+            f"k = {wanted.k} is not built into the bundle of a model by its name; it has k = {', '.join(map(str, (0, *K)))}",
+            "choose one of these or auto, or build a bundle with outrider build-engine --k",
+        )
 
 
 def _has_manifest(folder: Path) -> bool:
@@ -99,47 +127,44 @@ def _source(text: str) -> Source:
     return Source.parse(text)
 
 
-def _prepared(wanted: Wanted, name: str | None, made_from: dict[str, Any], weights: float, progress: Progress) -> Prepared:
-    """Return the bundle of a source with this name and so many weights, or of an export, whose name is None."""
-    cache, lines = Cache.of_user(), list[str]()
-    label = (name or Path(wanted.model).resolve().name).removesuffix(".gguf")
-    exported_from = made_from | {
-        "drafts": [_utf8(draft) for draft in wanted.drafts],
-        "precision": wanted.precision,
-        "gpu": wanted.device == "cuda",
-    }
+def _prepared(wanted: Wanted, pair: Pair | None, progress: Progress) -> Prepared:
+    """Return the bundle of a target and its drafts, or of an export."""
+    cache, lines, path = Cache.of_user(), list[str](), Path(wanted.model)
+    if pair is None:
+        label, made_from = path.resolve().name, {"export": hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()}
+    else:
+        label, made_from = pair.target.name.removesuffix(".gguf"), _export_key(wanted, pair)
 
     def build(bundle: Path) -> None:
-        export = Path(wanted.model) if name is None else _exported(wanted, weights, exported_from, label, cache, progress)
+        export = path if pair is None else _exported(wanted, pair, made_from, label, cache, progress)
         _built(wanted, export, bundle, progress)
 
     built_for = {option: getattr(wanted, option) for option in ("backend", "capacity", "batch", "device")}
-    bundle, made = cache.get("bundles", label, exported_from | built_for | {"machine": _machine()}, build, progress)
+    bundle, made = cache.get("bundles", label, made_from | built_for | {"machine": _machine(wanted)}, build, progress)
     if made:
-        lines = _choices(wanted, name is None, read_manifest(bundle))
+        lines = _choices(wanted, pair is None, read_manifest(bundle))
     given = f", with {shlex.join(wanted.options)}" if wanted.options else ""
     return Prepared(bundle, [*lines, f"{'made' if made else 'using'} {bundle}{given}; see outrider cache list"])
 
 
-def _exported(wanted: Wanted, weights: float, made_from: dict[str, Any], label: str, cache: Cache, progress: Progress) -> Path:
+def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str, cache: Cache, progress: Progress) -> Path:
     """Return the export of a model; if int4 costs it too much and the user asked for nothing else, it is int8."""
 
-    def export(folder: Path) -> None:
+    def make(folder: Path) -> None:
         precision = wanted.precision or (GPU_PRECISION if wanted.device == "cuda" else PRECISION)
-        _check_room(weights, precision, cache.root)
+        _check_room(sum(_weights(source, progress) for source in pair.sources), precision, cache.root)
         progress.stage("importing torch and transformers")
-        from outrider.export.pair import export_pair
+        from outrider.export.pair import export
 
-        draft = list(wanted.drafts) or None
         try:
-            export_pair(wanted.model, draft, folder, progress=progress, precision=precision)
+            export(ExportArguments.check(*pair, folder, precision=precision), progress)
         except ParityError as error:
             if wanted.precision is not None or precision != PRECISION:
                 raise
             progress.stage(f"exporting to {NEXT_PRECISION}, because {error}")
-            export_pair(wanted.model, draft, folder, progress=progress, precision=NEXT_PRECISION)
+            export(ExportArguments.check(*pair, folder, precision=NEXT_PRECISION), progress)
 
-    return cache.get("exports", label, made_from, export, progress)[0]
+    return cache.get("exports", label, made_from, make, progress)[0]
 
 
 def _built(wanted: Wanted, export: Path, bundle: Path, progress: Progress) -> None:
@@ -164,7 +189,8 @@ def _choices(wanted: Wanted, exported: bool, manifest: Manifest) -> list[str]:
     caches = build.batch * sequence_bytes(manifest, build.capacity) / 1e9
     rounding = f" in groups of {target.quantization.block}" if target.quantization else ""
     why_precision = "as asked" if wanted.precision else "the export's" if exported else REASONS[target.precision]
-    why_backend = reasons.get(build.backend, "as asked") if wanted.backend == AUTO else "as asked"
+    by_rule = reasons.get(build.backend, "") if wanted.device in (None, "cpu") else f"for the device {wanted.device}"
+    why_backend = by_rule if wanted.backend == AUTO else "as asked"
     drafts = [part for draft in wanted.drafts for part in ("--draft", draft)]
     export = ["outrider", "export", "--target", wanted.model, *drafts, "--precision", target.precision, "-o", "EXPORT"]
     sizes = ["--device", wanted.device] if wanted.device else []
@@ -180,19 +206,39 @@ def _choices(wanted: Wanted, exported: bool, manifest: Manifest) -> list[str]:
     ]
 
 
-def _contents(source: Source) -> tuple[dict[str, Any], float]:
-    """Return what tells a source's content without reading it, the commit on the hub, or names, sizes and times of files; and
-    roughly how many weights it has."""
-    location = Path(source.location)
-    if not location.exists():
-        from outrider.export.checkpoints.hub import Snapshot
+def _export_key(wanted: Wanted, pair: Pair) -> dict[str, Any]:
+    """Return what an export depends on."""
+    return {
+        "sources": [_identity(source) for source in pair.sources],
+        "drafts": [_utf8(draft) for draft in wanted.drafts],
+        "precision": wanted.precision,
+        "gpu": wanted.device == "cuda",
+        "packages": {name: _version(name) for name in EXPORTERS},
+    }
 
-        snapshot = Snapshot.read(source.location)
-        return {"hub": source.location, "revision": snapshot.revision}, 8 * sum(snapshot.files.values()) / CHECKPOINT_BITS
-    statuses = {name: (location / name).stat() for name in _files(source)}
+
+def _identity(source: Source) -> dict[str, Any]:
+    """Return what tells a source's content without reading it: the commit on the hub, or names, sizes and times of files."""
+    if source.snapshot is not None:
+        return {"hub": source.name, "revision": source.snapshot.revision}
+    statuses = _statuses(source)
     files = [[_utf8(name), status.st_size, status.st_mtime_ns] for name, status in statuses.items()]
-    size, bits = sum(status.st_size for status in statuses.values()), GGUF_BITS if source.options else CHECKPOINT_BITS
-    return {"path": _utf8(str(location.resolve())), "files": files}, 8 * size / bits
+    return {"path": _utf8(str(Path(source.location).resolve())), "files": files}
+
+
+def _weights(source: Source, progress: Progress) -> float:
+    """Return roughly how many weights a source has. A GGUF file tells their number; it is downloaded first."""
+    if source.options:
+        source.download(progress)
+        import gguf
+
+        try:
+            tensors = gguf.GGUFReader(Path(source.location, source.options["gguf_file"])).tensors
+        except Exception:  # the export names what is wrong with the file
+            return 0.0
+        return float(sum(int(tensor.n_elements) for tensor in tensors))
+    files = source.snapshot.files if source.snapshot else {name: each.st_size for name, each in _statuses(source).items()}
+    return 8 * sum(files.values()) / CHECKPOINT_BITS
 
 
 def _utf8(name: str) -> str:
@@ -200,13 +246,12 @@ def _utf8(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _files(source: Source) -> list[str]:
-    """Return the names of a local source's files."""
-    if source.options:
-        return list(source.options.values())
+def _statuses(source: Source) -> dict[str, os.stat_result]:
+    """Return the status of each of a local source's files, by name."""
     folder = Path(source.location)
     paths = [*folder.iterdir(), *folder.glob("additional_chat_templates/*.jinja")]
-    return sorted(str(path.relative_to(folder)) for path in paths if path.is_file() and not path.name.startswith("."))
+    paths = [folder / name for name in source.options.values()] or [path for path in paths if not path.name.startswith(".")]
+    return {str(path.relative_to(folder)): path.stat() for path in sorted(paths) if path.is_file()}
 
 
 def _check_room(weights: float, precision: str, root: Path) -> None:
@@ -224,10 +269,19 @@ def _check_room(weights: float, precision: str, root: Path) -> None:
         )
 
 
-def _machine() -> dict[str, Any]:
-    """Return what measured costs depend on: the processor, its usable cores, and the packages that run the engines."""
-    packages = {name: _version(name) for name in registry.names()}
-    return {"processor": processor_name(), "threads": thread_count(), "packages": packages}
+def _machine(wanted: Wanted) -> dict[str, Any]:
+    """Return what measured costs depend on: the processor, its usable cores, the GPU, and the packages that run the engines.
+
+    Raises:
+        DeviceError: there is no GPU that was asked for.
+    """
+    gpu = None
+    if wanted.device == "cuda" or wanted.backend in GPU_BACKENDS:
+        from outrider.engines.cuda import Cuda
+
+        gpu = Cuda().name
+    packages = {name: _version(name) for name in RUNTIMES}
+    return {"processor": processor_name(), "threads": thread_count(), "gpu": gpu, "packages": packages}
 
 
 def _version(package: str) -> str | None:

@@ -16,9 +16,10 @@ from outrider.builder.build import build_engine
 from outrider.bundle.folder import staged, write_error
 from outrider.bundle.manifest import TOKENIZER, Manifest
 from outrider.errors import FolderError, ParityError, SourceError, UnsupportedModelError, UsageError, VocabularyMismatchError
+from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.checkpoint import load_tokenizer, read_config
 from outrider.export.checkpoints.source import NONE, Source
-from outrider.export.pair import export_pair
+from outrider.export.pair import export
 from outrider.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -59,6 +60,9 @@ def train_draft(arguments: TrainingArguments, progress: Progress = SILENT) -> Tr
     work, kind = arguments.work, OBJECTIVES[arguments.kind]
     fresh = not work.exists()
     try:
+        for source in (arguments.target, arguments.start):
+            if source is not None:
+                source.download(progress)
         positions = kind.check(arguments.target, arguments.start)
         work.mkdir(parents=True, exist_ok=True)
         with FileLock(work / ".lock", timeout=0), translated(work):
@@ -166,7 +170,8 @@ def _bundle(arguments: TrainingArguments, draft: Path | None, folder: Path, prog
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         drafts = [NONE] if draft is None else [str(draft)]
-        manifest = export_pair(arguments.named, drafts, folder / "onnx", precision=options["precision"], progress=progress)
+        checked = ExportArguments.check(arguments.target, drafts, folder / "onnx", precision=options["precision"])
+        manifest = export(checked, progress)
         limits = [model.max_positions for model in manifest.models.values() if model.max_positions]
         build_engine(
             folder / "onnx",

@@ -1,15 +1,18 @@
-"""Models on the Hugging Face hub: their commit, their size, and their download with progress."""
+"""Models on the Hugging Face hub: their commit, their files, and their download with progress."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from outrider.errors import SourceError
+from outrider.bundle.folder import write_whole
+from outrider.errors import FolderError, SourceError, UnsupportedModelError
 from outrider.errors import reason_of as whole_reason
 from outrider.progress import Progress
 
@@ -18,24 +21,33 @@ Value = TypeVar("Value")
 TIMEOUT = 10.0  # seconds to wait for the hub's answer
 # Files that no export reads: other formats of the weights, folders, and pictures.
 UNUSED = ("*/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.pth", "consolidated*", "*.md", "*.png", "*.jpg", ".*")
-OTHER_WEIGHTS = ("*.bin", "*.pt")  # unused if there are safetensors
+TEMPLATES = "additional_chat_templates/*.jinja"  # the one folder that is read
+SAFETENSORS, OTHER_WEIGHTS = "*.safetensors", ("*.bin", "*.pt")  # the others are unused if there are safetensors
+GGUF, ACCESSORIES = ".gguf", ("mmproj", "imatrix")  # files of this suffix with these in their names have no language model
+PART = re.compile(r"-\d{5}-of-(\d{5})$")  # of a model in several GGUF files
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A model's commit on the hub, and the files of it that an export reads."""
+    """One commit of a model on the hub, and the files of it that an export reads."""
 
+    repo: str
     revision: str
-    files: dict[str, int]  # bytes by name; empty if the hub cannot be reached
+    files: dict[str, int]  # bytes by name; a single GGUF file, or those of a checkpoint
 
     @classmethod
-    def read(cls, repo: str) -> Snapshot:
+    def read(cls, repo: str, tag: str = "") -> Snapshot:
         """Ask the hub for a model's newest commit. Without a connection, it is the newest one that was downloaded.
 
+        Args:
+            tag: the name of a GGUF file, or its end, such as Q4_K_M. It may be empty if there is only one, or a checkpoint.
+
         Raises:
-            SourceError: the hub has no such model or refuses access, or it cannot be reached and nothing was downloaded.
+            SourceError: the hub has no such model or file or refuses access, the tag is missing, or the hub cannot be reached
+                and nothing was downloaded.
+            UnsupportedModelError: the model is in several GGUF files.
         """
-        from huggingface_hub import HfApi, try_to_load_from_cache
+        from huggingface_hub import HfApi
 
         def ask() -> tuple[str, dict[str, int]]:
             found = HfApi().model_info(repo, timeout=TIMEOUT, files_metadata=True)
@@ -46,50 +58,122 @@ class Snapshot:
         try:
             revision, sizes = _asked(repo, ask)
         except ConnectionError as error:
-            path = try_to_load_from_cache(repo, "config.json")
-            if not isinstance(path, str):
+            revision, sizes = _downloaded(repo)
+            if not sizes:
                 raise SourceError(
                     f"{repo} is neither a file nor a folder, was not downloaded, and the hub cannot be reached: {error}",
                     "check the name and the connection; $HF_HUB_OFFLINE turns the connection off",
                 ) from error
-            return cls(Path(path).parent.name, {})
-        unused = UNUSED + (OTHER_WEIGHTS if any(name.endswith(".safetensors") for name in sizes) else ())
-        return cls(revision, {name: size for name, size in sizes.items() if not any(fnmatch(name, each) for each in unused)})
+        return cls(repo, revision, {name: sizes[name] for name in _read_of(repo, sizes, tag)})
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this commit in the hub's cache, where `download` puts the files."""
+        return _cached(self.repo) / "snapshots" / self.revision
+
+    @property
+    def gguf(self) -> str | None:
+        """The name of the GGUF file; None for a checkpoint."""
+        return next((name for name in self.files if name.endswith(GGUF)), None)
+
+    def download(self, progress: Progress, names: Collection[str] | None = None) -> None:
+        """Download the files, or some of them, unless they are here. An interrupted download is continued.
+
+        Raises:
+            SourceError: the hub refuses access or stops answering, or the disk is full.
+        """
+        wanted = self.files if names is None else [name for name in self.files if name in names]
+        if missing := [name for name in wanted if not (self.folder / name).is_file()]:
+            self._fetch(missing, progress)
+        if names is None:  # without a connection, a later process uses a commit that is here completely
+            _remember(self.repo, self.revision)
+
+    def _fetch(self, names: list[str], progress: Progress) -> None:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils.tqdm import tqdm
+
+        progress.stage(f"downloading {self.repo}", sum(self.files[name] for name in names))
+
+        class Reported(tqdm):
+            """Passes the client's progress on; it shows nothing itself."""
+
+            def update(self, n: float | None = 1) -> None:
+                if getattr(self, "unit", "B") == "B":
+                    progress.advance(int(n or 0))
+
+        def fetch(name: str) -> None:
+            hf_hub_download(self.repo, name, revision=self.revision, tqdm_class=Reported)
+
+        for name in names:
+            try:
+                _asked(self.repo, lambda name=name: fetch(name))  # type: ignore[misc]
+            except ConnectionError as error:
+                raise SourceError(
+                    f"the download of {self.repo} stopped at {name}: {error}",
+                    "check the connection and run again: what was downloaded is kept",
+                ) from error
 
 
-def download(repo: str, progress: Progress) -> None:
-    """Download what an export reads of a model, unless it is here. An interrupted download is continued.
+def _read_of(repo: str, names: Collection[str], tag: str) -> list[str]:
+    """Return the names of the files that an export reads: those of a checkpoint, or one GGUF file."""
+    used = [name for name in names if fnmatch(name, TEMPLATES) or not any(fnmatch(name, each) for each in UNUSED)]
+    others = [name for name in used if any(fnmatch(name, each) for each in OTHER_WEIGHTS)]
+    tensors = [name for name in used if fnmatch(name, SAFETENSORS)]
+    ggufs = [name for name in names if name.endswith(GGUF) and not any(each in name.lower() for each in ACCESSORIES)]
+    if tag or (ggufs and not tensors and not others):
+        return [_named(repo, sorted(ggufs), tag)]
+    return [name for name in used if not tensors or name not in others]
 
-    Without a connection nothing is downloaded; if a file is missing, whoever reads it says so.
 
-    Raises:
-        SourceError: the hub refuses access or stops answering, or the disk is full.
-    """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.utils.tqdm import tqdm
+def _named(repo: str, names: list[str], tag: str) -> str:
+    """Return the GGUF file of a tag, or the only one."""
+    stems = {name: PART.sub("", PurePosixPath(name).stem) for name in names}
+    wanted = tag.lower().removesuffix(GGUF)
+    fitting = [name for name in names if stems[name].lower() == wanted] or [
+        name for name in names if not tag or stems[name].lower().endswith(("-" + wanted, "." + wanted))
+    ]
+    whole = [name for name in names if not PART.search(PurePosixPath(name).stem)]
+    parts = PART.search(PurePosixPath(fitting[0]).stem) if fitting else None
+    if parts and (tag or not whole) and len({stems[name] for name in fitting}) == 1:
+        raise UnsupportedModelError(
+            f"{fitting[0]} of {repo} is one of {int(parts[1])} files of a model",
+            "choose another, or download and merge them with llama.cpp's llama-gguf-split --merge",
+        )
+    if len(usable := [name for name in fitting if name in whole]) == 1:
+        return usable[0]
+    ends = [re.split("[-.]", stems[name])[-1] for name in whole]
+    choices = ends if len({*map(str.lower, ends)}) == len(ends) else [stems[name] for name in whole]
+    what = f"no GGUF file {tag}" if tag and not fitting else f"several GGUF files{f' {tag}' if tag else ''}"
+    hint = f"name one of them, as in {repo}:{choices[0]}; it has {', '.join(choices)}" if choices else "leave the tag out"
+    raise SourceError(f"{repo} has {what}", hint)
 
-    snapshot = Snapshot.read(repo)
-    here = {name: try_to_load_from_cache(repo, name, revision=snapshot.revision) for name in snapshot.files}
-    missing = [name for name in snapshot.files if not isinstance(here[name], str)]
-    if not missing:
-        return
-    progress.stage(f"downloading {repo}", sum(snapshot.files[name] for name in missing))
 
-    class Reported(tqdm):
-        """Passes the client's progress on; it shows nothing itself."""
+def _cached(repo: str) -> Path:
+    """Return the folder of a model in the hub's cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
-        def update(self, n: float | None = 1) -> None:
-            if getattr(self, "unit", "B") == "B":
-                progress.advance(int(n or 0))
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type="model"))
 
-    for name in missing:
-        try:
-            _asked(repo, lambda name=name: hf_hub_download(repo, name, tqdm_class=Reported))  # type: ignore[misc]
-        except ConnectionError as error:
-            raise SourceError(
-                f"the download of {repo} stopped at {name}: {error}",
-                "check the connection and run again: what was downloaded is kept",
-            ) from error
+
+def _downloaded(repo: str) -> tuple[str, dict[str, int]]:
+    """Return the newest commit that was downloaded, and the sizes of its files; no sizes if there is none."""
+    try:
+        revision = (_cached(repo) / "refs" / "main").read_text().strip()
+        folder = _cached(repo) / "snapshots" / revision
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        return revision, {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    except (OSError, ValueError):
+        return "", {}
+
+
+def _remember(repo: str, revision: str) -> None:
+    """Make a commit the one that a process without a connection uses, as the hub's client does for its downloads."""
+    reference = _cached(repo) / "refs" / "main"
+    with suppress(OSError, FolderError):  # a cache that this user may only read
+        if not reference.exists() or reference.read_text() != revision:
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(reference, revision.encode())
 
 
 def _asked(repo: str, ask: Callable[[], Value]) -> Value:

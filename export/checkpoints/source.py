@@ -1,6 +1,7 @@
 """The location of a checkpoint: a Hugging Face folder, a hub id, or a GGUF file.
 
-Nothing here imports torch or transformers, so that a wrong path fails at once.
+A hub id becomes a commit of the model when it is parsed, and all files are read from that commit's folder, whatever is pushed
+to the hub later. Nothing here imports torch or transformers, so that a wrong path fails at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 from outrider import errors
 from outrider.errors import OutriderError, SourceError
-from outrider.progress import Progress
+from outrider.export.checkpoints.hub import Snapshot
+from outrider.progress import SILENT, Progress
 
 EAGLE3, PEAGLE = "eagle3", "peagle"  # speculators' names
 BLOCKS = ("dflash", "dspark")
@@ -24,7 +26,7 @@ MASK_TOKEN = "pard_token"  # the key that marks the configuration of a parallel 
 AGAIN = "download the checkpoint again"
 CORRECT_CONFIG = "correct the checkpoint's config.json and generation_config.json, or download it again"
 COUNTED, MOST = ("num_", "n_layer"), 2**16
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_ID = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?::([\w.-]+))?")  # and the tag of a GGUF file
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,17 @@ class Source:
     """The location of a checkpoint, as arguments of `from_pretrained`."""
 
     name: str  # for the manifest: the hub id, or the last part of a path
-    location: str
+    location: str  # a folder; for a hub id, its files may have to be downloaded first
     options: dict[str, str]  # {"gguf_file": ...} for GGUF
+    snapshot: Snapshot | None = None  # the commit on the hub
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """Parse the path of a folder or GGUF file, or a hub id.
+        """Parse the path of a folder or GGUF file, or a hub id, perhaps with the tag of a GGUF file, such as OWNER/NAME:Q4_K_M.
 
         Raises:
-            SourceError: the text is none of these.
+            SourceError: the text is none of these, or the hub does not have it or cannot be reached.
+            UnsupportedModelError: the model is in several GGUF files.
         """
         path = Path(text)
         try:
@@ -48,19 +52,26 @@ class Source:
         except (OSError, ValueError):  # the path is too long or contains NUL
             kind = ""
         if kind == "folder":
-            if not (path / "config.json").is_file():
-                files = sorted(entry.name for entry in path.glob("*.gguf"))
-                hint = f"pass the GGUF file itself: {path / files[0]}" if files else "pass a Hugging Face checkpoint folder"
-                raise SourceError(f"{text} has no config.json", hint)
-            return cls(path.resolve().name, str(path), {})
+            if (path / "config.json").is_file():
+                return cls(path.resolve().name, str(path), {})
+            if len(files := sorted(path.glob("*.gguf"))) == 1:
+                return cls.parse(str(files[0]))
+            if files:
+                raise SourceError(f"{text} has several GGUF files", f"pass one of them: {', '.join(map(str, files))}")
+            raise SourceError(f"{text} has no config.json", "pass a Hugging Face checkpoint folder")
         if kind == "file":
             with open(path, "rb") as file:
                 if file.read(4) != b"GGUF":
                     raise SourceError(f"{text} is not a GGUF file", "pass a Hugging Face folder, a hub id or a GGUF file")
             return cls(path.name, str(path.parent), {"gguf_file": path.name})
-        if not HUB_ID.fullmatch(text) or text in (".", "..") or path.suffix == ".gguf":
+        found = HUB_ID.fullmatch(text)
+        if found is None or text in (".", "..") or (path.suffix == ".gguf" and not found[2]):
             raise SourceError(f"{text[:200]} does not exist", "pass a Hugging Face folder, a hub id or a GGUF file")
-        return cls(text, text, {})
+        snapshot = Snapshot.read(found[1], found[2] or "")
+        if snapshot.gguf is None:
+            return cls(text, str(snapshot.folder), {}, snapshot)
+        path = snapshot.folder / snapshot.gguf
+        return cls(text, str(path.parent), {"gguf_file": path.name}, snapshot)
 
     def download(self, progress: Progress) -> None:
         """Download what an export reads of a model on the hub, with progress, unless it is here.
@@ -68,10 +79,8 @@ class Source:
         Raises:
             SourceError: the hub refuses access or cannot be reached, or the disk is full.
         """
-        if not Path(self.location).exists():
-            from outrider.export.checkpoints.hub import download
-
-            download(self.location, progress)
+        if self.snapshot is not None:
+            self.snapshot.download(progress)
 
     def file(self, name: str) -> Path | None:
         """Return the path of one of the checkpoint's files, perhaps after a download; None if there is no such file.
@@ -79,24 +88,10 @@ class Source:
         Raises:
             SourceError: the hub cannot be reached.
         """
-        folder = Path(self.location)
-        if folder.is_dir():
-            return folder / name if (folder / name).is_file() else None
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-        class File:
-            @staticmethod
-            def from_pretrained(location: str, **_: Any) -> str | None:
-                try:
-                    return hf_hub_download(location, name)
-                except LocalEntryNotFoundError:  # the hub cannot be reached
-                    raise
-                except EntryNotFoundError:
-                    return None
-
-        path = self.read(f"file {name}", File)
-        return None if path is None else Path(path)
+        if self.snapshot is not None:
+            self.snapshot.download(SILENT, [name])
+        path = Path(self.location, name)
+        return path if path.is_file() else None
 
     def config(self) -> dict[str, Any]:
         """Return the contents of config.json; an empty dictionary for a GGUF file.
@@ -158,8 +153,6 @@ class Source:
                 raise
             if isinstance(error, ImportError):
                 hint = "install the package that the message names"
-            elif not Path(self.location).exists():
-                hint = "check the path, or the hub id and the connection to the hub"
             elif self.options:
                 hint = "export the Hugging Face checkpoint behind the file; transformers reads few architectures from GGUF"
             else:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 MODEL = re.compile(r"/api/models/([\w-]+/[\w-]+)(?:/revision/\w+)?(?:\?.*)?")
 FOLDER = re.compile(r"/api/models/([\w-]+/[\w-]+)/tree/")
-FILE = re.compile(r"/([\w-]+/[\w-]+)/resolve/\w+/(.+)")
+FILE = re.compile(r"/([\w-]+/[\w-]+)/resolve/(\w+)/(.+)")
 
 
 class Hub:
-    """Serves each folder `root/OWNER/NAME` as a model, whose commit changes with its files."""
+    """Serves each folder `root/OWNER/NAME` as a model, whose commit changes with its files. Commits that it named stay."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -25,13 +25,14 @@ class Hub:
         self.broken: set[str] = set()  # files whose download ends in the middle
         self.url = ""
         self.requests: list[str] = []  # files that were downloaded
+        self.commits: dict[str, dict[str, bytes]] = {}
 
     def revision(self, repo: str) -> str:
         """Return the commit of a model: a digest of its files."""
-        digest = hashlib.sha1()
-        for path in sorted((self.root / repo).iterdir()):
-            digest.update(path.name.encode() + path.read_bytes())
-        return digest.hexdigest()
+        files = {path.name: path.read_bytes() for path in sorted((self.root / repo).iterdir())}
+        commit = hashlib.sha1(b"".join(name.encode() + content for name, content in files.items())).hexdigest()
+        self.commits[commit] = files
+        return commit
 
     @contextmanager
     def running(self) -> Iterator[Hub]:
@@ -70,22 +71,20 @@ class Hub:
                 elif repo in hub.gated:
                     self.answer(401, b"{}", {"X-Error-Code": "GatedRepo"})
                 else:
-                    self.file(repo, file[2])
+                    self.file(hub.revision(repo) if file[2] == "main" else file[2], file[3])
 
-            def file(self, repo: str, name: str) -> None:
-                path = hub.root / repo / name
-                headers = {"X-Repo-Commit": hub.revision(repo)}
-                if not path.is_file():
+            def file(self, commit: str, name: str) -> None:
+                headers, content = {"X-Repo-Commit": commit}, hub.commits[commit].get(name)
+                if content is None:
                     self.answer(404, b"{}", headers | {"X-Error-Code": "EntryNotFound"})
                     return
-                content = path.read_bytes()
                 if self.command == "GET":
                     hub.requests.append(name)
                 etag = f'"{hashlib.sha1(content).hexdigest()}"'
                 self.answer(200, content, headers | {"ETag": etag}, cut=name in hub.broken)
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{server.server_port}"
         try:
             yield self

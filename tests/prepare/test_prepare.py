@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,13 @@ from outrider.builder.build import build_engine
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Manifest
 from outrider.cli import main
+from outrider.engines.precisions import PRECISIONS
+from outrider.errors import OutriderError, ParityError
+from outrider.export.arguments import ExportArguments
+from outrider.export.checkpoints.checkpoint import read_config
+from outrider.export.checkpoints.source import Source
+from outrider.progress import SILENT, Progress
+from outrider.tests.export.test_gguf_file import write
 from outrider.tests.prepare.hub import Hub
 from outrider.tests.support import ready_made
 
@@ -41,6 +50,14 @@ def made(result: Result) -> Path:
     """Return the bundle that a command made or used."""
     assert result.exit_code == 0, result.output
     return Path(result.stderr.splitlines()[-2 if "checking" in result.stderr.splitlines()[-1] else -1].split()[1].strip(",;"))
+
+
+def connect(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process ask a hub, with an empty cache of downloads."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "downloads"))
 
 
 def test_a_checkpoint_is_exported_and_built_once(run: Run, checkpoints: Path, tmp_path: Path) -> None:
@@ -87,22 +104,18 @@ def test_a_model_of_the_hub_is_found_by_its_commit(
 ) -> None:
     folder = shutil.copytree(checkpoints / "target", tmp_path / "hub" / "tiny" / "target")
     with Hub(tmp_path / "hub").running() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "downloads"))
+        connect(hub, tmp_path, monkeypatch)
         first = made(run("generate", "tiny/target", "--precision", "fp32", *PROMPT))
         assert read_manifest(first).models["target"].source == "tiny/target"
         assert made(run("generate", "tiny/target", "--precision", "fp32", *PROMPT)) == first
         absent = run("generate", "tiny/absent", *PROMPT)
         assert (absent.exit_code, "the hub has no public model of that name" in absent.stderr) == (1, True), absent.output
         (export,) = (path for path in (tmp_path / "cache" / "exports").iterdir() if path.is_dir())
-        monkeypatch.setattr("outrider.export.pair.export_pair", lambda _, __, folder, **___: shutil.copytree(export, folder))
+        monkeypatch.setattr("outrider.export.pair.export", lambda wanted, _: shutil.copytree(export, wanted.output))
         commit = hub.revision("tiny/target")
         (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
         assert hub.revision("tiny/target") != commit
         assert made(run("generate", "tiny/target", "--precision", "fp32", *PROMPT)) != first
-    (folder / "generation_config.json").unlink()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody answers: what was downloaded last
     assert run("generate", "tiny/target", "--precision", "fp32", *PROMPT).exit_code == 0
 
@@ -112,6 +125,47 @@ def test_a_disk_without_room_is_named_before_the_work(run: Run, checkpoints: Pat
     done = run("generate", checkpoints / "target", *PROMPT)
     assert (done.exit_code, "error: no room in the cache" in done.stderr) == (1, True), done.output
     assert "loading the target" not in done.stderr
+
+
+def test_a_gguf_file_of_the_hub_is_read_and_its_weights_are_counted(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hub" / "tiny" / "gguf").mkdir(parents=True)
+    weights = sum(each.numel() for each in write(tmp_path / "hub" / "tiny" / "gguf" / "m-F32.gguf").parameters())
+    needed, read = 2 * weights * PRECISIONS["int4"].weight_bits / 8, list[str]()
+
+    def exported(wanted: ExportArguments, _: Progress) -> None:
+        read.append(read_config(wanted.target).model_type)
+        raise OutriderError("far enough", "a hint")
+
+    monkeypatch.setattr("outrider.export.pair.export", exported)
+    with Hub(tmp_path / "hub").running() as hub:
+        connect(hub, tmp_path, monkeypatch)
+        Source.parse("tiny/gguf").download(SILENT)  # so that the hub's client needs no room
+        for free, error in ((needed - 1, "no room in the cache"), (needed, "far enough")):
+            monkeypatch.setattr("outrider.prepare.prepare.shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+            assert error in run("generate", "tiny/gguf:F32", *PROMPT).stderr
+    assert read == ["qwen2"]
+
+
+def test_what_the_bundle_will_not_have_is_noticed_before_the_work(run: Run, checkpoints: Path, tmp_path: Path) -> None:
+    done = run("generate", checkpoints / "target", "--k", "3", *PROMPT)
+    assert (done.exit_code, "k = 3 is not built into" in done.stderr) == (2, True), done.output
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run("serve", checkpoints / "target", "--port", taken.getsockname()[1])
+    assert (done.exit_code, "error: cannot listen on 127.0.0.1" in done.stderr) == (1, True), done.output
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_device_decides_on_the_backend_and_is_part_of_the_key(
+    run: Run, tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "outrider.engines.cuda", SimpleNamespace(Cuda=lambda: SimpleNamespace(name="some GPU")))
+    monkeypatch.setattr("outrider.prepare.prepare.build_engine", lambda _, output, **__: shutil.copytree(tiny_bundle, output))
+    done = run("generate", tiny_export, "--device", "cuda", *PROMPT)
+    assert "backend onnxruntime: for the device cuda" in done.stderr
+    (record,) = (tmp_path / "cache" / "bundles").glob("*.json")
+    assert "some GPU" in record.read_text()
 
 
 @pytest.mark.parametrize("model", ["absent", "./absent", "../absent", "/absent/model", "a/b/c", "x" * 5000, "nul\0byte"])
@@ -127,17 +181,16 @@ def test_an_empty_folder_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_precision_that_costs_too_much_gives_way(run: Run, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.errors import ParityError
     from outrider.export import pair
 
-    export_pair = pair.export_pair
+    export = pair.export
 
-    def strict(*arguments: Any, **options: Any) -> Any:
-        if options["precision"] == "int4":
+    def strict(wanted: ExportArguments, progress: Progress) -> Manifest:
+        if wanted.precision == "int4":
             raise ParityError("the perplexity is twice that of the checkpoint", "a hint")
-        return export_pair(*arguments, **options)
+        return export(wanted, progress)
 
-    monkeypatch.setattr(pair, "export_pair", strict)
+    monkeypatch.setattr(pair, "export", strict)
     done = run("generate", checkpoints / "target", *PROMPT)
     assert "exporting to int8, because the perplexity is twice" in done.stderr
     assert read_manifest(made(done)).models["target"].precision == "int8"
