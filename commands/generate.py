@@ -155,8 +155,8 @@ def command(
 ) -> None:
     """Generate text from a prompt. Only confirmed tokens are printed.
 
-    MODEL is a bundle, or an export, a checkpoint folder, a GGUF file or an id on the Hugging Face hub, which is exported
-    and built first, into the cache that outrider cache lists.
+    MODEL is a bundle, or an export, a checkpoint folder, a GGUF file or an id on the Hugging Face hub, such as OWNER/NAME,
+    or OWNER/NAME:Q4_K_M for a GGUF file. It is exported and built first, into the cache that outrider cache lists.
     """
     if show and as_json:
         raise UsageError("--show and --json cannot be combined", "leave one of them out")

@@ -128,12 +128,19 @@ class Cache:
         return folder, made
 
     def entries(self) -> list[Entry]:
-        """Return the entries, the most recently used first, with what killed processes left."""
+        """Return the entries, the most recently used first, with what killed processes left.
+
+        Raises:
+            FolderError: the cache cannot be read.
+        """
         found = []
         for kind in KINDS:
-            folders = list[Path]()
-            with suppress(OSError):
+            try:
                 folders = [path for path in (self.root / kind).iterdir() if path.is_dir()]
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise self._error("read", error) from error
             for folder in folders:
                 with suppress(OSError):  # another process may just have renamed or removed it
                     found.append(_entry(folder, folder.with_name(folder.name + RECORD)))
@@ -174,8 +181,10 @@ class Cache:
                 _remove(folder, record)
         except filelock.Timeout:
             return "a process makes it"
-        except (OSError, FolderError) as error:
-            return reason_of(error)
+        except OSError as error:
+            return error.strerror or reason_of(error)
+        except FolderError as error:
+            return str(error)
         return ""
 
     @contextmanager
@@ -192,13 +201,15 @@ class Cache:
             if _complete(folder, record):
                 yield
                 return
-            raise FolderError(
-                f"cannot write the cache {self.root}: {error.strerror or error}", f"set ${CACHE} to a folder that you can write"
-            ) from error
+            raise self._error("write", error) from error
         try:
             yield
         finally:
             lock.release()
+
+    def _error(self, verb: str, error: OSError) -> FolderError:
+        what = f"cannot {verb} the cache {self.root}: {error.strerror or error}"
+        return FolderError(what, f"set ${CACHE} to a folder that you can write")
 
 
 def _lock(folder: Path) -> filelock.BaseFileLock:
