@@ -152,10 +152,10 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
 
     def make(folder: Path) -> None:
         precision = wanted.precision or (GPU_PRECISION if wanted.device == "cuda" else PRECISION)
-        _check_room(sum(_weights(source, progress) for source in pair.sources), precision, cache.root)
         progress.stage("importing torch and transformers")
         from outrider.export.pair import export
 
+        _check_room(sum(_weights(source, progress) for source in pair.sources), precision, cache.root)
         try:
             export(ExportArguments.check(*pair, folder, precision=precision), progress)
         except ParityError as error:

@@ -210,8 +210,11 @@ def test_the_runtime_needs_no_torch_no_transformers_no_onnx(runtime_python: Path
     assert outrider("generate", bundle, "--prompt", "the quick", "--max-new-tokens", "4")
 
 
-def test_a_command_whose_packages_are_missing_says_what_to_install(runtime_python: Path, tmp_path: Path) -> None:
-    command = [str(runtime_python.parent / "outrider"), "export", "--target", "a", "--draft", "b", "-o", str(tmp_path / "x")]
+def test_a_command_whose_packages_are_missing_says_what_to_install(
+    runtime_python: Path, checkpoints: Path, tmp_path: Path
+) -> None:
+    target = str(checkpoints / "target")
+    command = [str(runtime_python.parent / "outrider"), "export", "--target", target, "-o", str(tmp_path / "x")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "not installed" in done.stderr

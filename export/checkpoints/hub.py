@@ -77,7 +77,7 @@ class Snapshot:
         return next((name for name in self.files if name.endswith(GGUF)), None)
 
     def download(self, progress: Progress, names: Collection[str] | None = None) -> None:
-        """Download the files, or some of them, unless they are here. An interrupted download is continued.
+        """Download the files, or some of them, unless they are here. Those that are complete are kept if the download ends.
 
         Raises:
             SourceError: the hub refuses access or stops answering, or the disk is full.
@@ -110,7 +110,7 @@ class Snapshot:
             except ConnectionError as error:
                 raise SourceError(
                     f"the download of {self.repo} stopped at {name}: {error}",
-                    "check the connection and run again: what was downloaded is kept",
+                    "check the connection and run again: complete files are kept",
                 ) from error
 
 
@@ -200,7 +200,7 @@ def _asked(repo: str, ask: Callable[[], Value]) -> Value:
     except Exception as error:  # of the HTTP client, and of the hub's
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SourceError(
-                f"no room to download {repo}", "free some disk space and run again: what was downloaded is kept"
+                f"no room to download {repo}", "free some disk space and run again: complete files are kept"
             ) from error
         raise ConnectionError(_reason(error)) from error
 

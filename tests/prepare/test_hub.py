@@ -138,7 +138,7 @@ def test_a_download_that_stops_says_so_and_is_continued(hub: Hub) -> None:
     hub.broken.add("model.safetensors")
     with pytest.raises(SourceError, match=r"the download of tiny/target stopped at model\.safetensors") as caught:
         Snapshot.read(REPO).download(Progress())
-    assert "run again: what was downloaded is kept" in caught.value.hint
+    assert "run again: complete files are kept" in caught.value.hint
     hub.broken.clear()
     hub.requests.clear()
     Snapshot.read(REPO).download(Progress())
