@@ -123,7 +123,10 @@ class Generation(Struct, frozen=True):
 
 
 class Cost(Struct, frozen=True):
-    """Milliseconds of a pass over `batch` sequences, in `runs` runs. A step model's pass ends at the end of `window`."""
+    """Milliseconds of a pass over `batch` sequences, in `runs` runs. A step model's pass ends at the end of `window`.
+
+    `runs` is 0 if the pass was not timed, and its cost is fitted to those of others.
+    """
 
     rows: Positive
     window: Annotated[int, msgspec.Meta(ge=0)]  # 0 for samplers
@@ -131,7 +134,7 @@ class Cost(Struct, frozen=True):
     median: Milliseconds
     fastest: Milliseconds
     slowest: Milliseconds
-    runs: Positive
+    runs: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Build(Struct, frozen=True):
@@ -153,6 +156,12 @@ class Build(Struct, frozen=True):
     compute_capabilities: list[str] = []  # such as 8.9, that the engines run on; if empty, the plans decide
     profiles: dict[str, list[Profile]] = {}  # engine -> its optimization profiles, in order, without the cache's tensors
     version_compatible: bool = False  # whether newer releases of the package can run the plans, which then contain host code
+
+    @property
+    def timed(self) -> tuple[int, int]:
+        """Return how many costs were timed, and how many were fitted to them."""
+        runs = [cost.runs for costs in self.costs.values() for cost in costs]
+        return len(runs) - runs.count(0), runs.count(0)
 
     def rows(self, engine: str) -> list[tuple[int, int]]:
         """Return the minimum and maximum rows of a pass, for each profile of one of `ENGINES`."""
