@@ -23,6 +23,7 @@ class BundlePlan:
     predictions: list[Prediction]
     rates: dict[str, float] = field(default_factory=dict)  # by drafter; empty if recorded texts give the acceptance
     rates_measured: bool = False
+    timed: tuple[int, int] = (0, 0)  # costs that were timed, and that were fitted to them
     # The report's speed-up, by workload, drafter and k.
     measured: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     policies: dict[str, dict[str, float]] = field(default_factory=dict)  # see `simulator.compare`
@@ -59,7 +60,8 @@ def plan_bundle(bundle: Path, rate: float | None, bench: Path | None, position: 
             "this bundle's acceptance was not measured", f"pass --rate or --bench, or run outrider calibrate {bundle}"
         )
     end, costs = min(position or build.capacity // 4, build.capacity), RoundCosts(manifest, build)
-    return BundlePlan(_together([at_rate(costs, name, each, end) for name, each in rates.items()]), rates, rate is None)
+    predictions = _together([at_rate(costs, name, each, end) for name, each in rates.items()])
+    return BundlePlan(predictions, rates, rate is None, build.timed)
 
 
 def _together(predictions: list[list[Prediction]]) -> list[Prediction]:
@@ -86,6 +88,7 @@ def _plan_from_texts(manifest: Manifest, build: Build, names: list[str], bench: 
             of_drafter[str(summary.mode.k)] = summary.median_speedup
     return BundlePlan(
         _together([of_traces(costs, name, results.traces) for name in names]),
+        timed=build.timed,
         measured=measured,
         policies=compare(results.traces, costs, drafters.available(manifest), early_stopping=build.device == "cpu"),
     )

@@ -11,7 +11,7 @@ import click
 from outrider.backends import registry
 from outrider.backends.base import Option
 from outrider.commands.options import GroupedCommand, GroupedOption, Registered, backend, sizes
-from outrider.commands.output import bundle_table, console, print_json, progress_bar
+from outrider.commands.output import bundle_table, console, costs_note, print_json, progress_bar
 
 ENGINES = "Engines"
 DEVICES = {name: registry.get(name).devices for name in registry.names() if registry.get(name).devices}
@@ -147,4 +147,6 @@ def command(
         print_json(manifest.encode())
     else:
         console().print(bundle_table(manifest))
+        if manifest.build is not None and manifest.build.timed[1]:
+            click.echo(f"costs: {costs_note(*manifest.build.timed)}")
         click.echo(f"wrote {output}")

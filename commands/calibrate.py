@@ -19,10 +19,10 @@ from outrider.commands.output import bundle_table, console, progress_bar
     help="The device to measure on. It becomes the device that the bundle runs on by default.  [default: unchanged]",
 )
 def command(bundle: Path, device: str | None) -> None:
-    """Measure the costs of a bundle's passes on this machine, and write them into the bundle.
+    """Measure the costs of all of a bundle's passes on this machine, and write them into the bundle.
 
-    build-engine measures the costs on the machine where it builds. Run calibrate if the bundle runs on another machine, because
-    k = auto depends on the costs.
+    build-engine times some passes on the machine where it builds, and fits the costs of the others. Run calibrate if the bundle
+    runs on another machine, because k = auto starts from the costs, or for better predictions of outrider plan.
     """
     from outrider.builder.build import calibrate
 

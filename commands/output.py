@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.text import Text
 
-    from outrider.bundle.manifest import Build, Manifest, Model
+    from outrider.bundle.manifest import Build, Cost, Manifest, Model
     from outrider.runtime.text.stream import Piece
 
 
@@ -176,6 +176,11 @@ def bundle_table(manifest: Manifest) -> Any:
     return table
 
 
+def costs_note(timed: int, fitted: int) -> str:
+    """Say how many costs of a bundle were timed, and how many fitted."""
+    return f"{timed} passes timed, {fitted} fitted; outrider calibrate times all of them" if fitted else f"{timed} passes timed"
+
+
 def _layers(model: Model) -> str:
     attention = str(len(model.layers))
     return f"{attention} with attention, {len(model.recurrent)} recurrent" if model.recurrent else attention
@@ -206,6 +211,8 @@ def _add_build(table: Any, manifest: Manifest, build: Build) -> None:
     if build.acceptance:
         rates = ", ".join(f"{name} {rate:.0%}" for name, rate in build.acceptance.items())
         table.add_row("acceptance on shipped prompts", rates)
+    if build.costs:
+        table.add_row("costs", costs_note(*build.timed))
     if build.rewrites:
         rewrites = [build.rewrites.get(role, {}) for role in manifest.roles]
         table.add_row("fused", *(", ".join(f"{count} {name}" for name, count in each.items()) or "no" for each in rewrites))
@@ -225,5 +232,10 @@ def _add_costs(table: Any, roles: Sequence[str], build: Build) -> None:
         batch, window, rows = key
         if window in (build.windows[0], build.windows[-1]):
             sequences = f" of {batch} sequences" if batch > 1 else ""
-            cells = (f"{c[key].median:.2f} ({c[key].fastest:.2f}-{c[key].slowest:.2f})" for c in costs)
-            table.add_row(f"{rows} row{'s' if rows > 1 else ''}{sequences}, window {window}, ms", *cells)
+            table.add_row(
+                f"{rows} row{'s' if rows > 1 else ''}{sequences}, window {window}, ms", *(_cell(c[key]) for c in costs)
+            )
+
+
+def _cell(cost: Cost) -> str:
+    return f"{cost.median:.2f} ({f'{cost.fastest:.2f}-{cost.slowest:.2f}' if cost.runs else 'fitted'})"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.commands.options import GroupedCommand, GroupedOption
-from outrider.commands.output import console, print_json, printable
+from outrider.commands.output import console, costs_note, print_json, printable
 from outrider.errors import UsageError
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ def _print(plan: BundlePlan) -> None:
         for name, rate in plan.rates.items():
             click.echo(f"if {rate:.0%} of the tokens of the {drafters.get(name).label} are accepted{source};")
         click.echo("excludes the time in which the draft reads the prompt; predictions with --bench include it")
+    click.echo(f"costs: {costs_note(*plan.timed)}")
     fastest = best(plan.predictions)
     console().print(_table(plan.predictions, fastest, plan.measured))
     for line in _advice(fastest):
