@@ -15,7 +15,7 @@ import outrider
 from outrider.bench.results import SCHEMA, Mode, Results
 from outrider.bench.simulator import Trace, compare
 from outrider.bench.summary import PLAIN, Answers, AnswerSummary, parts, summarize
-from outrider.builder.passes import PassKey, Stopwatch, Timed, sampler_rows, sampling, steps
+from outrider.builder.passes import PassKey, Stopwatch, Timed, all_passes, sampling, steps
 from outrider.builder.workloads import Prompt
 from outrider.bundle.manifest import Build
 from outrider.engines.device import Device
@@ -173,14 +173,15 @@ def _made_by(build: Build, shortest: int, longest: int) -> Callable[[PassKey], b
 
 def _stopwatch(loaded: Outrider, longest: int) -> Stopwatch:
     """Return a stopwatch for the passes of rounds on texts of up to `longest` tokens, with the loaded engines."""
-    build = loaded.build
-    reached = _windows(build, 1, longest)
+    build, device = loaded.build, loaded.engines.device
+    reached = (0, *_windows(build, 1, longest))
     passes: dict[PassKey, Timed] = {}
-    for role, session in loaded.sessions.items():
-        passes |= steps(session, role, build, reached)
-    for name, engine in loaded.samplers.items():
-        for rows in sampler_rows(name, build):
-            passes |= sampling(engine, loaded.engines.device, name, loaded.manifest, build, rows, 1)
+    for name in loaded.manifest.engines:
+        wanted = [each for each in all_passes(name, build) if each[2] in reached and each[3] == 1]
+        if name in loaded.sessions:
+            passes |= steps(loaded.sessions[name], build, wanted)
+        else:
+            passes |= {each: sampling(loaded.samplers[name], device, loaded.manifest, build, each) for each in wanted}
     return Stopwatch(passes)
 
 

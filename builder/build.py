@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +23,9 @@ from outrider.engines.contract import window_buckets
 from outrider.errors import DeviceError, EngineError, FolderError, OutriderError, OutriderWarning, UsageError
 from outrider.progress import SILENT, Progress
 from outrider.runtime import drafters
+from outrider.runtime.generation import Outrider
 from outrider.runtime.policy.choice import AUTO
+from outrider.runtime.text.text import Text
 
 DEFAULT_CAPACITY = 1024
 DEFAULT_CHUNK = 64
@@ -98,7 +99,7 @@ def _build(backend: Backend, spec: BuildSpec, measured: Build | None, progress: 
         manifest = msgspec.structs.replace(spec.manifest, files=digest_all(folder, progress))
         try:
             if measured is None:
-                build = _measured(folder, manifest, build, progress)
+                build = _measured(folder, manifest, build, progress, quickly=True)
             else:
                 costs = {name: measured.costs[name] for name in manifest.engines}  # the other bundle may have more drafters
                 usable = drafters.available(manifest)
@@ -131,7 +132,7 @@ def calibrate(bundle: Path, progress: Progress = SILENT, device: str | None = No
         if device is not None:
             _check_device(registry.get(build.backend), device)
             build = msgspec.structs.replace(build, device=device)
-        sealed = msgspec.structs.replace(manifest, build=_measured(folder, manifest, build, progress))
+        sealed = msgspec.structs.replace(manifest, build=_measured(folder, manifest, build, progress, quickly=False))
     write_whole(folder / MANIFEST, sealed.encode())
     return sealed
 
@@ -147,15 +148,15 @@ def _check_measured(measured: Build, spec: BuildSpec) -> None:
         ) from error
 
 
-def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress) -> Build:
-    """Return `build` with its costs and acceptance measured."""
-    build = msgspec.structs.replace(build, costs=measure(open_engines(folder, manifest, build), progress))
-    gc.collect()  # launches own buffers, some in reference cycles, and next both models must fit into memory
-    try:
-        return msgspec.structs.replace(build, acceptance=measure_acceptance(folder, manifest, build, progress))
-    except (OutriderError, MemoryError) as error:  # a bundle is useful without it: the first rounds measure it
-        progress.stage(f"could not measure acceptance ({error})")
-        return build
+def _measured(folder: Path, manifest: Manifest, build: Build, progress: Progress, *, quickly: bool) -> Build:
+    """Return `build` with its acceptance and costs measured; quickly, on fewer prompts and with fitted costs."""
+    progress.stage("loading the models")
+    with Outrider(open_engines(folder, manifest, build), Text.load(folder, manifest), build.batch) as loaded:
+        try:  # first, because passes that are timed leave nonsense in the caches
+            build = msgspec.structs.replace(build, acceptance=measure_acceptance(loaded, progress, few=quickly))
+        except (OutriderError, MemoryError) as error:  # a bundle is useful without it: the first rounds measure it
+            progress.stage(f"could not measure acceptance ({error})")
+        return msgspec.structs.replace(build, costs=measure(loaded, progress, fit=quickly))
 
 
 def _backends(name: str, manifest: Manifest, device: str | None) -> list[Backend]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +12,20 @@ import msgspec
 import pytest
 
 import outrider.builder.build as build_module
-from outrider.backends.open import open_bundle
+from outrider.backends.base import Engines
+from outrider.backends.open import open_bundle, open_engines
+from outrider.builder import passes as passes_module
 from outrider.builder.build import build_engine
-from outrider.builder.passes import measure
+from outrider.builder.passes import FEW_RUNS, TIMED_RUNS, measure
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import ROLES
 from outrider.engines.samplers import DRAFT_SAMPLERS, SAMPLERS
+from outrider.engines.session import Session
 from outrider.errors import EngineError, FolderError, UsageError
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.runtime.text.text import Text
 from outrider.tests.deferred import DeferredEngines
 from outrider.tests.support import build, reseal, run_here
 
@@ -119,16 +124,50 @@ def test_k_is_sorted_and_each_is_built_once(tiny_export: Path, tmp_path: Path) -
     assert made.k == [1, 4]
 
 
-def test_costs_are_of_every_batch_and_of_the_samplers(tiny_export: Path, tmp_path: Path) -> None:
-    made = build_engine(
-        tiny_export, tmp_path / "b", backend="onnxruntime", k=[2], capacity=64, batch=3, max_prompt_chunk=8
-    ).build
+def test_a_build_loads_each_model_once_and_fits_what_it_does_not_time(
+    tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, int]] = []
+
+    def counted(*where: Any) -> Engines:
+        engines = open_engines(*where)
+        session = engines.session
+
+        def counting(role: str, batch: int) -> Session:
+            opened.append((role, batch))
+            return session(role, batch)
+
+        monkeypatch.setattr(engines, "session", counting)
+        return engines
+
+    monkeypatch.setattr(build_module, "open_engines", counted)
+    monkeypatch.setattr(passes_module, "ENOUGH", 1e-9)
+    done = run_here(
+        "build-engine", tiny_export, "-o", tmp_path / "b", *shlex.split("--k 2 --capacity 100 --batch 3 --max-prompt-chunk 8")
+    )
+    assert done.returncode == 0, done.stderr
+    made = read_manifest(tmp_path / "b").build
     assert made is not None
+    assert sorted(opened) == [("draft", 3), ("target", 3)]
     for name, costs in made.costs.items():
+        windows = (64, 100) if name in ROLES else (0,)
         rows = {1} if name in DRAFT_SAMPLERS else {1, 2, 3} | ({8} if name in ROLES else set())
-        window = 64 if name in ROLES else 0
-        assert {(cost.batch, cost.rows, cost.window) for cost in costs} == {(b, r, window) for b in (1, 2, 3) for r in rows}
+        every = {(r, window, batch) for r in rows for window in windows for batch in (1, 2, 3)}
+        assert {(cost.rows, cost.window, cost.batch): cost.runs for cost in costs} == {
+            (r, window, batch): 0
+            if batch == 2 or (r in (2, 8) and (window == 100 or batch == 3))
+            else 1
+            if name in ROLES and (r == 8 or batch == 3)
+            else FEW_RUNS
+            if name in ROLES
+            else TIMED_RUNS
+            for r, window, batch in every
+        }
+        assert all(0 < cost.fastest <= cost.median <= cost.slowest for cost in costs)
     assert set(made.costs) == {"target", "draft", *SAMPLERS}
+    timed, fitted = made.timed
+    assert (timed + fitted, fitted) == (sum(map(len, made.costs.values())), 2 * (8 + 6) + 3 * (3 + 1) + 2)
+    assert f"costs: {timed} passes timed, {fitted} fitted; outrider calibrate times all of them" in done.stdout
     assert made.acceptance == {}  # none of the shipped prompts fits into so small a cache
 
 
@@ -141,9 +180,8 @@ def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tm
     assert done.returncode == 0, done.stderr
     after = read_manifest(bundle)
     assert after.build is not None
-    assert after.build.costs != before.build.costs
-    assert {name: [(c.rows, c.window) for c in costs] for name, costs in after.build.costs.items()} == {
-        name: [(c.rows, c.window) for c in costs] for name, costs in before.build.costs.items()
+    assert {name: {(c.rows, c.window, TIMED_RUNS) for c in costs} for name, costs in before.build.costs.items()} == {
+        name: {(c.rows, c.window, c.runs) for c in costs} for name, costs in after.build.costs.items()
     }
     builds = [msgspec.structs.replace(each, costs={}, acceptance={}) for each in (before.build, after.build)]
     assert builds[0] == builds[1]
@@ -160,14 +198,14 @@ def test_calibrate_measures_again_and_changes_nothing_else(tiny_bundle: Path, tm
 def test_an_acceptance_that_cannot_be_measured_again_is_kept(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> dict[str, float]:
+    def fails(*_: object, **__: object) -> dict[str, float]:
         raise UsageError("the chat template refuses it", "take another")
 
     monkeypatch.setattr(build_module, "measure_acceptance", fails)
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
     made = read_manifest(bundle).build
     assert made is not None
-    monkeypatch.setattr(build_module, "measure", lambda *_: made.costs)
+    monkeypatch.setattr(build_module, "measure", lambda *_, **__: made.costs)
     reseal(bundle, build=msgspec.structs.replace(made, acceptance={"model": 0.7}))
     sealed = build_module.calibrate(bundle)
     assert sealed.build is not None
@@ -179,7 +217,7 @@ def test_an_acceptance_that_cannot_be_measured_again_is_kept(
 def test_where_rounds_are_recorded_passes_are_measured_in_recordings(tiny_bundle: Path, refusal: str | None) -> None:
     engines = DeferredEngines(tiny_bundle, *open_bundle(tiny_bundle))
     engines.device.refusal = refusal
-    costs = measure(engines, SILENT)
+    costs = measure(Outrider(engines, Text.load(tiny_bundle, engines.manifest)), SILENT, fit=False)
     passes = sum(map(len, costs.values()))
     assert {name: {(each.rows, each.window) for each in some} for name, some in costs.items()} == {
         name: {(each.rows, each.window) for each in some if each.batch == 1} for name, some in engines.build.costs.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from outrider.builder.acceptance import ANSWER_TOKENS, measure_acceptance
 from outrider.builder.passes import PassKey, Stopwatch, Timed
 from outrider.builder.workloads import Prompt
 from outrider.runtime.drafters.base import DeviceDrafter
-from outrider.runtime.text.text import Text
 
 
 class Machine:
@@ -76,29 +74,24 @@ def test_acceptance_is_the_share_of_the_targets_own_tokens(monkeypatch: pytest.M
     drafters = {"model": drafter(half, none), "head": drafter(none, none), "ngram": object()}
     asked: list[tuple[list[int], int, int]] = []
 
-    class Loaded:
-        def __init__(self, *_: object):
-            self.decoder = SimpleNamespace(drafters=drafters)
-            self.text = SimpleNamespace(encode=lambda prompt, chat: [1] * len(prompt))
+    def generate(ids: list[int], params: Any, k: int) -> list[Any]:
+        asked.append((ids, params.max_new_tokens, k))
+        return [SimpleNamespace(token_ids=(5,)) for _ in range(params.max_new_tokens)]
 
-        def __enter__(self) -> Loaded:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def generate(self, ids: list[int], params: Any, k: int) -> list[Any]:
-            asked.append((ids, params.max_new_tokens, k))
-            return [SimpleNamespace(token_ids=(5,)) for _ in range(ANSWER_TOKENS)]
-
-    monkeypatch.setattr(acceptance_module, "Outrider", Loaded)
-    monkeypatch.setattr(acceptance_module, "open_engines", lambda *_: None)
-    monkeypatch.setattr(Text, "load", lambda *_: None)
     prompts = [Prompt("chat", "short"), Prompt("code", "x" * 100), Prompt("math", "other")]
     monkeypatch.setattr(acceptance_module, "load", lambda *_, **__: prompts)
-    build: Any = SimpleNamespace(capacity=60)
-    manifest: Any = SimpleNamespace(files={})
-    assert measure_acceptance(Path("none"), manifest, build) == {"model": 0.25, "head": 0.0}
+    loaded: Any = SimpleNamespace(
+        decoder=SimpleNamespace(drafters=drafters),
+        text=SimpleNamespace(encode=lambda prompt, chat: [1] * len(prompt)),
+        build=SimpleNamespace(capacity=60),
+        manifest=SimpleNamespace(files={}),
+        generate=generate,
+    )
+    assert measure_acceptance(loaded) == {"model": 0.25, "head": 0.0}
     assert asked == [([1] * 5, ANSWER_TOKENS, 0)] * 2  # plain decoding, where an answer fits
-    build.capacity = 20
-    assert measure_acceptance(Path("none"), manifest, build) == {}
+    drafters |= {name: drafter(half[::2], half[: ANSWER_TOKENS // 2]) for name in ("model", "head")}
+    prompts[1] = Prompt("code", "def f")
+    assert measure_acceptance(loaded, few=True) == {"model": 0.75, "head": 0.75}
+    assert asked[2:] == [([1] * 5, ANSWER_TOKENS // 2, 0)] * 2  # chat and code, not math
+    loaded.build.capacity = 20
+    assert measure_acceptance(loaded) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from outrider.bundle.manifest import MANIFEST, TOKENIZER, Build, Manifest
 from outrider.engines.samplers import SAMPLERS
 from outrider.errors import DeviceError, FolderError, OutriderError, UsageError
 from outrider.progress import Progress
+from outrider.runtime.text.text import Text
 from outrider.tests.support import reseal, sealed_bundle
 
 
@@ -61,10 +63,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """What passes cost and what is accepted, in place of measuring it; an exception is raised."""
     known = read_manifest(sealed_bundle(tmp_path / "known")).build
     assert known is not None
-    results = SimpleNamespace(costs=known.costs, acceptance={"model": 0.25})
+    results = SimpleNamespace(costs=known.costs, acceptance={"model": 0.25}, asked=[])
 
     def result(name: str) -> Any:
-        def of(*_: object) -> Any:
+        def of(*_: object, **how: object) -> Any:
+            results.asked.append(how)
             value = getattr(results, name)
             if isinstance(value, Exception):
                 raise value
@@ -73,6 +76,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         return of
 
     monkeypatch.setattr(build_module, "open_engines", lambda *_: None)
+    monkeypatch.setattr(build_module, "Outrider", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(Text, "load", lambda *_: None)
     monkeypatch.setattr(build_module, "measure", result("costs"))
     monkeypatch.setattr(build_module, "measure_acceptance", result("acceptance"))
     return results
@@ -99,6 +104,7 @@ def test_a_bundle_has_what_was_built_and_measured(backend: Writing, measured: An
     assert (made.build.k, made.build.capacity, made.build.windows) == ([1, 2], 128, [64, 128])
     assert (made.build.costs, made.build.acceptance) == (measured.costs, {"model": 0.25})
     assert {"target", "draft", *SAMPLERS} == {*measured.costs}
+    assert measured.asked == [{"few": True}, {"fit": True}]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["bundle", "export", "known"]
     small = built(export, tmp_path / "small", capacity=None).build
     assert small is not None
@@ -168,6 +174,7 @@ def test_calibrating_replaces_what_was_measured_and_nothing_else(measured: Any, 
         name: [msgspec.structs.replace(each, runs=3) for each in some] for name, some in before.build.costs.items()
     }
     after = calibrate(bundle)
+    assert measured.asked == [{"few": False}, {"fit": False}]
     assert read_manifest(bundle) == after
     want = msgspec.structs.replace(before.build, costs=measured.costs, acceptance={"model": 0.25})
     assert after == msgspec.structs.replace(before, build=want)
