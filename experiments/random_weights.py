@@ -1,6 +1,6 @@
 """Writes drafts and targets with random weights, to measure their costs.
 
-`python -m outrider.experiments.random_weights draft|head|hybrid`; each has --help.
+`python -m outrider.experiments.random_weights model|draft|head|hybrid`; each has --help.
 """
 
 from __future__ import annotations
@@ -12,13 +12,62 @@ from pathlib import Path
 import click
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.core_model_loading import revert_weight_conversion
 
 from outrider.export.checkpoints.checkpoint import read_config
 from outrider.export.checkpoints.source import Source
 
 # Shapes of Qwen3.5: hidden size, feed-forward width, attention heads, key/value heads, key and value heads of the delta nets.
 SHAPES = {"0.8B": (1024, 3584, 8, 2, 16, 16), "4B": (2560, 9216, 16, 4, 16, 32)}
+
+# Layers, widths and vocabularies of published models. The mixture has 16 of its 128 experts.
+_QWEN = {"rms_norm_eps": 1e-6, "max_position_embeddings": 40_960, "rope_theta": 1e6, "tie_word_embeddings": False}
+_QWEN |= {"num_key_value_heads": 8, "num_attention_heads": 32, "head_dim": 128, "vocab_size": 151_936}
+MODELS: dict[str, PreTrainedConfig] = {
+    "Qwen3-8B": Qwen3Config(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, **_QWEN),
+    "Llama-3.1-8B": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128_256,
+        max_position_embeddings=8192,
+        rope_theta=5e5,
+    ),
+    "Gemma-3-4B": Gemma3TextConfig(
+        hidden_size=2560,
+        intermediate_size=10_240,
+        num_hidden_layers=34,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        vocab_size=262_208,
+        sliding_window=1024,
+    ),
+    "Qwen3-30B-A3B": Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_experts=16,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        **_QWEN | {"num_key_value_heads": 4},
+    ),
+}
+SHARD = 2**31  # bytes
 
 out = click.argument("out", type=click.Path(path_type=Path))
 
@@ -27,6 +76,45 @@ out = click.argument("out", type=click.Path(path_type=Path))
 def main() -> None:
     """Write checkpoints with random weights."""
     torch.manual_seed(0)
+
+
+@main.command()
+@click.argument("shape", type=click.Choice(list(MODELS)))
+@click.argument("tokenizer")
+@out
+@click.option("--layers", type=int, help="The number of layers.  [default: the published model's]")
+def model(shape: str, tokenizer: str, out: Path, layers: int | None) -> None:
+    """Write a checkpoint in bf16 with the shape of a published model, shard by shard; TOKENIZER is a Hugging Face folder."""
+    config = copy.deepcopy(MODELS[shape])
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    config.eos_token_id = loaded.eos_token_id
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = {name: each for name, each in outline.state_dict().items() if name not in outline.all_tied_weights_keys}
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, each in revert_weight_conversion(outline, shapes).items():
+        if sum(other.nbytes for other in shards[-1].values()) + each.nbytes > SHARD and shards[-1]:
+            shards.append({})
+        shards[-1][name] = each
+    out.mkdir(parents=True)
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        places.update(dict.fromkeys(shard, file))
+        # The scale keeps hidden states near one. Norms and biases have one dimension.
+        made = {name: torch.randn(each.shape, dtype=torch.bfloat16) * each.shape[-1] ** -0.5 for name, each in shard.items()}
+        made |= {name: torch.ones_like(made[name]) for name, each in shard.items() if each.dim() == 1}
+        save_file(made, out / file, metadata={"format": "pt"})
+        print(f"{file}: {sum(each.nbytes for each in made.values()):,} bytes")
+    index = {"metadata": {"total_size": sum(each.nbytes for shard in shards for each in shard.values())}, "weight_map": places}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    config.architectures = [type(outline).__name__]
+    config.save_pretrained(out)
+    loaded.save_pretrained(out)
 
 
 @main.command()

@@ -13,15 +13,16 @@ from transformers import PreTrainedModel
 from outrider.bundle.manifest import Generation, Model, model_file
 from outrider.engines.contract import CONTEXT
 from outrider.errors import SourceError, UnsupportedModelError
-from outrider.export.checkpoints.checkpoint import TokenizerFiles, generation_defaults, load_model, max_positions
+from outrider.export.checkpoints.checkpoint import TokenizerFiles, generation_defaults, max_positions, open_model
 from outrider.export.checkpoints.source import CORRECT_CONFIG, Source
+from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.features import feature_mixer
 from outrider.export.graph.step_model import trace
 from outrider.export.heads.block_head import BlockHead
 from outrider.export.heads.draft_head import DraftHead
 from outrider.export.heads.short_head import ShortHead, propose
 from outrider.export.heldout import check_perplexity, heldout_tokens, perplexity
-from outrider.export.parity import Exported, compare, reference, sample_features, sample_tokens
+from outrider.export.parity import Exported, compare, reference, sample_features, sample_tokens, texts_logits
 from outrider.export.weights.quantize import pack, quantize_model
 from outrider.export.weights.rounding import Rounding
 from outrider.progress import Progress
@@ -45,10 +46,10 @@ class ModelJob:
     short: torch.Tensor | None = None  # int64 [N], the only tokens that the head keeps; None if it keeps all
 
 
-def load(job: ModelJob) -> tuple[PreTrainedModel, Generation]:
-    """Load a model, and check the numbers in its configuration."""
+def load(job: ModelJob) -> tuple[PreTrainedModel, Streamed, Generation]:
+    """Load a model without its large weights, and check the numbers in its configuration."""
     job.progress.stage(f"loading the {job.role}")
-    model = load_model(job.source, job.precision)
+    model, weights = open_model(job.source, job.precision, job.folder)
     defaults, positions = generation_defaults(model, job.tokenizer), max_positions(model)
     name, rows = job.source.name, head_rows(model, job)
     if positions is not None and positions < 3:  # a round with one draft token needs three
@@ -58,7 +59,7 @@ def load(job: ModelJob) -> tuple[PreTrainedModel, Generation]:
             raise SourceError(
                 f"{name} ends texts with token {token} (eos_token_id), but has only {rows:,} logits", CORRECT_CONFIG
             )
-    return model, defaults
+    return model, weights, defaults
 
 
 def head_rows(model: PreTrainedModel, job: ModelJob) -> int:
@@ -75,8 +76,11 @@ def head_rows(model: PreTrainedModel, job: ModelJob) -> int:
     return rows
 
 
-def export_model(job: ModelJob, model: PreTrainedModel, rows: int) -> Model:
-    """Trace, save and check one model; its graph gets `rows` logits per token."""
+def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows: int) -> Model:
+    """Trace, save and check one model; its graph gets `rows` logits per token.
+
+    No step needs all weights: passes, rounding and the file that is written take one layer after the other.
+    """
     role, rounding, progress = job.role, job.rounding, job.progress
     mixer, is_head = feature_mixer(model), isinstance(model, DraftHead)
     width = model.config.hidden_size if is_head else None if mixer is None else mixer.hidden_size
@@ -86,15 +90,15 @@ def export_model(job: ModelJob, model: PreTrainedModel, rows: int) -> Model:
     lent = {id(parameter) for parameter in model.get_input_embeddings().parameters()} if is_head else set()
     parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in lent)
     # A head's limit is often the length of its training texts. Its rotary embedding works beyond it, with lower acceptance.
-    positions, known = None if is_head else max_positions(model), _known(model, job, rows)
+    positions, known = None if is_head else max_positions(model), _known(model, weights, job, rows)
     quantization, pieces, reference_perplexity = None, list[torch.Tensor](), 0.0
     if rounding is not None:
         if not is_head:
             pieces = heldout_tokens(job.tokenizer, positions)
             progress.stage(f"reading held-out text with the {role}")
-            reference_perplexity = perplexity((reference(model, piece).logits for piece in pieces), pieces, known)
+            reference_perplexity = perplexity(texts_logits(model, pieces), pieces, known)
         progress.stage(f"quantizing the {role}")
-        quantization = quantize_model(model, rounding, job.tokenizer, positions)
+        quantization = quantize_model(model, weights, rounding, job.tokenizer, positions)
     sample = sample_tokens(job.tokens)
     if isinstance(model, BlockHead):
         sample[:, :-BLOCK] = CONTEXT  # the rest is the block, within the last chunk
@@ -109,11 +113,15 @@ def export_model(job: ModelJob, model: PreTrainedModel, rows: int) -> Model:
         )
     progress.stage(f"tracing the {role}")
     path.parent.mkdir(exist_ok=True)
-    program = trace(model, layout, rows, rounding is not None, width, is_head)
+    with weights.tracing():
+        program = trace(model, layout, rows, rounding is not None, width, is_head)
+        weights.attach(program.model.graph)
     if rounding is not None:
-        pack(program, model)
+        pack(program, model, weights)
+    progress.stage(f"writing the {role}")
     program.save(path, external_data=True)
-    del model, program
+    weights.close()
+    del model, weights, program
     gc.collect()
     progress.stage(f"checking the {role}'s graph against the checkpoint")
     actual, written = Exported(path, layout, job.precision, features=width).results(sample, features=features)
@@ -144,7 +152,7 @@ def export_model(job: ModelJob, model: PreTrainedModel, rows: int) -> Model:
     )
 
 
-def _known(model: PreTrainedModel, job: ModelJob, rows: int) -> torch.Tensor:
+def _known(model: PreTrainedModel, weights: Streamed, job: ModelJob, rows: int) -> torch.Tensor:
     """Limit a draft to tokens of the target's vocabulary, and return which tokens it can propose, bool [V]."""
     head = model.get_output_embeddings()
     if isinstance(head, ShortHead):  # a draft head comes with its tokens
@@ -153,5 +161,6 @@ def _known(model: PreTrainedModel, job: ModelJob, rows: int) -> torch.Tensor:
     if job.short is None and own_rows == rows:
         return torch.ones(rows, dtype=torch.bool)
     tokens = torch.arange(min(rows, own_rows)) if job.short is None else job.short
-    propose(model, tokens, rows)
+    with weights.of(head):
+        propose(model, tokens, rows)
     return torch.isin(torch.arange(rows), tokens)

@@ -38,6 +38,7 @@ from outrider.export.checkpoints.checkpoint import (
     read_config,
 )
 from outrider.export.checkpoints.source import MASK_TOKEN, Source
+from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.checkpoints.vocabulary import check_same_vocabulary
 from outrider.export.graph.features import FEATURE_MIXER
 from outrider.export.graph.sampler import sampler
@@ -85,7 +86,9 @@ def export_pair(
 
 
 def export(arguments: ExportArguments, progress: Progress) -> Manifest:
-    """Export a pair. Only one model is in memory at a time, plus a draft head. The folder is written completely or not at all.
+    """Export a pair. The folder is written completely or not at all.
+
+    Only a layer or two of one model are in memory at a time, plus a draft head. `--method auto-round` needs the whole model.
 
     Raises the errors of `export_pair`.
     """
@@ -110,26 +113,28 @@ def export(arguments: ExportArguments, progress: Progress) -> Manifest:
         vocab_tokens = max(check_same_vocabulary(vocabulary, each.vocabulary()) for each in tokenizers.values())
         tokens = max(vocabulary) + 1
         job = ModelJob(sources["target"], "target", tokenizers["target"], tokens, folder, precision, rounding, progress)
-        model, defaults = load(job)
+        model, weights, defaults = load(job)
         vocab_rows, drafter = head_rows(model, job), None
         if head is not None:
+            weights.keep(model.get_input_embeddings(), model.get_output_embeddings())  # a head may use the same
             mixer, drafter = head.build(Target.of(model, job.source.name))
             model.add_module(FEATURE_MIXER, mixer.to(model.dtype))
-        models = {"target": export_model(job, model, vocab_rows)}
-        del model
+        models = {"target": export_model(job, model, weights, vocab_rows)}
+        del model, weights
         draft_rounding = None if rounding is None else rounding.for_draft(arguments.head_precision)
         for role in [role for role in MODELS if role in sources]:
             job = replace(job, source=sources[role], role=role, tokenizer=tokenizers[role], rounding=draft_rounding)
             if shortening is not None:
                 job = replace(job, short=frequent_tokens(job.tokenizer.json, *shortening, tokens, defaults.eos_token_ids))
-            made = export_model(job, load(job)[0], vocab_rows)
+            made = export_model(job, *load(job)[:2], vocab_rows)
             models[role] = msgspec.structs.replace(made, mask_token=mask_token if role == "parallel-draft" else None)
         if head_role is not None and drafter is not None:
             if draft_rounding is not None:
                 draft_rounding = replace(draft_rounding, method="rtn")  # there is no text to tune a head on
             source, tokenizer = sources[head_role], tokenizers["target"]
             job = ModelJob(source, head_role, tokenizer, tokens, folder, precision, draft_rounding, progress)
-            models[head_role] = export_model(job, drafter.to(getattr(torch, PRECISIONS[precision].dtype)), vocab_rows)
+            drafter = drafter.to(getattr(torch, PRECISIONS[precision].dtype))
+            models[head_role] = export_model(job, drafter, Streamed(folder), vocab_rows)
             if drafter.block_state is not None:
                 progress.stage("tracing the Markov and confidence heads")
                 export_markov(drafter, folder / sampler_file(MARKOV), vocab_rows, precision)

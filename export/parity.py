@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -70,19 +71,25 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
         SourceError: the model does not run.
         UnsupportedModelError: the model keeps a state that a graph cannot keep.
     """
-    mixer, mixed = feature_mixer(model), None
+    if features is not None:
+        cache: Any = DynamicCache()
+        logits, made, *_ = _run(model, tokens, features.to(model.dtype), torch.arange(tokens.shape[1])[None], cache)
+        return Reference(logits[0].float().numpy(), cache_layout(model, cache), made[0, -1:].float().numpy())
+    mixer = feature_mixer(model)
+    with entering(model, [] if mixer is None else mixer.ids) as hidden:
+        output = _run(model, tokens, use_cache=True)
+    cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+    cache = getattr(cache, "self_attention_cache", cache)  # of a decoder that can have an encoder
+    if cache is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no key/value cache")
+    mixed = None if mixer is None else _run(mixer, hidden)[0].float().numpy()
+    return Reference(output.logits[0].float().numpy(), cache_layout(model, cache), mixed)
+
+
+def _run(model: nn.Module, *arguments: Any, **options: Any) -> Any:
     try:
         with torch.no_grad():
-            if features is not None:
-                cache: Any = DynamicCache()
-                logits, made, *_ = model(tokens, features.to(model.dtype), torch.arange(tokens.shape[1])[None], cache)
-                mixed = made[0, -1:].float().numpy()
-            else:
-                with entering(model, [] if mixer is None else mixer.ids) as hidden:
-                    output = model(tokens, use_cache=True)
-                logits, cache = output.logits, getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
-                cache = getattr(cache, "self_attention_cache", cache)  # of a decoder that can have an encoder
-                mixed = None if mixer is None else mixer(hidden)[0].float().numpy()
+            return model(*arguments, **options)
     except (MemoryError, OutriderError):
         raise
     except Exception as error:  # models raise errors of any type if their configuration contradicts itself
@@ -90,9 +97,19 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
             f"{type(model).__name__} does not run: {first_line(error)[:300]}",
             "check the sizes in the checkpoint's config.json, such as the rotary embedding's, or download the checkpoint again",
         ) from error
-    if cache is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no key/value cache")
-    return Reference(logits[0].float().numpy(), cache_layout(model, cache), mixed)
+
+
+def texts_logits(model: PreTrainedModel, texts: list[torch.Tensor]) -> list[Floats]:
+    """Return the logits of several texts, float32 [S, V] of each int64 [1, S], from one pass over all of them.
+
+    They are filled up at their ends, where nothing before can see it.
+
+    Raises:
+        SourceError, UnsupportedModelError: see `reference`.
+    """
+    together = torch.nn.utils.rnn.pad_sequence([text[0] for text in texts], batch_first=True)
+    logits = _run(model, together).logits
+    return [rows[: text.shape[1]].float().numpy() for rows, text in zip(logits, texts, strict=True)]
 
 
 def cache_layout(model: PreTrainedModel, cache: Any) -> CacheLayout:

@@ -260,7 +260,8 @@ def _check_room(weights: float, precision: str, root: Path) -> None:
     Raises:
         FolderError: it has not.
     """
-    needed = 2 * weights * PRECISIONS[precision].weight_bits / 8
+    bits = PRECISIONS[precision].weight_bits
+    needed = weights * max(2 * bits, bits + (8 if bits <= 8 else 0)) / 8  # an export rounds into temporary files of bytes
     free = shutil.disk_usage(root).free
     if needed > free:
         raise FolderError(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.export.checkpoints.checkpoint import load_model
+from outrider.export.checkpoints.checkpoint import open_model
 from outrider.export.checkpoints.source import Source
 from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
@@ -149,9 +149,12 @@ def graphs_of(once: Once) -> Callable[[str, Any], Path]:
             for parameter in fresh.parameters():  # fresh norms and biases are ones and zeros, which would hide mistakes
                 if parameter.dim() == 1:
                     parameter.data += 0.1 * torch.randn_like(parameter)
-            model = load_model(Source.parse(str(write_checkpoint(folder / "model", fresh))), "fp32")
+            model, weights = open_model(Source.parse(str(write_checkpoint(folder / "model", fresh))), "fp32")
             layout = reference(model, torch.ones((1, 20), dtype=torch.int64)).layout
-            trace(model, layout).save(folder / "fp32.onnx", external_data=True)
+            with weights.tracing():
+                program = trace(model, layout)
+                weights.attach(program.model.graph)
+            program.save(folder / "fp32.onnx", external_data=True)
 
         return once(f"graph-of-{re.sub('[^a-zA-Z0-9]', '', name)}", make)
 

@@ -16,6 +16,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.export.graph import step_model, tracing
+from outrider.export.graph.tracing import UNTOUCHED
 from outrider.export.heads import markov
 
 _trace = tracing.to_onnx
@@ -28,6 +29,8 @@ class _Content(pickle.Pickler):
         if isinstance(value, PreTrainedModel | PreTrainedConfig):
             return tuple, ((type(value).__qualname__, vars(value) | {"name_or_path": "", "_name_or_path": ""}),)
         if isinstance(value, torch.Tensor):
+            if hasattr(value, UNTOUCHED):  # a streamed weight, which gets its values after the trace
+                return repr, ((value.dtype, value.shape),)
             raw = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             return bytes, (repr((value.dtype, value.shape)).encode() + hashlib.sha256(raw).digest(),)
         return NotImplemented

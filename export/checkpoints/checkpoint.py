@@ -22,8 +22,11 @@ from outrider.bundle.manifest import Generation
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.gguf_file import GgufFile
+from outrider.export.checkpoints.gguf_reader import metadata_read_once
 from outrider.export.checkpoints.gguf_tokenizer import amend_tokenizer
+from outrider.export.checkpoints.outlines import Outlined
 from outrider.export.checkpoints.source import AGAIN, CORRECT_CONFIG, Source
+from outrider.export.checkpoints.streamed import Streamed
 from outrider.runtime.text.chat_template import CORRECT, ChatTemplate, with_tools
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -45,7 +48,8 @@ def read_config(source: Source) -> Any:
     """
     source.config()  # checks the numbers
     file = _gguf_file(source)
-    config = source.read("configuration", AutoConfig)
+    with metadata_read_once():
+        config = source.read("configuration", AutoConfig)
     if file is not None:
         file.amend(config)
     _check_text(source, config)
@@ -170,21 +174,39 @@ def set_experts(model: PreTrainedModel) -> None:
 
 
 def load_model(source: Source, precision: str) -> PreTrainedModel:
-    """Load the model on the CPU: in fp32 if its weights will be quantized, otherwise in `precision`.
+    """Load the model on the CPU as in `open_model`, with all weights.
 
     Raises:
         SourceError: the model cannot be read, or weights are missing or have the wrong shape.
     """
-    file = _gguf_file(source)
-    model, report = source.read(
-        "weights",
-        AutoModelForCausalLM,
-        **({} if file is None else {"config": read_config(source)}),
-        dtype=getattr(torch, PRECISIONS[precision].dtype),  # weights are quantized after loading
-        attn_implementation="eager",
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, by name
-    )
+    model, weights = open_model(source, precision)
+    weights.keep_all()
+    return model
+
+
+def open_model(source: Source, precision: str, scratch: Path | None = None) -> tuple[PreTrainedModel, Streamed]:
+    """Load the model on the CPU, in fp32 if its weights will be quantized, otherwise in `precision`, and its large weights.
+
+    Args:
+        source: the checkpoint.
+        precision: one of `PRECISIONS`.
+        scratch: see `Streamed`.
+
+    Raises:
+        SourceError: the model cannot be read, or weights are missing or have the wrong shape.
+    """
+    file, checkpoint, weights = _gguf_file(source), Outlined(), Streamed(scratch)
+    options: dict[str, Any] = {} if file is None else {"config": read_config(source)}
+    with checkpoint.loading():
+        model, report = source.read(
+            "weights",
+            AutoModelForCausalLM if file is None else file,
+            **options,
+            dtype=getattr(torch, PRECISIONS[precision].dtype),  # weights are quantized after loading
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+        )
     missing = sorted(report["missing_keys"]) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if missing:
         raise SourceError(
@@ -200,8 +222,8 @@ def load_model(source: Source, precision: str) -> PreTrainedModel:
             del model.config.quantization_config
     _fix_rotary_embeddings(model)
     model.requires_grad_(False)
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    weights.follow(model, checkpoint)
+    return model.eval(), weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +250,8 @@ def load_tokenizer(source: Source) -> TokenizerFiles:
     Raises:
         SourceError: the checkpoint has no tokenizer, or only a slow one.
     """
-    tokenizer = source.read("tokenizer", AutoTokenizer)
+    with metadata_read_once():
+        tokenizer = source.read("tokenizer", AutoTokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise SourceError(f"{source.name} has only a slow tokenizer, without a tokenizer.json", "convert it with transformers")

@@ -7,6 +7,7 @@ tensor of the file agrees with the configuration, is put into it, is known to ha
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import re
@@ -18,10 +19,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.gguf import is_gguf_arch_supported
 
 from outrider.engines.arrays import Floats
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
+from outrider.export.checkpoints.gguf_reader import open_gguf
+from outrider.export.checkpoints.gguf_tensors import GgufTensors
 from outrider.export.checkpoints.source import MOST, reason_of
 
 # The entries of a configuration for each key of the file. The first entry that a configuration has counts.
@@ -103,6 +107,15 @@ class GgufFile:
         """
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
+
+    def from_pretrained(self, location: str, *, config: Any, gguf_file: str, **options: Any) -> Any:
+        """Load the model like `AutoModelForCausalLM.from_pretrained`, where possible one tensor at a time."""
+        if is_gguf_arch_supported(self.architecture):
+            return AutoModelForCausalLM.from_pretrained(location, config=config, gguf_file=gguf_file, **options)
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        tensors = GgufTensors(Path(location, gguf_file), self.architecture, outline).outlines()
+        return type(outline).from_pretrained(None, config=config, state_dict=tensors, **options)
 
     def amend(self, config: Any) -> None:
         """Make the configuration that transformers read from the file agree with the file.
@@ -234,7 +247,7 @@ class GgufFile:
 @functools.lru_cache(maxsize=2)  # for a target and its draft
 def _read(path: Path, *_: int) -> GgufFile:
     try:
-        reader = gguf.GGUFReader(path)
+        reader = open_gguf(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {each.name: each for each in reader.tensors}
         found = np.array(tensors[FREQUENCIES].data, dtype=np.float32) if FREQUENCIES in tensors else None

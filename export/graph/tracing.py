@@ -17,6 +17,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common
+from onnx_ir.tensor_adapters import TorchTensor
 from onnxscript import optimizer
 from onnxscript.rewriter import RewriteRuleSet
 from onnxscript.rewriter.rules import common as rules
@@ -26,6 +27,8 @@ from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.source import reason_of
 
 OPSET = 24
+UNTOUCHED = "untouched"  # an attribute of parameters without numbers: the weight that they stand for is read after the trace
+TRANSPOSED = ".transposed_"
 _aten = torch.ops.aten
 _IDENTITIES = {_aten.alias, _aten.clone, _aten.contiguous, _aten.detach, _aten.detach_, _aten.lift_fresh_copy}
 _CASTS = {_aten.to, _aten.type_as}
@@ -81,6 +84,8 @@ def to_onnx(
         if program is None:
             program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=_dims(shapes), **options)
         assert program is not None  # never None with dynamo=True
+        _mark_untouched(program.model.graph, module)
+        _lift_transposes(program.model.graph)
         simplify(program.model)  # before its tensors are named, as it may add one for an output that is an input
         graph = program.model.graph
         for value, name in zip([*graph.inputs, *graph.outputs], [*names, *outputs], strict=True):
@@ -97,12 +102,49 @@ def to_onnx(
     return program
 
 
+class Untouched(TorchTensor):
+    """A tensor that stands for a weight that is read after the trace, so that nothing may compute with its numbers."""
+
+
+def _mark_untouched(graph: ir.Graph, module: nn.Module) -> None:
+    """Give the parameters with the attribute `UNTOUCHED` another type in the graph: torch makes new ones at the same place."""
+    addresses = {each.data_ptr() for each in module.parameters() if hasattr(each, UNTOUCHED)}
+    for value in graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, torch.Tensor) and raw.data_ptr() in addresses:
+            value.const_value = Untouched(raw, name=value.name)
+
+
+def _lift_transposes(graph: ir.Graph) -> None:
+    """Replace transposed weights that are read later by other such weights, whose names end with `TRANSPOSED` and the axes.
+
+    Other transposed weights are constants, which `simplify` folds.
+    """
+    for node in list(graph):
+        value = node.inputs[0] if node.op_type == "Transpose" else None
+        if value is None or not isinstance(value.const_value, Untouched) or len(value.uses()) > 1:
+            continue
+        axes = node.attributes.get_ints("perm")
+        name = f"{value.name}{TRANSPOSED}{''.join(map(str, axes))}"
+        tensor = Untouched(value.const_value.raw.permute(*axes), name=name)
+        lifted = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        graph.register_initializer(lifted)
+        node.outputs[0].replace_all_uses_with(lifted)
+        graph.remove(node, safe=True)
+        del graph.initializers[str(value.name)]
+
+
+def _may_fold(node: ir.Node) -> bool | None:
+    return False if any(value is not None and isinstance(value.const_value, Untouched) for value in node.inputs) else None
+
+
 def simplify(model: ir.Model) -> None:
     """Fold constants, and remove what has no effect, like onnxscript's `optimize_ir` with fewer rules."""
     unused: list[Any] = [common.RemoveUnusedNodesPass, common.RemoveUnusedFunctionsPass, common.RemoveUnusedOpsetsPass]
     common.InlinePass()(model)
     for _ in range(2):
-        folded, rewritten = optimizer.fold_constants(model, onnx_shape_inference=True).modified, _RULES.apply_to_model(model)
+        folded = optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_may_fold).modified
+        rewritten = _RULES.apply_to_model(model)
         removed = [each()(model).modified for each in unused]
         if not (folded or rewritten or any(removed)):
             break

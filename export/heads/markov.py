@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from outrider.engines.contract import BATCH_DIM, BLOCK_STATE, LOGITS
+from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.tracing import to_onnx
 from outrider.export.heads.block_head import BlockHead
 from outrider.export.parity import compare, open_graph
@@ -70,7 +71,7 @@ def export_markov(head: BlockHead, path: Path, vocab_rows: int, precision: str) 
     step, dims = MarkovStep(head), {0: BATCH_DIM}
     inputs = {LOGITS: logits, BLOCK_STATE: state, "before": before}
     program = to_onnx(step, (*inputs.values(),), (dims, dims, dims), [*inputs], ["biased", "confidence"], type(head).__name__)
-    pack(program, head)
+    pack(program, head, Streamed())
     program.save(path, external_data=True)
     with torch.no_grad():
         expected = step(logits, state, before)

@@ -5,6 +5,7 @@ A quantized model is an ordinary PyTorch model, so the parity check compares the
 
 from __future__ import annotations
 
+import functools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.bundle.manifest import Quantization
 from outrider.export.checkpoints.checkpoint import TokenizerFiles
+from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.experts import BlockExperts, Stack, gate_of, packed
 from outrider.export.graph.features import FEATURE_MIXER
 from outrider.export.graph.tracing import OPSET
@@ -130,20 +132,27 @@ def dequantize(quantized: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_model(
-    model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None
+    model: PreTrainedModel, weights: Streamed, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None
 ) -> Quantization:
     """Replace linear layers (`nn.Linear` and GPT-2's `Conv1D`) by `BlockLinear`, and mixtures' experts by `BlockExperts`.
 
     Embeddings are looked up, not multiplied, so quantizing them would not save time. They are rounded to fp16, which halves
     their memory and loses almost nothing if the table is in bf16. A head that is tied to its embedding gets separate weights.
+    Weights that are not in memory are read layer by layer, and the rounded ones are stored where `weights` puts them.
 
     Raises:
         UsageError, UnsupportedModelError: see `tune`.
     """
     if rounding.method == "auto-round":
+        weights.keep_all()
         tune(model, rounding, tokenizer, positions)
-    layers, experts = _replace_linears(model, rounding), _replace_experts(model, rounding)
-    _round_embeddings(model)
+    head = output_head(model)
+    layers, experts = list[BlockLinear](), list[BlockExperts]()
+    for part in [[], *([each] for each in weights.parts)]:  # first what is in memory anyway
+        with weights.part(*part):
+            layers += _replace_linears(model, head, rounding, weights)
+            experts += _replace_experts(model, rounding, weights)
+            _round_embeddings(model, weights)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = {name: each for name, each in model.named_parameters() if each.dim() > 1 and each not in tables}
     return Quantization(
@@ -155,11 +164,11 @@ def quantize_model(
     )
 
 
-def _replace_linears(model: PreTrainedModel, rounding: Rounding) -> list[BlockLinear]:
-    head = output_head(model)
+def _replace_linears(model: PreTrainedModel, head: nn.Module, rounding: Rounding, weights: Streamed) -> list[BlockLinear]:
+    """Round the layers that are in memory."""
     layers: dict[nn.Module, BlockLinear] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, nn.Linear | Conv1D):
+        if not isinstance(module, nn.Linear | Conv1D) or module.weight.is_meta:
             continue
         # The feature mixer is small, and its errors would be in everything that a draft head reads.
         finer = module is head or name.startswith(FEATURE_MIXER)
@@ -171,66 +180,90 @@ def _replace_linears(model: PreTrainedModel, rounding: Rounding) -> list[BlockLi
         if module not in layers:
             tuned_scale = getattr(module, "scale", None)
             rounded = quantize(weight, bits, block) if tuned_scale is None else _integers(weight, tuned_scale)
-            layers[module] = BlockLinear(*rounded, module.bias, bits)
+            quantized, scale = map(weights.store, rounded)
+            layers[module] = BlockLinear(quantized, scale, module.bias, bits)
         model.set_submodule(name, layers[module])
     return list(layers.values())
 
 
-def _replace_experts(model: PreTrainedModel, rounding: Rounding) -> list[BlockExperts]:
-    """Round experts with a known gate; others stay in fp32."""
+def _replace_experts(model: PreTrainedModel, rounding: Rounding, weights: Streamed) -> list[BlockExperts]:
+    """Round experts with a known gate that are in memory; others stay in fp32."""
     bits, replaced = BITS[rounding.precision], []
     for name, module in list(model.named_modules()):
-        if not isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) or (gate := gate_of(module)) is None:
+        matrix = getattr(module, "gate_up_proj", None)
+        if not isinstance(matrix, nn.Parameter) or matrix.is_meta or (gate := gate_of(module)) is None:
             continue
         projections = []
         for projection in ("gate_up_proj", "down_proj"):
-            weights = getattr(module, projection).detach()
-            weights = weights.transpose(1, 2) if module.is_transposed else weights  # [E, N, K]
-            bias = getattr(module, f"{projection}_bias").detach() if module.has_bias else torch.zeros(weights.shape[:2])
-            projections.append((weights, bias))
+            matrices = getattr(module, projection).detach()
+            matrices = matrices.transpose(1, 2) if module.is_transposed else matrices  # [E, N, K]
+            bias = getattr(module, f"{projection}_bias").detach() if module.has_bias else torch.zeros(matrices.shape[:2])
+            projections.append((matrices, bias))
         if module.is_concatenated:
-            weights, bias = (torch.stack(each.chunk(2, 1), 2).flatten(1, 2) for each in projections[0])
-            projections[0] = weights, bias
-        if (block := rounding.block_for(math.gcd(*(weights.shape[2] for weights, _ in projections)), bits)) is None:
+            matrices, bias = (torch.stack(each.chunk(2, 1), 2).flatten(1, 2) for each in projections[0])
+            projections[0] = matrices, bias
+        if (block := rounding.block_for(math.gcd(*(matrices.shape[2] for matrices, _ in projections)), bits)) is None:
             continue
         stacks = []
-        for weights, bias in projections:
-            rounded = [quantize(each, bits, block) for each in weights]
+        for matrices, bias in projections:
+            rounded = [quantize(each, bits, block) for each in matrices]
             bytes_ = torch.stack([packed(quantized.T, bits) for quantized, _ in rounded])
-            stacks.append(Stack(bytes_, torch.stack([scale.T for _, scale in rounded]), bias.float()))
+            parts = bytes_, torch.stack([scale.T for _, scale in rounded]), bias.float()
+            stacks.append(Stack(*(weights.store(each) for each in parts)))
         replaced.append(BlockExperts(stacks[0], stacks[1], gate, bits))
         model.set_submodule(name, replaced[-1])
     return replaced
 
 
-def _round_embeddings(model: PreTrainedModel) -> None:
-    for module in [module for module in model.modules() if isinstance(module, nn.Embedding)]:
-        half = module.weight.half()
-        if half.isfinite().all():  # otherwise the table stays in fp32
-            module.weight = nn.Parameter(half.float(), requires_grad=False)  # a new parameter: a tied head keeps its own
+def _round_embeddings(model: PreTrainedModel, weights: Streamed) -> None:
+    for module in model.modules():
+        # With a greater number, the table stays in fp32.
+        if isinstance(module, nn.Embedding) and not module.weight.is_meta and _of_half(module.weight).isfinite().all():
+            weights.change(module, "weight", lambda table: table.half().to(table.dtype))
 
 
-def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel) -> None:
+def _of_half(table: torch.Tensor) -> torch.Tensor:
+    return torch.stack(torch.aminmax(table)).half()
+
+
+def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel, weights: Streamed) -> None:
     """Store a traced model's int4 weights in half a byte each, and its embeddings in fp16.
 
     torch has no int4, so the trace has int8. Its initializers have the names of the model's tensors.
     """
     graph = program.model.graph
     for name, module in model.named_modules(remove_duplicate=False):
-        value = graph.initializers.get(f"model.{name}.{'quantized' if isinstance(module, BlockLinear) else 'weight'}")
+        own = "quantized" if isinstance(module, BlockLinear) else "weight"
+        value = graph.initializers.get(f"model.{name}.{own}")
         if value is None or value.const_value is None:  # not used in the trace
             continue
-        only_looked_up = all(node.op_type == "Gather" for node, _ in value.uses())
         if isinstance(module, BlockLinear) and module.bits == 4:
-            pairs = value.const_value.numpy().reshape(-1, 2).view(np.uint8) & 15
-            packed = ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=module.quantized.shape)
-            (value.const_value, value.dtype) = (packed, ir.DataType.INT4)
-        elif value.dtype == ir.DataType.FLOAT and isinstance(module, nn.Embedding) and only_looked_up:
-            table = value.const_value.numpy().astype(np.float16)
-            if np.array_equal(table, value.const_value.numpy()):
-                (value.const_value, value.dtype) = (ir.tensor(table), ir.DataType.FLOAT16)
-                for node, _ in value.uses():
-                    _cast_up(graph, node)
+            value.const_value = weights.lazy(value, functools.partial(_pairs, value.const_value), ir.DataType.INT4)
+            value.dtype = ir.DataType.INT4
+        elif (
+            value.dtype == ir.DataType.FLOAT
+            and isinstance(module, nn.Embedding)
+            and all(node.op_type == "Gather" for node, _ in value.uses())
+            and (weights.is_changed(f"{name}.weight") or _is_half(value.const_value))
+        ):
+            value.const_value = weights.lazy(value, functools.partial(_half, value.const_value), ir.DataType.FLOAT16)
+            value.dtype = ir.DataType.FLOAT16
+            for node, _ in value.uses():
+                _cast_up(graph, node)
+
+
+def _pairs(integers: ir.TensorProtocol) -> ir.TensorProtocol:
+    values = integers.numpy()
+    pairs = values.reshape(-1, 2).view(np.uint8) & 15
+    return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=ir.Shape(values.shape))
+
+
+def _half(table: ir.TensorProtocol) -> ir.TensorProtocol:
+    return ir.tensor(table.numpy().astype(np.float16))
+
+
+def _is_half(table: ir.TensorProtocol) -> bool:
+    return np.array_equal(table.numpy().astype(np.float16), table.numpy())
 
 
 def _cast_up(graph: ir.Graph, gather: ir.Node) -> None:

@@ -32,6 +32,7 @@ from outrider.bundle.manifest import Build, model_file
 from outrider.errors import OutriderWarning
 from outrider.export.checkpoints.checkpoint import load_tokenizer
 from outrider.export.checkpoints.source import Source
+from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.graph.step_model import trace
 from outrider.export.parity import CHUNKS, Exported, reference
@@ -217,10 +218,10 @@ def rounded(config: Any, folder: Path) -> tuple[Path, CacheLayout]:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     model.requires_grad_(False)
-    quantize_model(model, Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
+    quantize_model(model, Streamed(), Rounding("int4"), load_tokenizer(Source.parse(str(PAIR / "draft"))), None)
     layout = reference(model, torch.ones((1, sum(CHUNKS)), dtype=torch.int64)).layout
     program = trace(model, layout, spare_row=True)
-    pack(program, model)
+    pack(program, model, Streamed())
     program.save(folder / "model.onnx", external_data=True)
     return folder / "model.onnx", layout
 

@@ -19,6 +19,7 @@ from outrider.engines.graph_session import GraphSession
 from outrider.errors import OutriderWarning
 from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer
 from outrider.export.checkpoints.source import Source
+from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.experts import BlockExperts
 from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
@@ -82,7 +83,7 @@ def dequantized(experts: BlockExperts, of: nn.Module) -> None:
 def test_they_are_those_of_transformers_with_rounded_weights(name: str, precision: str, tmp_path: Path) -> None:
     source = Source.parse(str(checkpoint(name, tmp_path)))
     model, theirs = load_model(source, precision), load_model(source, precision)
-    quantize_model(model, Rounding(precision), load_tokenizer(source), None)
+    quantize_model(model, Streamed(), Rounding(precision), load_tokenizer(source), None)
     pairs = [(ours, of) for (_, ours), (_, of) in zip(experts_of(model), experts_of(theirs), strict=True)]
     assert len(pairs) == CONFIGS[name].num_hidden_layers
     for ours, of in pairs:
@@ -97,7 +98,7 @@ def test_another_gate_and_inputs_of_one_block_stay_in_fp32(change: dict[str, Any
     torch.manual_seed(0)
     made = hf.AutoModelForCausalLM.from_config(hf.Qwen3MoeConfig(**ONE_LAYER, **{**MIXTURE, **change}))
     source = Source.parse(str(write_checkpoint(tmp_path / "model", made)))
-    rounded = quantize_model(load_model(source, "int4"), Rounding("int4"), load_tokenizer(source), None)
+    rounded = quantize_model(load_model(source, "int4"), Streamed(), Rounding("int4"), load_tokenizer(source), None)
     assert sum(each.endswith(("experts.gate_up_proj", "experts.down_proj")) for each in rounded.kept) == 2
 
 
@@ -155,9 +156,9 @@ def test_tensorrt_rtx_builds_them(precision: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="would show that mixtures build: pip install 'outrider[rtx]'")
     source = Source.parse(str(checkpoint("Qwen3-MoE", tmp_path)))
     model = load_model(source, precision)
-    quantize_model(model, Rounding(precision), load_tokenizer(source), None)
+    quantize_model(model, Streamed(), Rounding(precision), load_tokenizer(source), None)
     _, layout, _ = reference(model, torch.randint(1, 320, (1, 20)))
     program = trace(model, layout)
-    pack(program, model)
+    pack(program, model, Streamed())
     program.save(tmp_path / "graph.onnx", external_data=True)
     build_plan(rtx_job(tmp_path / "graph.onnx", layout.tensors()), "target")

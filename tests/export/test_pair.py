@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import re
 import subprocess
 import sys
@@ -119,37 +117,20 @@ print("GREW", peak() - before, manifest.files["target/model.onnx.data"].size)
 
 
 def big(folder: Path, precision: str) -> Path:
-    """A checkpoint of 128 MB in fp32."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+    """A checkpoint of 402 MB in fp32, in twelve layers."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 1344, "num_attention_heads": 16, "num_key_value_heads": 16}
+    sizes["num_hidden_layers"] = 12
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     return write_checkpoint(folder / "big", llama(**sizes).to(dtype))
 
 
-def peak() -> int:
-    """Return the most memory that this process has had since `/proc/self/clear_refs` was written."""
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc; shows how much memory an export takes")
-def test_peak_memory_is_under_two_and_a_half_times_the_model(checkpoints: Path, tmp_path: Path) -> None:
-    """Beyond the memory of the libraries and of what has run before. The next test has a process of its own."""
-    source = str(big(tmp_path, "fp32"))
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free is not taken again unnoticed
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
-    manifest = export_pair(source, None, tmp_path / "onnx", precision="fp32")
-    size = manifest.files["target/model.onnx.data"].size
-    assert size < peak() - before < 2.5 * size
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_peak_memory_is_as_low_in_every_precision(checkpoints: Path, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peak_memory_is_less_than_the_model(checkpoints: Path, tmp_path: Path, precision: str) -> None:
     """Beyond the memory of the libraries and of a tiny export, which does not depend on the size of the model."""
     arguments = [str(checkpoints / "target"), str(big(tmp_path, precision)), str(tmp_path), precision]
     done = subprocess.run([sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True)
     match = re.search(r"GREW (\d+) (\d+)", done.stdout)
     assert match, done.stderr
     grew, size = map(int, match.groups())
-    assert grew < 2.5 * size
+    assert grew < 0.6 * size

@@ -26,6 +26,7 @@ from outrider.bundle.integrity import check_files
 from outrider.errors import ParityError, UsageError
 from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer
 from outrider.export.checkpoints.source import Source
+from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported, reference, sample_tokens
@@ -207,13 +208,13 @@ def random_model(folder: Path, config: Any) -> tuple[PreTrainedModel, Source]:
 def test_other_layers_are_rounded_or_named(tmp_path: Path, config: Any, kept: set[str]) -> None:
     model, source = random_model(tmp_path, config)
     embedding = model.get_input_embeddings().weight.detach().clone()
-    rounded = quantize_model(model, Rounding("int4", "int4"), load_tokenizer(source), None)
+    rounded = quantize_model(model, Streamed(), Rounding("int4", "int4"), load_tokenizer(source), None)
     assert {each.split(".mlp.")[1] for each in rounded.kept} == kept
     np.testing.assert_allclose(model.get_input_embeddings().weight, embedding, rtol=2**-11, atol=1e-7)
     tokens = sample_tokens(320)
     want, layout, _ = reference(model, tokens)
     program = trace(model, layout)
-    pack(program, model)
+    pack(program, model, Streamed())
     program.save(tmp_path / "graph.onnx", external_data=True)
     got = Exported(tmp_path / "graph.onnx", layout, "int4").logits(tokens)
     np.testing.assert_allclose(got, want, atol=1e-4)
@@ -226,7 +227,7 @@ def test_other_layers_are_rounded_or_named(tmp_path: Path, config: Any, kept: se
 def test_a_tied_head_that_stays_in_fp32_stays_exact(tmp_path: Path) -> None:
     model, source = random_model(tmp_path, hf.LlamaConfig(**COMMON, tie_word_embeddings=True))
     head = model.get_output_embeddings().weight.detach().clone()
-    rounded = quantize_model(model, Rounding("int4", "fp32"), load_tokenizer(source), None)
+    rounded = quantize_model(model, Streamed(), Rounding("int4", "fp32"), load_tokenizer(source), None)
     assert list(rounded.kept) == ["lm_head.weight"]
     assert torch.equal(model.get_output_embeddings().weight, head)
     assert not torch.equal(model.get_input_embeddings().weight, head)

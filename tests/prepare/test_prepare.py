@@ -132,7 +132,7 @@ def test_a_gguf_file_of_the_hub_is_read_and_its_weights_are_counted(
 ) -> None:
     (tmp_path / "hub" / "tiny" / "gguf").mkdir(parents=True)
     weights = sum(each.numel() for each in write(tmp_path / "hub" / "tiny" / "gguf" / "m-F32.gguf").parameters())
-    needed, read = 2 * weights * PRECISIONS["int4"].weight_bits / 8, list[str]()
+    needed, read = weights * (8 + PRECISIONS["int4"].weight_bits) / 8, list[str]()
 
     def exported(wanted: ExportArguments, _: Progress) -> None:
         read.append(read_config(wanted.target).model_type)

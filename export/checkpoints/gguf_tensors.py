@@ -1,0 +1,112 @@
+"""Read the tensors of a GGUF file one by one, for architectures whose files transformers would read as a whole."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from transformers import PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from outrider.engines.arrays import Floats
+from outrider.export.checkpoints.gguf_reader import open_gguf
+from outrider.export.checkpoints.swapped import swapped
+
+NUMBERS_AT_ONCE = 2**18  # gguf's arithmetic makes many arrays of this size, which should stay in a core's cache
+TOGETHER = re.compile(r"(blk\.\d+\.ffn_)(gate|up)(_exps.*)")  # two tensors for one of the model
+
+
+class GgufTensor:
+    """A tensor of the model, float32."""
+
+    def __init__(self, file: GgufTensors, group: str, name: str, empty: torch.Tensor):
+        self.empty = empty
+        self._file, self._group, self._name = file, group, name
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._file.take(self._group, self._name)
+
+
+class GgufTensors:
+    """The tensors of a file, in groups that are converted together."""
+
+    def __init__(self, path: Path, architecture: str, model: PreTrainedModel):
+        """Open a file.
+
+        Args:
+            path: the path of the file.
+            architecture: its `general.architecture`.
+            model: the model to load, perhaps without weights.
+        """
+        self._groups: dict[str, list[Any]] = {}
+        for tensor in open_gguf(path).tensors:
+            self._groups.setdefault(TOGETHER.sub(r"\1gate_up\3", tensor.name), []).append(tensor)
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+        with swapped(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):  # the same for each module
+            self._names = get_gguf_hf_weights_map(model, self._processor)
+        self._lock = threading.Lock()  # transformers loads with several threads
+        self._group, self._read = "", dict[str, torch.Tensor]()
+
+    def outlines(self) -> dict[str, GgufTensor]:
+        """Return the tensors of the model, by their names in the model."""
+        found: dict[str, GgufTensor] = {}
+        for group in self._groups:
+            made = self._convert(group, _of_one_number)
+            found |= {name: GgufTensor(self, group, name, each.to("meta")) for name, each in made.items()}
+        return found
+
+    def take(self, group: str, name: str) -> torch.Tensor:
+        """Return a tensor. The others of its group are kept until they are taken, or one of another group is."""
+        with self._lock:
+            if group != self._group or name not in self._read:
+                self._group, self._read = group, self._convert(group, _dequantized)
+            return self._read.pop(name).contiguous()
+
+    def _convert(self, group: str, values: Callable[[Any], Floats]) -> dict[str, torch.Tensor]:
+        """Return the tensors that transformers makes of a group, by their names in the model."""
+        made: dict[str, torch.Tensor] = {}
+        for tensor in self._groups[group]:
+            result = self._processor.process(
+                weights=values(tensor),
+                name=tensor.name,
+                tensor_key_mapping=self._names,
+                parsed_parameters={"tensors": made},
+            )
+            if result.name in self._names:
+                made[self._names[result.name]] = torch.from_numpy(result.weights)
+        return made
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(map(int, tensor.shape[::-1]))
+
+
+def _of_one_number(tensor: Any) -> Floats:
+    """Return an array in the shape of a tensor that takes no memory. Converters also take the logarithm of minus a tensor."""
+    return as_strided(np.full(1, -1, np.float32), _shape(tensor), strides=(0,) * len(tensor.shape))
+
+
+def _dequantized(tensor: Any) -> Floats:
+    """Return the numbers of a tensor, which may belong to the file's map."""
+    if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+        return np.array(tensor.data, dtype=np.float32)
+    shape = _shape(tensor)
+    numbers = np.empty(shape, dtype=np.float32).reshape(-1, shape[-1])
+    rows = np.asarray(tensor.data).reshape(len(numbers), -1)
+    step = max(1, NUMBERS_AT_ONCE // shape[-1])
+
+    def dequantize(first: int) -> None:
+        numbers[first : first + step] = gguf.dequantize(rows[first : first + step], tensor.tensor_type)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(dequantize, range(0, len(numbers), step)))
+    return numbers.reshape(shape)

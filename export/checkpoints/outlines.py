@@ -1,0 +1,148 @@
+"""Load a model without its large weights, which can be read later, a part at a time.
+
+transformers makes the model and checks the checkpoint against it: its own loader runs over tensors without data. Later the
+same loader reads one part at a time, so that every conversion of names and shapes is transformers' own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from outrider.export.checkpoints.swapped import swapped
+
+LARGE = 2**13  # numbers; smaller tensors and vectors are always in memory, because a trace may compute with their values
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+OF_LAYER = re.compile(r".*?\.\d+(?=\.)")
+
+
+class FileTensor:
+    """A tensor in a safetensors file. It is read, and not mapped, so that its pages do not stay in memory."""
+
+    def __init__(self, file: Any, name: str):
+        self._file, self._name = file, name
+        outline = file.get_slice(name)
+        self.empty = torch.empty(outline.get_shape(), dtype=FLOATS.get(outline.get_dtype(), torch.uint8), device="meta")
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(self._name)
+        return tensor
+
+
+class _Outline:
+    """The shape and dtype of a checkpoint's tensor, for transformers' loader."""
+
+    def __init__(self, tensor: Any):
+        self._tensor = tensor
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        if isinstance(self._tensor, torch.Tensor):
+            return self._tensor.to("meta")
+        if (empty := getattr(self._tensor, "empty", None)) is not None:
+            return empty  # type: ignore[no-any-return]
+        size = self._tensor.data.nbytes // max(1, math.prod(self._tensor.shape))  # transformers' `LazyGgufTensor`
+        dtypes = {1: torch.uint8, 2: torch.float16, 4: torch.float32}
+        return torch.empty(self._tensor.shape, dtype=dtypes[size], device="meta")
+
+
+class Outlined:
+    """The tensors of a checkpoint whose model was loaded without large weights."""
+
+    def __init__(self) -> None:
+        """Make one for a checkpoint that is read as a whole, unless a model is loaded within `loading`."""
+        self.sources: dict[str, list[str]] = defaultdict(list)  # the names of large tensors, by part of the model
+        self._tensors: Mapping[str, Any] = {}
+        self._config: Any = None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Make transformers load a model without large weights."""
+        theirs = PreTrainedModel._load_pretrained_model
+
+        def outline(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
+            quantizer = config.hf_quantizer  # converts what it reads in its own way, except for GGUF files
+            if (quantizer is not None and state_dict is None) or (state_dict is None and not _are_safetensors(files)):
+                return theirs(model, state_dict, files, config, *rest, **options)  # type: ignore[no-any-return]
+            tensors = state_dict
+            if tensors is None:
+                opened: list[Any] = [safe_open(file, framework="pt", backend="pread") for file in files]
+                tensors = {name: FileTensor(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+            return self._outline(model, tensors, config), None
+
+        with swapped(PreTrainedModel, "_load_pretrained_model", staticmethod(outline)):
+            yield
+
+    def _outline(self, model: PreTrainedModel, tensors: Mapping[str, Any], config: Any) -> Any:
+        """Load a model without large weights, and return transformers' report."""
+        parameters, known = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
+        mapping = copy.deepcopy(config.weight_mapping or [])  # it remembers what it has renamed
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        targets: dict[str, list[str]] = defaultdict(list)  # what transformers makes of a tensor, or the first of several
+        for name in sorted(tensors, key=dot_natural_key):
+            target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+            if target not in known and name in known:
+                target, _ = rename_source_key(name, [], [], model.base_model_prefix, known)
+            targets[target].append(name)
+        for tied, other in model.all_tied_weights_keys.items():
+            both = targets.get(tied, []) + targets.get(other, [])
+            if len(both) == 2 and torch.equal(*(tensors[name][...] for name in both)):  # transformers only ties equal ones
+                tensors = {name: tensor for name, tensor in tensors.items() if name not in targets[tied]}
+                del targets[tied]
+        outlines = {name: _Outline(tensor) for name, tensor in tensors.items()}
+        report = _load(model, outlines, replace(config, device_map={"": "meta"}))
+        self._tensors, self._config = tensors, replace(config, device_map=None)
+        large = {target for target in targets.keys() & parameters.keys() if _is_large(parameters[target])}
+        for target in targets.keys() & large:
+            self.sources[part_of(target)] += targets[target]
+        small = [name for target in targets.keys() & known.keys() - large for name in targets[target]]
+        _load(model, {name: tensors[name] for name in small}, self._config)
+        return report
+
+    def read(self, model: PreTrainedModel, part: str) -> None:
+        """Give a model the large weights of a part, and no others."""
+        _load(model, {name: self._tensors[name] for name in self.sources.get(part, ())}, self._config)
+
+
+def part_of(name: str) -> str:
+    """Return the layer of a parameter, or the module outside the layers."""
+    match = OF_LAYER.match(name)
+    return name.rpartition(".")[0] if match is None else match[0]
+
+
+def _load(model: Any, tensors: Mapping[str, Any], config: Any) -> Any:
+    """Load some tensors as transformers does, without its progress bar, and return its report."""
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        report, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+    return report
+
+
+def _are_safetensors(files: list[str] | None) -> bool:
+    return files is not None and all(file.endswith(".safetensors") for file in files)
+
+
+def _is_large(parameter: torch.Tensor) -> bool:
+    return parameter.dim() > 1 and parameter.numel() > LARGE
