@@ -37,6 +37,7 @@ from outrider.export.checkpoints.checkpoint import (
     load_tokenizer,
     read_config,
 )
+from outrider.export.checkpoints.outlines import without_bars
 from outrider.export.checkpoints.source import MASK_TOKEN, Source
 from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.checkpoints.vocabulary import check_same_vocabulary
@@ -190,21 +191,17 @@ def _mask_token(source: Source, config: Any) -> int:
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Silence torch's and transformers' messages about their own internals."""
-    bars = transformers.utils.logging.is_progress_bar_enabled()
     verbosity = transformers.utils.logging.get_verbosity()
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
-    transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_bars():
             warnings.simplefilter("ignore")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         transformers.utils.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.utils.logging.enable_progress_bar()

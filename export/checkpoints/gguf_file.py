@@ -8,7 +8,6 @@ tensor of the file agrees with the configuration, is put into it, is known to ha
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import re
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from transformers.integrations.gguf import is_gguf_arch_supported
 
 from outrider.engines.arrays import Floats
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
-from outrider.export.checkpoints.gguf_reader import open_gguf
+from outrider.export.checkpoints.gguf_reader import once_per_file, open_gguf
 from outrider.export.checkpoints.gguf_tensors import GgufTensors
 from outrider.export.checkpoints.source import MOST, reason_of
 
@@ -105,8 +104,7 @@ class GgufFile:
             UnsupportedModelError: the file is one part of several.
             SourceError: the file cannot be read.
         """
-        status = path.stat()
-        return _read(path, status.st_mtime_ns, status.st_size)
+        return _read(path)
 
     def from_pretrained(self, location: str, *, config: Any, gguf_file: str, **options: Any) -> Any:
         """Load the model like `AutoModelForCausalLM.from_pretrained`, where possible one tensor at a time."""
@@ -244,8 +242,8 @@ class GgufFile:
         return UnsupportedModelError(f"{self.name} has {full} = {str(value)[:80]}, which outrider does not know there", AGAIN)
 
 
-@functools.lru_cache(maxsize=2)  # for a target and its draft
-def _read(path: Path, *_: int) -> GgufFile:
+@once_per_file
+def _read(path: Path) -> GgufFile:
     try:
         reader = open_gguf(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}

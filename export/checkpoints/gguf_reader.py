@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import gguf
 import numpy as np
@@ -16,6 +16,7 @@ from transformers import modeling_gguf_pytorch_utils
 
 from outrider.export.checkpoints.swapped import swapped
 
+R = TypeVar("R")
 _theirs = modeling_gguf_pytorch_utils.load_gguf_checkpoint
 
 
@@ -30,18 +31,28 @@ class _Reader(gguf.GGUFReader):
         return found if order == "I" else found.view(found.dtype.newbyteorder(order))
 
 
+def once_per_file(read: Callable[[Path], R]) -> Callable[[Path], R]:
+    """Make a function of a file read it once, unless the file changes; the last two files are remembered."""
+
+    @functools.lru_cache(maxsize=2)  # for a target and its draft
+    def remembered(path: Path, *_: int) -> R:
+        return read(path)
+
+    @functools.wraps(read)
+    def reading(path: Path) -> R:
+        status = path.stat()
+        return remembered(path, status.st_mtime_ns, status.st_size)
+
+    return reading
+
+
+@once_per_file
 def open_gguf(path: Path) -> gguf.GGUFReader:
-    """Open a file, unless it is open and did not change.
+    """Open a file.
 
     Raises:
         Exception: the file is damaged; of any type.
     """
-    status = path.stat()
-    return _open(path, status.st_mtime_ns, status.st_size)
-
-
-@functools.lru_cache(maxsize=2)  # for a target and its draft
-def _open(path: Path, *_: int) -> gguf.GGUFReader:
     return _Reader(path)
 
 
@@ -51,16 +62,13 @@ def metadata_read_once() -> Iterator[None]:
 
     def load(path: str, return_tensors: bool = False, **options: Any) -> Any:
         with swapped(gguf, "GGUFReader", lambda path: open_gguf(Path(path))):
-            if return_tensors:
-                return _theirs(path, return_tensors=True, **options)
-            status = Path(path).stat()
-            return copy.deepcopy(_parsed(path, status.st_mtime_ns, status.st_size))
+            return _theirs(path, return_tensors=True, **options) if return_tensors else copy.deepcopy(_parsed(Path(path)))
 
     with swapped(modeling_gguf_pytorch_utils, "load_gguf_checkpoint", load):
         yield
 
 
-@functools.lru_cache(maxsize=2)
-def _parsed(path: str, *_: int) -> Any:
+@once_per_file
+def _parsed(path: Path) -> Any:
     """Return what transformers makes of a file's metadata."""
-    return _theirs(path)
+    return _theirs(str(path))

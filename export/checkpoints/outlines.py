@@ -79,7 +79,7 @@ class Outlined:
 
         def outline(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
             quantizer = config.hf_quantizer  # converts what it reads in its own way, except for GGUF files
-            if (quantizer is not None and state_dict is None) or (state_dict is None and not _are_safetensors(files)):
+            if state_dict is None and (quantizer is not None or not _are_safetensors(files)):
                 return theirs(model, state_dict, files, config, *rest, **options)  # type: ignore[no-any-return]
             tensors = state_dict
             if tensors is None:
@@ -130,14 +130,21 @@ def part_of(name: str) -> str:
 
 def _load(model: Any, tensors: Mapping[str, Any], config: Any) -> Any:
     """Load some tensors as transformers does, without its progress bar, and return its report."""
-    bars = transformers.utils.logging.is_progress_bar_enabled()
+    with without_bars():
+        report, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+    return report
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hide transformers' progress bars."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        report, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+        yield
     finally:
-        if bars:
+        if shown:
             transformers.utils.logging.enable_progress_bar()
-    return report
 
 
 def _are_safetensors(files: list[str] | None) -> bool:

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Streamed:
 
     def _enter(self, part: str) -> None:
         self._uses[part] += 1
-        if self._uses[part] == 1 and part != self._last:
+        if self._uses[part] == 1:
             self._load(part)
 
     def _leave(self, part: str) -> None:
@@ -143,18 +143,11 @@ class Streamed:
     @contextmanager
     def part(self, *names: str) -> Iterator[None]:
         """Have the weights of some parts in memory."""
-        for entered, name in enumerate(names):
-            try:
-                self._enter(name)
-            except BaseException:
-                for each in names[: entered + 1]:
-                    self._leave(each)
-                raise
-        try:
-            yield
-        finally:
+        with ExitStack() as entered:
             for name in names:
-                self._leave(name)
+                entered.callback(self._leave, name)
+                self._enter(name)
+            yield
 
     def of(self, *modules: nn.Module) -> Any:
         """Have the weights of some modules in memory, in a `with` statement."""
@@ -261,8 +254,8 @@ class Streamed:
         part = self._part_of[name]
         if part != self._last:
             self.close()
-            self._load(part)
             self._last = part
+            self._enter(part)
         parameter: torch.Tensor = getattr(self._holder(name), _own(name))
         return parameter.detach()
 
@@ -270,7 +263,7 @@ class Streamed:
         """Drop what `read` has loaded."""
         if self._last is not None:
             part, self._last = self._last, None
-            self._drop(part)
+            self._leave(part)
 
 
 def _own(name: str) -> str:

@@ -113,6 +113,16 @@ def test_a_trace_reads_no_weight_and_the_graph_does(source: Source, tmp_path: Pa
     assert not in_memory(model)
 
 
+def test_a_weight_that_was_read_outlasts_a_pass_of_its_layer(source: Source) -> None:
+    model, weights = open_model(source, "fp32")
+    before = weights.read("lm_head.weight").clone()
+    with torch.no_grad():
+        model(TOKENS)
+    assert torch.equal(weights.read("lm_head.weight"), before)
+    weights.close()
+    assert not in_memory(model)
+
+
 def test_what_is_stored_takes_a_file_without_a_name(tmp_path: Path) -> None:
     tensor = torch.arange(10_000, dtype=torch.int8).reshape(100, 100)
     stored = Streamed(tmp_path).store(tensor)
