@@ -16,7 +16,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.export.graph import step_model, tracing
-from outrider.export.graph.tracing import UNTOUCHED
+from outrider.export.graph.untouched import UNTOUCHED
 from outrider.export.heads import markov
 
 _trace = tracing.to_onnx

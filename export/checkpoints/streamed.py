@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from outrider.errors import SourceError
 from outrider.export.checkpoints.outlines import Outlined, part_of
 from outrider.export.checkpoints.source import AGAIN
-from outrider.export.graph.tracing import TRANSPOSED, UNTOUCHED, Untouched
+from outrider.export.graph.untouched import TRANSPOSED, UNTOUCHED, Untouched
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 

@@ -25,6 +25,14 @@ class HeldLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     is_sliding = False
 
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """What the layer keeps: inputs of a step, then outputs."""
+        return []
+
+    def hold(self, tensors: Sequence[torch.Tensor], like: Any) -> None:
+        """Keep other tensors, as complete as those that another layer keeps."""
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the tensors exist already."""
 
@@ -54,6 +62,13 @@ class StepLayer(HeldLayer):
         self.positions, self.key_positions = positions, key_positions
         self.updated = False
         self.is_initialized = True
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        return [self.keys, self.values]
+
+    def hold(self, tensors: Sequence[torch.Tensor], like: Any) -> None:
+        (self.keys, self.values), self.updated = tensors, like.updated
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -69,6 +69,15 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         self.is_initialized = True
         self.updated: set[str] = set()
 
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """What the layer keeps."""
+        return self.tensors
+
+    def hold(self, tensors: Sequence[torch.Tensor], like: Any) -> None:
+        """Keep other tensors, as complete as those that another layer keeps."""
+        self.tensors, self.updated = list(tensors), {*like.updated}
+
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Do nothing: the tensors exist already."""
 
@@ -133,6 +142,14 @@ class AttentionAndRecurrentStep(RecurrentStep, HeldLayer):
     """The cache of a layer with both attention and a recurrence."""
 
     attention: StepLayer  # keeps the keys and values
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        return [*self.tensors, *self.attention.held]
+
+    def hold(self, tensors: Sequence[torch.Tensor], like: Any) -> None:
+        super().hold(tensors[:-2], like)
+        self.attention.hold(tensors[-2:], like.attention)
 
     def update(self, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.attention.update(*args, **options)

@@ -34,10 +34,11 @@ from outrider.engines.contract import (
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import learned_positions
 from outrider.export.graph import experts, recurrence_functions
-from outrider.export.graph.attention import ATTENTION, attention_pass
+from outrider.export.graph.attention import ATTENTION, AttentionPass, attention_pass
 from outrider.export.graph.cache_layers import CacheLayout, EmptyLayer, StepLayer, scatter
 from outrider.export.graph.features import entering, feature_mixer
 from outrider.export.graph.recurrent_layers import AttentionAndRecurrentStep, RecurrentStep
+from outrider.export.graph.repeated_layers import layers_once
 from outrider.export.graph.replaced import replaced
 from outrider.export.graph.tracing import to_onnx
 
@@ -64,10 +65,12 @@ class StepModel(nn.Module):
             input_ids = input_ids.clamp(max=self.last_token)
         mixer = feature_mixer(self.model)
         count = 2 * len(self.layout.layers)
-        with _layers(past[:count], positions, key_positions, rows, self.spare_row) as layers:
+        with _layers(past[:count], positions, key_positions, rows, self.spare_row) as (layers, attention):
             recurrent = self._recurrent(past[count:], commits[0], commits[1], rows) if commits else []
             cache = Cache(layers=self._in_order(layers, recurrent))
-            with entering(self.model, [] if mixer is None else mixer.ids) as hidden, replaced(self.model):
+            ids = [] if mixer is None else mixer.ids
+            once = layers_once(self.model, cache.layers, attention)
+            with entering(self.model, ids) as hidden, replaced(self.model), once:
                 # A backend may run a row after the last position and drop the result.
                 places = rows if self.places is None else (rows + self.places[0]).clamp(max=self.places[-1])
                 output = self.model(input_ids=input_ids, position_ids=places, past_key_values=cache, use_cache=True)
@@ -119,7 +122,7 @@ class HeadStep(nn.Module):
         rows = positions[:, None] + torch.arange(input_ids.shape[1])
         all_features = past[-1]
         features = all_features[:, 0].gather(1, rows[..., None].expand(-1, -1, all_features.shape[-1]))
-        with _layers(past, positions, key_positions, rows, self.spare_row) as layers:
+        with _layers(past, positions, key_positions, rows, self.spare_row) as (layers, _):
             logits, output, *state = self.model(input_ids, features, rows, Cache(layers=layers))
         written = scatter(all_features, output[:, None, -1:], feature_positions)
         return logits.float(), *(tensor for layer in layers for tensor in (layer.keys, layer.values)), written, *state
@@ -128,11 +131,11 @@ class HeadStep(nn.Module):
 @contextmanager
 def _layers(
     past: Sequence[torch.Tensor], positions: torch.Tensor, key_positions: torch.Tensor, rows: torch.Tensor, spare_row: bool
-) -> Iterator[list[StepLayer]]:
-    """Provide the layers of a model's cache for one pass, and check that each was written and used by attention."""
+) -> Iterator[tuple[list[StepLayer], AttentionPass]]:
+    """Provide the layers of a model's cache and its attention for one pass, and check that attention used each layer."""
     layers = [StepLayer(key, value, positions, key_positions) for key, value in zip(past[::2], past[1::2], strict=False)]
     with attention_pass(rows, key_positions, spare_row) as attention:
-        yield layers
+        yield layers, attention
     # Layers without their own keys may attend to another layer's (Gemma-3n, Gemma-4).
     if attention.calls < len(layers) or not all(layer.updated for layer in layers):
         raise UnsupportedModelError("the model has its own attention code, outside transformers' attention interface")

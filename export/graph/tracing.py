@@ -3,9 +3,6 @@
 `torch.onnx.export` captures a module, and then traces the captured program again to decompose the operators that ONNX lacks.
 The second trace takes more than half of the time, and few of our modules have such operators. So the usual ones are replaced
 here, and the second trace only runs if others are left.
-
-After that, `torch.onnx.export` would run onnxscript's optimizer, which tries 46 rules on every node. `simplify` runs the same
-passes with the 15 rules that apply to decoders, in a seventh of the time for 30 layers.
 """
 
 from __future__ import annotations
@@ -14,44 +11,18 @@ import operator
 import warnings
 from typing import Any
 
-import onnx_ir as ir
 import torch
-from onnx_ir.passes import common
-from onnx_ir.tensor_adapters import TorchTensor
-from onnxscript import optimizer
-from onnxscript.rewriter import RewriteRuleSet
-from onnxscript.rewriter.rules import common as rules
 from torch import nn
 
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.source import reason_of
+from outrider.export.graph.simplify import simplify
 
 OPSET = 24
-UNTOUCHED = "untouched"  # an attribute of parameters without numbers: the weight that they stand for is read after the trace
-TRANSPOSED = ".transposed_"
 _aten = torch.ops.aten
 _IDENTITIES = {_aten.alias, _aten.clone, _aten.contiguous, _aten.detach, _aten.detach_, _aten.lift_fresh_copy}
 _CASTS = {_aten.to, _aten.type_as}
 _SYNONYMS = {_aten.__and__: _aten.bitwise_and, _aten.__or__: _aten.bitwise_or}
-_RULES = RewriteRuleSet(
-    [
-        *rules.add_0_rule.commute(),
-        *rules.mul_by_1_rule.commute(),
-        rules.sub_0_rule,
-        rules.div_by_1_rule,
-        rules.collapse_slice_rule,
-        rules.collapse_slice2_rule,
-        rules.materialize_reshape_shape_rule,
-        rules.no_op_cast_rule,
-        rules.no_op_expand_rule,
-        rules.no_op_transpose_rule,
-        rules.remove_optional_bias_from_gemm_rule,
-        rules.reshape_reshape_rule,
-        rules.squeeze_reshape_1d_rule,
-        rules.transpose_transpose_rule,
-        rules.unsqueeze_unsqueeze_rule,
-    ]
-)
 
 
 class _Decomposed(torch.export.ExportedProgram):
@@ -84,9 +55,7 @@ def to_onnx(
         if program is None:
             program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=_dims(shapes), **options)
         assert program is not None  # never None with dynamo=True
-        _mark_untouched(program.model.graph, module)
-        _lift_transposes(program.model.graph)
-        simplify(program.model)  # before its tensors are named, as it may add one for an output that is an input
+        simplify(program.model, module)  # before its tensors are named, as it may add one for an output that is an input
         graph = program.model.graph
         for value, name in zip([*graph.inputs, *graph.outputs], [*names, *outputs], strict=True):
             value.name = name
@@ -100,61 +69,6 @@ def to_onnx(
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, which contain paths of this machine
     return program
-
-
-class Untouched(TorchTensor):
-    """A tensor that stands for a weight that is read after the trace, so that nothing may compute with its numbers."""
-
-
-def _mark_untouched(graph: ir.Graph, module: nn.Module) -> None:
-    """Give the parameters with the attribute `UNTOUCHED` another type in the graph: torch makes new ones at the same place."""
-    addresses = {each.data_ptr() for each in module.parameters() if hasattr(each, UNTOUCHED)}
-    for value in graph.initializers.values():
-        raw = getattr(value.const_value, "raw", None)
-        if isinstance(raw, torch.Tensor) and raw.data_ptr() in addresses:
-            value.const_value = Untouched(raw, name=value.name)
-
-
-def _lift_transposes(graph: ir.Graph) -> None:
-    """Replace transposed weights that are read later by other such weights, whose names end with `TRANSPOSED` and the axes.
-
-    Other transposed weights are constants, which `simplify` folds.
-    """
-    for node in list(graph):
-        value = node.inputs[0] if node.op_type == "Transpose" else None
-        if value is None or not isinstance(value.const_value, Untouched) or len(value.uses()) > 1:
-            continue
-        axes = node.attributes.get_ints("perm")
-        name = f"{value.name}{TRANSPOSED}{''.join(map(str, axes))}"
-        tensor = Untouched(value.const_value.raw.permute(*axes), name=name)
-        lifted = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        graph.register_initializer(lifted)
-        node.outputs[0].replace_all_uses_with(lifted)
-        graph.remove(node, safe=True)
-        del graph.initializers[str(value.name)]
-
-
-def _may_fold(node: ir.Node) -> bool | None:
-    return False if any(value is not None and isinstance(value.const_value, Untouched) for value in node.inputs) else None
-
-
-def simplify(model: ir.Model) -> None:
-    """Fold constants, and remove what has no effect, like onnxscript's `optimize_ir` with fewer rules."""
-    unused: list[Any] = [common.RemoveUnusedNodesPass, common.RemoveUnusedFunctionsPass, common.RemoveUnusedOpsetsPass]
-    common.InlinePass()(model)
-    for _ in range(2):
-        folded = optimizer.fold_constants(model, onnx_shape_inference=True, should_fold=_may_fold).modified
-        rewritten = _RULES.apply_to_model(model)
-        removed = [each()(model).modified for each in unused]
-        if not (folded or rewritten or any(removed)):
-            break
-    common.RemoveUnusedNodesPass()(model)
-    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    common.LiftSubgraphInitializersToMainGraphPass()(model)
-    common.DeduplicateInitializersPass()(model)
-    common.CommonSubexpressionEliminationPass()(model)
-    common.OutputFixPass()(model)
-    common.NameFixPass()(model)
 
 
 def _dims(shapes: Any) -> Any:
