@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from outrider.engines.arrays import Floats
+from outrider.errors import SourceError
+from outrider.export.checkpoints.gguf_blocks import BLOCKS
 from outrider.export.checkpoints.gguf_reader import open_gguf
+from outrider.export.checkpoints.source import AGAIN
 from outrider.export.checkpoints.swapped import swapped
 
-NUMBERS_AT_ONCE = 2**18  # gguf's arithmetic makes many arrays of this size, which should stay in a core's cache
+NUMBERS_AT_ONCE = 2**20  # dequantization makes several arrays of this size, which should stay in the caches
 TOGETHER = re.compile(r"(blk\.\d+\.ffn_)(gate|up)(_exps.*)")  # two tensors for one of the model
 
 
@@ -47,6 +50,7 @@ class GgufTensors:
             architecture: its `general.architecture`.
             model: the model to load, perhaps without weights.
         """
+        self._path = path
         self._groups: dict[str, list[Any]] = {}
         for tensor in open_gguf(path).tensors:
             self._groups.setdefault(TOGETHER.sub(r"\1gate_up\3", tensor.name), []).append(tensor)
@@ -68,7 +72,7 @@ class GgufTensors:
         """Return a tensor. The others of its group are kept until they are taken, or one of another group is."""
         with self._lock:
             if group != self._group or name not in self._read:
-                self._group, self._read = group, self._convert(group, _dequantized)
+                self._group, self._read = group, self._convert(group, self._dequantized)
             return self._read.pop(name).contiguous()
 
     def _convert(self, group: str, values: Callable[[Any], Floats]) -> dict[str, torch.Tensor]:
@@ -85,6 +89,28 @@ class GgufTensors:
                 made[self._names[result.name]] = torch.from_numpy(result.weights)
         return made
 
+    def _dequantized(self, tensor: Any) -> Floats:
+        """Return the numbers of a tensor. The file is read, and not mapped, so that its pages do not stay in memory.
+
+        Raises:
+            SourceError: the file is shorter than it was.
+        """
+        kind, shape = tensor.tensor_type, _shape(tensor)
+        of_block, bytes_ = gguf.GGML_QUANT_SIZES[kind]
+        numbers = np.empty(math.prod(shape), dtype=np.float32)
+        with self._path.open("rb") as file:
+            file.seek(int(tensor.data_offset))
+            for first in range(0, len(numbers), NUMBERS_AT_ONCE):
+                some = numbers[first : first + NUMBERS_AT_ONCE]
+                blocks = np.fromfile(file, np.uint8, len(some) // of_block * bytes_)
+                if len(blocks) < len(some) // of_block * bytes_:
+                    raise SourceError(f"{self._path} has been cut while it was read", AGAIN)
+                if kind in BLOCKS:
+                    BLOCKS[kind](torch.from_numpy(blocks).view(-1, bytes_)).dequantize(torch.from_numpy(some))
+                else:
+                    some[:] = gguf.dequantize(blocks, kind)
+        return numbers.reshape(shape)
+
 
 def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(map(int, tensor.shape[::-1]))
@@ -93,20 +119,3 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 def _of_one_number(tensor: Any) -> Floats:
     """Return an array in the shape of a tensor that takes no memory. Converters also take the logarithm of minus a tensor."""
     return as_strided(np.full(1, -1, np.float32), _shape(tensor), strides=(0,) * len(tensor.shape))
-
-
-def _dequantized(tensor: Any) -> Floats:
-    """Return the numbers of a tensor, which may belong to the file's map."""
-    if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-        return np.array(tensor.data, dtype=np.float32)
-    shape = _shape(tensor)
-    numbers = np.empty(shape, dtype=np.float32).reshape(-1, shape[-1])
-    rows = np.asarray(tensor.data).reshape(len(numbers), -1)
-    step = max(1, NUMBERS_AT_ONCE // shape[-1])
-
-    def dequantize(first: int) -> None:
-        numbers[first : first + step] = gguf.dequantize(rows[first : first + step], tensor.tensor_type)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(dequantize, range(0, len(numbers), step)))
-    return numbers.reshape(shape)
