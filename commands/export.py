@@ -10,6 +10,7 @@ import click
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
 from outrider.export.arguments import ExportArguments
+from outrider.export.garbage import without_garbage_collection
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Model
@@ -91,7 +92,7 @@ def command(
         draft_vocab=draft_vocab,
         draft_vocab_text=draft_vocab_text,
     )
-    with progress_bar() as progress:
+    with progress_bar() as progress, without_garbage_collection():
         progress.stage("importing torch and transformers")
         from outrider.export.pair import export
 

@@ -141,7 +141,8 @@ def open_graph(path: Path, precision: str, as_served: bool = False) -> Any:
     options = session_options()
     options.log_severity_level = 3  # errors only: ONNX Runtime warns that it copies the cache, which is intended here
     if not as_served:
-        options.add_session_config_entry("session.disable_prepacking", "1")  # prepacking copies the weights
+        if precision not in ("int8", "int4"):  # it copies the weights, where products need no other form of them
+            options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry(ACCURACY, "1")
     graph = path
     if precision == "bf16":

@@ -19,6 +19,7 @@ from outrider.engines.threads import processor_name, thread_count
 from outrider.errors import FolderError, ParityError, SourceError, UsageError, reason_of
 from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.source import MTP, NONE, Source
+from outrider.export.garbage import without_garbage_collection
 from outrider.prepare.cache import Cache
 from outrider.prepare.wanted import Wanted
 from outrider.progress import Progress
@@ -150,6 +151,7 @@ def _prepared(wanted: Wanted, pair: Pair | None, progress: Progress) -> Prepared
 def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str, cache: Cache, progress: Progress) -> Path:
     """Return the export of a model; if int4 costs it too much and the user asked for nothing else, it is int8."""
 
+    @without_garbage_collection()
     def make(folder: Path) -> None:
         precision = wanted.precision or (GPU_PRECISION if wanted.device == "cuda" else PRECISION)
         progress.stage("importing torch and transformers")
