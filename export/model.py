@@ -49,7 +49,7 @@ class ModelJob:
 def load(job: ModelJob) -> tuple[PreTrainedModel, Streamed, Generation]:
     """Load a model without its large weights, and check the numbers in its configuration."""
     job.progress.stage(f"loading the {job.role}")
-    model, weights = open_model(job.source, job.precision, job.folder)
+    model, weights = open_model(job.source, job.precision, job.folder, job.progress)
     defaults, positions = generation_defaults(model, job.tokenizer), max_positions(model)
     name, rows = job.source.name, head_rows(model, job)
     if positions is not None and positions < 3:  # a round with one draft token needs three
@@ -95,9 +95,9 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
     if rounding is not None:
         if not is_head:
             pieces = heldout_tokens(job.tokenizer, positions)
-            progress.stage(f"reading held-out text with the {role}")
+            progress.stage(f"reading held-out text with the {role}", len(weights.parts) or None)
             reference_perplexity = perplexity(texts_logits(model, pieces), pieces, known)
-        progress.stage(f"quantizing the {role}")
+        progress.stage(f"quantizing the {role}", len(weights.parts) or None)
         quantization = quantize_model(model, weights, rounding, job.tokenizer, positions)
     sample = sample_tokens(job.tokens)
     if isinstance(model, BlockHead):

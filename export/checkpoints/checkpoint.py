@@ -27,6 +27,7 @@ from outrider.export.checkpoints.gguf_tokenizer import amend_tokenizer
 from outrider.export.checkpoints.outlines import Outlined
 from outrider.export.checkpoints.source import AGAIN, CORRECT_CONFIG, Source
 from outrider.export.checkpoints.streamed import Streamed
+from outrider.progress import SILENT, Progress
 from outrider.runtime.text.chat_template import CORRECT, ChatTemplate, with_tools
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -174,28 +175,26 @@ def set_experts(model: PreTrainedModel) -> None:
 
 
 def load_model(source: Source, precision: str) -> PreTrainedModel:
-    """Load the model on the CPU as in `open_model`, with all weights.
-
-    Raises:
-        SourceError: the model cannot be read, or weights are missing or have the wrong shape.
-    """
+    """Load the model on the CPU as in `open_model`, whose errors it raises, with all weights."""
     model, weights = open_model(source, precision)
     weights.keep_all()
     return model
 
 
-def open_model(source: Source, precision: str, scratch: Path | None = None) -> tuple[PreTrainedModel, Streamed]:
+def open_model(
+    source: Source, precision: str, scratch: Path | None = None, progress: Progress = SILENT
+) -> tuple[PreTrainedModel, Streamed]:
     """Load the model on the CPU, in fp32 if its weights will be quantized, otherwise in `precision`, and its large weights.
 
     Args:
         source: the checkpoint.
         precision: one of `PRECISIONS`.
-        scratch: see `Streamed`.
+        scratch, progress: see `Streamed`.
 
     Raises:
         SourceError: the model cannot be read, or weights are missing or have the wrong shape.
     """
-    file, checkpoint, weights = _gguf_file(source), Outlined(), Streamed(scratch)
+    file, checkpoint, weights = _gguf_file(source), Outlined(), Streamed(scratch, progress)
     options: dict[str, Any] = {} if file is None else {"config": read_config(source)}
     with checkpoint.loading():
         model, report = source.read(

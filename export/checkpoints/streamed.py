@@ -23,6 +23,7 @@ from outrider.errors import SourceError
 from outrider.export.checkpoints.outlines import Outlined, part_of
 from outrider.export.checkpoints.source import AGAIN
 from outrider.export.graph.untouched import TRANSPOSED, UNTOUCHED, Untouched
+from outrider.progress import SILENT, Progress
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
@@ -34,13 +35,14 @@ class Streamed:
     on torch's meta device.
     """
 
-    def __init__(self, scratch: Path | None = None) -> None:
+    def __init__(self, scratch: Path | None = None, progress: Progress = SILENT) -> None:
         """Make one for a model whose weights are all in memory.
 
         Args:
             scratch: a folder for temporary files, for what `store` gets; None to keep that in memory.
+            progress: advances by 1 for each of `parts` that is read.
         """
-        self._scratch = scratch
+        self._scratch, self._progress = scratch, progress
         self._stored: list[mmap.mmap] = []
         self._model: PreTrainedModel | None = None
         self._checkpoint = Outlined()
@@ -111,6 +113,7 @@ class Streamed:
                 change = self._changed.get(name)
                 changed = value if change is None else nn.Parameter(change(value))
                 setattr(module, _own(name), changed.requires_grad_(False))
+        self._progress.advance(1)
 
     def _drop(self, part: str) -> None:
         for name in [name for tied in self._parts.get(part, ()) for name in tied]:

@@ -16,6 +16,7 @@ from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.step_model import trace
 from outrider.export.parity import reference
+from outrider.progress import Progress
 from outrider.tests.support import llama, write_checkpoint
 
 TOKENS = torch.arange(2, 22)[None]
@@ -43,6 +44,20 @@ def test_a_pass_has_one_layer_in_memory(source: Source) -> None:
     assert seen == [{f"model.layers.{index}.mlp.{name}.weight" for name in of_layer} for index in range(3)]
     assert not in_memory(model)
     assert torch.equal(got, load_model(source, "fp32")(TOKENS).logits)
+
+
+def test_a_pass_reports_each_layer(source: Source) -> None:
+    class Counted(Progress):
+        done = 0
+
+        def advance(self, size: int) -> None:
+            self.done += size
+
+    progress = Counted()
+    model, weights = open_model(source, "fp32", progress=progress)
+    with torch.no_grad():
+        model(TOKENS)
+    assert progress.done == len(weights.parts) == 5  # three layers, and a table before and after them
 
 
 def test_a_pass_that_fails_leaves_no_layer_in_memory(source: Source) -> None:
