@@ -25,6 +25,7 @@ from outrider.export.checkpoints.gguf_file import GgufFile
 from outrider.export.checkpoints.gguf_reader import metadata_read_once
 from outrider.export.checkpoints.gguf_tokenizer import amend_tokenizer
 from outrider.export.checkpoints.outlines import Outlined
+from outrider.export.checkpoints.packed import packing_of
 from outrider.export.checkpoints.source import AGAIN, CORRECT_CONFIG, Source
 from outrider.export.checkpoints.streamed import Streamed
 from outrider.progress import SILENT, Progress
@@ -194,13 +195,15 @@ def open_model(
     Raises:
         SourceError: the model cannot be read, or weights are missing or have the wrong shape.
     """
-    file, checkpoint, weights = _gguf_file(source), Outlined(), Streamed(scratch, progress)
-    options: dict[str, Any] = {} if file is None else {"config": read_config(source)}
+    file, packing, config = _gguf_file(source), packing_of(source.config()), read_config(source)
+    if packing is not None:
+        del config.quantization_config  # transformers would want the library that wrote it
+    checkpoint, weights = Outlined(packing), Streamed(scratch, progress)
     with checkpoint.loading():
         model, report = source.read(
             "weights",
             AutoModelForCausalLM if file is None else file,
-            **options,
+            config=config,
             dtype=getattr(torch, PRECISIONS[precision].dtype),  # weights are quantized after loading
             attn_implementation="eager",
             output_loading_info=True,

@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.swapped import swapped
 
 LARGE = 2**13  # numbers; smaller tensors and vectors are always in memory, because a trace may compute with their values
@@ -66,8 +67,13 @@ class _Outline:
 class Outlined:
     """The tensors of a checkpoint whose model was loaded without large weights."""
 
-    def __init__(self) -> None:
-        """Make one for a checkpoint that is read as a whole, unless a model is loaded within `loading`."""
+    def __init__(self, packing: Mapping[str, Any] | None = None) -> None:
+        """Make one for a checkpoint that is read as a whole, unless a model is loaded within `loading`.
+
+        Args:
+            packing: the settings of `unpacked`, if the checkpoint's weights are quantized by one of its methods.
+        """
+        self._packing = packing
         self.sources: dict[str, list[str]] = defaultdict(list)  # the names of large tensors, by part of the model
         self._tensors: Mapping[str, Any] = {}
         self._config: Any = None
@@ -85,6 +91,8 @@ class Outlined:
             if tensors is None:
                 opened: list[Any] = [safe_open(file, framework="pt", backend="pread") for file in files]
                 tensors = {name: FileTensor(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+            if self._packing is not None:
+                tensors = unpacked(tensors, self._packing)
             return self._outline(model, tensors, config), None
 
         with swapped(PreTrainedModel, "_load_pretrained_model", staticmethod(outline)):
