@@ -29,6 +29,7 @@ OUT_OF_MEMORY = (
     "out_of_memory",
     "could not be allocated",
     "cannot allocate memory",
+    "resource temporarily unavailable",  # no memory for a thread
 )
 
 
