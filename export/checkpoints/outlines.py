@@ -27,7 +27,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from outrider.export.checkpoints.packed import unpacked
+from outrider.errors import UnsupportedModelError
+from outrider.export.checkpoints.packed import OTHERWISE, unpacked
 from outrider.export.checkpoints.swapped import swapped
 
 LARGE = 2**13  # numbers; smaller tensors and vectors are always in memory, because a trace may compute with their values
@@ -41,7 +42,8 @@ class FileTensor:
     def __init__(self, file: Any, name: str):
         self._file, self._name = file, name
         outline = file.get_slice(name)
-        self.empty = torch.empty(outline.get_shape(), dtype=FLOATS.get(outline.get_dtype(), torch.uint8), device="meta")
+        self.stored = outline.get_dtype()
+        self.empty = torch.empty(outline.get_shape(), dtype=FLOATS.get(self.stored, torch.uint8), device="meta")
 
     def __getitem__(self, _: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._file.get_tensor(self._name)
@@ -110,6 +112,10 @@ class Outlined:
             if target not in known and name in known:
                 target, _ = rename_source_key(name, [], [], model.base_model_prefix, known)
             targets[target].append(name)
+            stored = getattr(tensors[name], "stored", None)
+            if target in parameters and parameters[target].is_floating_point() and stored not in (None, *FLOATS):
+                method = (model.config.to_dict().get("quantization_config") or {}).get("quant_method", "none")
+                raise UnsupportedModelError(f"{name} is quantized ({stored}) by a method that is not read: {method}", OTHERWISE)
         for tied, other in model.all_tied_weights_keys.items():
             both = targets.get(tied, []) + targets.get(other, [])
             if len(both) == 2 and torch.equal(*(tensors[name][...] for name in both)):  # transformers only ties equal ones

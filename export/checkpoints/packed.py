@@ -145,6 +145,13 @@ def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> Packe
     return PackedWeight(module, shape, read)
 
 
+def _modelopt(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
+    """Read ModelOpt's FP8."""
+    if (algorithm := settings.get("quant_algo")) != "FP8":
+        raise UnsupportedModelError(f"{module} is quantized by ModelOpt's {algorithm}; only FP8 is read", OTHERWISE)
+    return _in_bytes(module, parts, {})
+
+
 def _in_bytes(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
     """Read integers or FP8, with one scale for a tensor, rows, groups of inputs or blocks."""
     outputs, inputs = parts["weight"].empty.shape
@@ -188,5 +195,6 @@ METHODS: dict[str, tuple[str, set[str], Callable[[str, Parts, Mapping[str, Any]]
     "awq": ("qweight", {"qweight", "qzeros", "scales"}, _awq),
     "gptq": ("qweight", {"qweight", "qzeros", "scales", "g_idx"}, _gptq),
     "compressed-tensors": ("weight_scale", _COMPRESSED, _compressed),
+    "modelopt": ("weight_scale", {"weight", "weight_scale", "input_scale"}, _modelopt),
 }
 """Methods: the tensor that marks a quantized module, the tensors that a weight replaces, and the function that reads it."""

@@ -86,6 +86,26 @@ def test_what_is_not_read_is_refused_by_the_module_s_name(
     assert error.value.hint
 
 
+def test_fp8_of_modelopt_is_one_number_a_tensor() -> None:
+    _, tensors, want = case("ct-fp8-tensor")
+    scalar = {"weight": tensors["weight"], "weight_scale": tensors["weight_scale"][0], "input_scale": torch.ones(())}
+    assert torch.equal(read({"quant_method": "modelopt", "quant_algo": "FP8"}, scalar), want)
+    with pytest.raises(UnsupportedModelError, match="ModelOpt's NVFP4"):
+        read({"quant_method": "modelopt", "quant_algo": "NVFP4"}, scalar)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization_config": {"quant_method": "another"}}])
+def test_numbers_without_a_known_method_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", llama(num_hidden_layers=1))
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is quantized \(F8_E4M3\) by a method that is not read"):
+        load_model(Source.parse(str(folder)), "int4")
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq", "ct-asymmetric", "ct-fp8-block"])
 def test_tensors_that_do_not_fit_each_other_are_refused(name: str) -> None:
     settings, tensors, _ = case(name)
