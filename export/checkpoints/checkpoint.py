@@ -195,8 +195,8 @@ def open_model(
     Raises:
         SourceError: the model cannot be read, or weights are missing or have the wrong shape.
     """
-    file, packing, config = _gguf_file(source), packing_of(source.config()), read_config(source)
-    if packing is not None:
+    file, config = _gguf_file(source), read_config(source)
+    if (packing := packing_of(config)) is not None:
         del config.quantization_config  # transformers would want the library that wrote it
     checkpoint, weights = Outlined(packing), Streamed(scratch, progress)
     with checkpoint.loading():

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import gguf
 import torch
 
-HALF = 2  # bytes
-
 
 class Groups(NamedTuple):
     """The numbers of N blocks, scale * integer + offset, in G groups of S with one scale and offset."""
@@ -31,7 +29,7 @@ class Groups(NamedTuple):
 
 def _half(data: torch.Tensor, at: int) -> torch.Tensor:
     """Return the fp16 number at a byte of each block [N, B] as float32 [N, 1]."""
-    return data[:, at : at + HALF].contiguous().view(torch.float16).float()
+    return data[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(data: torch.Tensor, size: int) -> torch.Tensor:
@@ -72,7 +70,7 @@ def _scales_of_k(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high, rest = data[:, 4:8], data[:, 8:12], data[:, 12:16]
     scales = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), 1)
     minima = torch.cat((high & 63, (rest >> 4) | (high >> 6 << 4)), 1)
-    return _half(data, 0) * scales, -(_half(data, HALF) * minima)
+    return _half(data, 0) * scales, -(_half(data, 2) * minima)
 
 
 def _q4_k(data: torch.Tensor) -> Groups:

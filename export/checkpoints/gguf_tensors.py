@@ -102,8 +102,8 @@ class GgufTensors:
             file.seek(int(tensor.data_offset))
             for first in range(0, len(numbers), NUMBERS_AT_ONCE):
                 some = numbers[first : first + NUMBERS_AT_ONCE]
-                blocks = np.fromfile(file, np.uint8, len(some) // of_block * bytes_)
-                if len(blocks) < len(some) // of_block * bytes_:
+                size = len(some) // of_block * bytes_
+                if len(blocks := np.fromfile(file, np.uint8, size)) < size:
                     raise SourceError(f"{self._path} has been cut while it was read", AGAIN)
                 if kind in BLOCKS:
                     BLOCKS[kind](torch.from_numpy(blocks).view(-1, bytes_)).dequantize(torch.from_numpy(some))

@@ -42,9 +42,9 @@ class PackedWeight:
         return weight.contiguous()
 
 
-def packing_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` in a config.json if it has a method in `METHODS`, otherwise None."""
-    settings = config.get("quantization_config")
+def packing_of(config: Any) -> Mapping[str, Any] | None:
+    """Return the `quantization_config` of a configuration if it has a method in `METHODS`, otherwise None."""
+    settings = getattr(config, "quantization_config", None)
     return settings if isinstance(settings, dict) and settings.get("quant_method") in METHODS else None
 
 
@@ -85,8 +85,8 @@ def _awq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight
     inputs, words = parts["qweight"].empty.shape
 
     def read() -> Any:
-        places = 4 * torch.tensor(AWQ_NIBBLES, dtype=torch.int32)
-        integers, zeros = ((parts[each][...][..., None] >> places & 15).flatten(1) for each in ("qweight", "qzeros"))
+        integers, zeros = (_unpack(parts[each][...], 4, words * 8) for each in ("qweight", "qzeros"))
+        integers, zeros = (each.unflatten(1, (words, 8))[..., AWQ_NIBBLES].flatten(1) for each in (integers, zeros))
         groups = _groups(inputs, len(zeros))
         return ((integers - zeros[groups]) * parts["scales"][...].float()[groups]).T
 

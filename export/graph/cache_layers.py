@@ -31,7 +31,7 @@ class HeldLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return []
 
     def hold(self, tensors: Sequence[torch.Tensor], like: Any) -> None:
-        """Keep other tensors, as complete as those that another layer keeps."""
+        """Replace the kept tensors, and take over from the layer `like` which of them were updated."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the tensors exist already."""

@@ -28,8 +28,9 @@ def hide_weights(graph: ir.Graph, module: nn.Module) -> dict[str, ir.TensorProto
     prefixes = tuple({_layer(node, TRACED) for node in graph if _is(node, COPY)})
     hidden = {}
     for name, value in graph.initializers.items():
-        is_weight = _of_module(module, name) is not None  # the others are constants of the code
-        if name.startswith(prefixes) and is_weight and value.const_value is not None:
+        if value.const_value is None or not name.startswith(prefixes):
+            continue
+        if _of_module(module, name) is not None:  # the others are constants of the code
             hidden[name], value.const_value = value.const_value, None
     return hidden
 

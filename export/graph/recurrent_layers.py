@@ -75,7 +75,7 @@ class RecurrentStep(LinearAttentionCacheLayerMixin):  # type: ignore[misc]  # tr
         return self.tensors
 
     def hold(self, tensors: Sequence[torch.Tensor], like: Any) -> None:
-        """Keep other tensors, as complete as those that another layer keeps."""
+        """Replace the kept tensors, and take over from the layer `like` which of them were updated."""
         self.tensors, self.updated = list(tensors), {*like.updated}
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -46,7 +46,7 @@ class _Layers:
 
     def __init__(self, model: PreTrainedModel, caches: Sequence[Any], attention: AttentionPass):
         self._config, self._caches, self._attention = model.config.get_text_config(), caches, attention
-        self._traced: dict[Hashable, _Traced] = {}
+        self._traced: dict[str, _Traced] = {}
 
     def run(self, name: str, layer: nn.Module, index: int, *arguments: Any, **options: Any) -> Any:
         """Run a layer, or leave it out. Its first tensor and its cache are its own; it shares the rest with its kind."""

@@ -50,7 +50,7 @@ def simplify(model: ir.Model, module: nn.Module) -> None:
     hidden = hide_weights(graph, module)
     _fold(model)
     write_layers(graph, module, hidden)
-    if any(_can_fold(node) for node in graph):  # arithmetic on the weights of a layer
+    if hidden and any(_can_fold(node) for node in graph):  # arithmetic on the weights of a layer
         _fold(model)
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
