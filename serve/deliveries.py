@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError
 from outrider.runtime.request import Event, Request
+from outrider.runtime.scheduler import Load
 from outrider.serve.metrics import Metrics
 
 Result = Event | OutriderError
@@ -43,8 +44,13 @@ class Deliveries:
         """Add requests, each with its delivery."""
         self._open |= zip(requests, deliveries, strict=True)
 
-    def deliver(self, request: Request, result: Result) -> None:
-        """Pass on a result."""
+    def deliver(self, results: Iterable[tuple[Request, Result]], load: Load) -> None:
+        """Pass on results, which left this load. Their clients may look at the metrics at once, so they are set before."""
+        self._metrics.stepped(load)
+        for request, result in results:
+            self._deliver(request, result)
+
+    def _deliver(self, request: Request, result: Result) -> None:
         if (delivery := self._open.get(request)) is None:
             return
         now = time.perf_counter()

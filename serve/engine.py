@@ -226,7 +226,8 @@ class EngineThread:
         if scheduler.busy and not self._ending:
             self._step_started = time.perf_counter()
             self._step(scheduler, watch)
-        self.metrics.stepped(scheduler.load)
+        else:
+            self.metrics.stepped(scheduler.load)
 
     def take_calls(self, wait: bool) -> None:
         with suppress(queue.Empty):
@@ -242,11 +243,11 @@ class EngineThread:
         if not self._replaced and watch.replaced():
             self._replaced = True
             LOGGER.warning("the bundle was replaced; this server keeps using the old one until it is restarted")
-        for request, result in results:
-            self.deliveries.deliver(request, result)
-        for request, timed_out in self.deliveries.overdue():
+        self.deliveries.deliver(results, scheduler.load)
+        overdue = self.deliveries.overdue()
+        for request, _ in overdue:
             scheduler.cancel(request)
-            self.deliveries.deliver(request, timed_out)
+        self.deliveries.deliver(overdue, scheduler.load)
         if (error := self._watchdog.stepped(results)) is not None:
             self._break(error)
 
@@ -254,9 +255,7 @@ class EngineThread:
         """Fail the requests that have a slot, after a step that raised an exception."""
         running = [request for request in self.deliveries if request.running]
         fatal = self._watchdog.crashed(error, bool(running))
-        for request in running:
-            self.deliveries.deliver(request, fatal or error)
-        self.metrics.stepped(scheduler.load)
+        self.deliveries.deliver([(request, fatal or error) for request in running], scheduler.load)
         if fatal is not None:
             self._break(fatal)
 
@@ -285,9 +284,9 @@ class EngineThread:
         else:
             self.deliveries.add(accepted, deliveries)
             settle(accepted)
+            full = QueueFullError("the queue is full, and others have fewer requests in it", "try again later")
             while self.scheduler.displaced:
-                full = QueueFullError("the queue is full, and others have fewer requests in it", "try again later")
-                self.deliveries.deliver(self.scheduler.displaced.pop(), full)
+                self.deliveries.deliver([(self.scheduler.displaced.pop(), full)], self.scheduler.load)
 
     def cancel_now(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -295,10 +294,11 @@ class EngineThread:
                 self._scheduler.cancel(request)
 
     def _fail_all(self, error: OutriderError) -> None:
-        for request in self.deliveries:
-            if self._scheduler is not None:
-                self._scheduler.cancel(request)
-            self.deliveries.deliver(request, error)
+        assert self._scheduler is not None
+        failed = list(self.deliveries)
+        for request in failed:
+            self._scheduler.cancel(request)
+        self.deliveries.deliver([(request, error) for request in failed], self._scheduler.load)
 
 
 def _settle(accepted: asyncio.Future[list[Request]], result: list[Request] | OutriderError) -> None:

@@ -12,11 +12,13 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.serve.deliveries import Delivery, Result
+from outrider.runtime.scheduler import Load
+from outrider.serve.deliveries import Deliveries, Delivery, Result
 from outrider.serve.engine import EngineThread
 from outrider.serve.metrics import Metrics
 from outrider.serve.watchdog import MAX_FAILED_STEPS, Watchdog
 
+NO_LOAD = Load(running=0, waiting=0, used=0.0)
 BROKEN = EngineError("the device is gone", "restart the server")
 
 
@@ -91,12 +93,11 @@ def test_a_request_counts_once() -> None:
     every = (answered, failed, left)
     engine.deliveries.add(every, [Delivery(delivered.append) for _ in every])
     answered.stats.cached_tokens, answered.stats.copied_tokens = 2, 1
-    engine.deliveries.deliver(answered, answered.take(RoundResult("model", [4, 5], [4, 5, 6], None)))
-    engine.deliveries.deliver(answered, answered.take(RoundResult("none", [], [7], None)))
+    first = RoundResult("model", [4, 5], [4, 5, 6], None), RoundResult("none", [], [7], None)
+    engine.deliveries.deliver([(answered, answered.take(each)) for each in first], NO_LOAD)
     last = answered.take(RoundResult("ngram", [8, 9, 1], [8, 9], None))
     for _ in range(2):  # what comes after the end is dropped
-        engine.deliveries.deliver(answered, last)
-        engine.deliveries.deliver(failed, BROKEN)
+        engine.deliveries.deliver([(answered, last), (failed, BROKEN)], NO_LOAD)
     queue: Any = Queue()
     engine._scheduler = queue
     for _ in range(2):
@@ -126,6 +127,19 @@ def test_a_request_counts_once() -> None:
         "e2e_request_latency_seconds_count": 3,
     }.items():
         assert counted[name] == value, name
+
+
+def test_clients_find_what_their_results_left_in_the_metrics() -> None:
+    metrics = Metrics()
+    deliveries = Deliveries(metrics)
+    which, seen = request(), list[dict[str, float]]()
+    deliveries.add([which], [Delivery(lambda _: seen.append(samples(metrics)))])
+    deliveries.deliver([(which, which.take(RoundResult("none", [], [7], None)))], Load(running=2, waiting=1, used=0.5))
+    deliveries.deliver([(which, BROKEN)], NO_LOAD)
+    during, after = seen
+    assert (during["num_requests_running"], during["num_requests_waiting"], during["kv_cache_usage"]) == (2, 1, 0.5)
+    assert not {"num_requests_running", "num_requests_waiting", "kv_cache_usage"} & set(after)
+    assert after['requests_total{finish_reason="error"}'] == 1
 
 
 def test_a_client_that_leaves_while_its_request_is_queued_cancels_it() -> None:
