@@ -80,16 +80,18 @@ class Parity(Struct, frozen=True):
     # For quantized models: the perplexity of the graph and of the fp32 checkpoint on the text in export/heldout.py.
     perplexity: float | None = None
     reference_perplexity: float | None = None
+    unrounded_perplexity: float | None = None  # of the graph with fp32 activations, for the method as-is
 
 
 class Quantization(Struct, frozen=True):
     """How a model's weights were quantized: in blocks along the input dimension, each with an fp32 scale."""
 
-    method: str  # rtn (round to nearest) or auto-round
-    head_precision: str  # of the output head: int4, int8 or fp32
+    method: str  # rtn (round to nearest), auto-round, or as-is, which keeps what a quantized checkpoint stores
+    head_precision: str  # of the output head: int4, int8 or fp32; with as-is, of all matrices that cannot be kept
     block: Positive  # inputs per scale; 64 or 32 in layers whose inputs it does not divide
     weights: int  # number of quantized weights
     kept: dict[str, int]  # matrices in fp32, except embeddings, and the number of weights of each
+    rounded: list[str] = []  # the modules that as-is could not keep, so that their weights were rounded
 
 
 class Model(Struct, frozen=True):

@@ -11,6 +11,7 @@ from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
 from outrider.export.arguments import ExportArguments
 from outrider.export.garbage import without_garbage_collection
+from outrider.export.weights.rounding import AS_IS
 
 if TYPE_CHECKING:
     from outrider.bundle.manifest import Model
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option(
     "--precision",
-    type=click.Choice(list(PRECISIONS)),
+    type=click.Choice([*PRECISIONS, AS_IS]),
     default="fp32",
     show_default=True,
-    help="Precision of the weights.",
+    help=f"Precision of the weights; with {AS_IS}, the integers of a quantized checkpoint are kept.",
 )
 @click.option(
     "--head-precision",
     type=click.Choice(["fp32", "int8", "int4"]),
-    help="Precision of the output head, if --precision is int8 or int4.  [default: int8; for the draft, as --precision]",
+    help=f"Precision of the output head, if --precision is int8 or int4; with {AS_IS}, of all that cannot be kept."
+    "  [default: int8; for the draft, as --precision]",
 )
 @click.option(
     "--method",
@@ -121,6 +123,10 @@ def _print_model(role: str, model: Model) -> None:
         click.echo(
             f"{role}: perplexity {parity.perplexity:.4g} on held-out text, against {parity.reference_perplexity:.4g} in fp32"
         )
+    if parity.unrounded_perplexity is not None:
+        rounded = quantization.rounded
+        what = f"; rounded to {quantization.head_precision}: {len(rounded)}, the first is {rounded[0]}" if rounded else ""
+        click.echo(f"{role}: perplexity {parity.unrounded_perplexity:.4g} of the kept weights with fp32 activations{what}")
     if quantization.kept:
         click.echo(
             f"{role}: {sum(quantization.kept.values()):,} weights stay in fp32 (outside linear layers, in layers whose inputs"

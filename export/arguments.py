@@ -11,14 +11,14 @@ from outrider.bundle.folder import check_absent
 from outrider.bundle.manifest import READS_FEATURES
 from outrider.errors import UsageError
 from outrider.export.checkpoints.source import MTP, NONE, Source
-from outrider.export.weights.rounding import BITS, Rounding
+from outrider.export.weights.rounding import AS_IS, BITS, Rounding
 
 
 class ExportOptions(TypedDict, total=False):
     """How the models of a pair are exported."""
 
-    precision: Required[str]  # fp32, fp16, bf16, int8 or int4
-    head_precision: str | None  # of the output head, for int8 and int4
+    precision: Required[str]  # fp32, fp16, bf16, int8, int4, or as-is for what a quantized checkpoint stores
+    head_precision: str | None  # of the output head, for int8 and int4; with as-is, of what cannot be kept
     method: str | None  # how to round weights, rtn or auto-round, for int8 and int4
     calibration: Path | None  # a text file, for auto-round
     group_size: int | None  # the most inputs that share a scale: 32, 64 or 128, for int8 and int4
@@ -31,7 +31,7 @@ class ExportArguments:
     """Checked arguments."""
 
     output: Path
-    precision: str
+    precision: str  # one of `PRECISIONS`; int4 for as-is
     head_precision: str | None
     target: Source
     drafts: list[Source]
@@ -50,8 +50,8 @@ class ExportArguments:
             SourceError: a checkpoint does not exist.
             FolderError: the output exists.
         """
-        precision, head_precision = options["precision"], options.get("head_precision")
-        rounding = _rounding(options)
+        rounding, head_precision = _rounding(options), options.get("head_precision")
+        precision = options["precision"] if rounding is None else rounding.precision
         named = [draft for draft in drafts if draft != NONE]
         if NONE in drafts and len(drafts) > 1:
             raise UsageError(f"--draft {NONE} and another draft contradict each other", f"leave {NONE} out")
@@ -88,6 +88,10 @@ def _parsed(source: str | Source) -> Source:
 
 def _rounding(options: ExportOptions) -> Rounding | None:
     precision, method, calibration = options["precision"], options.get("method"), options.get("calibration")
+    if precision == AS_IS:
+        if method is not None:
+            raise UsageError(f"--method cannot be used with --precision {AS_IS}", "leave it out")
+        precision, method = "int4", AS_IS
     if precision not in BITS:
         for name in ("head_precision", "method", "calibration", "group_size"):
             if options.get(name) is not None:

@@ -117,8 +117,17 @@ def perplexity(logits: Iterable[Floats], pieces: list[torch.Tensor], known: torc
     return math.exp(min(mean, 700.0))  # avoids overflow; NaN stays NaN
 
 
-def check_perplexity(parity: Parity, quantized: float, reference: float, rounding: Rounding) -> Parity:
-    """Compare the perplexity of a quantized model with the perplexity in fp32, and return `parity` with both.
+def check_perplexity(
+    parity: Parity, quantized: float, reference: float, rounding: Rounding, unrounded: float | None = None
+) -> Parity:
+    """Compare the perplexity of a quantized model with the perplexity in fp32, and return `parity` with all of them.
+
+    Args:
+        parity: of the logits.
+        quantized: as served, with rounded activations.
+        reference: of the checkpoint.
+        rounding: how weights were rounded.
+        unrounded: with fp32 activations, if known.
 
     Raises:
         ParityError: quantization raises the perplexity too much.
@@ -130,4 +139,4 @@ def check_perplexity(parity: Parity, quantized: float, reference: float, roundin
             f" with {reference:.4g} in fp32, and the limit is {limit:.4g}",
             "export with --head-precision fp32, --method auto-round, or --precision int8; or else with fp32, fp16 or bf16",
         )
-    return msgspec.structs.replace(parity, perplexity=quantized, reference_perplexity=reference)
+    return msgspec.structs.replace(parity, perplexity=quantized, reference_perplexity=reference, unrounded_perplexity=unrounded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from outrider.bundle.manifest import Generation, Model, model_file
 from outrider.engines.contract import CONTEXT
-from outrider.errors import SourceError, UnsupportedModelError
+from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.checkpoint import TokenizerFiles, generation_defaults, max_positions, open_model
 from outrider.export.checkpoints.source import CORRECT_CONFIG, Source
 from outrider.export.checkpoints.streamed import Streamed
@@ -24,7 +24,7 @@ from outrider.export.heads.short_head import ShortHead, propose
 from outrider.export.heldout import check_perplexity, heldout_tokens, perplexity
 from outrider.export.parity import Exported, compare, reference, sample_features, sample_tokens, texts_logits
 from outrider.export.weights.quantize import pack, quantize_model
-from outrider.export.weights.rounding import Rounding
+from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.progress import Progress
 
 BLOCK = 6  # rows of the block to compare, fewer than the last of `parity.CHUNKS`
@@ -81,7 +81,7 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
 
     No step needs all weights: passes, rounding and the file that is written take one layer after the other.
     """
-    role, rounding, progress = job.role, job.rounding, job.progress
+    role, rounding, progress = job.role, _rounding(job, weights), job.progress
     mixer, is_head = feature_mixer(model), isinstance(model, DraftHead)
     width = model.config.hidden_size if is_head else None if mixer is None else mixer.hidden_size
     architecture = type(model).__name__
@@ -124,7 +124,8 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
     del model, weights, program
     gc.collect()
     progress.stage(f"checking the {role}'s graph against the checkpoint")
-    actual, written = Exported(path, layout, job.precision, features=width).results(sample, features=features)
+    exported = Exported(path, layout, job.precision, features=width)
+    actual, written = exported.results(sample, features=features)
     assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
     want, got = (each[compared][:, known.numpy()] for each in (expected.logits, actual))
     parity = compare(want, got, job.precision)
@@ -132,9 +133,11 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
         compare(expected.features, written, job.precision, "features")
     if pieces and rounding is not None:
         progress.stage(f"reading held-out text with the {role}'s graph")
+        unrounded = perplexity(exported.texts_logits(pieces), pieces, known) if rounding.method == AS_IS else None
+        del exported
         served = Exported(path, layout, job.precision, as_served=True, features=width)
-        logits = (served.logits(piece, [piece.shape[1]]) for piece in pieces)
-        parity = check_perplexity(parity, perplexity(logits, pieces, known), reference_perplexity, rounding)
+        as_served = perplexity(served.texts_logits(pieces), pieces, known)
+        parity = check_perplexity(parity, as_served, reference_perplexity, rounding, unrounded)
     return Model(
         source=job.source.name,
         architecture=architecture,
@@ -150,6 +153,19 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
         features=width,
         **block,
     )
+
+
+def _rounding(job: ModelJob, weights: Streamed) -> Rounding | None:
+    """Return how the weights are rounded: as-is is for quantized checkpoints, and a draft may be another one.
+
+    Raises:
+        UsageError: the target is not quantized.
+    """
+    if job.rounding is None or job.rounding.method != AS_IS or weights.has_integers:
+        return job.rounding
+    if job.role == "target":
+        raise UsageError(f"{job.source.name} stores no integers that {AS_IS} could keep", "use --precision int4 or int8")
+    return replace(job.rounding, method="rtn")
 
 
 def _known(model: PreTrainedModel, weights: Streamed, job: ModelJob, rows: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,6 +176,10 @@ class Exported:
     def logits(self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS) -> Floats:
         """Return the logits of `results`."""
         return self.results(tokens, chunks)[0]
+
+    def texts_logits(self, texts: Sequence[torch.Tensor]) -> Iterator[Floats]:
+        """Yield the logits of several texts, float32 [S, V] of each int64 [1, S]."""
+        return (self.logits(text, [text.shape[1]]) for text in texts)
 
     def results(
         self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS, features: torch.Tensor | None = None

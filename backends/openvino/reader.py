@@ -221,10 +221,16 @@ def _leave_caches_open(graph: Any) -> None:
 
 
 def _weights(node: Any) -> list[Any]:
-    """Return weights [N, K / block, block] and scales [N, K / block, 1] as a matrix [K, N], which fuses into the product."""
-    quantized, scale = node.get_input(0), node.get_input(1)
+    """Return weights [N, K / block, block] as a matrix [K, N], which fuses into the product.
+
+    The node also has scales [N, K / block, 1], and zero points of this shape unless they are 0.
+    """
+    quantized, scale, *zero = (node.get_input(index) for index in range(node.get_input_size()))
     outputs, groups, block = quantized.get_shape()
-    whole = opset13.multiply(opset13.convert(quantized, scale.get_element_type()), scale)
+    integers = opset13.convert(quantized, scale.get_element_type())
+    for each in zero:
+        integers = opset13.subtract(integers, opset13.convert(each, scale.get_element_type()))
+    whole = opset13.multiply(integers, scale)
     matrix = opset13.reshape(whole, _constant([outputs, groups * block]), False)
     if scale.get_element_type() != Type.f32:
         matrix = opset13.convert(matrix, Type.f32)

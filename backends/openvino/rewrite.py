@@ -168,17 +168,22 @@ def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node, result: ir.Value) -> N
 def _by_output(graph: ir.Graph) -> None:
     """Store quantized weights [K, N] as [N, K / block, block], the layout of the kernels."""
     for node in [each for each in graph if each.op_type == "DequantizeLinear"]:
-        quantized, scale = node.inputs[:2]
+        quantized, scale, zero = (*node.inputs, None)[:3]
         assert quantized is not None
         assert scale is not None
         inputs = []
-        for old, tensor in ((quantized, _weights_by_output(quantized, scale)), (scale, _scales_by_output(scale))):
-            value = ir.Value(name=f"{old.name}.by_output", type=ir.TensorType(tensor.dtype), const_value=tensor)
-            value.shape = ir.Shape(list(tensor.shape))  # type: ignore[arg-type]
-            graph.register_initializer(value)
-            inputs.append(value)
+        made = [(quantized, _weights_by_output(quantized, scale)), (scale, _scales_by_output(scale))]
+        if zero is not None:
+            made.append((zero, _weights_by_output(zero, scale)))  # one in each block
+        for old, tensor in made:
+            name = f"{old.name}.by_output"
+            if name not in graph.initializers:  # nodes share what is equal, such as zero points that are all 0
+                value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
+                value.shape = ir.Shape(list(tensor.shape))  # type: ignore[arg-type]
+                graph.register_initializer(value)
+            inputs.append(graph.initializers[name])
         _replace(graph, node, ir.node(BLOCK_WEIGHTS, inputs, domain=DOMAIN), node.outputs[0])
-        for old in (quantized, scale):
+        for old, _ in made:
             if not list(old.uses()):
                 graph.initializers.pop(str(old.name), None)
 
@@ -190,12 +195,12 @@ def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
     assert tensor is not None
 
     def make() -> ir.TensorProtocol:
-        if tensor.dtype != ir.DataType.INT4:
+        if tensor.dtype not in (ir.DataType.INT4, ir.DataType.UINT4):
             return ir.tensor(np.ascontiguousarray(tensor.numpy().T).reshape(shape))
         packed = np.frombuffer(tensor.tobytes(), np.uint8)  # numpy() returns an array of a slow extension type
         values = np.stack([packed & 15, packed >> 4], 1).reshape(inputs, outputs)
         pairs = np.ascontiguousarray(values.T).reshape(-1, 2)
-        return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=ir.Shape(shape))
+        return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, tensor.dtype, shape=ir.Shape(shape))
 
     return ir.LazyTensor(make, dtype=tensor.dtype, shape=ir.Shape(shape))
 

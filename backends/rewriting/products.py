@@ -19,6 +19,7 @@ class Product:
 
     quantized: ir.Value
     scale: ir.Value
+    zero: ir.Value | None
     block: int
     bias: npt.NDArray[Any] | None
     output: ir.Value
@@ -27,13 +28,13 @@ class Product:
     def of(cls, node: ir.Node) -> Product | None:
         """Return the product that a node computes; None if it computes something else."""
         weight = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
-        if weight is None or weight.op_type != "DequantizeLinear" or len(weight.inputs) != 2:
+        if weight is None or weight.op_type != "DequantizeLinear":
             return None
-        quantized, scale = weight.inputs
+        quantized, scale, zero = (*weight.inputs, None)[:3]
         block = weight.attributes.get_int("block_size", 0)
         if quantized is None or scale is None or weight.attributes.get_int("axis", 1) != 0 or not block:
             return None
-        if any(ir.convenience.get_const_tensor(each) is None for each in (quantized, scale)):
+        if any(each is not None and ir.convenience.get_const_tensor(each) is None for each in (quantized, scale, zero)):
             return None
         (output,), bias = node.outputs, None
         uses = list(output.uses())
@@ -43,7 +44,7 @@ class Product:
             output = output if bias is None else add.outputs[0]
         if not output.uses():
             return None  # already merged
-        return cls(quantized, scale, block, bias, output)
+        return cls(quantized, scale, zero, block, bias, output)
 
 
 class Products(RewriteRuleClassBase):
@@ -56,7 +57,8 @@ class Products(RewriteRuleClassBase):
         super().__init__("joined products")
 
     def pattern(self, op: Op, x: Any, quantized: Any, scale: Any) -> Any:
-        return op.MatMul(x, op.DequantizeLinear(quantized, scale, _allow_other_attributes=True), _outputs=["product"])
+        weight = op.DequantizeLinear(quantized, scale, _allow_other_attributes=True, _allow_other_inputs=True)
+        return op.MatMul(x, weight, _outputs=["product"])
 
     def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
         first = Product.of(product.producer())
@@ -70,16 +72,15 @@ class Products(RewriteRuleClassBase):
         return MatchResult()
 
     def _kind(self, part: Product) -> tuple[Any, ...]:
-        return part.block, part.quantized.dtype, shape_of(part.quantized)[0], part.scale.dtype
+        return part.block, part.quantized.dtype, shape_of(part.quantized)[0], part.scale.dtype, part.zero is None
 
     def rewrite(self, op: Op, product: Any, x: Any, **_: Any) -> Any:
         parts, name = self._parts, self._parts[0].quantized.name
-        weight = op.DequantizeLinear(
-            op.initializer(_concatenated([part.quantized for part in parts]), name=f"{name}.merged"),
-            op.initializer(_concatenated([part.scale for part in parts]), name=f"{name}.merged.scale"),
-            axis=0,
-            block_size=parts[0].block,
-        )
+        each = {"": [part.quantized for part in parts], ".scale": [part.scale for part in parts]}
+        if zeros := [part.zero for part in parts if part.zero is not None]:
+            each[".zero"] = zeros
+        merged_parts = [op.initializer(_concatenated(values), name=f"{name}.merged{end}") for end, values in each.items()]
+        weight = op.DequantizeLinear(*merged_parts, axis=0, block_size=parts[0].block)
         merged = op.MatMul(x, weight)
         sizes = [shape_of(part.quantized)[1] for part in parts]
         if any(part.bias is not None for part in parts):

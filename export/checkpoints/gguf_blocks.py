@@ -26,6 +26,18 @@ class Groups(NamedTuple):
         if self.offsets is not None:
             numbers.add_(self.offsets[..., None])
 
+    def write(self, content: str, numbers: torch.Tensor) -> None:
+        """Write one of `integers.CONTENTS` of each number to float32 [N * G * S]."""
+        numbers = numbers.view(self.integers.shape)
+        if content == "integers":
+            numbers.copy_(self.integers)
+        elif content == "scales":
+            numbers.copy_(self.scales[..., None])
+        elif content == "offsets" and self.offsets is not None:
+            numbers.copy_(self.offsets[..., None])
+        else:
+            numbers.zero_()
+
 
 def _half(data: torch.Tensor, at: int) -> torch.Tensor:
     """Return the fp16 number at a byte of each block [N, B] as float32 [N, 1]."""

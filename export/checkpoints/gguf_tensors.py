@@ -31,12 +31,16 @@ TOGETHER = re.compile(r"(blk\.\d+\.ffn_)(gate|up)(_exps.*)")  # two tensors for 
 class GgufTensor:
     """A tensor of the model, float32."""
 
-    def __init__(self, file: GgufTensors, group: str, name: str, empty: torch.Tensor):
-        self.empty = empty
+    def __init__(self, file: GgufTensors, group: str, name: str, empty: torch.Tensor, contents: frozenset[str]):
+        self.empty, self.contents = empty, contents
         self._file, self._group, self._name = file, group, name
 
     def __getitem__(self, _: Any) -> torch.Tensor:
         return self._file.take(self._group, self._name)
+
+    def content(self, name: str) -> torch.Tensor:
+        """Return one of `integers.CONTENTS`, in the tensor's shape. There must be contents."""
+        return self._file.take(self._group, self._name, name)
 
 
 class GgufTensors:
@@ -58,21 +62,26 @@ class GgufTensors:
         with swapped(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):  # the same for each module
             self._names = get_gguf_hf_weights_map(model, self._processor)
         self._lock = threading.Lock()  # transformers loads with several threads
-        self._group, self._read = "", dict[str, torch.Tensor]()
+        self._last, self._read = ("", ""), dict[str, torch.Tensor]()
 
     def outlines(self) -> dict[str, GgufTensor]:
         """Return the tensors of the model, by their names in the model."""
         found: dict[str, GgufTensor] = {}
         for group in self._groups:
             made = self._convert(group, _of_one_number)
-            found |= {name: GgufTensor(self, group, name, each.to("meta")) for name, each in made.items()}
+            every = [_contents(tensor.tensor_type) for tensor in self._groups[group]]
+            contents = frozenset[str]().union(*every) if all(every) else frozenset[str]()
+            found |= {name: GgufTensor(self, group, name, each.to("meta"), contents) for name, each in made.items()}
         return found
 
-    def take(self, group: str, name: str) -> torch.Tensor:
-        """Return a tensor. The others of its group are kept until they are taken, or one of another group is."""
+    def take(self, group: str, name: str, content: str = "") -> torch.Tensor:
+        """Return a tensor, or one of `integers.CONTENTS` of it.
+
+        The others of its group are kept until they are taken, or one of another group is.
+        """
         with self._lock:
-            if group != self._group or name not in self._read:
-                self._group, self._read = group, self._convert(group, self._dequantized)
+            if (group, content) != self._last or name not in self._read:
+                self._last, self._read = (group, content), self._convert(group, functools.partial(self._numbers, content))
             return self._read.pop(name).contiguous()
 
     def _convert(self, group: str, values: Callable[[Any], Floats]) -> dict[str, torch.Tensor]:
@@ -89,8 +98,10 @@ class GgufTensors:
                 made[self._names[result.name]] = torch.from_numpy(result.weights)
         return made
 
-    def _dequantized(self, tensor: Any) -> Floats:
-        """Return the numbers of a tensor. The file is read, and not mapped, so that its pages do not stay in memory.
+    def _numbers(self, content: str, tensor: Any) -> Floats:
+        """Return the numbers of a tensor, or one of `integers.CONTENTS` of each.
+
+        The file is read, and not mapped, so that its pages do not stay in memory.
 
         Raises:
             SourceError: the file is shorter than it was.
@@ -106,10 +117,20 @@ class GgufTensors:
                 if len(blocks := np.fromfile(file, np.uint8, size)) < size:
                     raise SourceError(f"{self._path} has been cut while it was read", AGAIN)
                 if kind in BLOCKS:
-                    BLOCKS[kind](torch.from_numpy(blocks).view(-1, bytes_)).dequantize(torch.from_numpy(some))
+                    groups = BLOCKS[kind](torch.from_numpy(blocks).view(-1, bytes_))
+                    groups.write(content, torch.from_numpy(some)) if content else groups.dequantize(torch.from_numpy(some))
                 else:
                     some[:] = gguf.dequantize(blocks, kind)
         return numbers.reshape(shape)
+
+
+@functools.cache
+def _contents(kind: gguf.GGMLQuantizationType) -> frozenset[str]:
+    """Return which of `integers.CONTENTS` the tensors of a type have."""
+    if kind not in BLOCKS:
+        return frozenset()
+    groups = BLOCKS[kind](torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8))
+    return frozenset({"integers", "scales"} if groups.offsets is None else {"integers", "scales", "offsets"})
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -28,11 +28,13 @@ from transformers.core_model_loading import (
 )
 
 from outrider.errors import UnsupportedModelError
+from outrider.export.checkpoints.integers import Content
 from outrider.export.checkpoints.packed import OTHERWISE, unpacked
 from outrider.export.checkpoints.swapped import swapped
 
 LARGE = 2**13  # numbers; smaller tensors and vectors are always in memory, because a trace may compute with their values
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BYTES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8}
 OF_LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -43,7 +45,7 @@ class FileTensor:
         self._file, self._name = file, name
         outline = file.get_slice(name)
         self.stored = outline.get_dtype()
-        self.empty = torch.empty(outline.get_shape(), dtype=FLOATS.get(self.stored, torch.uint8), device="meta")
+        self.empty = torch.empty(outline.get_shape(), dtype=(FLOATS | BYTES).get(self.stored, torch.uint8), device="meta")
 
     def __getitem__(self, _: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._file.get_tensor(self._name)
@@ -76,7 +78,8 @@ class Outlined:
             packing: the settings of `unpacked`, if the checkpoint's weights are quantized by one of its methods.
         """
         self._packing = packing
-        self.sources: dict[str, list[str]] = defaultdict(list)  # the names of large tensors, by part of the model
+        # The names of large tensors, by the part of the model and the first of the parameters that transformers makes of them.
+        self.sources: dict[str, dict[str, list[str]]] = defaultdict(dict)
         self._tensors: Mapping[str, Any] = {}
         self._config: Any = None
 
@@ -124,16 +127,41 @@ class Outlined:
         outlines = {name: _Outline(tensor) for name, tensor in tensors.items()}
         report = _load(model, outlines, replace(config, device_map={"": "meta"}))
         self._tensors, self._config = tensors, replace(config, device_map=None)
-        large = {target for target in targets.keys() & parameters.keys() if _is_large(parameters[target])}
+        large = {
+            target
+            for target in targets.keys() & parameters.keys()
+            if _is_large(parameters[target]) or any(map(contents_of, map(tensors.get, targets[target])))
+        }
         for target in targets.keys() & large:
-            self.sources[part_of(target)] += targets[target]
+            self.sources[part_of(target)][target] = targets[target]
         small = [name for target in targets.keys() & known.keys() - large for name in targets[target]]
         _load(model, {name: tensors[name] for name in small}, self._config)
         return report
 
+    @property
+    def has_integers(self) -> bool:
+        """Whether weights are stored as integers that can be read on their own."""
+        return any(map(contents_of, self._tensors.values()))
+
     def read(self, model: PreTrainedModel, part: str) -> None:
         """Give a model the large weights of a part, and no others."""
-        _load(model, {name: self._tensors[name] for name in self.sources.get(part, ())}, self._config)
+        names = [name for each in self.sources.get(part, {}).values() for name in each]
+        _load(model, {name: self._tensors[name] for name in names}, self._config)
+
+    def read_content(self, model: PreTrainedModel, part: str, content: str) -> None:
+        """Give a model one of `integers.CONTENTS` in place of a part's weights, of those that are stored as integers."""
+        wanted: dict[str, Content] = {}
+        for names in self.sources.get(part, {}).values():
+            contents = [contents_of(self._tensors[name]) for name in names]
+            if all(contents) and any(content in each for each in contents):
+                wanted |= {name: Content(self._tensors[name], content) for name in names}
+        if wanted:
+            _load(model, wanted, self._config)
+
+
+def contents_of(tensor: Any) -> frozenset[str]:
+    """Return what a checkpoint's tensor consists of, some of `integers.CONTENTS`; nothing if it is stored as numbers."""
+    return getattr(tensor, "contents", frozenset())
 
 
 def part_of(name: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.checkpoints.integers import Integers
 from outrider.export.checkpoints.source import AGAIN
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of consecutive outputs
@@ -26,13 +27,32 @@ Parts = Mapping[str, Any]
 class PackedWeight:
     """The weight of one module, float32 [N, K]."""
 
-    def __init__(self, name: str, shape: tuple[int, int], read: Callable[[], Any]):
-        self.empty = torch.empty(shape, device="meta")
+    def __init__(self, name: str, shape: tuple[int, int], read: Callable[[], Any], contents: frozenset[str] = frozenset()):
+        """Make one.
+
+        Args:
+            name: the module's.
+            shape: (N, K).
+            read: returns `Integers` that have these contents; without contents, the weight.
+            contents: those of `integers.CONTENTS` that matter.
+        """
+        self.empty, self.contents = torch.empty(shape, device="meta"), contents
         self._name, self._read = name, read
 
     def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._checked(lambda: self._read().weight() if self.contents else self._read())
+
+    def content(self, name: str) -> torch.Tensor:
+        """Return one of `integers.CONTENTS`, float32 [N, K]. There must be contents.
+
+        Raises:
+            SourceError: a tensor is missing, or does not fit the others.
+        """
+        return self._checked(lambda: self._read().content(name))
+
+    def _checked(self, read: Callable[[], Any]) -> torch.Tensor:
         try:
-            weight: torch.Tensor = self._read()
+            weight: torch.Tensor = read()
         except KeyError as error:
             raise SourceError(f"{self._name} has no tensor {error}", AGAIN) from error
         except (RuntimeError, ValueError, IndexError) as error:  # sizes that do not fit each other
@@ -72,7 +92,7 @@ def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
             del result[f"{module}.{part}"]
         result[f"{module}.weight"] = make(module, parts, settings)
     for name, tensor in result.items():
-        if name.endswith(".weight") and not tensor.empty.dtype.is_floating_point:
+        if name.endswith(".weight") and tensor.empty.dtype.itemsize == 1:
             raise SourceError(f"{name} is quantized, but has no scale", AGAIN)
     return result
 
@@ -86,11 +106,10 @@ def _awq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight
 
     def read() -> Any:
         integers, zeros = (_unpack(parts[each][...], 4, words * 8) for each in ("qweight", "qzeros"))
-        integers, zeros = (each.unflatten(1, (words, 8))[..., AWQ_NIBBLES].flatten(1) for each in (integers, zeros))
-        groups = _groups(inputs, len(zeros))
-        return ((integers - zeros[groups]) * parts["scales"][...].float()[groups]).T
+        integers, zeros = (each.unflatten(1, (words, 8))[..., AWQ_NIBBLES].flatten(1).T for each in (integers, zeros))
+        return Integers(integers, parts["scales"][...].float().T, _groups(inputs, zeros.shape[1]), zeros)
 
-    return PackedWeight(module, (words * 8, inputs), read)
+    return PackedWeight(module, (words * 8, inputs), read, _GROUPED | {"zeros"})
 
 
 def _gptq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
@@ -103,10 +122,10 @@ def _gptq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeigh
     inputs = 32 * words // bits
 
     def read() -> Any:
-        scales = parts["scales"][...]
-        groups = parts["g_idx"][...].long() if "g_idx" in parts else _groups(inputs, len(scales))
+        scales = parts["scales"][...].float().T
+        groups = parts["g_idx"][...].long() if "g_idx" in parts else _groups(inputs, scales.shape[1])
         if parts["qzeros"].empty.numel():
-            zeros = _unpack(parts["qzeros"][...], bits, outputs)
+            zeros = _unpack(parts["qzeros"][...], bits, outputs).T
             if layout == "gptq":  # stored less 1
                 if (zeros == 2**bits - 1).any():
                     message = (
@@ -116,10 +135,10 @@ def _gptq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeigh
                 zeros = zeros + 1
         else:
             zeros = torch.full_like(scales, 2 ** (bits - 1), dtype=torch.int32)
-        integers = _unpack(parts["qweight"][...].T, bits, inputs).T
-        return ((integers - zeros[groups]) * scales[groups].float()).T
+        return Integers(_unpack(parts["qweight"][...].T, bits, inputs), scales, groups, zeros)
 
-    return PackedWeight(module, (outputs, inputs), read)
+    more = {"zeros", "groups"} if "g_idx" in parts else {"zeros"}
+    return PackedWeight(module, (outputs, inputs), read, _GROUPED | more)
 
 
 def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
@@ -138,11 +157,13 @@ def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> Packe
         scales = parts["weight_scale"][...].float()
         integers = _unpack(parts["weight_packed"][...], bits, shape[1]) - 2 ** (bits - 1)
         groups = parts["weight_g_idx"][...].long() if "weight_g_idx" in parts else _groups(shape[1], scales.shape[1])
+        zeros = None
         if "weight_zero_point" in parts:
-            integers = integers - (_unpack(parts["weight_zero_point"][...].T, bits, outputs).T - 2 ** (bits - 1))[:, groups]
-        return integers * scales[:, groups]
+            zeros = _unpack(parts["weight_zero_point"][...].T, bits, outputs).T - 2 ** (bits - 1)
+        return Integers(integers, scales, groups, zeros)
 
-    return PackedWeight(module, shape, read)
+    more = {content for part, content in (("weight_zero_point", "zeros"), ("weight_g_idx", "groups")) if part in parts}
+    return PackedWeight(module, shape, read, _GROUPED | more)
 
 
 def _modelopt(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
@@ -167,10 +188,13 @@ def _in_bytes(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedW
         return values
 
     def read() -> Any:
-        weight = parts["weight"][...].float()
-        return (weight - spread("weight_zero_point") if "weight_zero_point" in parts else weight) * spread("weight_scale")
+        zeros = spread("weight_zero_point") if "weight_zero_point" in parts else None
+        return Integers(parts["weight"][...].float(), spread("weight_scale"), torch.arange(inputs), zeros)
 
-    return PackedWeight(module, (outputs, inputs), read)
+    if parts["weight"].empty.dtype.is_floating_point:
+        return PackedWeight(module, (outputs, inputs), lambda: read().weight())
+    more = {"zeros"} if "weight_zero_point" in parts else set()
+    return PackedWeight(module, (outputs, inputs), read, _GROUPED | more)
 
 
 def _groups(inputs: int, count: int) -> torch.Tensor:
@@ -190,6 +214,7 @@ def _unpack(words: torch.Tensor, bits: int, count: int) -> Any:
     return torch.from_numpy((stream * (1 << np.arange(bits, dtype=np.int32))).sum(-1, dtype=np.int32))
 
 
+_GROUPED = frozenset({"integers", "scales"})
 _COMPRESSED = {"weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale"}
 METHODS: dict[str, tuple[str, set[str], Callable[[str, Parts, Mapping[str, Any]], PackedWeight]]] = {
     "awq": ("qweight", {"qweight", "qzeros", "scales"}, _awq),

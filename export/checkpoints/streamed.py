@@ -139,6 +139,24 @@ class Streamed:
         return module if module._parameters.get(_own(name)) is not None else None
 
     @property
+    def has_integers(self) -> bool:
+        """Whether the checkpoint stores weights as integers; then `contents` returns them."""
+        return self._checkpoint.has_integers
+
+    def contents(self, part: str, content: str) -> dict[tuple[str, ...], torch.Tensor]:
+        """Return one of `integers.CONTENTS` of the part's weights that have it, float32, by the names of tied parameters."""
+        if self._model is None:
+            return {}
+        self._checkpoint.read_content(self._model, part, content)
+        found = {}
+        for tied in self._parts[part]:
+            values = [getattr(module, _own(name)) for name in tied if (module := self._holder(name)) is not None]
+            if (value := next((each for each in values if not each.is_meta), None)) is not None:
+                found[tuple(tied)] = value.detach()
+        self._drop(part)
+        return found
+
+    @property
     def parts(self) -> list[str]:
         """The names of the parts, in the model's order."""
         return list(self._parts)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from torch import nn
-from torch.onnx.ops import symbolic
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -23,10 +23,11 @@ from outrider.export.checkpoints.checkpoint import TokenizerFiles
 from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.experts import BlockExperts, Stack, gate_of, packed
 from outrider.export.graph.features import FEATURE_MIXER
-from outrider.export.graph.tracing import OPSET
 from outrider.export.heads.short_head import output_head
 from outrider.export.weights.auto_round import tune
-from outrider.export.weights.rounding import BITS, Rounding
+from outrider.export.weights.block_linear import BlockLinear
+from outrider.export.weights.rounding import AS_IS, BITS, Rounding
+from outrider.export.weights.stored import Form, StoredWeight, stored_weights
 
 MIN_IMPORTANCE = 0.05  # of a weight; a block's greatest weight has the importance 1.05
 # Scales to try, by bits: a block's greatest weight as a multiple of the greatest integer. Above 1 the weight is clipped, which
@@ -34,41 +35,6 @@ MIN_IMPORTANCE = 0.05  # of a weight; a block's greatest weight has the importan
 SCALE_FACTORS = {4: (0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3), 8: (1.0,)}
 # The tiles of a matrix that are rounded together: a MiB in fp32, with a whole number of blocks.
 WEIGHTS_AT_ONCE, COLUMNS_AT_ONCE = 2**18, 2**10
-
-
-class BlockLinear(nn.Module):
-    """A linear layer y = x W + bias whose weights have one scale per output for each block of inputs.
-
-    Buffers: `quantized`, int8 [K, N] with values of `bits` bits; `scale`, float32 [K / block, N]; `bias`, float32 [N] or None.
-    """
-
-    quantized: torch.Tensor
-    scale: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __init__(self, quantized: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, bits: int):
-        super().__init__()
-        self.bits = bits
-        self.register_buffer("quantized", quantized)
-        self.register_buffer("scale", scale)
-        self.register_buffer("bias", None if bias is None else bias.detach())
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return float32 [..., N] of float32 [..., K]."""
-        if torch.compiler.is_exporting():
-            # ONNX Runtime fuses only the layout [K, N] with axis 0 with the product, into MatMulNBits.
-            weight = symbolic(
-                "DequantizeLinear",
-                (self.quantized, self.scale),
-                {"axis": 0, "block_size": len(self.quantized) // len(self.scale)},
-                dtype=torch.float32,
-                shape=self.quantized.shape,
-                version=OPSET,
-            )
-        else:
-            weight = dequantize(self.quantized, self.scale)
-        product = rows @ weight
-        return product if self.bias is None else product + self.bias
 
 
 def quantize(weight: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,12 +99,6 @@ def _integers(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     return integers.reshape(len(weight), -1).T.to(torch.int8).contiguous(), scale.T.float().contiguous()
 
 
-def dequantize(quantized: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Compute `DequantizeLinear`: int8 [K, N] and float32 [K / block, N] -> float32 [K, N]."""
-    blocks, outputs = scale.shape
-    return (quantized.reshape(blocks, -1, outputs) * scale[:, None]).reshape(-1, outputs)
-
-
 def quantize_model(
     model: PreTrainedModel, weights: Streamed, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None
 ) -> Quantization:
@@ -157,8 +117,9 @@ def quantize_model(
     head = output_head(model)
     layers, experts = list[BlockLinear](), list[BlockExperts]()
     for part in [[], *([each] for each in weights.parts)]:  # first what is in memory anyway
+        stored = stored_weights(weights, part[0]) if part and rounding.method == AS_IS else {}
         with weights.part(*part):
-            layers += _replace_linears(model, head, rounding, weights)
+            layers += _replace_linears(model, head, rounding, weights, stored)
             experts += _replace_experts(model, rounding, weights)
             _round_embeddings(model, weights)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -168,30 +129,43 @@ def quantize_model(
         head_precision=rounding.head_precision,
         block=rounding.max_block(BITS[rounding.precision]),
         weights=sum(layer.quantized.numel() for layer in layers) + sum(each.weights for each in experts),
+        rounded=[name for name, each in model.named_modules() if rounding.method == AS_IS and not getattr(each, "exact", True)],
         kept={name: matrix.numel() for name, matrix in matrices.items()},
     )
 
 
-def _replace_linears(model: PreTrainedModel, head: nn.Module, rounding: Rounding, weights: Streamed) -> list[BlockLinear]:
-    """Round the layers that are in memory."""
+def _replace_linears(
+    model: PreTrainedModel, head: nn.Module, rounding: Rounding, weights: Streamed, stored: Mapping[str, StoredWeight]
+) -> list[BlockLinear]:
+    """Round the layers that are in memory, or keep what is stored of them."""
     layers: dict[nn.Module, BlockLinear] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(module, nn.Linear | Conv1D) or module.weight.is_meta:
             continue
         # The feature mixer is small, and its errors would be in everything that a draft head reads.
-        finer = module is head or name.startswith(FEATURE_MIXER)
+        finer = module is head or name.startswith(FEATURE_MIXER) or rounding.method == AS_IS
         bits = BITS.get(rounding.head_precision if finer else rounding.precision)
         weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().T
-        block = None if bits is None else rounding.block_for(weight.shape[1], bits)
-        if bits is None or block is None:
-            continue
         if module not in layers:
-            tuned_scale = getattr(module, "scale", None)
-            rounded = quantize(weight, bits, block) if tuned_scale is None else _integers(weight, tuned_scale)
-            quantized, scale = map(weights.store, rounded)
-            layers[module] = BlockLinear(quantized, scale, module.bias, bits)
+            form = kept = _kept(stored.get(f"{name}.weight"), weight, rounding, is_head=module is head)
+            if form is None and bits is not None and (block := rounding.block_for(weight.shape[1], bits)) is not None:
+                tuned_scale = getattr(module, "scale", None)
+                rounded = quantize(weight, bits, block) if tuned_scale is None else _integers(weight, tuned_scale)
+                form = Form(*rounded, bits)
+            if form is None:
+                continue
+            layers[module] = BlockLinear(form.map(weights.store), module.bias, exact=kept is not None)
         model.set_submodule(name, layers[module])
     return list(layers.values())
+
+
+def _kept(stored: StoredWeight | None, weight: torch.Tensor, rounding: Rounding, is_head: bool) -> Form | None:
+    """Return what is stored of weights [N, K] in a form for the kernels, or None if no form has exactly these weights."""
+    if stored is None or (
+        is_head and (stored.order is not None or stored.offsets is not None)
+    ):  # backends look for one product
+        return None
+    return stored.form(weight, rounding.max_block(4))
 
 
 def _replace_experts(model: PreTrainedModel, rounding: Rounding, weights: Streamed) -> list[BlockExperts]:
@@ -241,14 +215,14 @@ def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel, weights: Strea
     """
     graph = program.model.graph
     for name, module in model.named_modules(remove_duplicate=False):
-        own = "quantized" if isinstance(module, BlockLinear) else "weight"
-        value = graph.initializers.get(f"model.{name}.{own}")
+        if isinstance(module, BlockLinear):
+            if module.bits == 4:
+                _pack_integers(graph, f"model.{name}", module, weights)
+            continue
+        value = graph.initializers.get(f"model.{name}.weight")
         if value is None or value.const_value is None:  # not used in the trace
             continue
-        if isinstance(module, BlockLinear) and module.bits == 4:
-            value.const_value = weights.lazy(value, functools.partial(_pairs, value.const_value), ir.DataType.INT4)
-            value.dtype = ir.DataType.INT4
-        elif (
+        if (
             value.dtype == ir.DataType.FLOAT
             and isinstance(module, nn.Embedding)
             and all(node.op_type == "Gather" for node, _ in value.uses())
@@ -260,10 +234,19 @@ def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel, weights: Strea
                 _cast_up(graph, node)
 
 
-def _pairs(integers: ir.TensorProtocol) -> ir.TensorProtocol:
+def _pack_integers(graph: ir.Graph, name: str, module: BlockLinear, weights: Streamed) -> None:
+    dtype = ir.DataType.INT4 if module.zero is None else ir.DataType.UINT4
+    for part in ("quantized", "zero"):
+        value = graph.initializers.get(f"{name}.{part}")
+        if value is not None and value.const_value is not None:
+            value.const_value = weights.lazy(value, functools.partial(_pairs, value.const_value, dtype), dtype)
+            value.dtype = dtype
+
+
+def _pairs(integers: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
     values = integers.numpy()
     pairs = values.reshape(-1, 2).view(np.uint8) & 15
-    return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, ir.DataType.INT4, shape=ir.Shape(values.shape))
+    return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, dtype, shape=ir.Shape(values.shape))
 
 
 def _half(table: ir.TensorProtocol) -> ir.TensorProtocol:

@@ -9,6 +9,7 @@ from outrider.engines.precisions import BATCH_INVARIANT_BLOCK, PRECISIONS
 BITS = {name: precision.weight_bits for name, precision in PRECISIONS.items() if precision.weight_bits <= 8}
 BLOCKS = (128, 64, 32)  # inputs that share a scale; a layer with less than two whole blocks stays in fp32
 METHODS = ("rtn", "auto-round")
+AS_IS = "as-is"  # the method that keeps the integers of a quantized checkpoint, and rounds the rest to `head_precision`
 
 
 @dataclass(frozen=True, slots=True)

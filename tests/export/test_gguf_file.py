@@ -64,8 +64,12 @@ def write(
     ends: dict[str, int] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     rope: dict[str, Any] | None = None,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
 ) -> Qwen2ForCausalLM:
-    """Write a tiny Qwen2, with more metadata and tensors, and return the model in transformers, with its rotary embedding."""
+    """Write a tiny Qwen2, with more metadata and tensors, and return the model in transformers, with its rotary embedding.
+
+    Its matrices have the type `kind`.
+    """
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=320,
@@ -86,8 +90,9 @@ def write(
     writer = writer_of(path, "qwen2", SIZES | (metadata or {}), {"eos": 0} if ends is None else ends)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
     for name, tensor in model.state_dict().items():
-        base, kind = name.rsplit(".", 1)
-        writer.add_tensor(f"{names.get_name(base)}.{kind}", tensor.numpy().astype(np.float32))
+        base, own = name.rsplit(".", 1)
+        numbers, stored = tensor.numpy().astype(np.float32), kind if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(f"{names.get_name(base)}.{own}", gguf.quantize(numbers, stored), raw_dtype=stored)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     finish(writer)

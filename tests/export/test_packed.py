@@ -140,5 +140,5 @@ def test_a_missing_part_is_named(checkpoint: tuple[Path, torch.Tensor]) -> None:
     tensors = load_file(file)
     del tensors[next(name for name in tensors if name.endswith(("scales", "weight_scale")))]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(OutriderError, match="down_proj"):
+    with pytest.raises(OutriderError, match=r"down_proj.* has no (scale|tensor 'scales')"):
         load_model(Source.parse(str(folder)), "int4")

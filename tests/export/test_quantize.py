@@ -30,7 +30,8 @@ from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported, reference, sample_tokens
-from outrider.export.weights.quantize import MIN_IMPORTANCE, SCALE_FACTORS, dequantize, pack, quantize, quantize_model
+from outrider.export.weights.block_linear import dequantize
+from outrider.export.weights.quantize import MIN_IMPORTANCE, SCALE_FACTORS, pack, quantize, quantize_model
 from outrider.export.weights.rounding import Rounding
 from outrider.runtime.generation import Outrider
 from outrider.tests.export.test_architectures import COMMON

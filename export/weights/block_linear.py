@@ -1,0 +1,62 @@
+"""A linear layer with int4 or int8 weights, as a PyTorch module that is traced to standard ONNX operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.onnx.ops import symbolic
+
+from outrider.export.graph.tracing import OPSET
+from outrider.export.weights.stored import Form
+
+
+class BlockLinear(nn.Module):
+    """A linear layer y = x W + bias whose weights have one scale per output for each block of inputs.
+
+    Buffers: the tensors of a `Form`, and `bias`, float32 [N] or None.
+    """
+
+    quantized: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    offset: torch.Tensor | None
+    order: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __init__(self, form: Form, bias: torch.Tensor | None, exact: bool):
+        """Make one; `exact` tells whether its weights are the checkpoint's."""
+        super().__init__()
+        self.bits, self.exact = form.bits, exact
+        for name, tensor in form.tensors().items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return float32 [..., N] of float32 [..., K]."""
+        if self.order is not None:
+            rows = rows[..., self.order]
+        if torch.compiler.is_exporting():
+            # ONNX Runtime fuses only the layout [K, N] with axis 0 with the product, into MatMulNBits.
+            weight = symbolic(
+                "DequantizeLinear",
+                (self.quantized, self.scale) if self.zero is None else (self.quantized, self.scale, self.zero),
+                {"axis": 0, "block_size": len(self.quantized) // len(self.scale)},
+                dtype=torch.float32,
+                shape=self.quantized.shape,
+                version=OPSET,
+            )
+        else:
+            weight = dequantize(self.quantized, self.scale, self.zero)
+        product = rows @ weight
+        if self.offset is not None:  # a block's weights have it in common
+            product = product + rows.reshape(*rows.shape[:-1], len(self.offset), -1).sum(-1) @ self.offset
+        return product if self.bias is None else product + self.bias
+
+
+def dequantize(quantized: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `DequantizeLinear`: (u)int8 [K, N], float32 [K / block, N] and (u)int8 [K / block, N] -> float32 [K, N]."""
+    blocks, outputs = scale.shape
+    integers = quantized.reshape(blocks, -1, outputs)
+    if zero is not None:
+        integers = integers.to(torch.int16) - zero[:, None]
+    return (integers * scale[:, None]).reshape(-1, outputs)

@@ -1,0 +1,80 @@
+"""Quantized versions of a checkpoint, as the libraries that define the formats write them; rounded to the nearest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+GROUP = 32
+Tensors = dict[str, torch.Tensor]
+
+
+def rounded(weight: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The integers 0 to 15 [N, K], scales and zero points [N, K / GROUP] of a weight."""
+    groups = weight.reshape(len(weight), -1, GROUP)
+    if symmetric:
+        scale = (groups.abs().amax(-1) / 8).half().float()
+        zero = torch.full_like(scale, 8)
+    else:
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = ((high - low) / 15).half().float()
+        zero = (-low / scale).round().clamp(1, 15)
+    return (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15).reshape(weight.shape), scale, zero
+
+
+def words(values: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight values of a row in each int32, from the lowest bits on, in an order."""
+    eights = values.to(torch.int64).reshape(len(values), -1, 8)[..., order]
+    return (eights << 4 * torch.arange(8)).sum(-1).to(torch.int32)
+
+
+def awq(weight: torch.Tensor) -> Tensors:
+    integers, scale, zero = rounded(weight, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {"qweight": words(integers.T, order), "qzeros": words(zero.T, order), "scales": scale.T.half()}
+
+
+def gptq(weight: torch.Tensor) -> Tensors:
+    """With groups in the order of the inputs' sizes, as with `desc_act`."""
+    order = weight.abs().sum(0).argsort(descending=True)
+    integers, scale, zero = rounded(weight[:, order], symmetric=False)
+    back = order.argsort()
+    groups = (torch.arange(weight.shape[1]) // GROUP)[back].to(torch.int32)
+    packed = words(integers[:, back]).T
+    return {"qweight": packed, "qzeros": words(zero.T - 1), "scales": scale.T.half(), "g_idx": groups}
+
+
+def compressed(weight: torch.Tensor) -> Tensors:
+    integers, scale, _ = rounded(weight, symmetric=True)
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": words(integers), "weight_scale": scale.bfloat16(), "weight_shape": shape}
+
+
+METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
+    "compressed-tensors": (compressed, {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+}
+
+
+def write(source: Path, folder: Path, method: str) -> Path:
+    """Copy a checkpoint, with its layers' weights quantized by a method."""
+    quantized, settings = METHODS[method]
+    shutil.copytree(source, folder)
+    file, made = folder / "model.safetensors", Tensors()
+    for name, tensor in load_file(file).items():
+        module = name.removesuffix(".weight")
+        if module.endswith("_proj"):
+            made |= {f"{module}.{part}": each.contiguous() for part, each in quantized(tensor.float()).items()}
+        else:
+            made[name] = tensor
+    save_file(made, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return folder

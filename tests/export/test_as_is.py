@@ -1,0 +1,221 @@
+"""With `--precision as-is`, the integers of quantized checkpoints reach the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+
+from outrider.audit.audit import SAMPLED, Scope, audit
+from outrider.audit.prompts import PROMPTS
+from outrider.bundle.folder import read_manifest
+from outrider.errors import UsageError
+from outrider.export.checkpoints.gguf_blocks import BLOCKS
+from outrider.export.checkpoints.integers import CONTENTS
+from outrider.export.checkpoints.packed import unpacked
+from outrider.export.pair import export_pair
+from outrider.export.weights.stored import Form, StoredWeight
+from outrider.runtime.generation import Outrider
+from outrider.tests.export import quantized
+from outrider.tests.export.test_gguf_blocks import HALVES
+from outrider.tests.export.test_gguf_file import write as write_gguf
+from outrider.tests.export.test_packed import CASES, Tensor, case
+from outrider.tests.support import PAIR, build, run_here
+
+
+def kept(tensor: Any, weight: torch.Tensor) -> Form | None:
+    """The form of a checkpoint's tensor that has this weight, with blocks as large as possible."""
+    stored = StoredWeight()
+    for content in CONTENTS:
+        if content in tensor.contents:
+            stored.add(content, tensor.content(content))
+    return stored.form(weight, 128)
+
+
+def weight_of(form: Form | None) -> torch.Tensor:
+    """What `DequantizeLinear` and the operators beside it make of a form, float32 [N, K], with numpy."""
+    assert form is not None
+    block = len(form.quantized) // len(form.scale)
+    weight = form.quantized.numpy().astype(np.float32)
+    if form.zero is not None:
+        weight -= np.repeat(form.zero.numpy(), block, 0)
+    weight *= np.repeat(form.scale.numpy(), block, 0)
+    if form.offset is not None:
+        weight += np.repeat(form.offset.numpy(), block, 0)
+    placed = np.empty_like(weight)
+    placed[slice(None) if form.order is None else form.order.numpy()] = weight
+    return torch.from_numpy(placed.T.copy())
+
+
+def kind_of(form: Form | None) -> str:
+    """Bits and inputs per scale of a form, and what it has besides."""
+    assert form is not None
+    more = [name for name in ("zero", "offset", "order") if getattr(form, name) is not None]
+    return " ".join((f"{form.bits}/{len(form.quantized) // len(form.scale)}", *more))
+
+
+FORMS = {
+    "awq": "4/128 zero",
+    "ct-3-bits": "4/64",
+    "ct-8-bits": "8/128",
+    "ct-asymmetric": "4/32 zero",
+    "ct-group": "4/128",
+    "ct-int8": "8/128",
+    "gptq": "4/32 zero",
+    "gptq-2-bits": "4/32 order",  # -3 to 3, with any zero point
+    "gptq-3-bits": "4/32",
+    "gptq-8-bits": "8/32",
+    "gptq-act-order": "4/32 zero order",
+    "gptq-symmetric": "4/32",
+    "gptq-v2": "4/32 zero",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_get_the_library_s_weights(name: str) -> None:
+    settings, tensors, weight = case(name)
+    packed = unpacked({f"a.b.{part}": Tensor(tensor) for part, tensor in tensors.items()}, settings)["a.b.weight"]
+    if "fp8" in name:
+        assert not packed.contents
+        return
+    form = kept(packed, weight)
+    assert kind_of(form) == FORMS[name]
+    assert torch.equal(weight_of(form), weight)
+    assert kept(packed, weight.nextafter(torch.zeros(()))) is None
+
+
+GGUF_FORMS = {
+    "Q4_0": "4/32",
+    "Q4_1": "4/32 zero offset",
+    "Q5_0": "8/32",
+    "Q5_1": "8/32 offset",
+    "Q8_0": "8/32",
+    "Q4_K": "4/32 zero offset",
+    "Q5_K": "8/32 offset",
+    "Q6_K": "8/16",
+}
+
+
+class Blocks:
+    """The blocks of a GGUF tensor, [N, K]."""
+
+    def __init__(self, kind: gguf.GGMLQuantizationType):
+        size, bytes_ = gguf.GGML_QUANT_SIZES[kind]
+        random = np.random.default_rng(0)
+        blocks = random.integers(0, 256, (8 * 512 // size, bytes_), dtype=np.uint8)
+        for at in HALVES.get(kind.name, [0, 2]):
+            halves = random.standard_normal(len(blocks)).astype(np.float16)
+            blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
+        self.weight = torch.from_numpy(gguf.dequantize(blocks, kind)).reshape(8, 512)
+        self._groups = BLOCKS[kind](torch.from_numpy(blocks))
+        self.contents = {"integers", "scales"} | (set() if self._groups.offsets is None else {"offsets"})
+
+    def content(self, name: str) -> torch.Tensor:
+        numbers = torch.empty(8, 512)
+        self._groups.write(name, numbers.view(-1))
+        return numbers
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_the_kernels_get_the_numbers_of_a_gguf_file(kind: gguf.GGMLQuantizationType) -> None:
+    blocks = Blocks(kind)
+    form = kept(blocks, blocks.weight)
+    assert kind_of(form) == GGUF_FORMS[kind.name]
+    assert torch.equal(weight_of(form), blocks.weight)
+
+
+class Grouped:
+    """Weights [8, 64] with one scale for some inputs, of integers in a range."""
+
+    contents = ("groups", "integers", "zeros", "scales")
+
+    def __init__(self, inputs: int, low: int, high: int, zero: int, mixed: bool = False):
+        groups = torch.arange(64) // inputs
+        scales = torch.rand(8, 64 // inputs, generator=torch.Generator().manual_seed(0))[:, groups]
+        integers = torch.arange(512).reshape(8, 64) % (high - low + 1) + low
+        self._numbers = {"groups": groups.expand(8, 64).clone(), "integers": integers, "scales": scales}
+        self._numbers["zeros"] = torch.full((8, 64), zero)
+        if mixed:
+            self._numbers["groups"][3] = self._numbers["groups"][3].flip(0)
+
+    def content(self, name: str) -> torch.Tensor:
+        return self._numbers[name].float()
+
+
+@pytest.mark.parametrize(
+    ("weights", "want"),
+    [
+        (Grouped(32, 0, 15, 7), "4/32 zero"),
+        (Grouped(16, 0, 15, 8), "4/16"),
+        (Grouped(32, 0, 255, 100), "8/32 zero"),
+        (Grouped(32, -100, 100, -50), "8/32 zero"),
+        (Grouped(32, 0, 100, 50), "8/32"),
+        (Grouped(8, 0, 15, 8), None),  # kernels have no such groups
+        (Grouped(32, 0, 255, -100), None),  # differences of nine bits
+        (Grouped(32, 0, 15, 8, mixed=True), None),  # outputs with groups of their own
+    ],
+)
+def test_the_smallest_form_that_loses_nothing(weights: Grouped, want: str | None) -> None:
+    integers, zeros, scales = map(weights.content, ("integers", "zeros", "scales"))
+    numbers = (integers - zeros) * scales
+    form = kept(weights, numbers)
+    assert (None if form is None else kind_of(form)) == want
+    assert form is None or torch.equal(weight_of(form), numbers)
+
+
+SHORT = Scope(PROMPTS[:2], (), SAMPLED[:1], length=24, controls=False)
+KINDS = {"gguf-q4_1": gguf.GGMLQuantizationType.Q4_1, "gguf-q8_0": gguf.GGMLQuantizationType.Q8_0}
+BOTH = ("onnxruntime", "openvino")
+QUICK = (("gptq", "onnxruntime"), ("gguf-q4_1", "openvino"))
+
+
+def checkpoint(form: str, folder: Path) -> Path:
+    if form in KINDS:
+        write_gguf(folder / "model.gguf", kind=KINDS[form])
+        return folder / "model.gguf"
+    return quantized.write(PAIR / "target", folder / "model", form)
+
+
+@pytest.mark.parametrize(
+    ("form", "backend"),
+    [
+        pytest.param(form, backend, marks=() if (form, backend) in QUICK else pytest.mark.slow)
+        for form in (*quantized.METHODS, *KINDS)
+        for backend in BOTH
+    ],
+)
+def test_a_checkpoint_is_served_as_it_is(form: str, backend: str, tmp_path: Path) -> None:
+    """With texts and distributions as in plain decoding."""
+    export_pair(str(checkpoint(form, tmp_path)), None, tmp_path / "export", precision="as-is")
+    target = read_manifest(tmp_path / "export").models["target"]
+    parity, quantization = target.parity, target.quantization
+    assert quantization is not None
+    assert parity.reference_perplexity is not None
+    assert (quantization.method, quantization.rounded) == ("as-is", [] if form == "gguf-q8_0" else ["lm_head"])
+    assert parity.unrounded_perplexity == pytest.approx(parity.reference_perplexity, rel=1e-3)
+    graph = onnx.load(tmp_path / "export" / "target" / "model.onnx", load_external_data=False).graph
+    stored = {tensor.data_type for tensor in graph.initializer if tensor.name.endswith(("q_proj.quantized", "q_proj.zero"))}
+    signed = TensorProto.INT8 if form == "gguf-q8_0" else TensorProto.INT4
+    assert stored == {TensorProto.UINT4 if form in ("awq", "gptq", "gguf-q4_1") else signed}
+    bundle = build(tmp_path / "export", tmp_path / "bundle", backend=backend, capacity=127, k=[1, 4], batch=2)
+    found = audit(Outrider.load(bundle, slots=None), draws=10, scope=SHORT)
+    assert found.passed, found.as_dict()
+    for texts in (found.greedy, found.batched):
+        assert texts is not None
+        assert texts.near_ties == []  # bit-identical
+
+
+def test_a_checkpoint_without_integers_is_wrong_use(tmp_path: Path) -> None:
+    options = ("--draft", "none", "--precision", "as-is")
+    done = run_here("export", "--target", PAIR / "target", *options, "-o", tmp_path / "export")
+    assert done.returncode == 2
+    assert "target stores no integers that as-is could keep" in done.stderr
+    with pytest.raises(UsageError, match="--method cannot be used with --precision as-is"):
+        export_pair(str(PAIR / "target"), None, tmp_path / "export", precision="as-is", method="rtn")
+    assert not (tmp_path / "export").exists()
