@@ -13,6 +13,7 @@ import click
 from outrider.backends import registry
 from outrider.commands.output import printable, progress_bar
 from outrider.engines.precisions import PRECISIONS
+from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.wanted import Wanted
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO
@@ -105,8 +106,9 @@ def model(command: Any) -> Any:
         backend,
         click.option(
             "--precision",
-            type=click.Choice(list(PRECISIONS)),
-            help="Precision of the weights.  [default: int4, or int8 if int4 costs the model too much]",
+            type=click.Choice([*PRECISIONS, AS_IS]),
+            help="Precision of the weights.  [default: as-is for a checkpoint that is quantized to 4 bits, otherwise int4, or"
+            " int8 if int4 costs the model too much]",
             **grouped,
         ),
         click.option(

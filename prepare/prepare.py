@@ -20,13 +20,19 @@ from outrider.errors import FolderError, ParityError, SourceError, UsageError, r
 from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.garbage import without_garbage_collection
+from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.cache import Cache
 from outrider.prepare.wanted import Wanted
 from outrider.progress import Progress
 from outrider.runtime.policy.choice import AUTO
 
 PRECISION, NEXT_PRECISION, GPU_PRECISION = "int4", "int8", "fp16"  # the second if the first costs a model too much
-REASONS = {PRECISION: "the fastest", NEXT_PRECISION: f"{PRECISION} costs this model too much", GPU_PRECISION: "for a GPU"}
+REASONS = {
+    AS_IS: "the checkpoint's own 4 bits",
+    PRECISION: "the fastest",
+    NEXT_PRECISION: f"{PRECISION} costs this model too much",
+    GPU_PRECISION: "for a GPU",
+}
 CHECKPOINT_BITS = 16  # of a weight, roughly: to predict what an export takes
 GPU_BACKENDS = ("tensorrt", "tensorrt-rtx")
 EXPORTERS = ("onnx-ir", "onnxscript", "torch", "transformers")  # packages that decide what a graph looks like
@@ -153,7 +159,7 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
 
     @without_garbage_collection()
     def make(folder: Path) -> None:
-        precision = wanted.precision or (GPU_PRECISION if wanted.device == "cuda" else PRECISION)
+        precision = wanted.precision or _default_precision(wanted, pair)
         progress.stage("importing torch and transformers")
         from outrider.export.pair import export
 
@@ -161,12 +167,19 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
         try:
             export(ExportArguments.check(*pair, folder, precision=precision), progress)
         except ParityError as error:
-            if wanted.precision is not None or precision != PRECISION:
+            if wanted.precision is not None or precision not in (AS_IS, PRECISION):
                 raise
             progress.stage(f"exporting to {NEXT_PRECISION}, because {error}")
             export(ExportArguments.check(*pair, folder, precision=NEXT_PRECISION), progress)
 
     return cache.get("exports", label, made_from, make, progress)[0]
+
+
+def _default_precision(wanted: Wanted, pair: Pair) -> str:
+    """Return the precision of a model's export. What a checkpoint stores in 4 bits is not rounded again."""
+    if wanted.device == "cuda":
+        return GPU_PRECISION
+    return AS_IS if pair.target.stored_bits() == PRECISIONS[PRECISION].weight_bits else PRECISION
 
 
 def _built(wanted: Wanted, export: Path, bundle: Path, progress: Progress) -> None:
@@ -189,18 +202,20 @@ def _choices(wanted: Wanted, exported: bool, manifest: Manifest) -> list[str]:
     assert build is not None  # it is a bundle
     reasons = {choice.backend: choice.reason for choice in backends(manifest)}
     caches = build.batch * sequence_bytes(manifest, build.capacity) / 1e9
-    rounding = f" in groups of {target.quantization.block}" if target.quantization else ""
-    why_precision = "as asked" if wanted.precision else "the export's" if exported else REASONS[target.precision]
+    quantization = target.quantization
+    precision = AS_IS if quantization is not None and quantization.method == AS_IS else target.precision
+    rounding = f" in groups of {quantization.block}" if quantization is not None and precision != AS_IS else ""
+    why_precision = "as asked" if wanted.precision else "the export's" if exported else REASONS[precision]
     by_rule = reasons.get(build.backend, "") if wanted.device in (None, "cpu") else f"for the device {wanted.device}"
     why_backend = by_rule if wanted.backend == AUTO else "as asked"
     drafts = [part for draft in wanted.drafts for part in ("--draft", draft)]
-    export = ["outrider", "export", "--target", wanted.model, *drafts, "--precision", target.precision, "-o", "EXPORT"]
+    export = ["outrider", "export", "--target", wanted.model, *drafts, "--precision", precision, "-o", "EXPORT"]
     sizes = ["--device", wanted.device] if wanted.device else []
     sizes += ["--capacity", str(build.capacity), "--batch", str(build.batch), "-o", "BUNDLE"]
     source = wanted.model if exported else "EXPORT"
     by_hand = [] if exported else [f"by hand: {shlex.join(export)}"]
     return [
-        f"precision {target.precision}{rounding}: {why_precision}",
+        f"precision {precision}{rounding}: {why_precision}",
         f"backend {build.backend}: {why_backend}",
         f"capacity {build.capacity:,}, batch {build.batch}: {caches:.2f} GB of caches; each round chooses k",
         *by_hand,
@@ -240,7 +255,7 @@ def _weights(source: Source, progress: Progress) -> float:
             return 0.0
         return float(sum(int(tensor.n_elements) for tensor in tensors))
     files = source.snapshot.files if source.snapshot else {name: each.st_size for name, each in _statuses(source).items()}
-    return 8 * sum(files.values()) / CHECKPOINT_BITS
+    return 8 * sum(files.values()) / (source.stored_bits() or CHECKPOINT_BITS)
 
 
 def _utf8(name: str) -> str:
@@ -262,7 +277,7 @@ def _check_room(weights: float, precision: str, root: Path) -> None:
     Raises:
         FolderError: it has not.
     """
-    bits = PRECISIONS[precision].weight_bits
+    bits = PRECISIONS[PRECISION if precision == AS_IS else precision].weight_bits
     needed = weights * max(2 * bits, bits + (8 if bits <= 8 else 0)) / 8  # an export rounds into temporary files of bytes
     free = shutil.disk_usage(root).free
     if needed > free:

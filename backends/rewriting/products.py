@@ -42,8 +42,6 @@ class Product:
             added = [constant(each) for each in add.inputs if each is not output]
             bias = next((each for each in added if each is not None and each.shape == shape_of(quantized)[1:]), None)
             output = output if bias is None else add.outputs[0]
-        if not output.uses():
-            return None  # already merged
         return cls(quantized, scale, zero, block, bias, output)
 
 
@@ -62,10 +60,10 @@ class Products(RewriteRuleClassBase):
 
     def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
         first = Product.of(product.producer())
-        if first is None:
-            return refused("a product with weights in another layout")
+        if first is None or not first.output.uses():
+            return refused("a product with weights in another layout, or merged already")
         products = [Product.of(use.node) for use in x.uses() if use.idx == 0]
-        same = [each for each in products if each is not None and self._kind(each) == self._kind(first)]
+        same = [each for each in products if each and each.output.uses() and self._kind(each) == self._kind(first)]
         if len(same) < 2:
             return refused("a product whose input no other product uses")
         self._parts = same

@@ -10,9 +10,9 @@ from outrider.backends.tensorrt.job import VERBOSITIES, BuildJob, BuildOptions, 
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, Package, plan_file
 from outrider.backends.tensorrt.process import build_plan, facts
 from outrider.backends.tensorrt.profiles import all_profiles, step_rows_profiled
-from outrider.bundle.manifest import ROLES, Build, Manifest, Model, damaged, graph_files, round_rows
+from outrider.bundle.manifest import ROLES, WEIGHTS, Build, Manifest, Model, damaged, graph_files, round_rows
 from outrider.engines.contract import CacheTensor, cache_tensors, recent_rows
-from outrider.errors import UsageError
+from outrider.errors import EngineError, UsageError
 from outrider.progress import Progress
 
 MAX_ELEMENTS = 2**40  # of a tensor
@@ -88,10 +88,15 @@ class TensorRTBackend(Backend):
         for name in manifest.engines:
             plan = folder / plan_file(name)
             plan.parent.mkdir(exist_ok=True)
+            graph, kept = spec.source / graph_files(name)[0], plan.with_name("symmetric.onnx")
+            rewritten = name in ROLES and _has_stored_weights(manifest.models[name])
+            if rewritten:
+                progress.stage(f"rewriting the {name}")
+                _make_symmetric(graph, kept)
             job = BuildJob(
                 package=self._package,
                 options=options,
-                graph=str(spec.source / graph_files(name)[0]),
+                graph=str(kept if rewritten else graph),
                 plan=str(plan),
                 cache=_cache(manifest.models[name]) if name in ROLES else [],
                 capacity=spec.capacity,
@@ -100,6 +105,8 @@ class TensorRTBackend(Backend):
                 stream_weights=known.gpu is not None and name in ROLES and weights > known.gpu.free,
             )
             build_plan(job, name, sizes, progress)
+            for file in (kept, kept.with_name(kept.name + WEIGHTS)):
+                file.unlink(missing_ok=True)
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
         """Load every plan onto the GPU; see `Backend.open`."""
@@ -127,6 +134,24 @@ class TensorRTBackend(Backend):
 
 def _cache(model: Model) -> list[CacheTensor]:
     return cache_tensors(model.layers, model.features, model.recurrent)
+
+
+def _has_stored_weights(model: Model) -> bool:
+    """Return whether weights may have zero points or negative scales, which TensorRT does not take."""
+    return model.quantization is not None and model.quantization.method == "as-is"
+
+
+def _make_symmetric(path: Path, output: Path) -> None:
+    """Rewrite a graph with `make_symmetric`.
+
+    Raises:
+        EngineError: the packages that rewrite graphs are missing.
+    """
+    try:
+        from outrider.backends.rewriting.symmetric import make_symmetric
+    except ImportError as error:
+        raise EngineError(f"cannot rewrite the graphs: {error}", "pip install 'outrider[build]'") from error
+    make_symmetric(path, output)
 
 
 def _check_volumes(spec: BuildSpec) -> None:

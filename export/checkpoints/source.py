@@ -126,6 +126,24 @@ class Source:
             raise SourceError(f"the {name} of {self.name} is not an object", AGAIN)
         return value
 
+    def stored_bits(self) -> int | None:
+        """Return how many bits the weights of a quantized checkpoint have that are integers, according to its configuration.
+
+        None if they are not integers, or for a GGUF file, whose tensors each have a type.
+
+        Raises:
+            SourceError: there is no configuration.
+        """
+        settings = self.config().get("quantization_config")
+        if not isinstance(settings, dict):
+            return None
+        bits: list[Any] = [settings.get("bits")] if settings.get("quant_method") in ("awq", "gptq") else []
+        groups = settings.get("config_groups")
+        if settings.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
+            schemes = [each.get("weights") for each in groups.values() if isinstance(each, dict)]
+            bits = [each.get("num_bits") for each in schemes if isinstance(each, dict) and each.get("type") == "int"]
+        return max((each for each in bits if isinstance(each, int)), default=None)
+
     def drafting_role(self) -> str:
         """Return the checkpoint's role as a draft, one of `bundle.manifest.ROLES`, according to its configuration.
 

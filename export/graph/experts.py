@@ -64,9 +64,10 @@ class Stack(NamedTuple):
 class BlockExperts(nn.Module):
     """Experts whose weights have one scale per output for each block of inputs. The outputs of the two halves alternate."""
 
-    def __init__(self, gate_up: Stack, down: Stack, gate: Gate, bits: int):
+    def __init__(self, gate_up: Stack, down: Stack, gate: Gate, bits: int, exact: bool):
+        """Make them; `exact` tells whether the weights are the checkpoint's."""
         super().__init__()
-        self.gate, self.bits = gate, bits
+        self.gate, self.bits, self.exact = gate, bits, exact
         for name, stack in (("gate_up", gate_up), ("down", down)):
             for part, tensor in stack._asdict().items():
                 self.register_buffer(f"{name}_{part}", tensor)

@@ -120,7 +120,7 @@ def quantize_model(
         stored = stored_weights(weights, part[0]) if part and rounding.method == AS_IS else {}
         with weights.part(*part):
             layers += _replace_linears(model, head, rounding, weights, stored)
-            experts += _replace_experts(model, rounding, weights)
+            experts += _replace_experts(model, rounding, weights, stored)
             _round_embeddings(model, weights)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = {name: each for name, each in model.named_parameters() if each.dim() > 1 and each not in tables}
@@ -168,33 +168,61 @@ def _kept(stored: StoredWeight | None, weight: torch.Tensor, rounding: Rounding,
     return stored.form(weight, rounding.max_block(4))
 
 
-def _replace_experts(model: PreTrainedModel, rounding: Rounding, weights: Streamed) -> list[BlockExperts]:
-    """Round experts with a known gate that are in memory; others stay in fp32."""
-    bits, replaced = BITS[rounding.precision], []
+def _replace_experts(
+    model: PreTrainedModel, rounding: Rounding, weights: Streamed, stored: Mapping[str, StoredWeight]
+) -> list[BlockExperts]:
+    """Round experts with a known gate that are in memory, or keep what is stored of them; others stay in fp32."""
+    replaced = []
     for name, module in list(model.named_modules()):
         matrix = getattr(module, "gate_up_proj", None)
         if not isinstance(matrix, nn.Parameter) or matrix.is_meta or (gate := gate_of(module)) is None:
             continue
-        projections = []
+        projections = {}
         for projection in ("gate_up_proj", "down_proj"):
             matrices = getattr(module, projection).detach()
-            matrices = matrices.transpose(1, 2) if module.is_transposed else matrices  # [E, N, K]
-            bias = getattr(module, f"{projection}_bias").detach() if module.has_bias else torch.zeros(matrices.shape[:2])
-            projections.append((matrices, bias))
-        if module.is_concatenated:
-            matrices, bias = (torch.stack(each.chunk(2, 1), 2).flatten(1, 2) for each in projections[0])
-            projections[0] = matrices, bias
-        if (block := rounding.block_for(math.gcd(*(matrices.shape[2] for matrices, _ in projections)), bits)) is None:
+            projections[projection] = matrices.transpose(1, 2) if module.is_transposed else matrices  # [E, N, K]
+        kept = _kept_experts([(each, stored.get(f"{name}.{projection}")) for projection, each in projections.items()], rounding)
+        if (forms := kept or _rounded_experts(list(projections.values()), rounding)) is None:
             continue
         stacks = []
-        for matrices, bias in projections:
-            rounded = [quantize(each, bits, block) for each in matrices]
-            bytes_ = torch.stack([packed(quantized.T, bits) for quantized, _ in rounded])
-            parts = bytes_, torch.stack([scale.T for _, scale in rounded]), bias.float()
-            stacks.append(Stack(*(weights.store(each) for each in parts)))
-        replaced.append(BlockExperts(stacks[0], stacks[1], gate, bits))
+        for (projection, matrices), every in zip(projections.items(), forms, strict=True):
+            bias = getattr(module, f"{projection}_bias").detach() if module.has_bias else torch.zeros(matrices.shape[:2])
+            bytes_ = torch.stack([packed(form.quantized.T, form.bits) for form in every])
+            parts = [bytes_, torch.stack([form.scale.T for form in every]), bias.float()]
+            if projection == "gate_up_proj" and module.is_concatenated:
+                parts = [torch.stack(each.chunk(2, 1), 2).flatten(1, 2) for each in parts]
+            stacks.append(Stack(*map(weights.store, parts)))
+        replaced.append(BlockExperts(stacks[0], stacks[1], gate, forms[0][0].bits, exact=kept is not None))
         model.set_submodule(name, replaced[-1])
     return replaced
+
+
+def _rounded_experts(projections: list[torch.Tensor], rounding: Rounding) -> list[list[Form]] | None:
+    """Round the matrices [E, N, K] of each projection in blocks of one size, or return None if there is no such size."""
+    bits = BITS.get(rounding.head_precision if rounding.method == AS_IS else rounding.precision)
+    block = None if bits is None else rounding.block_for(_common_inputs(projections), bits)
+    if bits is None or block is None:
+        return None
+    return [[Form(*quantize(each, bits, block), bits) for each in matrices] for matrices in projections]
+
+
+def _kept_experts(projections: list[tuple[torch.Tensor, StoredWeight | None]], rounding: Rounding) -> list[list[Form]] | None:
+    """Return the stored matrices [E, N, K] of each projection, or None if they are no symmetric ones in blocks of one size."""
+    block = rounding.block_for(_common_inputs([matrices for matrices, _ in projections]), 4)
+    kept = []
+    for matrices, stored in projections:
+        if stored is None or block is None or stored.integers.shape != matrices.shape:
+            return None
+        forms = [stored.of(at).form(each, block) for at, each in enumerate(matrices)]
+        kept.append([form for form in forms if form is not None and form.is_plain])
+    every = [form for forms in kept for form in forms]
+    whole = len(every) == sum(len(matrices) for matrices, _ in projections)
+    same = {(form.bits, len(form.quantized) // len(form.scale)) for form in every}
+    return kept if whole and len(same) == 1 else None
+
+
+def _common_inputs(projections: list[torch.Tensor]) -> int:
+    return math.gcd(*(matrices.shape[2] for matrices in projections))
 
 
 def _round_embeddings(model: PreTrainedModel, weights: Streamed) -> None:

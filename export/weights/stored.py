@@ -31,6 +31,11 @@ class Form(NamedTuple):
     offset: torch.Tensor | None = None  # float32 [K / block, N]
     order: torch.Tensor | None = None  # int64 [K], the inputs in the order of the blocks
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are only integers and scales."""
+        return self.zero is None and self.offset is None and self.order is None
+
     def tensors(self) -> dict[str, torch.Tensor | None]:
         """Return the tensors by name."""
         return {name: each for name, each in self._asdict().items() if name != "bits"}
@@ -71,6 +76,12 @@ class StoredWeight:
             values = values.reshape(*values.shape[:-1], -1, FINEST)
             self.fits = bool((values == values[..., :1]).all())
             setattr(self, content, values[..., 0].contiguous() if content == "scales" or values.any() else None)
+
+    def of(self, index: int) -> StoredWeight:
+        """Return what is stored of one of several matrices."""
+        scales, zeros, offsets = (None if each is None else each[index] for each in (self.scales, self.zeros, self.offsets))
+        assert scales is not None
+        return StoredWeight(self.order, self.integers[index], scales, zeros, offsets, self.fits)
 
     def form(self, weight: torch.Tensor, most: int) -> Form | None:
         """Return the smallest form that has exactly a matrix's numbers, in blocks of at most `most` inputs, or None.

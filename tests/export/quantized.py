@@ -59,7 +59,14 @@ def compressed(weight: torch.Tensor) -> Tensors:
 METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
-    "compressed-tensors": (compressed, {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    "compressed-tensors": (
+        compressed,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}}},
+        },
+    ),
 }
 
 

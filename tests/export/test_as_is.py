@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,30 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from outrider.audit.audit import SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
+from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer, open_model
 from outrider.export.checkpoints.gguf_blocks import BLOCKS
 from outrider.export.checkpoints.integers import CONTENTS
 from outrider.export.checkpoints.packed import unpacked
+from outrider.export.checkpoints.source import Source
+from outrider.export.graph.experts import BlockExperts
 from outrider.export.pair import export_pair
+from outrider.export.parity import reference, sample_tokens
+from outrider.export.weights.quantize import quantize_model
+from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.export.weights.stored import Form, StoredWeight
 from outrider.runtime.generation import Outrider
 from outrider.tests.export import quantized
+from outrider.tests.export.test_architectures import COMMON
 from outrider.tests.export.test_gguf_blocks import HALVES
 from outrider.tests.export.test_gguf_file import write as write_gguf
 from outrider.tests.export.test_packed import CASES, Tensor, case
-from outrider.tests.support import PAIR, build, run_here
+from outrider.tests.support import PAIR, build, run_here, write_checkpoint
 
 
 def kept(tensor: Any, weight: torch.Tensor) -> Form | None:
@@ -209,6 +218,51 @@ def test_a_checkpoint_is_served_as_it_is(form: str, backend: str, tmp_path: Path
     for texts in (found.greedy, found.batched):
         assert texts is not None
         assert texts.near_ties == []  # bit-identical
+
+
+def test_experts_are_kept(tmp_path: Path) -> None:
+    """Their matrices are joined when they are loaded. The first layer has none."""
+    config = Qwen3MoeConfig(
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, mlp_only_layers=[0]
+    )
+    torch.manual_seed(0)
+    made = write_checkpoint(tmp_path / "made", AutoModelForCausalLM.from_config(config))
+    source = Source.parse(str(quantized.write(made, tmp_path / "model", "compressed-tensors")))
+    tokens = sample_tokens(320)
+    loaded = load_model(source, "int4")
+    loaded.model.embed_tokens.weight.data = loaded.model.embed_tokens.weight.half().float()  # as everywhere
+    want = reference(loaded, tokens).logits
+    model, weights = open_model(source, "int4", tmp_path)
+    rounding = Rounding("int4", head_precision="fp32", method=AS_IS)
+    found = quantize_model(model, weights, rounding, load_tokenizer(source), None)
+    assert found.rounded == []
+    assert sum(isinstance(each, BlockExperts) for each in model.modules()) == 1
+    np.testing.assert_allclose(reference(model, tokens).logits, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits"),
+    [
+        (None, None),
+        ({"quant_method": "awq", "bits": 4}, 4),
+        ({"quant_method": "gptq", "bits": 8}, 8),
+        ({"quant_method": "gptq", "bits": "4"}, None),
+        ({"quant_method": "fp8", "bits": 8}, None),
+        ({"quant_method": "compressed-tensors"}, None),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "float"}}}}, None),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}, "b": 3}}, None),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {each: {"weights": {"num_bits": bits, "type": "int"}} for each, bits in (("a", 4), ("b", 8))},
+            },
+            8,
+        ),
+    ],
+)
+def test_the_configuration_tells_the_bits(settings: object, bits: int | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    assert Source.parse(str(tmp_path)).stored_bits() == bits
 
 
 def test_a_checkpoint_without_integers_is_wrong_use(tmp_path: Path) -> None:

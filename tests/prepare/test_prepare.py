@@ -24,9 +24,10 @@ from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.checkpoint import read_config
 from outrider.export.checkpoints.source import Source
 from outrider.progress import SILENT, Progress
+from outrider.tests.export import quantized
 from outrider.tests.export.test_gguf_file import write
 from outrider.tests.prepare.hub import Hub
-from outrider.tests.support import ready_made
+from outrider.tests.support import PAIR, ready_made
 
 PROMPT = ["--prompt", "the quick brown", "--max-new-tokens", "8"]
 Run = Callable[..., Result]
@@ -86,6 +87,16 @@ def test_a_checkpoint_is_exported_and_built_once(run: Run, checkpoints: Path, tm
     assert len(list((tmp_path / "cache" / "exports").glob("*.json"))) == 1
     listed = run("cache", "list")
     assert "bundles/model-" in listed.stdout.replace("\n", "")
+
+
+def test_a_checkpoint_in_four_bits_is_kept_as_it_is(run: Run, tmp_path: Path) -> None:
+    model = quantized.write(PAIR / "target", tmp_path / "model", "awq")
+    first = run("generate", model, *PROMPT)
+    assert "precision as-is: the checkpoint's own 4 bits" in first.stderr
+    assert f"by hand: outrider export --target {model} --precision as-is -o EXPORT" in first.stderr
+    rounded = read_manifest(made(first)).models["target"].quantization
+    assert rounded is not None
+    assert (rounded.method, rounded.rounded) == ("as-is", ["lm_head"])
 
 
 def test_an_export_is_built_and_a_bundle_is_used_as_it_is(run: Run, tiny_export: Path, tiny_bundle: Path) -> None:
