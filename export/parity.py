@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from outrider.backends.onnxruntime.engine import ACCURACY, CPU, session_options
+from outrider.backends.onnxruntime.fusion.products import with_block_products
 from outrider.backends.onnxruntime.package import first_line
-from outrider.bundle.manifest import Parity
+from outrider.bundle.manifest import WEIGHTS, Parity
 from outrider.engines.arrays import Floats
 from outrider.engines.contract import (
     COMMITTED,
@@ -145,6 +146,9 @@ def open_graph(path: Path, precision: str, as_served: bool = False) -> Any:
             options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry(ACCURACY, "1")
     graph = path
+    if as_served:
+        graph = path.with_name("served.onnx")
+        with_block_products(path, graph)
     if precision == "bf16":
         graph = _in_fp32(path)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # folding copies the weights too
@@ -155,6 +159,7 @@ def open_graph(path: Path, precision: str, as_served: bool = False) -> Any:
     finally:
         if graph != path:
             graph.unlink()
+            graph.with_name(graph.name + WEIGHTS).unlink(missing_ok=True)  # they are in memory or mapped
 
 
 class Exported:

@@ -27,6 +27,7 @@ from outrider.backends.openvino.names import (
 )
 from outrider.backends.rewriting.attention import CachedAttention
 from outrider.backends.rewriting.graphs import apply, input_named, load, read_batch_off_tokens, save
+from outrider.backends.rewriting.layouts import bits_of, paired, unpacked
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import Op, shape_of
 from outrider.backends.rewriting.products import Products
@@ -195,12 +196,10 @@ def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
     assert tensor is not None
 
     def make() -> ir.TensorProtocol:
-        if tensor.dtype not in (ir.DataType.INT4, ir.DataType.UINT4):
+        if bits_of(tensor) == 8:
             return ir.tensor(np.ascontiguousarray(tensor.numpy().T).reshape(shape))
-        packed = np.frombuffer(tensor.tobytes(), np.uint8)  # numpy() returns an array of a slow extension type
-        values = np.stack([packed & 15, packed >> 4], 1).reshape(inputs, outputs)
-        pairs = np.ascontiguousarray(values.T).reshape(-1, 2)
-        return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, tensor.dtype, shape=ir.Shape(shape))
+        pairs = paired(np.ascontiguousarray(unpacked(tensor).T).reshape(-1))
+        return ir.PackedTensor(pairs, tensor.dtype, shape=ir.Shape(shape))
 
     return ir.LazyTensor(make, dtype=tensor.dtype, shape=ir.Shape(shape))
 

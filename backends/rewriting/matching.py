@@ -22,6 +22,13 @@ def constant(value: ir.Value | None) -> npt.NDArray[Any] | None:
     return None if tensor is None else tensor.numpy()
 
 
+def tensor_of(value: ir.Value) -> ir.TensorProtocol:
+    """Return the tensor of a constant."""
+    tensor = ir.convenience.get_const_tensor(value)
+    assert tensor is not None
+    return tensor
+
+
 def shape_of(value: ir.Value) -> tuple[int, ...]:
     """Return the shape of a constant."""
     assert value.shape is not None

@@ -11,17 +11,15 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
 from outrider.backends.rewriting.graphs import apply, load, save
-from outrider.backends.rewriting.matching import Op, refused, shape_of
+from outrider.backends.rewriting.layouts import Bytes, bits_of, paired, unsigned
+from outrider.backends.rewriting.matching import Op, refused, shape_of, tensor_of
 from outrider.backends.rewriting.products import Product
-
-PACKED = (ir.DataType.INT4, ir.DataType.UINT4)
-SIGNED = (ir.DataType.INT4, ir.DataType.INT8)
 
 
 class _Parts(NamedTuple):
     """Weights s (q - z) with positive scales; z may have any sign."""
 
-    integers: npt.NDArray[np.uint8]  # [K, N], q plus half of their range
+    integers: Bytes  # [K, N], q plus half of their range
     scale: npt.NDArray[np.float32]  # [K / block, N]
     offset: npt.NDArray[np.float32]  # [K / block, N], -s z
 
@@ -43,22 +41,21 @@ class Symmetric(RewriteRuleClassBase):
         found = Product.of(product.producer())
         if found is None or x.shape is None:
             return refused("a product with weights in another layout")
-        if found.zero is None and (_tensor(found.scale).numpy() > 0).all():
+        if found.zero is None and (tensor_of(found.scale).numpy() > 0).all():
             return refused("it is symmetric")
         self._found = found
         return MatchResult()
 
     def rewrite(self, op: Op, x: Any, **_: Any) -> Any:
         found, name = self._found, self._found.quantized.name
-        sizes, blocks, dtype = shape_of(found.quantized), shape_of(found.scale), _tensor(found.quantized).dtype
-        wanted = ir.DataType.INT4 if dtype in PACKED else ir.DataType.INT8
+        sizes, blocks, bits = shape_of(found.quantized), shape_of(found.scale), bits_of(tensor_of(found.quantized))
+        wanted = ir.DataType.INT4 if bits == 4 else ir.DataType.INT8
 
         def integers() -> ir.TensorProtocol:
             whole = _parts(found).integers
             if wanted == ir.DataType.INT8:
                 return ir.tensor((whole ^ 128).view(np.int8))
-            pairs = (whole ^ 8).reshape(-1, 2)
-            return ir.PackedTensor(pairs[:, 0] | pairs[:, 1] << 4, wanted, shape=ir.Shape(sizes))
+            return ir.PackedTensor(paired(np.bitwise_xor(whole, 8, dtype=np.uint8).reshape(-1)), wanted, shape=ir.Shape(sizes))
 
         def lazy(make: Any, dtype: ir.DataType, shape: tuple[int, ...], end: str) -> Any:
             return op.initializer(ir.LazyTensor(make, dtype=dtype, shape=ir.Shape(shape)), name=f"{name}.{end}")
@@ -80,28 +77,13 @@ def make_symmetric(path: Path, output: Path) -> None:
 
 
 def _parts(found: Product) -> _Parts:
-    half = 8 if _tensor(found.quantized).dtype in PACKED else 128
-    scale = _tensor(found.scale).numpy()
-    integers = _unsigned(_tensor(found.quantized))
-    zero = np.full(scale.shape, half, np.uint8) if found.zero is None else _unsigned(_tensor(found.zero))
+    half = 2 ** (bits_of(tensor_of(found.quantized)) - 1)
+    scale = tensor_of(found.scale).numpy()
+    integers = unsigned(tensor_of(found.quantized))
+    zero = np.full(scale.shape, half, np.uint8) if found.zero is None else unsigned(tensor_of(found.zero))
     integers = np.where(np.repeat(scale < 0, found.block, 0), 2 * half - 1 - integers, integers)
     zero = np.where(scale < 0, 2 * half - 1 - zero, zero)
     unused = scale == 0  # kernels want positive scales, so such weights are 0 in another way
     integers[np.repeat(unused, found.block, 0)], zero[unused] = half, half
     positive = np.where(unused, np.float32(1), np.abs(scale))
     return _Parts(integers, positive, (half - zero.astype(np.float32)) * positive)
-
-
-def _unsigned(tensor: ir.TensorProtocol) -> npt.NDArray[np.uint8]:
-    """Return integers as bytes; signed ones are increased by half of their range."""
-    values = np.frombuffer(tensor.tobytes(), np.uint8)  # numpy() returns an array of a slow extension type
-    bits = 4 if tensor.dtype in PACKED else 8
-    values = np.stack([values & 15, values >> 4], 1) if bits == 4 else values
-    return values.reshape(tensor.shape.numpy()) ^ np.uint8(2 ** (bits - 1) if tensor.dtype in SIGNED else 0)
-
-
-def _tensor(value: ir.Value | None) -> ir.TensorProtocol:
-    assert value is not None
-    tensor = ir.convenience.get_const_tensor(value)
-    assert tensor is not None  # `Product.of` has looked
-    return tensor

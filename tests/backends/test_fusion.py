@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -12,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cohere2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from outrider.backends.comparison import check_same
+from outrider.backends.onnxruntime.engine import session_options
 from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 from outrider.backends.onnxruntime.fusion.attention import GroupQueryAttention
 from outrider.backends.onnxruntime.fusion.fuse import fuse
+from outrider.backends.onnxruntime.fusion.products import BlockProducts, with_block_products
 from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
 from outrider.backends.onnxruntime.fusion.rotary import Rotary
 from outrider.backends.open import open_bundle, open_engines
@@ -41,6 +45,7 @@ from outrider.export.weights.rounding import Rounding
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.tests.backends.products import write_product
 from outrider.tests.export.test_architectures import COMMON, ONE_LAYER, WINDOW
 from outrider.tests.support import PAIR, Fused, build, run_here
 
@@ -258,7 +263,7 @@ def test_joined_products_give_the_bits_of_those_they_join(
     monkeypatch.setattr(Products, "check", lambda self, context, **_: refused("not now"))
     done, _ = fuse(graph, tmp_path / "apart.onnx", CAPACITY - 1, steady=True, batch=1)
     assert "joined products" not in done
-    assert [operators(tmp_path / f"{each}.onnx")["MatMul"] for each in ("apart", "joined")] == [7 * layers + 1, products]
+    assert [operators(tmp_path / f"{each}.onnx")["MatMulNBits"] for each in ("apart", "joined")] == [7 * layers + 1, products]
     joined, apart = (Fused(tmp_path / f"{each}.onnx", layout, "int4").logits(tokens) for each in ("joined", "apart"))
     np.testing.assert_array_equal(joined, apart)
 
@@ -280,7 +285,7 @@ def plain(qwen2: tuple[Path, CacheLayout], tmp_path_factory: pytest.TempPathFact
     return path
 
 
-REWRITES = [Rotary, Products, SpareRow, GroupQueryAttention, Unsplit, LastRows]
+REWRITES = [Rotary, Products, SpareRow, GroupQueryAttention, Unsplit, LastRows, BlockProducts]
 
 
 @pytest.mark.parametrize(
@@ -341,8 +346,10 @@ def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
     lacks: str,
     reasons: list[str],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph, layout = qwen2
+    monkeypatch.setattr(BlockProducts, "check", lambda self, context, **_: refused("it rounds activations"))
     model = onnx.load(graph)
     for node in model.graph.node:
         edit(node)
@@ -355,6 +362,21 @@ def test_nodes_that_a_rewrite_does_not_apply_to_stay_unchanged(
     want, plain = (Exported(path, layout, "int4").logits(tokens) for path in (tmp_path / "edited.onnx", graph))
     np.testing.assert_allclose(Fused(tmp_path / "fused.onnx", layout, "int4").logits(tokens), want, atol=1e-4)
     assert np.abs(want - plain).max() > 1e-3  # the edit shows
+
+
+def test_products_of_integers_give_the_bits_of_onnx_runtime_s_own(tmp_path: Path) -> None:
+    """Which it puts in their place itself, whenever it loads the graph, for each kind of weights."""
+    random, inputs, outputs = np.random.default_rng(0), 96, 24
+    x = random.standard_normal((1, 3, inputs)).astype(np.float32)
+    options = session_options()
+    for bits, signed, block in itertools.product((4, 8), (True, False), (16, 32)):
+        path, made = tmp_path / f"{bits}-{signed}-{block}.onnx", tmp_path / f"{bits}-{signed}-{block}-made.onnx"
+        scale = random.uniform(0.01, 0.02, (inputs // block, outputs)).astype(np.float32)
+        write_product(path, bits, signed, scale, block)  # with an odd number of blocks of 32
+        with_block_products(path, made)
+        assert operators(made) == {"MatMulNBits": 1}
+        want, got = (onnxruntime.InferenceSession(str(each), options).run(None, {"x": x})[0] for each in (path, made))
+        np.testing.assert_array_equal(got, want)
 
 
 def test_attention_that_is_not_fused_is_reported(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from onnxscript.rewriter.ort_fusions.skip_normalization import skip_rms_normaliz
 
 from outrider.backends.onnxruntime.fusion.attention import GroupQueryAttention
 from outrider.backends.onnxruntime.fusion.experts import experts
+from outrider.backends.onnxruntime.fusion.products import BlockProducts
 from outrider.backends.onnxruntime.fusion.recurrence import recurrences
 from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
 from outrider.backends.onnxruntime.fusion.rotary import Rotary
@@ -53,6 +54,7 @@ def fuse(path: Path, output: Path, capacity: int, steady: bool, batch: int) -> t
     counts |= apply(model, GroupQueryAttention, steady and spared > 0, model.graph, batch, refusals)
     counts |= apply(model, Unsplit)
     counts |= apply(model, LastRows, model.graph)
+    counts |= apply(model, BlockProducts)
     save(model, output)
     left_out: list[str] = []
     if missed := layers - counts["attention"]:

@@ -1,0 +1,81 @@
+"""Replaces products with dequantized weights by ONNX Runtime's operator for them.
+
+ONNX Runtime does the same whenever it loads a graph, but then keeps the weights twice: in the layout of the operator, and in
+that of the processor's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
+
+from outrider.backends.rewriting.graphs import apply, load, save
+from outrider.backends.rewriting.layouts import bits_of, paired, unsigned
+from outrider.backends.rewriting.matching import MICROSOFT, Op, refused, shape_of, tensor_of
+from outrider.backends.rewriting.products import Product
+
+ACCURACY_LEVEL = 4  # activations are rounded to int8, as ONNX Runtime does by default
+SMALLEST_BLOCK = 16  # of the operator, whose blocks are powers of two
+
+
+class BlockProducts(RewriteRuleClassBase):
+    """Replaces `MatMul` of dequantized weights with `MatMulNBits`."""
+
+    def __init__(self) -> None:
+        super().__init__("products of integers")
+
+    def pattern(self, op: Op, x: Any, quantized: Any, scale: Any) -> Any:
+        weight = op.DequantizeLinear(quantized, scale, _allow_other_attributes=True, _allow_other_inputs=True)
+        return op.MatMul(x, weight, _outputs=["product"])
+
+    def check(self, context: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
+        found = Product.of(product.producer())
+        if found is None or found.scale.dtype != ir.DataType.FLOAT:
+            return refused("a product with weights in another layout or type")
+        if found.block < SMALLEST_BLOCK or found.block & (found.block - 1):
+            return refused("a size of blocks that the operator has not")
+        self._found = found
+        return MatchResult()
+
+    def rewrite(self, op: Op, x: Any, **_: Any) -> Any:
+        found, name = self._found, self._found.quantized.name
+        (inputs, outputs), groups = shape_of(found.quantized), shape_of(found.scale)[0]
+        weight, scale = tensor_of(found.quantized), tensor_of(found.scale)
+        bits = bits_of(weight)
+
+        def integers() -> ir.TensorProtocol:
+            by_output = np.ascontiguousarray(unsigned(weight).T)
+            return ir.tensor((paired(by_output) if bits == 4 else by_output).reshape(outputs, groups, -1))
+
+        def scales() -> ir.TensorProtocol:
+            return ir.tensor(np.ascontiguousarray(scale.numpy().T).reshape(-1))
+
+        def lazy(make: Callable[[], ir.TensorProtocol], dtype: ir.DataType, shape: list[int], end: str) -> Any:
+            return op.initializer(ir.LazyTensor(make, dtype=dtype, shape=ir.Shape(shape)), name=f"{name}.{end}")
+
+        byte = ir.DataType.UINT8
+        parts = [
+            lazy(integers, byte, [outputs, groups, found.block * bits // 8], "by_output"),
+            lazy(scales, ir.DataType.FLOAT, [outputs * groups], "scale_by_output"),
+        ]
+        if found.zero is not None:
+            zeros = np.ascontiguousarray(unsigned(tensor_of(found.zero)).T)
+            if bits == 4:
+                zeros = paired(np.pad(zeros, ((0, 0), (0, groups % 2))))
+            parts.append(op.initializer(ir.tensor(zeros), name=f"{name}.zero_by_output"))
+        return op.MatMulNBits(
+            x, *parts, K=inputs, N=outputs, bits=bits, block_size=found.block, accuracy_level=ACCURACY_LEVEL, _domain=MICROSOFT
+        )
+
+
+def with_block_products(path: Path, output: Path) -> None:
+    """Write the graph at `path` to `output`, with its weights in a file beside it, after this rewrite and no other."""
+    model = load(path)
+    model.opset_imports[MICROSOFT] = 1
+    apply(model, BlockProducts)
+    save(model, output)
