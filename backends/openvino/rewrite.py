@@ -27,7 +27,7 @@ from outrider.backends.openvino.names import (
 )
 from outrider.backends.rewriting.attention import CachedAttention
 from outrider.backends.rewriting.graphs import apply, input_named, load, read_batch_off_tokens, save
-from outrider.backends.rewriting.layouts import bits_of, paired, unpacked
+from outrider.backends.rewriting.layouts import bits_of, by_output, bytes_of
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import Op, shape_of
 from outrider.backends.rewriting.products import Products
@@ -196,10 +196,10 @@ def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
     assert tensor is not None
 
     def make() -> ir.TensorProtocol:
+        values = by_output(tensor)
         if bits_of(tensor) == 8:
-            return ir.tensor(np.ascontiguousarray(tensor.numpy().T).reshape(shape))
-        pairs = paired(np.ascontiguousarray(unpacked(tensor).T).reshape(-1))
-        return ir.PackedTensor(pairs, tensor.dtype, shape=ir.Shape(shape))
+            return ir.tensor(values.view(tensor.dtype.numpy()).reshape(shape))
+        return ir.PackedTensor(values, tensor.dtype, shape=ir.Shape(shape))
 
     return ir.LazyTensor(make, dtype=tensor.dtype, shape=ir.Shape(shape))
 
@@ -211,7 +211,8 @@ def _scales_by_output(scale: ir.Value) -> ir.TensorProtocol:
     """
     tensor, half = ir.convenience.get_const_tensor(scale), np.finfo(np.float16)
     assert tensor is not None
-    values = np.ascontiguousarray(tensor.numpy().T)[..., None]
+    values = bytes_of(tensor).view(tensor.dtype.numpy()).reshape(shape_of(scale))
+    values = np.ascontiguousarray(values.T)[..., None]
     if values.min() >= half.smallest_normal and values.max() <= half.max:
         values = values.astype(np.float16)
     return ir.tensor(values)

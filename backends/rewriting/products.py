@@ -10,6 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
+from outrider.backends.rewriting.layouts import side_by_side
 from outrider.backends.rewriting.matching import Op, constant, refused, shape_of
 
 
@@ -101,7 +102,4 @@ def _concatenated(weights: list[ir.Value]) -> ir.LazyTensor:
     tensors = [tensor for each in weights if (tensor := ir.convenience.get_const_tensor(each)) is not None]
     rows, columns = shape_of(weights[0])[0], sum(shape_of(each)[1] for each in weights)
 
-    def make() -> ir.TensorProtocol:
-        return ir.tensor(np.concatenate([each.numpy() for each in tensors], axis=1), dtype=tensors[0].dtype)
-
-    return ir.LazyTensor(make, dtype=tensors[0].dtype, shape=ir.Shape([rows, columns]))
+    return ir.LazyTensor(lambda: side_by_side(tensors), dtype=tensors[0].dtype, shape=ir.Shape([rows, columns]))

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
 
 from outrider.backends.rewriting.graphs import apply, load, save
-from outrider.backends.rewriting.layouts import bits_of, paired, unsigned
+from outrider.backends.rewriting.layouts import SIGNED, bits_of, by_output, bytes_of, paired, unsigned
 from outrider.backends.rewriting.matching import MICROSOFT, Op, refused, shape_of, tensor_of
 from outrider.backends.rewriting.products import Product
 
@@ -49,11 +49,14 @@ class BlockProducts(RewriteRuleClassBase):
         bits = bits_of(weight)
 
         def integers() -> ir.TensorProtocol:
-            by_output = np.ascontiguousarray(unsigned(weight).T)
-            return ir.tensor((paired(by_output) if bits == 4 else by_output).reshape(outputs, groups, -1))
+            values = by_output(weight)
+            if weight.dtype in SIGNED:  # the operator's have no sign
+                values ^= {4: 0x88, 8: 0x80}[bits]
+            return ir.tensor(values.reshape(outputs, groups, -1))
 
         def scales() -> ir.TensorProtocol:
-            return ir.tensor(np.ascontiguousarray(scale.numpy().T).reshape(-1))
+            values = bytes_of(scale).view(np.float32).reshape(groups, outputs)
+            return ir.tensor(np.ascontiguousarray(values.T).reshape(-1))
 
         def lazy(make: Callable[[], ir.TensorProtocol], dtype: ir.DataType, shape: list[int], end: str) -> Any:
             return op.initializer(ir.LazyTensor(make, dtype=dtype, shape=ir.Shape(shape)), name=f"{name}.{end}")
