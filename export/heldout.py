@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from outrider.bundle.manifest import Parity
 from outrider.engines.arrays import Floats
 from outrider.errors import ParityError
-from outrider.export.checkpoints.checkpoint import TokenizerFiles
+from outrider.export.checkpoints.tokenizer import TokenizerFiles
 from outrider.export.weights.rounding import Rounding
 
 PIECE = 256  # tokens of the text per pass

@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 from outrider.bundle.manifest import Generation, Model, model_file
 from outrider.engines.contract import CONTEXT
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
-from outrider.export.checkpoints.checkpoint import TokenizerFiles, generation_defaults, max_positions, open_model
+from outrider.export.checkpoints.checkpoint import generation_defaults, max_positions, open_model
 from outrider.export.checkpoints.source import CORRECT_CONFIG, Source
 from outrider.export.checkpoints.streamed import Streamed
+from outrider.export.checkpoints.text_part import has_text_part
+from outrider.export.checkpoints.tokenizer import TokenizerFiles
 from outrider.export.graph.features import feature_mixer
 from outrider.export.graph.step_model import trace
 from outrider.export.heads.block_head import BlockHead
@@ -50,6 +52,8 @@ def load(job: ModelJob) -> tuple[PreTrainedModel, Streamed, Generation]:
     """Load a model without its large weights, and check the numbers in its configuration."""
     job.progress.stage(f"loading the {job.role}")
     model, weights = open_model(job.source, job.precision, job.folder, job.progress)
+    if has_text_part(model.config):
+        job.progress.stage(f"loading the {job.role}: text only, images are refused")
     defaults, positions = generation_defaults(model, job.tokenizer), max_positions(model)
     name, rows = job.source.name, head_rows(model, job)
     if positions is not None and positions < 3:  # a round with one draft token needs three

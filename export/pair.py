@@ -33,13 +33,11 @@ from outrider.engines.precisions import PRECISIONS
 from outrider.engines.samplers import MARKOV, SAMPLERS
 from outrider.errors import SourceError
 from outrider.export.arguments import ExportArguments, ExportOptions
-from outrider.export.checkpoints.checkpoint import (
-    load_tokenizer,
-    read_config,
-)
+from outrider.export.checkpoints.checkpoint import read_config
 from outrider.export.checkpoints.outlines import without_bars
 from outrider.export.checkpoints.source import MASK_TOKEN, Source
 from outrider.export.checkpoints.streamed import Streamed
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.checkpoints.vocabulary import check_same_vocabulary
 from outrider.export.graph.features import FEATURE_MIXER
 from outrider.export.graph.sampler import sampler

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer, read_config
+from outrider.export.checkpoints.checkpoint import load_model, read_config
 from outrider.export.checkpoints.source import MASK_TOKEN, Source
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.checkpoints.vocabulary import check_same_vocabulary
 from outrider.runtime.drafters.parallel import ParallelDrafter
 from outrider.training.answers import Example

@@ -17,8 +17,9 @@ from outrider.bundle.folder import staged, write_error
 from outrider.bundle.manifest import TOKENIZER, Manifest
 from outrider.errors import FolderError, ParityError, SourceError, UnsupportedModelError, UsageError, VocabularyMismatchError
 from outrider.export.arguments import ExportArguments
-from outrider.export.checkpoints.checkpoint import load_tokenizer, read_config
+from outrider.export.checkpoints.checkpoint import read_config
 from outrider.export.checkpoints.source import NONE, Source
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.pair import export
 from outrider.progress import SILENT, Progress
 from outrider.runtime.generation import Outrider

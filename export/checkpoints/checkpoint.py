@@ -1,12 +1,9 @@
-"""Load the model and the tokenizer of a checkpoint."""
+"""Load the model of a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +11,33 @@ import torch
 import transformers
 from packaging.version import InvalidVersion, Version
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import outrider.export.checkpoints.mimo  # noqa: F401  # registers its classes with transformers
 from outrider.bundle.manifest import Generation
 from outrider.engines.precisions import PRECISIONS
-from outrider.errors import SourceError, UnsupportedModelError, UsageError
-from outrider.export.checkpoints.gguf_file import GgufFile
+from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.checkpoints.gguf_file import gguf_file_of
 from outrider.export.checkpoints.gguf_reader import metadata_read_once
-from outrider.export.checkpoints.gguf_tokenizer import amend_tokenizer
 from outrider.export.checkpoints.outlines import Outlined
 from outrider.export.checkpoints.packed import packing_of
 from outrider.export.checkpoints.source import AGAIN, CORRECT_CONFIG, Source
 from outrider.export.checkpoints.streamed import Streamed
+from outrider.export.checkpoints.text_part import has_text_part, keep_text_part
+from outrider.export.checkpoints.tokenizer import TokenizerFiles
 from outrider.progress import SILENT, Progress
-from outrider.runtime.text.chat_template import CORRECT, ChatTemplate, with_tools
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 EARLIER_SETTINGS = frozenset(
     ("_name_or_path", "auto_map", "model_type", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
 )
-DEFAULT, TOOL_USE = "default", "tool_use"  # the names of the chat templates that transformers chooses
-MOST_POSITIONS, MOST_TOKENS = 2**40, 2**24
-CORRECT_TOKENIZER = "correct the checkpoint's tokenizer.json, or download it again"
+MOST_POSITIONS = 2**40
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -49,7 +49,7 @@ def read_config(source: Source) -> Any:
             that this one does not know. Other unsupported models fail when they run or are traced.
     """
     source.config()  # checks the numbers
-    file = _gguf_file(source)
+    file = gguf_file_of(source)
     with metadata_read_once():
         config = source.read("configuration", AutoConfig)
     if file is not None:
@@ -58,14 +58,10 @@ def read_config(source: Source) -> Any:
     kind = config.model_type
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source.name} ({kind}) is an encoder-decoder; only decoders are supported")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_text_part(config):
         raise UnsupportedModelError(f"{source.name} ({kind}) is not a causal language model in transformers")
     _check_settings(source, config)
     return config
-
-
-def _gguf_file(source: Source) -> GgufFile | None:
-    return GgufFile.read(Path(source.location, source.options["gguf_file"])) if source.options else None
 
 
 def _check_text(source: Source, config: Any) -> None:
@@ -195,14 +191,14 @@ def open_model(
     Raises:
         SourceError: the model cannot be read, or weights are missing or have the wrong shape.
     """
-    file, config = _gguf_file(source), read_config(source)
+    file, config = gguf_file_of(source), read_config(source)
     if (packing := packing_of(config)) is not None:
         del config.quantization_config  # transformers would want the library that wrote it
     checkpoint, weights = Outlined(packing), Streamed(scratch, progress)
     with checkpoint.loading():
         model, report = source.read(
             "weights",
-            AutoModelForCausalLM if file is None else file,
+            AutoModelForImageTextToText if has_text_part(config) else AutoModelForCausalLM if file is None else file,
             config=config,
             dtype=getattr(torch, PRECISIONS[precision].dtype),  # weights are quantized after loading
             attn_implementation="eager",
@@ -215,6 +211,8 @@ def open_model(
             f"{len(missing)} weights of {source.name} are missing or have the wrong shape; the first is {missing[0]}",
             AGAIN,
         )
+    if has_text_part(config):
+        keep_text_part(model)
     set_experts(model)
     if file is not None:
         file.finish(model)
@@ -226,85 +224,6 @@ def open_model(
     model.requires_grad_(False)
     weights.follow(model, checkpoint)
     return model.eval(), weights
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """The parts of a tokenizer for a bundle."""
-
-    json: str  # the contents of tokenizer.json
-    chat_template: str | None
-    special_tokens: dict[str, str]
-    eos_token_id: int | None
-
-    def vocabulary(self) -> dict[int, str]:
-        """Return the tokens by id, including added tokens."""
-        data = json.loads(self.json)
-        model = data["model"]["vocab"]
-        tokens = model.items() if isinstance(model, dict) else ((entry[0], index) for index, entry in enumerate(model))
-        vocabulary = {index: token for token, index in tokens}
-        return vocabulary | {added["id"]: added["content"] for added in data["added_tokens"]}
-
-
-def load_tokenizer(source: Source) -> TokenizerFiles:
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        SourceError: the checkpoint has no tokenizer, or only a slow one.
-    """
-    with metadata_read_once():
-        tokenizer = source.read("tokenizer", AutoTokenizer)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise SourceError(f"{source.name} has only a slow tokenizer, without a tokenizer.json", "convert it with transformers")
-    if (file := _gguf_file(source)) is not None:
-        amend_tokenizer(file, tokenizer)
-    token, largest = max(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1), default=("", 0))
-    if largest >= MOST_TOKENS:  # lists over all ids would use up the memory
-        raise SourceError(f"{source.name} gives the token {token!r} the id {largest:,}", CORRECT_TOKENIZER)
-    special = {name: str(getattr(tokenizer, name)) for name in SPECIAL_TOKENS if getattr(tokenizer, name, None)}
-    template = _chat_template(source, tokenizer.chat_template)
-    if template is not None:
-        try:
-            ChatTemplate(template, special).check()
-        except UsageError as error:
-            raise SourceError(f"{source.name}: {error}", error.hint) from error
-    return TokenizerFiles(backend.to_str(), template, special, tokenizer.eos_token_id)
-
-
-def _chat_template(source: Source, given: object) -> str | None:
-    """Return the chat template of a tokenizer. If there is another one for tools, the result contains both.
-
-    Raises:
-        SourceError: a template is not text, or there are several without a default.
-    """
-    named: dict[Any, Any] = given if isinstance(given, dict) else {} if given is None else {DEFAULT: given}
-    if (file := _gguf_file(source)) is not None:
-        of_tools = file.metadata.get(f"tokenizer.chat_template.{TOOL_USE}")
-        named |= {} if of_tools is None else {TOOL_USE: of_tools}
-    elif not named and _has(source, "chat_template.json") and (of_processor := source.object("chat_template.json")):
-        named = {DEFAULT: of_processor.get("chat_template")}
-    if wrong := [repr(each)[:50] for each in named.values() if not _is_text(each)]:
-        raise SourceError(f"the chat template of {source.name} is {wrong[0]}, not text", CORRECT)
-    if len(named) < 2:
-        return next(iter(named.values()), None)
-    if DEFAULT not in named:
-        names = ", ".join(sorted(map(str, named)))
-        raise SourceError(f"{source.name} has the chat templates {names}, and no {DEFAULT}", f"name one of them {DEFAULT}")
-    return with_tools(named[DEFAULT], named[TOOL_USE]) if TOOL_USE in named else named[DEFAULT]
-
-
-def _is_text(value: object) -> bool:
-    """Return whether a JSON value is text that UTF-8 can encode, without half a surrogate pair."""
-    return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
-
-
-def _has(source: Source, name: str) -> bool:
-    """Return whether a checkpoint has a file, or without a connection, whether it was downloaded."""
-    try:
-        return source.file(name) is not None
-    except SourceError:
-        return False
 
 
 def generation_defaults(model: PreTrainedModel, tokenizer: TokenizerFiles) -> Generation:

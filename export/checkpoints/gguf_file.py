@@ -25,7 +25,7 @@ from outrider.engines.arrays import Floats
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.export.checkpoints.gguf_reader import once_per_file, open_gguf
 from outrider.export.checkpoints.gguf_tensors import GgufTensors
-from outrider.export.checkpoints.source import MOST, reason_of
+from outrider.export.checkpoints.source import MOST, Source, reason_of
 
 # The entries of a configuration for each key of the file. The first entry that a configuration has counts.
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -279,3 +279,8 @@ def _same(ours: object, theirs: object) -> bool:
     if isinstance(ours, int | float) and isinstance(theirs, int | float):
         return math.isclose(ours, theirs, rel_tol=1e-6)  # the file has fp32 numbers
     return ours == theirs
+
+
+def gguf_file_of(source: Source) -> GgufFile | None:
+    """Return the GGUF file of a source, or None if it is another checkpoint."""
+    return GgufFile.read(Path(source.location, source.options["gguf_file"])) if source.options else None

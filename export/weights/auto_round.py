@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from outrider.errors import UnsupportedModelError, UsageError
-from outrider.export.checkpoints.checkpoint import TokenizerFiles
 from outrider.export.checkpoints.source import reason_of
+from outrider.export.checkpoints.tokenizer import TokenizerFiles
 from outrider.export.graph.features import FEATURE_MIXER
 from outrider.export.heads.short_head import output_head
 from outrider.export.weights.rounding import Rounding

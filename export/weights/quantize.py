@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from outrider.bundle.manifest import Quantization
-from outrider.export.checkpoints.checkpoint import TokenizerFiles
 from outrider.export.checkpoints.streamed import Streamed
+from outrider.export.checkpoints.tokenizer import TokenizerFiles
 from outrider.export.graph.experts import BlockExperts, Stack, gate_of, packed
 from outrider.export.graph.features import FEATURE_MIXER
 from outrider.export.heads.short_head import output_head

@@ -105,9 +105,8 @@ class StoredWeight:
         values, zero, bits = smallest
         for at in range(0, outputs, ROWS_AT_ONCE):
             rows = slice(at, at + ROWS_AT_ONCE)
-            numbers = (values[rows].to(torch.int16) - zero[rows, :, None] if zero is not None else values[rows]) * scale[
-                rows, :, None
-            ]
+            integers = values[rows] if zero is None else values[rows].to(torch.int16) - zero[rows, :, None]
+            numbers = integers * scale[rows, :, None]
             numbers = numbers if offset is None else numbers + offset[rows, :, None]
             wanted = weight[rows] if self.order is None else weight[rows, self.order]
             if not torch.equal(numbers.reshape(wanted.shape), wanted):

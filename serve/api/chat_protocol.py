@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.serve.api.protocol import MAX_PARTS, MAX_TOOLS, Common, Schema, Strict, check_count
+from outrider.serve.api.protocol import MAX_PARTS, MAX_TOOLS, Common, Schema, Strict, check_count, only_text
 
 
 class ContentPart(Strict):
@@ -17,7 +17,7 @@ class ContentPart(Strict):
 
     no_effect = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(only_text)]
     text: str
 
 

@@ -31,6 +31,17 @@ MAX_DEPTH = 64  # of a schema
 MAX_ENTRIES = 1024  # of an object
 
 
+# Types of parts of a message that are not text, in the APIs for chats and for responses.
+NOT_TEXT = ("image_url", "input_audio", "video_url", "audio_url", "file", "input_image", "input_file", "input_video")
+
+
+def only_text(kind: Any) -> Any:
+    """Return the type of a part of a message, after checking that it is none that only multimodal models read."""
+    if kind in NOT_TEXT:
+        raise PydanticCustomError("not_text", "this model reads text only; images, sound and files are refused")
+    return kind
+
+
 def check_count(count: int, limit: int, things: str) -> None:
     if count > limit:
         context = {"count": f"{count:,}", "limit": f"{limit:,}", "things": things}

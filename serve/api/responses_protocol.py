@@ -21,7 +21,7 @@ from outrider.serve.api.chat_protocol import (
     few_parts,
     template_messages,
 )
-from outrider.serve.api.protocol import MAX_TOOLS, Common, Schema, Strict
+from outrider.serve.api.protocol import MAX_TOOLS, Common, Schema, Strict, only_text
 
 
 class InputText(Strict):
@@ -29,7 +29,7 @@ class InputText(Strict):
 
     no_effect = frozenset({"annotations", "cache_control", "logprobs", "parsed", "prompt_cache_breakpoint"})
 
-    type: Literal["input_text", "output_text"]
+    type: Annotated[Literal["input_text", "output_text"], BeforeValidator(only_text)]
     text: str
 
 

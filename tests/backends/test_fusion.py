@@ -34,9 +34,9 @@ from outrider.backends.rewriting.spare_row import SpareRow
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build, model_file
 from outrider.errors import OutriderWarning
-from outrider.export.checkpoints.checkpoint import load_tokenizer
 from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.streamed import Streamed
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.graph.step_model import trace
 from outrider.export.parity import CHUNKS, Exported, reference

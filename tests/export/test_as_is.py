@@ -18,11 +18,12 @@ from outrider.audit.audit import SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
-from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer, open_model
+from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.gguf_blocks import BLOCKS
 from outrider.export.checkpoints.integers import CONTENTS
 from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.source import Source
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.graph.experts import BlockExperts
 from outrider.export.pair import export_pair
 from outrider.export.parity import reference, sample_tokens

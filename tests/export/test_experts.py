@@ -17,9 +17,10 @@ from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.tensorrt.process import build_plan
 from outrider.engines.graph_session import GraphSession
 from outrider.errors import OutriderWarning
-from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer
+from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.streamed import Streamed
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.graph.experts import BlockExperts
 from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair

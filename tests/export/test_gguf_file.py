@@ -14,8 +14,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from outrider.errors import SourceError, UnsupportedModelError
-from outrider.export.checkpoints.checkpoint import generation_defaults, load_model, load_tokenizer, read_config
+from outrider.export.checkpoints.checkpoint import generation_defaults, load_model, read_config
 from outrider.export.checkpoints.source import Source
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.tests.support import END, tokenizer
 
 LENGTH = 128

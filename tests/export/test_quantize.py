@@ -24,9 +24,10 @@ from outrider.backends.onnxruntime.engine import session_options
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.integrity import check_files
 from outrider.errors import ParityError, UsageError
-from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer
+from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.streamed import Streamed
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
 from outrider.export.parity import Exported, reference, sample_tokens

@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from outrider.errors import SourceError, UnsupportedModelError
-from outrider.export.checkpoints.checkpoint import load_model, load_tokenizer, read_config
+from outrider.export.checkpoints.checkpoint import load_model, read_config
 from outrider.export.checkpoints.source import Source
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.pair import export_pair
 from outrider.runtime.text.chat_template import with_tools
 from outrider.tests.support import llama, write_checkpoint

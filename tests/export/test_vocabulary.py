@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import VocabularyMismatchError
-from outrider.export.checkpoints.checkpoint import TokenizerFiles
+from outrider.export.checkpoints.tokenizer import TokenizerFiles
 from outrider.export.checkpoints.vocabulary import check_same_vocabulary
 from outrider.tests.support import END, tokenizer
 

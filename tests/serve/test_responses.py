@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
         "input",
-        "input.0.message.content.0.type: Input should be 'input_text'",
+        "input.0.message.content.0.type: this model reads text only; images, sound and files are refused",
     ),
     "another item": ({"input": [{"type": "computer_call"}]}, "input", "function_call_output"),
     "no items": ({"input": []}, "input", "at least 1"),

@@ -303,7 +303,7 @@ def test_head_requests(server: Server) -> None:
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
             "messages",
-            "messages.0.content.0.type: Input should be 'text'",
+            "messages.0.content.0.type: this model reads text only; images, sound and files are refused",
         ),
     ],
 )
