@@ -63,12 +63,8 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
     from outrider.backends.onnxruntime.fusion.products import with_block_products
 
     progress.stage(f"fusing the {role}")
-    fused, final, plain = (
-        folder / "fused" / "model.onnx",
-        folder / "final" / model_file(role),
-        folder / "plain" / model_file(role),
-    )
-    for path in (fused, final, plain):
+    fused, final = folder / "fused" / "model.onnx", folder / "final" / model_file(role)
+    for path in (fused, final):
         path.parent.mkdir(parents=True)
     left_out: list[str] = []
     if build.device == "cpu":
@@ -83,8 +79,9 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
     rewritten = msgspec.structs.replace(build, rewrites={role: counts})
     reference = source
     if manifest.models[role].quantization is not None:  # or ONNX Runtime would keep the weights of the export twice
-        with_block_products(source / model_file(role), plain)
         reference = folder / "plain"
+        (reference / model_file(role)).parent.mkdir(parents=True)
+        with_block_products(source / model_file(role), reference / model_file(role))
     check_same(reference, OnnxRuntimeEngines(folder / "final", manifest, rewritten, Cpu()), role)
     if left_out and (role != "block-head" or left_out[1:] != ["it has a mask that is not causal"]):  # a block's mask is not
         _warn(f"{left_out[0]} of the {role} stays as exported, which is slower: {'; '.join(left_out[1:])}")

@@ -29,7 +29,7 @@ from outrider.backends.rewriting.attention import CachedAttention
 from outrider.backends.rewriting.graphs import apply, input_named, load, read_batch_off_tokens, save
 from outrider.backends.rewriting.layouts import bits_of, by_output, bytes_of
 from outrider.backends.rewriting.logits import LastRows
-from outrider.backends.rewriting.matching import Op, shape_of
+from outrider.backends.rewriting.matching import Op, shape_of, tensor_of
 from outrider.backends.rewriting.products import Products
 from outrider.backends.rewriting.spare_row import SpareRow
 from outrider.engines.contract import FEATURE_POSITIONS, INPUT_IDS, KEY_POSITIONS, LOGITS_ROWS, PAST_FEATURES, PENDING
@@ -192,8 +192,7 @@ def _by_output(graph: ir.Graph) -> None:
 def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
     """Return weights [K, N] by output. They are computed when they are saved, to save memory."""
     (inputs, outputs), groups = shape_of(quantized), shape_of(scale)[0]
-    shape, tensor = [outputs, groups, inputs // groups], ir.convenience.get_const_tensor(quantized)
-    assert tensor is not None
+    shape, tensor = [outputs, groups, inputs // groups], tensor_of(quantized)
 
     def make() -> ir.TensorProtocol:
         values = by_output(tensor)
@@ -209,8 +208,7 @@ def _scales_by_output(scale: ir.Value) -> ir.TensorProtocol:
 
     They are in fp16 unless some are too small or too large for it: in fp32 they would be a ninth of the bytes of a pass.
     """
-    tensor, half = ir.convenience.get_const_tensor(scale), np.finfo(np.float16)
-    assert tensor is not None
+    tensor, half = tensor_of(scale), np.finfo(np.float16)
     values = bytes_of(tensor).view(tensor.dtype.numpy()).reshape(shape_of(scale))
     values = np.ascontiguousarray(values.T)[..., None]
     if values.min() >= half.smallest_normal and values.max() <= half.max:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy.typing as npt
@@ -27,6 +28,11 @@ def tensor_of(value: ir.Value) -> ir.TensorProtocol:
     tensor = ir.convenience.get_const_tensor(value)
     assert tensor is not None
     return tensor
+
+
+def lazy(op: Op, make: Callable[[], ir.TensorProtocol], dtype: ir.DataType, shape: tuple[int, ...], name: str) -> Any:
+    """Return a new initializer. `make` makes its tensor when the graph is saved, to save memory."""
+    return op.initializer(ir.LazyTensor(make, dtype=dtype, shape=ir.Shape(shape)), name=name)
 
 
 def shape_of(value: ir.Value) -> tuple[int, ...]:

@@ -46,7 +46,15 @@ class Product:
         return cls(quantized, scale, zero, block, bias, output)
 
 
-class Products(RewriteRuleClassBase):
+class ProductRule(RewriteRuleClassBase):
+    """A rule for products with dequantized weights; `Product.of` tells more of the node that it finds."""
+
+    def pattern(self, op: Op, x: Any, quantized: Any, scale: Any) -> Any:
+        weight = op.DequantizeLinear(quantized, scale, _allow_other_attributes=True, _allow_other_inputs=True)
+        return op.MatMul(x, weight, _outputs=["product"])
+
+
+class Products(ProductRule):
     """Replaces products of one input with different quantized weights (query, key and value; gate and up) with one product.
 
     Then the input is rounded only once, and threads start only once.
@@ -54,10 +62,6 @@ class Products(RewriteRuleClassBase):
 
     def __init__(self) -> None:
         super().__init__("joined products")
-
-    def pattern(self, op: Op, x: Any, quantized: Any, scale: Any) -> Any:
-        weight = op.DequantizeLinear(quantized, scale, _allow_other_attributes=True, _allow_other_inputs=True)
-        return op.MatMul(x, weight, _outputs=["product"])
 
     def check(self, context: Any, x: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
         first = Product.of(product.producer())

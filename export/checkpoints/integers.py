@@ -36,7 +36,7 @@ class Integers:
 
 
 class Content:
-    """A tensor of a checkpoint, of which a loader reads one of `CONTENTS` instead of the weights."""
+    """Stands for a tensor of a checkpoint when a loader should read one of `CONTENTS` and not the weights."""
 
     def __init__(self, tensor: Any, name: str):
         self._tensor, self._name = tensor, name

@@ -149,7 +149,7 @@ class Outlined:
         _load(model, {name: self._tensors[name] for name in names}, self._config)
 
     def read_content(self, model: PreTrainedModel, part: str, content: str) -> None:
-        """Give a model one of `integers.CONTENTS` in place of a part's weights, of those that are stored as integers."""
+        """Load one of `integers.CONTENTS` where a part's weights belong, for weights that are stored as integers."""
         wanted: dict[str, Content] = {}
         for names in self.sources.get(part, {}).values():
             contents = [contents_of(self._tensors[name]) for name in names]

@@ -6,32 +6,27 @@ that of the processor's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import MatchResult, RewriteRuleClassBase
+from onnxscript.rewriter import MatchResult
 
 from outrider.backends.rewriting.graphs import apply, load, save
 from outrider.backends.rewriting.layouts import SIGNED, bits_of, by_output, bytes_of, paired, unsigned
-from outrider.backends.rewriting.matching import MICROSOFT, Op, refused, shape_of, tensor_of
-from outrider.backends.rewriting.products import Product
+from outrider.backends.rewriting.matching import MICROSOFT, Op, lazy, refused, shape_of, tensor_of
+from outrider.backends.rewriting.products import Product, ProductRule
 
 ACCURACY_LEVEL = 4  # activations are rounded to int8, as ONNX Runtime does by default
 SMALLEST_BLOCK = 16  # of the operator, whose blocks are powers of two
 
 
-class BlockProducts(RewriteRuleClassBase):
+class BlockProducts(ProductRule):
     """Replaces `MatMul` of dequantized weights with `MatMulNBits`."""
 
     def __init__(self) -> None:
         super().__init__("products of integers")
-
-    def pattern(self, op: Op, x: Any, quantized: Any, scale: Any) -> Any:
-        weight = op.DequantizeLinear(quantized, scale, _allow_other_attributes=True, _allow_other_inputs=True)
-        return op.MatMul(x, weight, _outputs=["product"])
 
     def check(self, context: Any, product: Any, **_: Any) -> MatchResult:  # type: ignore[override]
         found = Product.of(product.producer())
@@ -58,13 +53,10 @@ class BlockProducts(RewriteRuleClassBase):
             values = bytes_of(scale).view(np.float32).reshape(groups, outputs)
             return ir.tensor(np.ascontiguousarray(values.T).reshape(-1))
 
-        def lazy(make: Callable[[], ir.TensorProtocol], dtype: ir.DataType, shape: list[int], end: str) -> Any:
-            return op.initializer(ir.LazyTensor(make, dtype=dtype, shape=ir.Shape(shape)), name=f"{name}.{end}")
-
-        byte = ir.DataType.UINT8
+        shape = outputs, groups, found.block * bits // 8
         parts = [
-            lazy(integers, byte, [outputs, groups, found.block * bits // 8], "by_output"),
-            lazy(scales, ir.DataType.FLOAT, [outputs * groups], "scale_by_output"),
+            lazy(op, integers, ir.DataType.UINT8, shape, f"{name}.by_output"),
+            lazy(op, scales, ir.DataType.FLOAT, (outputs * groups,), f"{name}.scale_by_output"),
         ]
         if found.zero is not None:
             zeros = np.ascontiguousarray(unsigned(tensor_of(found.zero)).T)
