@@ -25,7 +25,7 @@ the edit table, and K the candidates of top_k and top_p.
 | `tokens` | int64 [B, S] | the accepted tokens, then the target's own token, then -1 |
 | `status` | int64 [B] | `DECIDED`, `MORE_CANDIDATES` or `NOT_FINITE` |
 | `logprobs` | float32 [B, S] | the natural logarithm of the target's probability of `tokens`, before edits and warping |
-| `top_ids`, `top_logprobs` | [B, S, n] | the n most likely tokens, where n is `candidates` |
+| `top_ids`, `top_logprobs` | [B, S, n] | the n most likely tokens, where n is `candidates`; `FORBIDDEN` where a logit is -inf |
 | `block_state` | float32 [B, S, A] out of the step model, [B, 1, A] into `markov` | the input of its heads |
 | `before` | int64 [B, 1] | `markov` only: the token before the row's token |
 | `biased` | float32 [B, 1, V] | the logits that the drafter reads in place of the model's |
@@ -61,6 +61,9 @@ EDITS = (
 DECIDED = 0
 MORE_CANDIDATES = 1  # top_k or top_p reaches beyond the candidates: run again with more
 NOT_FINITE = 2  # the logits contain NaN or infinity
+
+# The least of `top_logprobs`: ONNX Runtime on CUDA sorts -inf after the padding of its TopK, the lowest float without an id.
+FORBIDDEN = -1e30
 
 SAMPLERS = ("drafter", "verifier", "greedy_drafter", "greedy_verifier", "logprobs")
 DRAFT_SAMPLERS = ("drafter", "greedy_drafter")  # indexed by whether the round is greedy

@@ -27,7 +27,16 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from outrider.engines.samplers import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE, SAMPLERS, SETTINGS, sampler_tensors
+from outrider.engines.samplers import (
+    BLOCK,
+    DECIDED,
+    FORBIDDEN,
+    MORE_CANDIDATES,
+    NOT_FINITE,
+    SAMPLERS,
+    SETTINGS,
+    sampler_tensors,
+)
 
 OPSET = 21
 INT64 = ir.DataType.INT64
@@ -244,7 +253,7 @@ def logprobs(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
     op = graph.op
     normal = op.LogSoftmax(inputs["logits"], axis=2)
     chosen = op.GatherElements(normal, op.Unsqueeze(op.Max(inputs["tokens"], [0]), [2]), axis=2)
-    top_logprobs, top_ids = op.TopK(normal, inputs["candidates"], axis=2, _outputs=2)
+    top_logprobs, top_ids = op.TopK(op.Max(normal, FORBIDDEN), inputs["candidates"], axis=2, _outputs=2)
     return [op.Squeeze(chosen, [2]), top_ids, top_logprobs]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.engines.device import Arena, Launch, host_buffer, in_sequence
+from outrider.engines.samplers import FORBIDDEN
 from outrider.runtime.rounds.buffers import RoundBuffers, Shape
 
 
@@ -60,6 +61,6 @@ class LogprobsRuns:
         for row in range(lane * shape.rows, lane * shape.rows + count):
             best = slice(row * shape.top, row * shape.top + top)
             pairs = zip(host["top_ids"][best].tolist(), host["top_logprobs"][best].tolist(), strict=True)
-            allowed = tuple(pair for pair in pairs if pair[1] > -np.inf)  # a grammar may allow fewer tokens
+            allowed = tuple(pair for pair in pairs if pair[1] > FORBIDDEN)  # a grammar may allow fewer tokens
             logprobs.append(Logprobs(float(host["logprobs"][row]), allowed))
         return logprobs

@@ -10,7 +10,7 @@ import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.samplers import BLOCK, DECIDED, MORE_CANDIDATES, NOT_FINITE
+from outrider.engines.samplers import BLOCK, DECIDED, FORBIDDEN, MORE_CANDIDATES, NOT_FINITE
 from outrider.runtime.rounds.reference import draw, edit, excluded, named_settings, verify, warp
 from outrider.tests.samplers import NEUTRAL, UNEDITED, Array, Case, Graphs, row, run
 
@@ -327,6 +327,16 @@ def test_logprobs_are_those_of_the_unmodified_logits(graphs: Graphs) -> None:
     np.testing.assert_allclose(chosen[1], want[1, [0, 1, 2], [7, 8, 9]], atol=1e-5)
     np.testing.assert_array_equal(ids, np.argsort(-want, axis=2)[:, :, :4])
     np.testing.assert_allclose(values, np.sort(want, axis=2)[:, :, ::-1][:, :, :4], atol=1e-5)
+
+
+def test_forbidden_tokens_have_finite_logprobs(graphs: Graphs) -> None:
+    """On CUDA, ONNX Runtime gives ids that are no tokens for -inf."""
+    logits = np.full((1, 1, 300), -np.inf, dtype=np.float32)
+    logits[0, 0, [7, 9]] = 0
+    chosen, ids, values = run(graphs, "logprobs", 300, logits=logits, tokens=np.array([[9]]), candidates=np.array([3]))
+    assert chosen.item() == pytest.approx(np.log(0.5))
+    assert set(ids[0, 0, :2]) == {7, 9}
+    assert values[0, 0, 2] == np.float32(FORBIDDEN)
 
 
 def test_blocks_are_drawn_with_a_separate_uniform(graphs: Graphs) -> None:

@@ -13,7 +13,7 @@ from outrider.tests.support import SHIPPED, run
 SECONDS = 500  # of a command: a test may run two of them within its limit
 TARGET, DRAFT = (str(SHIPPED / role) for role in ("target", "draft"))
 EXPORTS: dict[str, Callable[[Path], object]] = {
-    **{precision: partial(export_pair, TARGET, DRAFT, precision=precision) for precision in ("fp16", "fp32", "bf16")},
+    **{precision: partial(export_pair, TARGET, DRAFT, precision=precision) for precision in ("fp16", "fp32", "bf16", "int4")},
     "alone": partial(export_pair, TARGET, None, precision="fp16"),
 }
 """The shipped pair in each precision, and its target alone."""

@@ -50,7 +50,7 @@ def tokens(outrider: Outrider, k: int, **params: Any) -> list[int]:
 
 
 @pytest.mark.gpu("every engine computes what ONNX Runtime does on the CPU, in every profile")
-@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16", "int4"])
 def test_engines_compute_what_onnx_runtime_does(
     bundles: Bundles, exports: Exports, precision: str, record_property: Record
 ) -> None:
@@ -65,8 +65,9 @@ def test_engines_compute_what_onnx_runtime_does(
 
 
 @pytest.mark.gpu("the losslessness audit passes, also for batches of four")
-def test_the_audit_passes(bundles: Bundles, record_property: Record) -> None:
-    lines = [" ".join(line.split()) for line in command("verify", bundles("fp16", "--batch", "4")).splitlines()]
+@pytest.mark.parametrize("precision", ["fp16", "int4"])
+def test_the_audit_passes(bundles: Bundles, precision: str, record_property: Record) -> None:
+    lines = [" ".join(line.split()) for line in command("verify", bundles(precision, "--batch", "4")).splitlines()]
     record_property("audit", "; ".join(line for line in lines if line.startswith(("greedy", "batched", "the bundle"))))
 
 
