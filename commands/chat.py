@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.commands.generate import OUTPUT, PROMPT, SAMPLING, STOPPING, number
-from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, k, model
+from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, chat_template, device, drafter, k, model
 from outrider.commands.output import console, print_pieces, printable, progress_bar, standard_error_discarded
 from outrider.errors import OutriderError, UsageError
 from outrider.prepare.wanted import Wanted
@@ -40,6 +40,7 @@ Put a space before a message that begins with such a word."""
 
 @click.command("chat", cls=GroupedCommand)
 @model
+@chat_template
 @click.option("--system", cls=GroupedOption, group=PROMPT, metavar="TEXT", default="", help="The system message.")
 @number("temperature", SAMPLING, "Divide the logits by this; 0 is greedy decoding.")
 @number("top_p", SAMPLING, "Keep the smallest set of tokens whose probabilities add up to this.")
@@ -57,7 +58,14 @@ Put a space before a message that begins with such a word."""
 @device
 @click.option("--show", cls=GroupedOption, group=OUTPUT, is_flag=True, help="Colour the text by origin.")
 def command(
-    wanted: Wanted, system: str, k: int | str, drafter: str | None, device: str | None, show: bool, **params: Any
+    wanted: Wanted,
+    chat_template: str | None,
+    system: str,
+    k: int | str,
+    drafter: str | None,
+    device: str | None,
+    show: bool,
+    **params: Any,
 ) -> None:
     """Hold a conversation in the terminal. Without one, each line of standard input is a message.
 
@@ -72,9 +80,10 @@ def command(
 
     bundle = bundle_of(wanted, device, k)
     with progress_bar() as progress:
-        loaded = LoadedBundle.load(bundle, progress, device=device)
+        loaded = LoadedBundle.load(bundle, progress, device=device, chat_template=chat_template)
     if loaded.text.template is None:
-        raise UsageError("this bundle has no chat template", "continue a text with outrider generate, which needs none")
+        hint = "pass one with --chat-template, or continue a text with outrider generate, which needs none"
+        raise UsageError("this bundle has no chat template", hint)
     conversation = Conversation(Scheduler(loaded, k=k, drafter=drafter), sampling, system, interactive, show)
     if not interactive:
         # What is not UTF-8 fails as a message does.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outrider.bundle.manifest import CHAT_TEMPLATE
+from outrider.commands.options import NO_TEMPLATE, chat_template
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
 from outrider.export.arguments import ExportArguments
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     help="Let the draft propose only the N most frequent tokens of --draft-vocab-text: faster, at some loss of acceptance.",
 )
 @click.option("--draft-vocab-text", metavar="FILE", type=click.Path(path_type=Path), help="Text file in which to count tokens.")
+@chat_template
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest on standard output.")
 def command(
     target: str,
@@ -79,6 +82,7 @@ def command(
     group_size: int | None,
     draft_vocab: int | None,
     draft_vocab_text: Path | None,
+    chat_template: str | None,
     as_json: bool,
 ) -> None:
     """Export a pair of checkpoints, or a target alone, as standard ONNX, and check each graph against its checkpoint."""
@@ -93,6 +97,7 @@ def command(
         group_size=group_size,
         draft_vocab=draft_vocab,
         draft_vocab_text=draft_vocab_text,
+        chat_template=chat_template,
     )
     with progress_bar() as progress, without_garbage_collection():
         progress.stage("importing torch and transformers")
@@ -104,6 +109,8 @@ def command(
         return
     for role, model in manifest.models.items():
         _print_model(role, model)
+    if CHAT_TEMPLATE not in manifest.files:
+        click.echo(NO_TEMPLATE)
     click.echo(f"wrote {output}")
 
 

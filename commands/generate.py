@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, device, drafter, k, model
+from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, chat_template, device, drafter, k, model
 from outrider.commands.output import console, print_pieces, progress_bar, standard_error_discarded
 from outrider.errors import UsageError
 from outrider.prepare.wanted import Wanted
@@ -66,7 +66,8 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
 @click.command("generate", cls=GroupedCommand)
 @model
 @click.option("--prompt", cls=GroupedOption, group=PROMPT, metavar="TEXT", help="The prompt.  [default: all of standard input]")
-@click.option("--chat", cls=GroupedOption, group=PROMPT, is_flag=True, help="Apply the bundle's chat template to the prompt.")
+@click.option("--chat", cls=GroupedOption, group=PROMPT, is_flag=True, help="Apply the chat template to the prompt.")
+@chat_template
 @click.option(
     "--allow-special-tokens",
     cls=GroupedOption,
@@ -145,6 +146,7 @@ def command(
     wanted: Wanted,
     prompt: str | None,
     chat: bool,
+    chat_template: str | None,
     allow_special_tokens: bool,
     k: int | str,
     drafter: str | None,
@@ -162,6 +164,8 @@ def command(
         raise UsageError("--show and --json cannot be combined", "leave one of them out")
     if params["logprobs"] is not None and not as_json:
         raise UsageError("logprobs appear only in JSON output", "add --json")
+    if chat_template is not None and not chat:
+        raise UsageError("--chat-template needs --chat", "add --chat, or leave it out")
     if allow_special_tokens and not chat:
         raise UsageError("--allow-special-tokens needs --chat", "leave it out: only chat messages are restricted")
     sampling = SamplingParams(**params)
@@ -170,7 +174,7 @@ def command(
     text = _read_prompt() if prompt is None else prompt
     bundle = bundle_of(wanted, device, k)
     with progress_bar() as progress:
-        loaded = Outrider.load(bundle, progress, device=device)
+        loaded = Outrider.load(bundle, progress, device=device, chat_template=chat_template)
     with standard_error_discarded():
         events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat, allow_special_tokens=allow_special_tokens)
     if as_json:

@@ -13,10 +13,13 @@ import click
 from outrider.backends import registry
 from outrider.commands.output import printable, progress_bar
 from outrider.engines.precisions import PRECISIONS
+from outrider.errors import UsageError, reason_of
 from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.wanted import Wanted
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO
+
+NO_TEMPLATE = "there is no chat template, so chats are refused; --chat-template FILE adds one"
 
 
 class Registered(click.Choice[str]):
@@ -67,6 +70,27 @@ def sizes(_: click.Context, __: click.Parameter, text: str | None) -> list[int] 
         raise click.BadParameter(f"{text!r} is not a list of numbers such as 1,2,4,8") from None
 
 
+def template(_: click.Context, __: click.Parameter, path: Path | None) -> str | None:
+    """Read and check a chat template (click callback).
+
+    Raises:
+        UsageError: it cannot be read, does not compile, or does not show what users say.
+    """
+    if path is None:
+        return None
+    from outrider.runtime.text.chat_template import ChatTemplate
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {reason_of(error)}", "pass a Jinja template as --chat-template") from error
+    try:
+        ChatTemplate(text, {}).check()
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}", "correct the template") from error
+    return text
+
+
 backend = click.option(
     "--backend",
     cls=GroupedOption,
@@ -107,7 +131,7 @@ def model(command: Any) -> Any:
         click.option(
             "--precision",
             type=click.Choice([*PRECISIONS, AS_IS]),
-            help="Precision of the weights.  [default: as-is for a checkpoint that is quantized to 4 bits, otherwise int4, or"
+            help="Precision of the weights.  [default: as-is for a checkpoint in 4 bits (of GGUF: Q4_0), otherwise int4, or"
             " int8 if int4 costs the model too much]",
             **grouped,
         ),
@@ -152,6 +176,13 @@ drafter = click.option(
     type=Registered(lambda: (*drafters.names(), AUTO)),
     help=f"Where draft tokens come from: {', '.join(f'{name} ({drafters.get(name).label})' for name in drafters.names())}, or"
     " auto, whichever is fastest.  [default: auto if --k is auto, else the first of these that the bundle supports]",
+)
+chat_template = click.option(
+    "--chat-template",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    callback=template,
+    help="Use the chat template in this file (Jinja) instead of the model's own.",
 )
 device = click.option(
     "--device",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 import click
 
-from outrider.commands.options import bundle_of, device, drafter, model, number_or_auto
+from outrider.commands.options import NO_TEMPLATE, bundle_of, chat_template, device, drafter, model, number_or_auto
 from outrider.errors import UsageError
 from outrider.prepare.wanted import Wanted
 from outrider.serve.network.access import KEYS, allowed_hosts, read_keys
@@ -60,6 +61,7 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
     help="Let all clients share cached prompt prefixes; by default only clients with the same key do.",
 )
 @click.option("--log-prompts", is_flag=True, help="Log prompts; by default no text of a request is logged.")
+@chat_template
 @click.option("--allow-special-tokens", is_flag=True, help="Parse special tokens in the text of chat messages.")
 @click.option("--ray", is_flag=True, help="Run replicas in the Ray cluster at $RAY_ADDRESS, or in a local one.")
 @click.option(
@@ -90,6 +92,7 @@ def command(
     drain: int,
     share_prefixes: bool,
     log_prompts: bool,
+    chat_template: str | None,
     allow_special_tokens: bool,
     ray: bool,
     replicas: tuple[int, int],
@@ -104,6 +107,7 @@ def command(
     """
     handle_signals(lambda *_: sys.exit(0))  # until the server installs its own handlers
     from outrider.bundle.folder import read_manifest
+    from outrider.bundle.manifest import CHAT_TEMPLATE
     from outrider.serve.log import log_as_json
     from outrider.serve.network.connections import listen
     from outrider.serve.settings import Settings
@@ -122,7 +126,8 @@ def command(
         for listener in listen(host, port):  # a port in use should be noticed before a model is made
             listener.close()
     bundle = bundle_of(wanted, device, k)
-    build = read_manifest(bundle).build
+    manifest = read_manifest(bundle)
+    build = manifest.build
     assert build is not None  # it is a bundle
     settings = Settings(
         bundle=bundle.resolve(),
@@ -136,17 +141,19 @@ def command(
         hosts=hosts,
         max_bytes=max_body,
         max_choices=max_choices,
+        chat_template=chat_template,
         max_prompt=max_prompt,
         share_prefixes=share_prefixes,
         log_prompts=log_prompts,
         allow_special_tokens=allow_special_tokens,
     )
-    if ray:
-        log_as_json()
-        on_gpu = (device or build.device) != "cpu"
-        cpus = cpus or (1 if on_gpu else None)
-        cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)
-    else:
-        server = HttpServer(settings, host, port, drain)
-        log_as_json()
+    server = None if ray else HttpServer(settings, host, port, drain)  # what it refuses is no line of a log
+    log_as_json()
+    if chat_template is None and CHAT_TEMPLATE not in manifest.files:
+        logging.getLogger("outrider.serve").warning(NO_TEMPLATE)
+    if server is not None:
         server.run()
+        return
+    on_gpu = (device or build.device) != "cpu"
+    cpus = cpus or (1 if on_gpu else None)
+    cluster.run(settings, cluster.Scale(replicas, build.batch, cpus, int(on_gpu)), host, port, drain)

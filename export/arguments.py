@@ -24,6 +24,7 @@ class ExportOptions(TypedDict, total=False):
     group_size: int | None  # the most inputs that share a scale: 32, 64 or 128, for int8 and int4
     draft_vocab: int | None  # how many tokens the draft can propose: the most frequent ones of `draft_vocab_text`
     draft_vocab_text: Path | None  # a text file
+    chat_template: str | None  # instead of the target's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ExportArguments:
     own_head: bool | None  # whether to draft with the target's MTP head; None to do so if there is one
     rounding: Rounding | None  # None if weights are not quantized
     shortening: tuple[Path, int] | None  # limit the draft to the most frequent tokens of this text, to this many
+    chat_template: str | None  # instead of the target's own
 
     @classmethod
     def check(
@@ -59,7 +61,8 @@ class ExportArguments:
         check_absent(output)
         parsed = _parsed(target), [_parsed(draft) for draft in named if draft != MTP]
         own_head = MTP in named if drafts else None
-        return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening)
+        template = options.get("chat_template")
+        return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening, template)
 
     def sources(self) -> dict[str, Source]:
         """Return the checkpoints by role, the target first. This may download their configurations.

@@ -139,7 +139,7 @@ def export(arguments: ExportArguments, progress: Progress) -> Manifest:
                 export_markov(drafter, folder / sampler_file(MARKOV), vocab_rows, precision)
             share_with_target(folder, models)
         (folder / TOKENIZER).write_text(tokenizers["target"].json, encoding="utf-8")
-        if (template := tokenizers["target"].chat_template) is not None:
+        if (template := arguments.chat_template or tokenizers["target"].chat_template) is not None:
             (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
         return _seal(folder, vocab_tokens, models, defaults, progress)
 

@@ -22,17 +22,11 @@ from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.garbage import without_garbage_collection
 from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.cache import Cache
+from outrider.prepare.precision import NEXT_PRECISION, PRECISION, default_precision, why
 from outrider.prepare.wanted import Wanted
 from outrider.progress import Progress
 from outrider.runtime.policy.choice import AUTO
 
-PRECISION, NEXT_PRECISION, GPU_PRECISION = "int4", "int8", "fp16"  # the second if the first costs a model too much
-REASONS = {
-    AS_IS: "the checkpoint's own 4 bits",
-    PRECISION: "the fastest",
-    NEXT_PRECISION: f"{PRECISION} costs this model too much",
-    GPU_PRECISION: "for a GPU",
-}
 CHECKPOINT_BITS = 16  # of a weight, roughly: to predict what an export takes
 GPU_BACKENDS = ("tensorrt", "tensorrt-rtx")
 EXPORTERS = ("onnx-ir", "onnxscript", "torch", "transformers")  # packages that decide what a graph looks like
@@ -149,7 +143,7 @@ def _prepared(wanted: Wanted, pair: Pair | None, progress: Progress) -> Prepared
     built_for = {option: getattr(wanted, option) for option in ("backend", "capacity", "batch", "device")}
     bundle, made = cache.get("bundles", label, made_from | built_for | {"machine": _machine(wanted)}, build, progress)
     if made:
-        lines = _choices(wanted, pair is None, read_manifest(bundle))
+        lines = _choices(wanted, pair, read_manifest(bundle))
     given = f", with {shlex.join(wanted.options)}" if wanted.options else ""
     return Prepared(bundle, [*lines, f"{'made' if made else 'using'} {bundle}{given}; see outrider cache list"])
 
@@ -159,11 +153,12 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
 
     @without_garbage_collection()
     def make(folder: Path) -> None:
-        precision = wanted.precision or _default_precision(wanted, pair)
         progress.stage("importing torch and transformers")
         from outrider.export.pair import export
 
-        _check_room(sum(_weights(source, progress) for source in pair.sources), precision, cache.root)
+        weights = sum(_weights(source, progress) for source in pair.sources)
+        precision = wanted.precision or default_precision(wanted, pair.target)
+        _check_room(weights, precision, cache.root)
         try:
             export(ExportArguments.check(*pair, folder, precision=precision), progress)
         except ParityError as error:
@@ -173,13 +168,6 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
             export(ExportArguments.check(*pair, folder, precision=NEXT_PRECISION), progress)
 
     return cache.get("exports", label, made_from, make, progress)[0]
-
-
-def _default_precision(wanted: Wanted, pair: Pair) -> str:
-    """Return the precision of a model's export. What a checkpoint stores in 4 bits is not rounded again."""
-    if wanted.device == "cuda":
-        return GPU_PRECISION
-    return AS_IS if pair.target.stored_bits() == PRECISIONS[PRECISION].weight_bits else PRECISION
 
 
 def _built(wanted: Wanted, export: Path, bundle: Path, progress: Progress) -> None:
@@ -196,16 +184,16 @@ def _built(wanted: Wanted, export: Path, bundle: Path, progress: Progress) -> No
     )
 
 
-def _choices(wanted: Wanted, exported: bool, manifest: Manifest) -> list[str]:
+def _choices(wanted: Wanted, pair: Pair | None, manifest: Manifest) -> list[str]:
     """Return what was chosen and why, and the commands that do the same."""
-    build, target = manifest.build, manifest.models["target"]
+    build, target, exported = manifest.build, manifest.models["target"], pair is None
     assert build is not None  # it is a bundle
     reasons = {choice.backend: choice.reason for choice in backends(manifest)}
     caches = build.batch * sequence_bytes(manifest, build.capacity) / 1e9
     quantization = target.quantization
     precision = AS_IS if quantization is not None and quantization.method == AS_IS else target.precision
     rounding = f" in groups of {quantization.block}" if quantization is not None and precision != AS_IS else ""
-    why_precision = "as asked" if wanted.precision else "the export's" if exported else REASONS[precision]
+    why_precision = "the export's" if pair is None else "as asked" if wanted.precision else why(precision, pair.target)
     by_rule = reasons.get(build.backend, "") if wanted.device in (None, "cpu") else f"for the device {wanted.device}"
     why_backend = by_rule if wanted.backend == AUTO else "as asked"
     drafts = [part for draft in wanted.drafts for part in ("--draft", draft)]
@@ -247,10 +235,10 @@ def _weights(source: Source, progress: Progress) -> float:
     """Return roughly how many weights a source has. A GGUF file tells their number; it is downloaded first."""
     if source.options:
         source.download(progress)
-        import gguf
+        from outrider.export.checkpoints.gguf_reader import open_gguf
 
         try:
-            tensors = gguf.GGUFReader(Path(source.location, source.options["gguf_file"])).tensors
+            tensors = open_gguf(Path(source.location, source.options["gguf_file"])).tensors
         except Exception:  # the export names what is wrong with the file
             return 0.0
         return float(sum(int(tensor.n_elements) for tensor in tensors))

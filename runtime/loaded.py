@@ -86,12 +86,21 @@ class LoadedBundle:
         self.policy = policy
 
     @classmethod
-    def load(cls, bundle: str | Path, progress: Progress = SILENT, *, device: str | None = None, slots: int | None = 1) -> Self:
+    def load(
+        cls,
+        bundle: str | Path,
+        progress: Progress = SILENT,
+        *,
+        device: str | None = None,
+        slots: int | None = 1,
+        chat_template: str | None = None,
+    ) -> Self:
         """Check every file of a bundle and load its engines.
 
         Args:
             device: one of the backend's `devices`; None is the device that the bundle was built on.
             slots: sequences to make caches for, at most the batch that the bundle was built for; None is the maximum.
+            chat_template: the Jinja template to use instead of the bundle's.
 
         Raises:
             FolderError: the bundle is missing, damaged, has a newer schema, or was replaced while it was loaded.
@@ -106,7 +115,8 @@ class LoadedBundle:
                     f"this bundle was built for a batch of {build.batch}, not {slots}", f"build it with --batch {slots}"
                 )
             with checking(folder, manifest, progress):
-                loaded = cls(open_engines(folder, manifest, build, device), Text.load(folder, manifest), slots)
+                text = Text.load(folder, manifest, chat_template)
+                loaded = cls(open_engines(folder, manifest, build, device), text, slots)
             loaded.engines.prepare(loaded.sessions, progress)
             return loaded
 

@@ -71,8 +71,8 @@ class EngineThread:
         """Return a thread that serves the bundle of these settings."""
 
         def load() -> Scheduler:
-            outrider = LoadedBundle.load(settings.bundle, device=settings.device, slots=None)
-            waiting, share = settings.max_waiting, settings.share_prefixes
+            template, waiting, share = settings.chat_template, settings.max_waiting, settings.share_prefixes
+            outrider = LoadedBundle.load(settings.bundle, device=settings.device, slots=None, chat_template=template)
             return Scheduler(outrider, max_waiting=waiting, k=settings.k, drafter=settings.drafter, share_prefixes=share)
 
         return cls(settings.bundle, load, Metrics(), settings.timeout)

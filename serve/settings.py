@@ -21,6 +21,7 @@ class Settings:
     hosts: tuple[str, ...] = ()  # accepted host names; empty if any is
     max_bytes: int = 1 << 20  # of a request's body
     max_choices: int = 16  # per request: prompts times n
+    chat_template: str | None = None  # instead of the bundle's
     max_prompt: int | None = None  # tokens; None is the bundle's capacity
     share_prefixes: bool = False  # whether all clients share cached prompt prefixes
     log_prompts: bool = False

@@ -212,6 +212,35 @@ def test_a_bundle_without_a_template(trained_bundle: Path, tmp_path: Path) -> No
     assert (done.returncode, done.stdout, error) == (2, "", "error: this bundle has no chat template")
     assert "outrider generate" in hint
 
+    # With the template in a file, both commands answer as the bundle that has it does.
+    for command in (("chat",), ("generate", "--chat")):
+        options = (*command[1:], "--max-new-tokens", "20")
+        want = run_here(command[0], trained_bundle, *options, input="Hi\n").stdout
+        given = ("--chat-template", trained_bundle / CHAT_TEMPLATE)
+        assert run_here(command[0], bundle, *options, *given, input="Hi\n").stdout == want != ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{% for each in messages %}", "the chat template is not valid"),
+        ("{{ 'nothing' }}", "the chat template does not show what users say"),
+        (b"caf\xe9", "cannot read"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_file_without_a_usable_template_is_refused(
+    trained_bundle: Path, tmp_path: Path, text: str | bytes | None, message: str
+) -> None:
+    path = tmp_path / "template.jinja"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for command in (("chat", trained_bundle), ("serve", trained_bundle), ("export", "--target", "x", "-o", tmp_path / "x")):
+        done = run_here(*command, "--chat-template", path)
+        assert (done.returncode, message in done.stderr, str(path) in done.stderr) == (2, True, True), done.stderr
+    unused = run_here("generate", trained_bundle, "--chat-template", trained_bundle / CHAT_TEMPLATE, "--prompt", "x")
+    assert (unused.returncode, "--chat-template needs --chat" in unused.stderr) == (2, True)
+
 
 def test_output_that_nobody_reads(trained_bundle: Path) -> None:
     """Nor is a line an answer's end that is not UTF-8."""

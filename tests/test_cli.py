@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from outrider.bundle.folder import read_manifest
-from outrider.bundle.manifest import TOKENIZER
+from outrider.bundle.manifest import CHAT_TEMPLATE, TOKENIZER
 from outrider.commands.generate import GROUPS
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import RANGES, SamplingParams
@@ -22,8 +22,11 @@ from outrider.tests.support import COMMAND, reseal, run, run_here
 
 
 def test_export_build_and_generate(checkpoints: Path, tmp_path: Path) -> None:
-    export = run_here("export", "--target", checkpoints / "target", "--draft", checkpoints / "draft", "-o", tmp_path / "onnx")
+    (template := tmp_path / "template.jinja").write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
+    pair = "--target", checkpoints / "target", "--draft", checkpoints / "draft"
+    export = run_here("export", *pair, "--chat-template", template, "-o", tmp_path / "onnx")
     assert export.returncode == 0, export.stderr
+    assert (tmp_path / "onnx" / CHAT_TEMPLATE).read_text() == template.read_text()
     assert f"wrote {tmp_path}/onnx" in export.stdout
     built = run("build-engine", tmp_path / "onnx", "-o", tmp_path / "bundle", "--k", "1,4", "--capacity", "100", "--json")
     assert built.returncode == 0, built.stderr

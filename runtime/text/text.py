@@ -35,8 +35,11 @@ class Text:
         tokenizer.no_padding()
 
     @classmethod
-    def load(cls, folder: Path, manifest: Manifest) -> Text:
+    def load(cls, folder: Path, manifest: Manifest, template: str | None = None) -> Text:
         """Load both from a bundle's folder.
+
+        Args:
+            template: the chat template to use instead of the bundle's.
 
         Raises:
             FolderError: one of them cannot be read.
@@ -44,10 +47,10 @@ class Text:
         path = folder / TOKENIZER
         try:
             tokenizer = Tokenizer.from_file(str(path))
-            if CHAT_TEMPLATE not in manifest.files:
-                return cls(tokenizer, None)
-            path = folder / CHAT_TEMPLATE
-            return cls(tokenizer, ChatTemplate(path.read_text(encoding="utf-8"), manifest.generation.special_tokens))
+            if template is None and CHAT_TEMPLATE in manifest.files:
+                path = folder / CHAT_TEMPLATE
+                template = path.read_text(encoding="utf-8")
+            return cls(tokenizer, None if template is None else ChatTemplate(template, manifest.generation.special_tokens))
         except BaseException as error:  # tokenizers raises bare Exceptions
             if not isinstance(error, Exception) and not panicked(error):
                 raise
@@ -197,7 +200,7 @@ class Text:
             UsageError: there is no chat template, or it rejects the messages.
         """
         if self.template is None:
-            hint = "write the prompt as the model expects it, without a template"
+            hint = "write the prompt as the model expects it, without a template, or run the bundle with --chat-template"
             raise UsageError("this bundle has no chat template", hint, param="chat")
         return self.template.render(chat)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 from click.testing import CliRunner, Result
 
@@ -23,6 +24,8 @@ from outrider.errors import OutriderError, ParityError
 from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.checkpoint import read_config
 from outrider.export.checkpoints.source import Source
+from outrider.prepare.precision import default_precision, why
+from outrider.prepare.wanted import Wanted
 from outrider.progress import SILENT, Progress
 from outrider.tests.export import quantized
 from outrider.tests.export.test_gguf_file import write
@@ -97,6 +100,21 @@ def test_a_checkpoint_in_four_bits_is_kept_as_it_is(run: Run, tmp_path: Path) ->
     rounded = read_manifest(made(first)).models["target"].quantization
     assert rounded is not None
     assert (rounded.method, rounded.rounded) == ("as-is", ["lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "times"),
+    [("F32", "int4", None), ("Q4_0", "as-is", 0.9), ("Q4_1", "int4", 1.0), ("Q5_0", "int4", 1.5), ("Q8_0", "int4", 1.5)],
+)
+def test_a_gguf_file_is_kept_as_it_is_if_that_is_as_fast(
+    tmp_path: Path, kind: str, precision: str, times: float | None
+) -> None:
+    """Matrices in Q4_0 are int4 with a scale for 32 weights; Q4_1 needs a second product, and the others 8 bits."""
+    write(tmp_path / "model.gguf", kind=gguf.GGMLQuantizationType[kind])
+    source = Source.parse(str(tmp_path / "model.gguf"))
+    assert default_precision(Wanted(str(tmp_path)), source) == precision
+    other = f"; as-is would keep the file's {kind} weights, in {times} times the memory"
+    assert why("int4", source) == "the fastest" + other * (times is not None)
 
 
 def test_an_export_is_built_and_a_bundle_is_used_as_it_is(run: Run, tiny_export: Path, tiny_bundle: Path) -> None:

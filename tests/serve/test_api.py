@@ -22,7 +22,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.serve.network.signals import ENDING
-from outrider.tests.serve.server import Reached, Server, chat_bundle, fetch, serving, serving_here
+from outrider.tests.serve.server import TEMPLATE, Reached, Server, chat_bundle, fetch, serving, serving_here
 from outrider.tests.support import ROOT, run_here
 
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
@@ -440,6 +440,17 @@ def test_limits(bundle: Path) -> None:
         status, answer = post(server, "/v1/completions", b'{"prompt": "x", "n": 7}')
         assert status == 400
         assert "at once" in answer["error"]["message"]
+
+
+def test_a_chat_template_can_be_given(tiny_bundle: Path) -> None:
+    body = {"model": "target", "messages": [{"role": "user", "content": "the quick"}], "max_tokens": 4}
+    with serving(tiny_bundle) as server:
+        assert any("--chat-template FILE adds one" in line for line in server.log)
+        status, answer = post(server, "/v1/chat/completions", json.dumps(body).encode())
+        assert (status, "has no chat template" in answer["error"]["message"]) == (400, True)
+    with serving_here(tiny_bundle, chat_template=TEMPLATE) as given:
+        status, answer = post(given, "/v1/chat/completions", json.dumps(body).encode())
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
 
 
 def test_health_is_503_while_a_bundle_cannot_be_run(bundle: Path, tmp_path: Path) -> None:

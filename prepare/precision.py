@@ -1,0 +1,55 @@
+"""The precision of a model that is run by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.engines.precisions import PRECISIONS
+from outrider.export.checkpoints.source import Source
+from outrider.export.weights.rounding import AS_IS
+from outrider.prepare.wanted import Wanted
+
+if TYPE_CHECKING:
+    from outrider.export.checkpoints.gguf_kept import Kept
+
+PRECISION, NEXT_PRECISION, GPU_PRECISION = "int4", "int8", "fp16"  # the second if the first costs a model too much
+REASONS = {
+    AS_IS: "the checkpoint's own 4 bits",
+    PRECISION: "the fastest",
+    NEXT_PRECISION: f"{PRECISION} costs this model too much",
+    GPU_PRECISION: "for a GPU",
+}
+MOST_LARGER = 1.1  # times the memory of `PRECISION` that a file's own numbers may take by default
+
+
+def default_precision(wanted: Wanted, target: Source) -> str:
+    """Return the precision of a model's export. What a checkpoint stores in 4 bits is not rounded again, unless it is slower.
+
+    Raises:
+        SourceError: the checkpoint has no configuration.
+    """
+    if wanted.device == "cuda":
+        return GPU_PRECISION
+    if (kept := _kept(target)) is not None:
+        return AS_IS if kept.ratio <= MOST_LARGER and not kept.offsets else PRECISION
+    return AS_IS if target.stored_bits() == PRECISIONS[PRECISION].weight_bits else PRECISION
+
+
+def why(precision: str, target: Source) -> str:
+    """Return why `default_precision` is what it is, and what as-is would bring instead."""
+    kept = _kept(target) if precision == PRECISION else None
+    other = f"; {AS_IS} would keep the file's {kept.kind} weights, in {kept.ratio:.1f} times the memory" if kept else ""
+    return REASONS[precision] + other
+
+
+def _kept(target: Source) -> Kept | None:
+    """Return what as-is would keep of a GGUF file; None for another checkpoint, or if the file is not here or damaged."""
+    if not target.options:
+        return None
+    from outrider.export.checkpoints.gguf_kept import kept
+
+    try:
+        return kept(Path(target.location, target.options["gguf_file"]))
+    except Exception:  # of any type; the export names what is wrong with the file
+        return None
