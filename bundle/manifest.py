@@ -94,6 +94,13 @@ class Quantization(Struct, frozen=True):
     rounded: list[str] = []  # the modules that as-is could not keep, so that their weights were rounded
 
 
+class MergedAdapter(Struct, frozen=True):
+    """A LoRA adapter that was merged into a model."""
+
+    source: str
+    weight: float  # the factor of what it added
+
+
 class Model(Struct, frozen=True):
     """The target, or a model that drafts for it: a draft model, a parallel draft, or a draft head."""
 
@@ -107,6 +114,7 @@ class Model(Struct, frozen=True):
     parity: Parity
     recurrent: list[RecurrentLayer] = []  # the sizes of each recurrent layer
     quantization: Quantization | None = None
+    adapters: list[MergedAdapter] = []
     head_tokens: Positive | None = None  # size of a draft's reduced vocabulary, if it has one
     features: Positive | None = None  # width of the features, in the target and the draft head; None without a head
     mask_token: Annotated[int, msgspec.Meta(ge=0)] | None = None  # for `READS_MASKS`: stands for unknown tokens
@@ -115,6 +123,11 @@ class Model(Struct, frozen=True):
     # logits of the first of them.
     trained_k: Positive | None = None
     from_anchor: bool = False
+
+    @property
+    def merged(self) -> str:
+        """Return the merged adapters, for people; empty if there are none."""
+        return ", ".join(f"{each.source} (weight {each.weight:g})" for each in self.adapters)
 
 
 class Generation(Struct, frozen=True):

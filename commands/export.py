@@ -9,7 +9,7 @@ import click
 
 from outrider.bundle.manifest import CHAT_TEMPLATE
 from outrider.commands.options import NO_TEMPLATE, chat_template
-from outrider.commands.output import print_json, progress_bar
+from outrider.commands.output import print_json, printable, progress_bar
 from outrider.engines.precisions import PRECISIONS
 from outrider.export.arguments import ExportArguments
 from outrider.export.garbage import without_garbage_collection
@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     help="The draft: a small model with the same vocabulary, a parallel draft (PARD), a draft head for this target (EAGLE-3,"
     " P-EAGLE, DFlash, DSpark), or 'mtp' for the head in the target's own checkpoint. May be repeated, once for each of these"
     " three kinds. With 'none', only n-grams of the text draft.  [default: the target's own head, if it has one]",
+)
+@click.option(
+    "--lora",
+    metavar="FOLDER[=WEIGHT]",
+    multiple=True,
+    help="Merge a LoRA adapter that PEFT saved, a folder or a hub id, into the target; may be repeated. What it adds is"
+    " multiplied by WEIGHT.  [default: 1]",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option(
@@ -74,6 +81,7 @@ if TYPE_CHECKING:
 def command(
     target: str,
     drafts: tuple[str, ...],
+    lora: tuple[str, ...],
     output: Path,
     precision: str,
     head_precision: str | None,
@@ -98,6 +106,7 @@ def command(
         draft_vocab=draft_vocab,
         draft_vocab_text=draft_vocab_text,
         chat_template=chat_template,
+        lora=lora,
     )
     with progress_bar() as progress, without_garbage_collection():
         progress.stage("importing torch and transformers")
@@ -122,6 +131,8 @@ def _print_model(role: str, model: Model) -> None:
         f" {parity.max_abs_diff:.1e} of the checkpoint's (tolerance {parity.tolerance:.1e}),"
         f" same argmax in {parity.argmax_agreement:.0%} of {parity.rows} rows"
     )
+    if model.adapters:
+        click.echo(printable(f"{role}: merged {model.merged}"))
     if model.head_tokens is not None:
         click.echo(f"{role}: proposes {model.head_tokens:,} of {model.vocab_rows:,} tokens")
     if quantization is None:

@@ -157,6 +157,8 @@ def bundle_table(manifest: Manifest) -> Any:
     models = [manifest.models[role] for role in roles]
     table = Table("", *roles, title="models", title_justify="left")
     table.add_row("source", *(model.source for model in models))
+    if any(model.adapters for model in models):
+        table.add_row("adapters", *(model.merged for model in models))
     table.add_row("architecture", *(model.architecture for model in models))
     table.add_row("parameters", *(f"{model.parameters:,}" for model in models))
     table.add_row("precision", *(model.precision for model in models))

@@ -10,6 +10,7 @@ from typing import Required, TypedDict, Unpack
 from outrider.bundle.folder import check_absent
 from outrider.bundle.manifest import READS_FEATURES
 from outrider.errors import UsageError
+from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.weights.rounding import AS_IS, BITS, Rounding
 
@@ -25,6 +26,7 @@ class ExportOptions(TypedDict, total=False):
     draft_vocab: int | None  # how many tokens the draft can propose: the most frequent ones of `draft_vocab_text`
     draft_vocab_text: Path | None  # a text file
     chat_template: str | None  # instead of the target's own
+    lora: Sequence[str]  # PEFT adapters to merge into the target: FOLDER or FOLDER=WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class ExportArguments:
     rounding: Rounding | None  # None if weights are not quantized
     shortening: tuple[Path, int] | None  # limit the draft to the most frequent tokens of this text, to this many
     chat_template: str | None  # instead of the target's own
+    adapters: tuple[Adapter, ...]
 
     @classmethod
     def check(
@@ -49,7 +52,8 @@ class ExportArguments:
 
         Raises:
             UsageError: options contradict each other, or do not fit the precision, or a text cannot be read.
-            SourceError: a checkpoint does not exist.
+            SourceError: a checkpoint does not exist, or an adapter cannot be read.
+            UnsupportedModelError: an adapter is of a kind that is not merged.
             FolderError: the output exists.
         """
         rounding, head_precision = _rounding(options), options.get("head_precision")
@@ -61,8 +65,8 @@ class ExportArguments:
         check_absent(output)
         parsed = _parsed(target), [_parsed(draft) for draft in named if draft != MTP]
         own_head = MTP in named if drafts else None
-        template = options.get("chat_template")
-        return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening, template)
+        template, adapters = options.get("chat_template"), tuple(map(Adapter.parse, options.get("lora", ())))
+        return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening, template, adapters)
 
     def sources(self) -> dict[str, Source]:
         """Return the checkpoints by role, the target first. This may download their configurations.

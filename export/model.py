@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from outrider.bundle.manifest import Generation, Model, model_file
+from outrider.bundle.manifest import Generation, MergedAdapter, Model, model_file
 from outrider.engines.contract import CONTEXT
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
+from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.checkpoint import generation_defaults, max_positions, open_model
 from outrider.export.checkpoints.source import CORRECT_CONFIG, Source
 from outrider.export.checkpoints.streamed import Streamed
@@ -46,12 +48,13 @@ class ModelJob:
     rounding: Rounding | None  # None if weights are not quantized
     progress: Progress
     short: torch.Tensor | None = None  # int64 [N], the only tokens that the head keeps; None if it keeps all
+    adapters: Sequence[Adapter] = ()
 
 
 def load(job: ModelJob) -> tuple[PreTrainedModel, Streamed, Generation]:
     """Load a model without its large weights, and check the numbers in its configuration."""
     job.progress.stage(f"loading the {job.role}")
-    model, weights = open_model(job.source, job.precision, job.folder, job.progress)
+    model, weights = open_model(job.source, job.precision, job.folder, job.progress, job.adapters)
     if has_text_part(model.config):
         job.progress.stage(f"loading the {job.role}: text only, images are refused")
     defaults, positions = generation_defaults(model, job.tokenizer), max_positions(model)
@@ -144,6 +147,7 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
         parity = check_perplexity(parity, as_served, reference_perplexity, rounding, unrounded)
     return Model(
         source=job.source.name,
+        adapters=[MergedAdapter(source=each.source.name, weight=each.weight) for each in job.adapters],
         architecture=architecture,
         parameters=parameters,
         precision=job.precision,

@@ -94,6 +94,9 @@ def export(arguments: ExportArguments, progress: Progress) -> Manifest:
     rounding, shortening, precision = arguments.rounding, arguments.shortening, arguments.precision
     with staged(arguments.output) as folder, _quiet_libraries():
         (folder / sampler_file(MARKOV)).parent.mkdir()
+        for adapter in arguments.adapters:
+            adapter.source.download(progress)
+            adapter.contents()  # before downloads that take longer
         for source in (arguments.target, *arguments.drafts):
             source.download(progress)
         sources = arguments.sources()
@@ -112,6 +115,7 @@ def export(arguments: ExportArguments, progress: Progress) -> Manifest:
         vocab_tokens = max(check_same_vocabulary(vocabulary, each.vocabulary()) for each in tokenizers.values())
         tokens = max(vocabulary) + 1
         job = ModelJob(sources["target"], "target", tokenizers["target"], tokens, folder, precision, rounding, progress)
+        job = replace(job, adapters=arguments.adapters)
         model, weights, defaults = load(job)
         vocab_rows, drafter = head_rows(model, job), None
         if head is not None:
@@ -119,6 +123,7 @@ def export(arguments: ExportArguments, progress: Progress) -> Manifest:
             mixer, drafter = head.build(Target.of(model, job.source.name))
             model.add_module(FEATURE_MIXER, mixer.to(model.dtype))
         models = {"target": export_model(job, model, weights, vocab_rows)}
+        job = replace(job, adapters=())
         del model, weights
         draft_rounding = None if rounding is None else rounding.for_draft(arguments.head_precision)
         for role in [role for role in MODELS if role in sources]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ import outrider.export.checkpoints.mimo  # noqa: F401  # registers its classes w
 from outrider.bundle.manifest import Generation
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.gguf_file import gguf_file_of
 from outrider.export.checkpoints.gguf_reader import metadata_read_once
+from outrider.export.checkpoints.merging import merge
 from outrider.export.checkpoints.outlines import Outlined
 from outrider.export.checkpoints.packed import packing_of
 from outrider.export.checkpoints.source import AGAIN, CORRECT_CONFIG, Source
@@ -171,15 +174,19 @@ def set_experts(model: PreTrainedModel) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-def load_model(source: Source, precision: str) -> PreTrainedModel:
+def load_model(source: Source, precision: str, adapters: Sequence[Adapter] = ()) -> PreTrainedModel:
     """Load the model on the CPU as in `open_model`, whose errors it raises, with all weights."""
-    model, weights = open_model(source, precision)
+    model, weights = open_model(source, precision, adapters=adapters)
     weights.keep_all()
     return model
 
 
 def open_model(
-    source: Source, precision: str, scratch: Path | None = None, progress: Progress = SILENT
+    source: Source,
+    precision: str,
+    scratch: Path | None = None,
+    progress: Progress = SILENT,
+    adapters: Sequence[Adapter] = (),
 ) -> tuple[PreTrainedModel, Streamed]:
     """Load the model on the CPU, in fp32 if its weights will be quantized, otherwise in `precision`, and its large weights.
 
@@ -187,12 +194,14 @@ def open_model(
         source: the checkpoint.
         precision: one of `PRECISIONS`.
         scratch, progress: see `Streamed`.
+        adapters: are merged.
 
     Raises:
-        SourceError: the model cannot be read, or weights are missing or have the wrong shape.
+        SourceError: the model cannot be read, weights are missing or have the wrong shape, or an adapter does not fit.
+        UsageError: two adapters replace the same weights.
     """
     file, config = gguf_file_of(source), read_config(source)
-    if (packing := packing_of(config)) is not None:
+    if (packing := packing_of(source)) is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would want the library that wrote it
     checkpoint, weights = Outlined(packing), Streamed(scratch, progress)
     with checkpoint.loading():
@@ -211,6 +220,7 @@ def open_model(
             f"{len(missing)} weights of {source.name} are missing or have the wrong shape; the first is {missing[0]}",
             AGAIN,
         )
+    modules = dict(model.named_modules(remove_duplicate=False))
     if has_text_part(config):
         keep_text_part(model)
     set_experts(model)
@@ -223,6 +233,7 @@ def open_model(
     _fix_rotary_embeddings(model)
     model.requires_grad_(False)
     weights.follow(model, checkpoint)
+    merge(adapters, modules, weights)
     return model.eval(), weights
 
 

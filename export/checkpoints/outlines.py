@@ -29,7 +29,8 @@ from transformers.core_model_loading import (
 
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.integers import Content
-from outrider.export.checkpoints.packed import OTHERWISE, unpacked
+from outrider.export.checkpoints.packed import unpacked
+from outrider.export.checkpoints.packed_weight import OTHERWISE
 from outrider.export.checkpoints.swapped import swapped
 
 LARGE = 2**13  # numbers; smaller tensors and vectors are always in memory, because a trace may compute with their values
@@ -117,7 +118,8 @@ class Outlined:
             targets[target].append(name)
             stored = getattr(tensors[name], "stored", None)
             if target in parameters and parameters[target].is_floating_point() and stored not in (None, *FLOATS):
-                method = (model.config.to_dict().get("quantization_config") or {}).get("quant_method", "none")
+                settings = self._packing or model.config.to_dict().get("quantization_config") or {}
+                method = settings.get("quant_method", "none")
                 raise UnsupportedModelError(f"{name} is quantized ({stored}) by a method that is not read: {method}", OTHERWISE)
         for tied, other in model.all_tied_weights_keys.items():
             both = targets.get(tied, []) + targets.get(other, [])

@@ -6,6 +6,7 @@ is read. What is quantized and in which groups follows from the tensors, so rule
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,58 +15,25 @@ import numpy as np
 import torch
 
 from outrider.errors import SourceError, UnsupportedModelError
+from outrider.export.checkpoints.float_blocks import EXPONENTS, fp4, in_blocks, in_bytes, in_fp4, scales_of
 from outrider.export.checkpoints.integers import Integers
-from outrider.export.checkpoints.source import AGAIN
+from outrider.export.checkpoints.modelopt import MODELOPT, modelopt
+from outrider.export.checkpoints.packed_weight import GROUPED, OTHERWISE, PackedWeight, Parts, groups_of
+from outrider.export.checkpoints.source import AGAIN, Source
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of consecutive outputs
-OTHERWISE = "export the checkpoint that it was made from, or a GGUF file of it"
-
-Parts = Mapping[str, Any]
-"""The tensors of a module, by the last part of their names."""
+MXFP4_BYTES = 16  # for 32 numbers, which share a scale
+SCALES = (".scale", ".qscale_weight")  # other names of the scales of a weight in FP8: DeepSeek's, Mistral's
 
 
-class PackedWeight:
-    """The weight of one module, float32 [N, K]."""
+def packing_of(source: Source) -> Mapping[str, Any] | None:
+    """Return the settings of a checkpoint's quantization if it has a method that `unpacked` reads, otherwise None.
 
-    def __init__(self, name: str, shape: tuple[int, int], read: Callable[[], Any], contents: frozenset[str] = frozenset()):
-        """Make one.
-
-        Args:
-            name: the module's.
-            shape: (N, K).
-            read: returns `Integers` that have these contents; without contents, the weight.
-            contents: those of `integers.CONTENTS` that matter.
-        """
-        self.empty, self.contents = torch.empty(shape, device="meta"), contents
-        self._name, self._read = name, read
-
-    def __getitem__(self, _: Any) -> torch.Tensor:
-        return self._checked(lambda: self._read().weight() if self.contents else self._read())
-
-    def content(self, name: str) -> torch.Tensor:
-        """Return one of `integers.CONTENTS`, float32 [N, K]. There must be contents.
-
-        Raises:
-            SourceError: a tensor is missing, or does not fit the others.
-        """
-        return self._checked(lambda: self._read().content(name))
-
-    def _checked(self, read: Callable[[], Any]) -> torch.Tensor:
-        try:
-            weight: torch.Tensor = read()
-        except KeyError as error:
-            raise SourceError(f"{self._name} has no tensor {error}", AGAIN) from error
-        except (RuntimeError, ValueError, IndexError) as error:  # sizes that do not fit each other
-            raise SourceError(f"the weights of {self._name} do not fit each other: {error}", AGAIN) from error
-        if weight.shape != self.empty.shape:
-            raise SourceError(f"{self._name} has {tuple(weight.shape)} weights, not {tuple(self.empty.shape)}", AGAIN)
-        return weight.contiguous()
-
-
-def packing_of(config: Any) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a configuration if it has a method in `METHODS`, otherwise None."""
-    settings = getattr(config, "quantization_config", None)
-    return settings if isinstance(settings, dict) and settings.get("quant_method") in METHODS else None
+    Raises:
+        SourceError: there is no configuration.
+    """
+    settings = source.quantization()
+    return settings if settings.get("quant_method") in {*METHODS, *OF_TRANSFORMERS} else None
 
 
 def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,12 +41,14 @@ def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
     Args:
         tensors: those in the files, by name; `empty` has the shape, and indexing reads.
-        settings: `quantization_config` of a method in `METHODS`.
+        settings: `quantization_config` of a method in `METHODS` or `OF_TRANSFORMERS`.
 
     Raises:
         UnsupportedModelError: the tensors are in a layout that is not read.
         SourceError: some are missing, now or when a weight is read.
     """
+    if (read := OF_TRANSFORMERS.get(settings["quant_method"])) is not None:
+        return read(tensors, settings)
     mark, own, make = METHODS[settings["quant_method"]]
     modules: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -107,9 +77,9 @@ def _awq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight
     def read() -> Any:
         integers, zeros = (_unpack(parts[each][...], 4, words * 8) for each in ("qweight", "qzeros"))
         integers, zeros = (each.unflatten(1, (words, 8))[..., AWQ_NIBBLES].flatten(1).T for each in (integers, zeros))
-        return Integers(integers, parts["scales"][...].float().T, _groups(inputs, zeros.shape[1]), zeros)
+        return Integers(integers, parts["scales"][...].float().T, groups_of(inputs, zeros.shape[1]), zeros)
 
-    return PackedWeight(module, (words * 8, inputs), read, _GROUPED | {"zeros"})
+    return PackedWeight(module, (words * 8, inputs), read, GROUPED | {"zeros"})
 
 
 def _gptq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
@@ -123,7 +93,7 @@ def _gptq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeigh
 
     def read() -> Any:
         scales = parts["scales"][...].float().T
-        groups = parts["g_idx"][...].long() if "g_idx" in parts else _groups(inputs, scales.shape[1])
+        groups = parts["g_idx"][...].long() if "g_idx" in parts else groups_of(inputs, scales.shape[1])
         if parts["qzeros"].empty.numel():
             zeros = _unpack(parts["qzeros"][...], bits, outputs).T
             if layout == "gptq":  # stored less 1
@@ -138,16 +108,21 @@ def _gptq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeigh
         return Integers(_unpack(parts["qweight"][...].T, bits, inputs), scales, groups, zeros)
 
     more = {"zeros", "groups"} if "g_idx" in parts else {"zeros"}
-    return PackedWeight(module, (outputs, inputs), read, _GROUPED | more)
+    return PackedWeight(module, (outputs, inputs), read, GROUPED | more)
 
 
 def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
-    """Read compressed-tensors: integers in words, or numbers in bytes."""
+    """Read compressed-tensors: integers in words, FP4 in halves of bytes, or numbers in bytes."""
     if "weight_packed" not in parts:
-        return _in_bytes(module, parts, settings)
-    if "weight_global_scale" in parts or parts["weight_scale"].empty.dtype == torch.uint8:
-        raise UnsupportedModelError(f"{module} is in FP4, which is not read", OTHERWISE)
+        schemes = [each.get("weights") or {} for each in settings.get("config_groups", {}).values()]
+        blocks = next((scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")), (0, 0))
+        return in_bytes(module, parts, blocks)
     outputs, words = parts["weight_packed"].empty.shape
+    if (scale := parts["weight_scale"].empty).dtype.itemsize == 1:
+        is_wider = scale.dtype == EXPONENTS and words != MXFP4_BYTES * scale.shape[1]  # MXFP6
+        if "weight_zero_point" in parts or is_wider:
+            raise UnsupportedModelError(f"{module} is in the format {settings.get('format')}, which is not read", OTHERWISE)
+        return in_fp4(module, parts["weight_packed"], lambda: _scales_of_fp4(parts))
     shape = int(parts["weight_shape"][...][0]), int(parts["weight_shape"][...][1])
     bits = next((bits for bits in range(1, 9) if -(-shape[1] * bits // 32) == words), 0)
     if not bits or shape[0] != outputs:
@@ -156,52 +131,61 @@ def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> Packe
     def read() -> Any:
         scales = parts["weight_scale"][...].float()
         integers = _unpack(parts["weight_packed"][...], bits, shape[1]) - 2 ** (bits - 1)
-        groups = parts["weight_g_idx"][...].long() if "weight_g_idx" in parts else _groups(shape[1], scales.shape[1])
+        groups = parts["weight_g_idx"][...].long() if "weight_g_idx" in parts else groups_of(shape[1], scales.shape[1])
         zeros = None
         if "weight_zero_point" in parts:
             zeros = _unpack(parts["weight_zero_point"][...].T, bits, outputs).T - 2 ** (bits - 1)
         return Integers(integers, scales, groups, zeros)
 
     more = {content for part, content in (("weight_zero_point", "zeros"), ("weight_g_idx", "groups")) if part in parts}
-    return PackedWeight(module, shape, read, _GROUPED | more)
+    return PackedWeight(module, shape, read, GROUPED | more)
 
 
-def _modelopt(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
-    """Read ModelOpt's FP8."""
-    if (algorithm := settings.get("quant_algo")) != "FP8":
-        raise UnsupportedModelError(f"{module} is quantized by ModelOpt's {algorithm}; only FP8 is read", OTHERWISE)
-    return _in_bytes(module, parts, {})
+def _fp8(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read FP8 of DeepSeek, Qwen and others: scales beside each weight, most often one for a block, multiply it."""
+    result, (height, width) = dict(tensors), settings.get("weight_block_size") or (0, 0)
+    for name, weight in tensors.items():
+        if weight.empty.dtype != torch.float8_e4m3fn:
+            continue
+        names = [f"{name}_scale_inv", *(re.sub(r"\.weight$", end, name) for end in SCALES)]
+        scale = next((each for each in names if each in result and each != name), None)
+        if scale is None:
+            raise SourceError(f"{name} is quantized, but has no scale", AGAIN)
+        result[name] = in_blocks(name, weight, result.pop(scale), (height, width))
+    return result
 
 
-def _in_bytes(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
-    """Read integers or FP8, with one scale for a tensor, rows, groups of inputs or blocks."""
-    outputs, inputs = parts["weight"].empty.shape
-    schemes = [each.get("weights") or {} for each in settings.get("config_groups", {}).values()]
-    blocks = next((scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")), (0, 0))
-
-    def spread(part: str) -> Any:
-        values = parts[part][...].float()
-        values = values.reshape(len(values), -1) if values.dim() else values.reshape(1, 1)
-        for axis, (size, block) in enumerate(zip((outputs, inputs), blocks, strict=True)):
-            repeated = values.repeat_interleave(block or size // values.shape[axis], axis)
-            values = repeated.narrow(axis, 0, size)  # the last block may be cut
-        return values
-
-    def read() -> Any:
-        zeros = spread("weight_zero_point") if "weight_zero_point" in parts else None
-        return Integers(parts["weight"][...].float(), spread("weight_scale"), torch.arange(inputs), zeros)
-
-    if parts["weight"].empty.dtype.is_floating_point:
-        return PackedWeight(module, (outputs, inputs), lambda: read().weight())
-    more = {"zeros"} if "weight_zero_point" in parts else set()
-    return PackedWeight(module, (outputs, inputs), read, _GROUPED | more)
+def _mxfp4(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read GPT-OSS's experts: blocks [E, N, G, 16], of 32 inputs each, and exponents [E, N, G] of a weight [E, K, N]."""
+    result = dict(tensors)
+    for each in tensors:
+        name = each.removesuffix("_blocks")
+        if name != each:
+            blocks, scales = result.pop(each), result.pop(f"{name}_scales", None)
+            if scales is None:
+                raise SourceError(f"{name} is quantized, but has no scale", AGAIN)
+            result[name] = _experts(name, blocks, scales)
+    return result
 
 
-def _groups(inputs: int, count: int) -> torch.Tensor:
-    """Return the group of each input, int64 [K], of `count` groups of equal size."""
-    if inputs % count:
-        raise ValueError(f"{inputs} inputs in {count} groups")
-    return torch.arange(inputs) // (inputs // count)
+def _experts(name: str, blocks: Any, scales: Any) -> PackedWeight:
+    experts, outputs, groups, bytes_ = blocks.empty.shape
+
+    def read() -> torch.Tensor:
+        weight = torch.empty(experts, 2 * groups * bytes_, outputs)
+        for each, packed, scale in zip(
+            weight, blocks[...], scales_of(scales), strict=True
+        ):  # all at once take several times this
+            each.copy_(fp4(packed.flatten(1), scale).T)
+        return weight
+
+    return PackedWeight(name, (experts, 2 * groups * bytes_, outputs), read)
+
+
+def _scales_of_fp4(parts: Parts) -> torch.Tensor:
+    """Return the scales of MXFP4, or those of NVFP4, which another number divides."""
+    scale = parts["weight_scale"]
+    return scales_of(scale) if scale.empty.dtype == EXPONENTS else scales_of(scale) / parts["weight_global_scale"][...].float()
 
 
 def _unpack(words: torch.Tensor, bits: int, count: int) -> Any:
@@ -214,12 +198,14 @@ def _unpack(words: torch.Tensor, bits: int, count: int) -> Any:
     return torch.from_numpy((stream * (1 << np.arange(bits, dtype=np.int32))).sum(-1, dtype=np.int32))
 
 
-_GROUPED = frozenset({"integers", "scales"})
 _COMPRESSED = {"weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale"}
+_COMPRESSED |= {"weight_global_scale", "input_global_scale"}
 METHODS: dict[str, tuple[str, set[str], Callable[[str, Parts, Mapping[str, Any]], PackedWeight]]] = {
     "awq": ("qweight", {"qweight", "qzeros", "scales"}, _awq),
     "gptq": ("qweight", {"qweight", "qzeros", "scales", "g_idx"}, _gptq),
     "compressed-tensors": ("weight_scale", _COMPRESSED, _compressed),
-    "modelopt": ("weight_scale", {"weight", "weight_scale", "input_scale"}, _modelopt),
+    "modelopt": ("weight_scale", MODELOPT, modelopt),
 }
 """Methods: the tensor that marks a quantized module, the tensors that a weight replaces, and the function that reads it."""
+OF_TRANSFORMERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]] = {"fp8": _fp8, "mxfp4": _mxfp4}
+"""Methods that transformers defines, and the functions that replace the tensors. It would read the whole model at once."""

@@ -126,6 +126,18 @@ class Source:
             raise SourceError(f"the {name} of {self.name} is not an object", AGAIN)
         return value
 
+    def quantization(self) -> dict[str, Any]:
+        """Return the `quantization_config`, or what ModelOpt writes beside a config.json; empty if there is neither.
+
+        Raises:
+            SourceError: there is no configuration.
+        """
+        settings = self.config().get("quantization_config")
+        if settings is None and not self.options:
+            settings = (self.object("hf_quant_config.json") or {}).get("quantization")
+            settings = settings | {"quant_method": "modelopt"} if isinstance(settings, dict) else None
+        return settings if isinstance(settings, dict) else {}
+
     def stored_bits(self) -> int | None:
         """Return how many bits the weights of a quantized checkpoint have that are integers, according to its configuration.
 
@@ -134,10 +146,10 @@ class Source:
         Raises:
             SourceError: there is no configuration.
         """
-        settings = self.config().get("quantization_config")
-        if not isinstance(settings, dict):
-            return None
+        settings = self.quantization()
         bits: list[Any] = [settings.get("bits")] if settings.get("quant_method") in ("awq", "gptq") else []
+        if settings.get("quant_method") == "modelopt" and settings.get("quant_algo") == "W4A16_AWQ":
+            bits = [4]
         groups = settings.get("config_groups")
         if settings.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
             schemes = [each.get("weights") for each in groups.values() if isinstance(each, dict)]

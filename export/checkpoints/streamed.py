@@ -49,7 +49,7 @@ class Streamed:
         self._parts: dict[str, list[list[str]]] = defaultdict(list)  # large parameters, by part; a tied one has several names
         self._part_of: dict[str, str] = {}
         self._empty: dict[str, nn.Parameter] = {}
-        self._changed: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._changed: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = defaultdict(list)  # in this order
         self._uses: Counter[str] = Counter()
         self._last: str | None = None  # the part that `read` has loaded
         self._hooks: list[Any] = []
@@ -110,8 +110,10 @@ class Streamed:
                     raise SourceError(f"the weight {tied[0]} cannot be read", AGAIN)
                 continue
             for name, module in holders.items():
-                change = self._changed.get(name)
-                changed = value if change is None else nn.Parameter(change(value))
+                changed: torch.Tensor = value
+                for change in self._changed.get(name, ()):
+                    changed = change(changed)
+                changed = changed if changed is value else nn.Parameter(changed)
                 setattr(module, _own(name), changed.requires_grad_(False))
         self._progress.advance(1)
 
@@ -196,13 +198,16 @@ class Streamed:
         return list(dict.fromkeys(part for name, part in self._part_of.items() if id(self._holder(name)) in wanted))
 
     def change(self, module: nn.Module, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply `change` to a module's parameter, now or whenever it is read. One of another module that is tied stays."""
+        """Apply `change` to a module's parameter, after earlier ones, now or whenever it is read.
+
+        One of another module that is tied stays.
+        """
         places = [each for each in self._part_of if self._holder(each) is module and _own(each) == name]
         parameter = getattr(module, name)
         if not parameter.is_meta:
             setattr(module, name, nn.Parameter(change(parameter), requires_grad=False))
         for place in places:
-            self._changed[place] = change
+            self._changed[place].append(change)
             self._empty[place] = nn.Parameter(torch.empty_like(self._empty[place]), requires_grad=False)
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -254,9 +259,9 @@ class Streamed:
         tensor = self.read(name)
         return TorchTensor(tensor.permute(axes).contiguous() if axes else tensor)
 
-    def is_changed(self, name: str) -> bool:
-        """Return whether `change` changes this parameter whenever it is read."""
-        return name in self._changed
+    def is_changed(self, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Return whether this change is made whenever the parameter is read."""
+        return change in self._changed.get(name, ())
 
     def lazy(self, value: ir.Value, make: Callable[[], ir.TensorProtocol], dtype: ir.DataType | None = None) -> ir.LazyTensor:
         """Return a tensor for an initializer. Whenever it is used, `make` makes it, and pages of `store` are dropped."""

@@ -229,7 +229,11 @@ def _round_embeddings(model: PreTrainedModel, weights: Streamed) -> None:
     for module in model.modules():
         # With a greater number, the table stays in fp32.
         if isinstance(module, nn.Embedding) and not module.weight.is_meta and _of_half(module.weight).isfinite().all():
-            weights.change(module, "weight", lambda table: table.half().to(table.dtype))
+            weights.change(module, "weight", _round_to_half)
+
+
+def _round_to_half(table: torch.Tensor) -> torch.Tensor:
+    return table.half().to(table.dtype)
 
 
 def _of_half(table: torch.Tensor) -> torch.Tensor:
@@ -254,7 +258,7 @@ def pack(program: torch.onnx.ONNXProgram, model: PreTrainedModel, weights: Strea
             value.dtype == ir.DataType.FLOAT
             and isinstance(module, nn.Embedding)
             and all(node.op_type == "Gather" for node, _ in value.uses())
-            and (weights.is_changed(f"{name}.weight") or _is_half(value.const_value))
+            and (weights.is_changed(f"{name}.weight", _round_to_half) or _is_half(value.const_value))
         ):
             value.const_value = weights.lazy(value, functools.partial(_half, value.const_value), ir.DataType.FLOAT16)
             value.dtype = ir.DataType.FLOAT16

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from outrider.errors import OutriderError, SourceError, UnsupportedModelError
-from outrider.export.checkpoints.checkpoint import load_model
+from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.source import Source
 from outrider.tests.support import llama, write_checkpoint
@@ -63,6 +64,14 @@ def test_gptq_without_an_order_has_its_groups_in_a_row() -> None:
     assert torch.equal(read(settings, tensors), want)
 
 
+@pytest.mark.parametrize(("name", "part"), [("ct-nvfp4", "weight_global_scale"), ("modelopt-nvfp4", "weight_scale_2")])
+def test_nvfp4_has_two_scales(name: str, part: str) -> None:
+    settings, tensors, _ = case(name)
+    del tensors[part]
+    with pytest.raises(OutriderError, match=r"a\.b"):
+        read(settings, tensors)
+
+
 def test_symmetric_gptq_may_leave_its_zero_points_out() -> None:
     settings, tensors, want = case("gptq-symmetric")
     assert torch.equal(read(settings, tensors | {"qzeros": tensors["qzeros"][:, :0]}), want)
@@ -74,7 +83,22 @@ def test_symmetric_gptq_may_leave_its_zero_points_out() -> None:
         ("awq", {"version": "gemv"}, {}, "AWQ's layout gemv"),
         ("gptq", {"checkpoint_format": "gptq_p"}, {}, "GPTQ's layout gptq_p"),
         ("gptq", {}, {"qzeros": torch.full((8, 8), -1, dtype=torch.int32)}, "zero points of 16"),
-        ("ct-group", {}, {"weight_global_scale": torch.ones(1)}, "FP4"),
+        (
+            "ct-mxfp4",
+            {"format": "mxfp6-pack-quantized"},
+            {"weight_packed": torch.zeros(4, 192, dtype=torch.uint8)},
+            "mxfp6-pack",
+        ),
+        ("ct-mxfp4", {}, {"weight_zero_point": torch.zeros(4, 8)}, "format mxfp4-pack-quantized"),
+        ("modelopt-awq", {"quant_algo": "W4A8_AWQ"}, {"weight_scale_2": torch.ones(())}, "ModelOpt's W4A8_AWQ"),
+        ("modelopt-nvfp4", {"quant_algo": "NVFP4_SVD"}, {"svdquant_lora_a": torch.ones(2, 256)}, "ModelOpt's NVFP4_SVD"),
+        ("modelopt-fp8-rows", {"quant_algo": "FP8_PB_WO"}, {"weight_scale": torch.ones(1, 2)}, "ModelOpt's FP8_PB_WO"),
+        (
+            "modelopt-awq",
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "W8A16"}}},
+            {"weight": torch.zeros(4, 256, dtype=torch.int8)},
+            "ModelOpt's W8A16",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_the_module_s_name(
@@ -90,8 +114,60 @@ def test_fp8_of_modelopt_is_one_number_a_tensor() -> None:
     _, tensors, want = case("ct-fp8-tensor")
     scalar = {"weight": tensors["weight"], "weight_scale": tensors["weight_scale"][0], "input_scale": torch.ones(())}
     assert torch.equal(read({"quant_method": "modelopt", "quant_algo": "FP8"}, scalar), want)
-    with pytest.raises(UnsupportedModelError, match="ModelOpt's NVFP4"):
-        read({"quant_method": "modelopt", "quant_algo": "NVFP4"}, scalar)
+
+
+def in_blocks(outputs: int, inputs: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random numbers in FP8, and scales."""
+    random = torch.Generator().manual_seed(0)
+    numbers = torch.randn(outputs, inputs, generator=random).to(torch.float8_e4m3fn)
+    return numbers, torch.rand(rows, columns, generator=random)
+
+
+@pytest.mark.parametrize("end", ["weight_scale_inv", "scale", "qscale_weight"])
+def test_fp8_in_blocks_is_what_transformers_makes_of_it(end: str) -> None:
+    weight, scale = in_blocks(64, 96, 2, 3)
+    want = Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scale}, full_layer_name="w")["w"]
+    settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    assert torch.equal(read(settings, {"weight": weight, end: scale}), want)
+
+
+def test_the_last_blocks_of_fp8_may_be_cut() -> None:
+    """transformers refuses these, or takes other sizes of blocks."""
+    weight, scale = in_blocks(48, 80, 2, 3)
+    want = torch.tensor([[float(weight[row, at]) * float(scale[row // 32, at // 32]) for at in range(80)] for row in range(48)])
+    settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    assert torch.equal(read(settings, {"weight": weight, "weight_scale_inv": scale}), want)
+    with pytest.raises(SourceError, match=r"a\.b"):
+        read(settings, {"weight": weight, "weight_scale_inv": scale[:, :-1]})
+    with pytest.raises(SourceError, match=r"a\.b\.weight is quantized, but has no scale"):
+        read(settings, {"weight": weight})
+
+
+def test_fp8_may_have_one_scale_for_a_weight() -> None:
+    weight, scale = in_blocks(48, 80, 1, 1)
+    settings = {"quant_method": "fp8", "weight_block_size": None}
+    assert torch.equal(read(settings, {"weight": weight, "weight_scale_inv": scale[0, 0]}), weight.float() * scale)
+
+
+def test_a_checkpoint_in_fp8_is_read_layer_by_layer(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", llama(num_hidden_layers=1, hidden_size=64, intermediate_size=192))
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    weight, scale = in_blocks(64, 192, 1, 2)
+    save_file(load_file(file) | {name: weight, f"{name}_scale_inv": scale}, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    model, weights = open_model(Source.parse(str(folder)), "int4")
+    assert model.get_parameter(name).is_meta
+    weights.keep_all()
+    assert torch.equal(model.get_parameter(name), weight.float() * scale.repeat_interleave(128, 1)[:, :192])
+
+
+def test_another_module_s_blocks_are_not_those_of_rows() -> None:
+    settings, tensors, want = case("ct-fp8-channel")
+    blocks, _, _ = case("ct-fp8-block")
+    groups = {"group_0": settings["config_groups"]["group_0"], "group_1": blocks["config_groups"]["group_0"]}
+    assert torch.equal(read(settings | {"config_groups": groups}, tensors), want)
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantization_config": {"quant_method": "another"}}])
@@ -106,39 +182,48 @@ def test_numbers_without_a_known_method_are_refused(settings: dict[str, Any], tm
         load_model(Source.parse(str(folder)), "int4")
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "ct-asymmetric", "ct-fp8-block"])
+@pytest.mark.parametrize("name", ["awq", "gptq", "ct-asymmetric", "ct-fp8-block", "ct-nvfp4"])
 def test_tensors_that_do_not_fit_each_other_are_refused(name: str) -> None:
     settings, tensors, _ = case(name)
-    scale = next(part for part in tensors if "scale" in part)
+    scale = next(part for part, tensor in tensors.items() if "scale" in part and tensor.dim() == 2)
     with pytest.raises(SourceError, match=r"a\.b"):
         read(settings, tensors | {scale: tensors[scale][:, :-1]})
 
 
-@pytest.fixture(params=["awq", "ct-fp8-block"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, torch.Tensor]:
-    """A checkpoint with one quantized layer, which is a case's, and the weight that it has."""
-    settings, tensors, weight = case(request.param)
-    folder = write_checkpoint(tmp_path / "model", llama(num_hidden_layers=1, hidden_size=64, intermediate_size=256))
-    file, module = folder / "model.safetensors", "model.layers.0.mlp.down_proj"
+def write_with(folder: Path, name: str) -> str:
+    """Write a checkpoint with one quantized module, which is a case's, and return the module's name."""
+    settings, tensors, weight = case(name)
+    outputs, inputs = weight.shape
+    if outputs == 64:
+        config, module = llama(num_hidden_layers=1, hidden_size=outputs, intermediate_size=inputs), "mlp.down_proj"
+    else:
+        sizes = {"num_hidden_layers": 1, "hidden_size": inputs, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config, module = llama(**sizes, head_dim=outputs, intermediate_size=8), "self_attn.k_proj"
+    write_checkpoint(folder, config)
+    file, module = folder / "model.safetensors", f"model.layers.0.{module}"
     own = load_file(file)
     assert own.pop(f"{module}.weight").shape == weight.shape
     save_file(own | {f"{module}.{part}": each.contiguous() for part, each in tensors.items()}, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    return folder, weight
+    described = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
+    if settings["quant_method"] == "modelopt":  # which first wrote a file of its own
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": described.pop("quantization_config")}))
+    (folder / "config.json").write_text(json.dumps(described))
+    return module
 
 
-def test_a_checkpoint_is_read_without_the_library_that_wrote_it(checkpoint: tuple[Path, torch.Tensor]) -> None:
-    folder, weight = checkpoint
-    model = load_model(Source.parse(str(folder)), "int4")
-    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, weight)
+@pytest.mark.parametrize("name", ["awq", "ct-fp8-block", "ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4-awq", "modelopt-awq"])
+def test_a_checkpoint_is_read_without_the_library_that_wrote_it(name: str, tmp_path: Path) -> None:
+    module = write_with(tmp_path / "model", name)
+    model = load_model(Source.parse(str(tmp_path / "model")), "int4")
+    assert torch.equal(model.get_submodule(module).weight, case(name)[2])
 
 
-def test_a_missing_part_is_named(checkpoint: tuple[Path, torch.Tensor]) -> None:
-    folder, _ = checkpoint
-    file = folder / "model.safetensors"
+@pytest.mark.parametrize("name", ["awq", "ct-fp8-block", "modelopt-nvfp4"])
+def test_a_missing_part_is_named(name: str, tmp_path: Path) -> None:
+    module = write_with(tmp_path / "model", name)
+    file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     del tensors[next(name for name in tensors if name.endswith(("scales", "weight_scale")))]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(OutriderError, match=r"down_proj.* has no (scale|tensor 'scales')"):
-        load_model(Source.parse(str(folder)), "int4")
+    with pytest.raises(OutriderError, match=rf"{module}.* has no (scale|tensor 'scales')"):
+        load_model(Source.parse(str(tmp_path / "model")), "int4")

@@ -3,14 +3,15 @@
 From the repository's root, in an environment of its own:
 
     python3 -m venv /tmp/packed
-    /tmp/packed/bin/pip install compressed-tensors==0.20.0 numpy safetensors logbar pypcre threadpoolctl device-smi
+    /tmp/packed/bin/pip install compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 numpy safetensors
+    /tmp/packed/bin/pip install logbar pypcre threadpoolctl device-smi
     /tmp/packed/bin/pip download --no-deps --no-binary :all: --no-build-isolation -d /tmp/packed autoawq==0.2.9 gptqmodel==7.7.0
     for each in /tmp/packed/*.tar.gz; do tar xzf $each -C /tmp/packed; done
     PYTHONPATH=/tmp/packed/autoawq-0.2.9:/tmp/packed/gptqmodel-7.7.0 /tmp/packed/bin/python tests/export/packed/make_fixtures.py
 
 autoawq and gptqmodel cannot be installed without a GPU's compiler, so single modules of their sources are imported. It takes
-seconds. Each case has the tensors of one module as CASE/tensor/PART, its `quantization_config` as JSON in CASE/settings, and
-the weight that the library makes of them in CASE/weight, float32 [N, K].
+half a minute. Each case has the tensors of one module as CASE/tensor/PART, its `quantization_config` as JSON in CASE/settings,
+and the weight that the library makes of them in CASE/weight, float32 [N, K].
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-OUTPUTS, INPUTS = 64, 256
+OUTPUTS, INPUTS, FEW = 64, 256, 4
 Case = tuple[str, dict[str, Any], dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -147,9 +148,88 @@ def of_compressed_tensors() -> Iterator[Case]:
         yield name, settings, tensors, compressor.decompress(tensors, scheme)["weight"]
 
 
+def of_compressed_blocks() -> Iterator[Case]:
+    """The formats whose scales are in a byte, too."""
+    registry: Any = module_of("compressed_tensors.compressors.base").BaseCompressor
+    make_scheme: Any = module_of("compressed_tensors.quantization").QuantizationScheme
+    helpers = module_of("compressed_tensors.compressors.nvfp4.helpers")
+    forward = module_of("compressed_tensors.quantization.lifecycle.forward")
+    weight = weights()[:FEW]
+    for name, layout, bits, group, most in (
+        ("ct-nvfp4", "nvfp4-pack-quantized", 4, 16, 6.0),
+        ("ct-mxfp4", "mxfp4-pack-quantized", 4, 32, 4.0),
+        ("ct-mxfp8", "mxfp8-quantized", 8, 32, 256.0),
+    ):
+        strategy = "tensor_group" if group == 16 else "group"
+        arguments = {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": group, "symmetric": True}
+        scheme = make_scheme(targets=["Linear"], weights=arguments)
+        given = {"weight": weight, "weight_scale": weight.reshape(FEW, -1, group).abs().amax(-1) / most}
+        if group == 16:
+            whole = (448 * 6 / weight.abs().amax()).reshape(1)
+            given |= {"weight_scale": (given["weight_scale"] * whole).to(torch.float8_e4m3fn), "weight_global_scale": whole}
+            given["weight_scale"] = given["weight_scale"].float()
+        else:
+            given["weight_scale"] = torch.exp2(given["weight_scale"].log2().floor())
+        compressor = registry.get_value_from_registry(layout)
+        tensors = compressor.compress(given, scheme)
+        want = compressor.decompress(tensors, scheme)["weight"]
+        if group == 16:  # it rounds to bf16
+            values = helpers.unpack_fp4_from_uint8(tensors["weight_packed"], FEW, INPUTS, torch.float32)
+            scales = tensors["weight_scale"].float()
+            exact = forward.dequantize(values, scales, args=scheme.weights, global_scale=tensors["weight_global_scale"])
+            assert torch.equal(exact.bfloat16(), want)
+            want = exact
+        settings = {
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": arguments}},
+        }
+        yield name, settings, tensors, want
+
+
+def of_modelopt() -> Iterator[Case]:
+    export = importlib.import_module("modelopt.torch.export.quant_utils")
+    config_of = importlib.import_module("modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
+    kinds = importlib.import_module("modelopt.torch.quantization.qtensor")
+    weight, random = weights()[:FEW], torch.Generator().manual_seed(2)
+
+    def case(name: str, algorithm: str, want: torch.Tensor, **tensors: torch.Tensor) -> Case:
+        return name, config_of({"quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}}), tensors, want
+
+    packed, scales, whole = kinds.NVFP4QTensor.quantize(weight.clone(), 16)
+    want = packed.dequantize(torch.float32, scale=scales, double_scale=whole, block_sizes={-1: 16})
+    tensors = {"weight": packed._quantized_data, "weight_scale": scales, "weight_scale_2": whole, "input_scale": whole}
+    yield case("modelopt-nvfp4", "NVFP4", want, **tensors)
+
+    smooth = 0.5 + torch.rand(INPUTS, generator=random)
+    yield case("modelopt-nvfp4-awq", "NVFP4_AWQ", want * smooth, **tensors, pre_quant_scale=smooth)
+
+    packed, scales = kinds.MXFP4QTensor.quantize(weight.clone(), 32)
+    want = packed.dequantize(torch.float32, scale=scales, block_sizes={-1: 32})
+    yield case("modelopt-mxfp4", "W4A8_MXFP4_FP8", want, weight=packed._quantized_data, weight_scale=scales.reshape(FEW, -1))
+
+    packed, scales = kinds.MXFP8QTensor.quantize(weight.clone())
+    want = packed.dequantize(torch.float32, scale=scales)
+    yield case("modelopt-mxfp8", "MXFP8", want, weight=packed._quantized_data, weight_scale=scales)
+
+    # It does not read this layout, so the weight consists of integers that it packs.
+    scales = 0.5 + torch.rand(FEW, INPUTS // 128, generator=random)
+    want = torch.randint(-8, 8, weight.shape, generator=random) * scales.repeat_interleave(128, 1)
+    tensors = {"weight": export.to_quantized_weight(want, scales, "int4_awq", block_size=128), "weight_scale": scales}
+    yield case("modelopt-awq", "W4A16_AWQ", want, **tensors)
+    yield case("modelopt-awq-smooth", "W4A16_AWQ", want * smooth, **tensors, pre_quant_scale=smooth)
+
+    scales = weight.abs().amax(-1) / 448
+    eight = export.to_quantized_weight(weight, scales, "fp8_pc_pt")
+    yield case(
+        "modelopt-fp8-rows", "FP8_PER_CHANNEL_PER_TOKEN", eight.float() * scales[:, None], weight=eight, weight_scale=scales
+    )
+
+
 def main() -> None:
     arrays: dict[str, Any] = {}
-    for name, settings, tensors, weight in (*of_awq(), *of_gptq(), *of_compressed_tensors()):
+    cases = (*of_awq(), *of_gptq(), *of_compressed_tensors(), *of_compressed_blocks(), *of_modelopt())
+    for name, settings, tensors, weight in cases:
         arrays[f"{name}/settings"] = np.array(json.dumps(settings))
         arrays[f"{name}/weight"] = weight.float().numpy()
         for part, tensor in tensors.items():
