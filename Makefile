@@ -26,7 +26,8 @@ mutants: $(VENV)/.installed-dev
 
 # Write docs/models.md from what the tests of exports find, the slow ones too: tens of minutes.
 models-page: $(VENV)/.installed-dev
-	scripts/test -m "" --models-page tests/export/test_architectures.py tests/export/test_eagle3.py tests/export/test_sweep.py
+	scripts/test -m "" --models-page tests/export/test_architectures.py tests/export/test_eagle3.py tests/export/test_forms.py \
+	    tests/export/test_sweep.py
 
 check: $(VENV)/.installed-dev
 	scripts/check

@@ -13,6 +13,8 @@ from onnxscript.rewriter import RewriteRuleSet
 from outrider.bundle.manifest import WEIGHTS
 from outrider.engines.contract import INPUT_IDS
 
+IN_GRAPH = 256  # bytes; larger tensors are in the file of weights, as in exports
+
 
 def load(path: Path) -> ir.Model:
     """Return the graph at `path`, ready to be rewritten."""
@@ -35,9 +37,13 @@ def apply(model: ir.Model, kind: Any, *arguments: Any) -> dict[str, int]:
 
 
 def save(model: ir.Model, output: Path) -> None:
-    """Merge common subexpressions, and write the graph and its weights."""
+    """Merge common subexpressions, and write the graph and its weights.
+
+    What an export has in its file of weights stays in one: onnx-ir would close the file of what moves into the graph, and fail
+    if somebody looks at it.
+    """
     common.CommonSubexpressionEliminationPass()(model)
-    ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=1024)
+    ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=IN_GRAPH)
 
 
 def input_named(graph: ir.Graph, name: str) -> ir.Value:

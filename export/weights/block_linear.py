@@ -49,8 +49,20 @@ class BlockLinear(nn.Module):
             weight = dequantize(self.quantized, self.scale, self.zero)
         product = rows @ weight
         if self.offset is not None:  # a block's weights have it in common
-            product = product + rows.reshape(*rows.shape[:-1], len(self.offset), -1).sum(-1) @ self.offset
+            product = product + _in_groups(rows, len(self.offset)).sum(-1) @ self.offset
         return product if self.bias is None else product + self.bias
+
+
+def _in_groups(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return [..., groups, K / groups] of [..., K].
+
+    In a graph, the other sizes are copied (0): TensorRT does not see that those that torch computes are the same.
+    """
+    shape = (*rows.shape[:-1], groups, rows.shape[-1] // groups)
+    if not torch.compiler.is_exporting():
+        return rows.reshape(shape)
+    copied = torch.tensor([0] * (rows.dim() - 1) + list(shape[-2:]))
+    return symbolic("Reshape", (rows, copied), {}, dtype=torch.float32, shape=shape, version=OPSET)
 
 
 def dequantize(quantized: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:

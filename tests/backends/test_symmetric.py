@@ -11,13 +11,9 @@ import pytest
 from onnx import numpy_helper
 
 from outrider.backends.onnxruntime.engine import session_options
+from outrider.backends.rewriting.graphs import load, save
 from outrider.backends.rewriting.symmetric import make_symmetric
-from outrider.bundle.folder import read_manifest
-from outrider.bundle.integrity import check_files
-from outrider.export.pair import export_pair
 from outrider.tests.backends.products import TYPES, write_product
-from outrider.tests.export import quantized
-from outrider.tests.support import PAIR, build
 
 INPUTS, OUTPUTS, BLOCK = 64, 24, 16
 
@@ -46,13 +42,17 @@ def test_the_product_is_the_same(bits: int, signed: bool, negative: bool, tmp_pa
     np.testing.assert_allclose(got, want, atol=1e-4 * abs(want).max())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["awq", "gptq"])
-def test_tensorrt_rtx_builds_weights_with_zero_points(form: str, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx", reason="would show that weights with zero points build: pip install 'outrider[rtx]'")
-    export_pair(str(quantized.write(PAIR / "target", tmp_path / "model", form)), None, tmp_path / "export", precision="as-is")
-    level = {"optimization_level": 0}
-    bundle = build(
-        tmp_path / "export", tmp_path / "bundle", backend="tensorrt-rtx", capacity=100, k=[2], batch=1, options=level
-    )
-    check_files(bundle, read_manifest(bundle))
+def test_the_smallest_tensor_in_a_file_is_saved_while_it_is_read(tmp_path: Path) -> None:
+    size = 65  # in 260 bytes, the least that exports have in the file
+    bias = numpy_helper.from_array(np.arange(size, dtype=np.float32), "bias")
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, size]) for name in "xy"]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Add", ["x", "bias"], ["y"])], "sum", values[:1], values[1:], [bias])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)])
+    onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, location="weights", size_threshold=4 * size)
+    loaded = load(tmp_path / "model.onnx")
+    tensor = loaded.graph.initializers["bias"].const_value
+    assert tensor is not None
+    seen = memoryview(tensor.numpy())  # type: ignore[arg-type]
+    save(loaded, tmp_path / "saved.onnx")
+    assert len(seen) == size
+    np.testing.assert_array_equal(numpy_helper.to_array(onnx.load(tmp_path / "saved.onnx").graph.initializer[0]), seen)

@@ -10,21 +10,28 @@ from filelock import FileLock
 from outrider.tests.support import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
-HEADS, SWEEP = "## Draft heads", "## Every causal language model of transformers"
+HEADINGS = {
+    "heads": "## Draft heads",
+    "forms": "## Quantized checkpoints",
+    "sweep": "## Every causal language model of transformers",
+}
 
 
-def parts() -> list[str]:
-    """The parts of the page: what is before the draft heads, these, and the sweep, each without its heading."""
-    before, _, rest = PAGE.read_text().partition(HEADS)
-    heads, _, sweep = rest.partition(SWEEP)
-    return [before.strip(), heads.strip(), sweep.strip()]
+def parts() -> dict[str, str]:
+    """The parts of the page by name, without their headings; `before` has what is before the first."""
+    found, rest, name = dict[str, str](), PAGE.read_text(), "before"
+    for each, heading in HEADINGS.items():
+        part, _, rest = rest.partition(heading)
+        found[name], name = part.strip(), each
+    return found | {name: rest.strip()}
 
 
-def write(**new: str) -> None:
-    """Replace the parts `before`, `heads` or `sweep`: each is written by a file of tests."""
+def write(name: str, text: str) -> None:
+    """Replace a part: each is written by a file of tests."""
     with FileLock(f"{tempfile.gettempdir()}/models.md.lock"):
-        given = dict(zip(("before", "heads", "sweep"), parts(), strict=True)) | new
-        PAGE.write_text(f"{given['before']}\n\n{HEADS}\n\n{given['heads']}\n\n{SWEEP}\n\n{given['sweep']}\n")
+        given = parts() | {name: text}
+        sections = [f"{HEADINGS[each]}\n\n{part}" for each, part in given.items() if each in HEADINGS]
+        PAGE.write_text("\n\n".join([given["before"], *sections]) + "\n")
 
 
 def power_of_ten(difference: float) -> str:
@@ -35,7 +42,7 @@ def power_of_ten(difference: float) -> str:
 class Table:
     """A table of the page. Its rows go by the beginning of their lines; a cell is compared, or replaced if `writing`."""
 
-    def __init__(self, part: int, keys: int, columns: tuple[str, ...], writing: bool):
+    def __init__(self, part: str, keys: int, columns: tuple[str, ...], writing: bool):
         self.writing = writing
         self.rows: dict[str, dict[str, str]] = {}
         lines = parts()[part].splitlines()

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
+# The bytes of a GGUF block at which its fp16 numbers begin, if they are not 0 and 2. Others may be anything.
+HALVES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q6_K": [208]}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -68,6 +72,17 @@ METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
         },
     ),
 }
+
+
+def blocks(numbers: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The blocks of a GGUF tensor with these numbers; of a K-quant, which `gguf` only reads, random ones."""
+    if not kind.name.endswith("_K"):
+        return gguf.quantize(numbers, kind)
+    size, bytes_ = gguf.GGML_QUANT_SIZES[kind]
+    made = np.random.default_rng(0).integers(0, 256, (*numbers.shape[:-1], numbers.shape[-1] // size, bytes_), dtype=np.uint8)
+    for at in HALVES.get(kind.name, [0, 2]):
+        made[..., at : at + 2] = np.array([5e-5], dtype=np.float16).view(np.uint8)
+    return made.reshape(*numbers.shape[:-1], -1)
 
 
 def write(source: Path, folder: Path, method: str) -> Path:

@@ -8,15 +8,10 @@ from typing import Any
 
 import gguf
 import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import TensorProto
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from outrider.audit.audit import SAMPLED, Scope, audit
-from outrider.audit.prompts import PROMPTS
-from outrider.bundle.folder import read_manifest
 from outrider.errors import UsageError
 from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.gguf_blocks import BLOCKS
@@ -30,13 +25,11 @@ from outrider.export.parity import reference, sample_tokens
 from outrider.export.weights.quantize import quantize_model
 from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.export.weights.stored import Form, StoredWeight
-from outrider.runtime.generation import Outrider
 from outrider.tests.export import quantized
+from outrider.tests.export.quantized import HALVES
 from outrider.tests.export.test_architectures import COMMON
-from outrider.tests.export.test_gguf_blocks import HALVES
-from outrider.tests.export.test_gguf_file import write as write_gguf
 from outrider.tests.export.test_packed import CASES, Tensor, case
-from outrider.tests.support import PAIR, build, run_here, write_checkpoint
+from outrider.tests.support import PAIR, run_here, write_checkpoint
 
 
 def kept(tensor: Any, weight: torch.Tensor) -> Form | None:
@@ -179,48 +172,6 @@ def test_the_smallest_form_that_loses_nothing(weights: Grouped, want: str | None
     form = kept(weights, numbers)
     assert (None if form is None else kind_of(form)) == want
     assert form is None or torch.equal(weight_of(form), numbers)
-
-
-SHORT = Scope(PROMPTS[:2], (), SAMPLED[:1], length=24, controls=False)
-KINDS = {"gguf-q4_1": gguf.GGMLQuantizationType.Q4_1, "gguf-q8_0": gguf.GGMLQuantizationType.Q8_0}
-BOTH = ("onnxruntime", "openvino")
-QUICK = (("gptq", "onnxruntime"), ("gguf-q4_1", "openvino"))
-
-
-def checkpoint(form: str, folder: Path) -> Path:
-    if form in KINDS:
-        write_gguf(folder / "model.gguf", kind=KINDS[form])
-        return folder / "model.gguf"
-    return quantized.write(PAIR / "target", folder / "model", form)
-
-
-@pytest.mark.parametrize(
-    ("form", "backend"),
-    [
-        pytest.param(form, backend, marks=() if (form, backend) in QUICK else pytest.mark.slow)
-        for form in (*quantized.METHODS, *KINDS)
-        for backend in BOTH
-    ],
-)
-def test_a_checkpoint_is_served_as_it_is(form: str, backend: str, tmp_path: Path) -> None:
-    """With texts and distributions as in plain decoding."""
-    export_pair(str(checkpoint(form, tmp_path)), None, tmp_path / "export", precision="as-is")
-    target = read_manifest(tmp_path / "export").models["target"]
-    parity, quantization = target.parity, target.quantization
-    assert quantization is not None
-    assert parity.reference_perplexity is not None
-    assert (quantization.method, quantization.rounded) == ("as-is", [] if form == "gguf-q8_0" else ["lm_head"])
-    assert parity.unrounded_perplexity == pytest.approx(parity.reference_perplexity, rel=1e-3)
-    graph = onnx.load(tmp_path / "export" / "target" / "model.onnx", load_external_data=False).graph
-    stored = {tensor.data_type for tensor in graph.initializer if tensor.name.endswith(("q_proj.quantized", "q_proj.zero"))}
-    signed = TensorProto.INT8 if form == "gguf-q8_0" else TensorProto.INT4
-    assert stored == {TensorProto.UINT4 if form in ("awq", "gptq", "gguf-q4_1") else signed}
-    bundle = build(tmp_path / "export", tmp_path / "bundle", backend=backend, capacity=127, k=[1, 4], batch=2)
-    found = audit(Outrider.load(bundle, slots=None), draws=10, scope=SHORT)
-    assert found.passed, found.as_dict()
-    for texts in (found.greedy, found.batched):
-        assert texts is not None
-        assert texts.near_ties == []  # bit-identical
 
 
 def test_experts_are_kept(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from outrider.export.checkpoints.gguf_blocks import BLOCKS
-
-# The bytes of a block at which its fp16 numbers begin. Others may be anything.
-HALVES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q6_K": [208]}
+from outrider.tests.export.quantized import HALVES
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)

@@ -17,6 +17,7 @@ from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import generation_defaults, load_model, read_config
 from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.tokenizer import load_tokenizer
+from outrider.tests.export import quantized
 from outrider.tests.support import END, tokenizer
 
 LENGTH = 128
@@ -66,16 +67,17 @@ def write(
     tensors: dict[str, np.ndarray] | None = None,
     rope: dict[str, Any] | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    width: int = 64,
 ) -> Qwen2ForCausalLM:
     """Write a tiny Qwen2, with more metadata and tensors, and return the model in transformers, with its rotary embedding.
 
-    Its matrices have the type `kind`.
+    Its matrices have the type `kind`, and random numbers if `gguf` cannot quantize to it.
     """
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=width,
+        intermediate_size=max(SIZES["feed_forward_length"], width),
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -88,12 +90,13 @@ def write(
     for name, parameter in model.named_parameters():  # so that positions matter
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             parameter.data *= 20
-    writer = writer_of(path, "qwen2", SIZES | (metadata or {}), {"eos": 0} if ends is None else ends)
+    sizes = SIZES | {"embedding_length": width, "feed_forward_length": config.intermediate_size} | (metadata or {})
+    writer = writer_of(path, "qwen2", sizes, {"eos": 0} if ends is None else ends)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
     for name, tensor in model.state_dict().items():
         base, own = name.rsplit(".", 1)
         numbers, stored = tensor.numpy().astype(np.float32), kind if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(f"{names.get_name(base)}.{own}", gguf.quantize(numbers, stored), raw_dtype=stored)
+        writer.add_tensor(f"{names.get_name(base)}.{own}", quantized.blocks(numbers, stored), raw_dtype=stored)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     finish(writer)

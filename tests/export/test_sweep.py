@@ -226,7 +226,7 @@ def results(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[str, str
     found: dict[str, tuple[str, str]] = {}
     yield found
     if request.config.getoption("--models-page"):
-        models_page.write(sweep=section({name: found[name] for name in MODEL_TYPES}))
+        models_page.write("sweep", section({name: found[name] for name in MODEL_TYPES}))
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_a_causal_language_model_is_exported_or_refused_with_a_reason(
         shutil.rmtree(tmp_path)
     status, reason = results[name] = results[text.model_type]
     assert status != FAILED, reason  # no refusal, but a traceback
-    listed = re.search(r"^Exported: (.*)\.$", models_page.parts()[2], re.MULTILINE)
+    listed = re.search(r"^Exported: (.*)\.$", models_page.parts()["sweep"], re.MULTILINE)
     assert listed is not None
     assert status == EXPORTED or name not in listed[1].split(", "), reason
 

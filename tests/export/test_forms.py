@@ -1,0 +1,127 @@
+"""Quantized checkpoints in every form, kept as they are, on every backend. A section of docs/models.md has the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from outrider.audit.audit import SAMPLED, Scope, audit
+from outrider.audit.prompts import PROMPTS
+from outrider.bundle.folder import read_manifest
+from outrider.bundle.integrity import check_files
+from outrider.export.checkpoints.gguf_blocks import BLOCKS
+from outrider.export.pair import export_pair
+from outrider.runtime.generation import Outrider
+from outrider.tests.export import models_page, quantized
+from outrider.tests.export.test_gguf_file import write as write_gguf
+from outrider.tests.support import PAIR, build
+
+GGUF = {f"GGUF {kind.name}": kind for kind in BLOCKS}
+FORMS = {
+    "AWQ": "awq",
+    "GPTQ, asymmetric, with act-order": "gptq",
+    "compressed-tensors, pack-quantized, symmetric, bf16 scales": "compressed-tensors",
+} | dict.fromkeys(GGUF, "")
+KEPT = "kept as"
+BACKENDS = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "tensorrt-rtx": "TensorRT-RTX, TensorRT"}
+COLUMNS = (KEPT, *BACKENDS.values())
+QUICK = (("GPTQ, asymmetric, with act-order", "onnxruntime"), ("GGUF Q4_1", "openvino"))
+SHORT = Scope(PROMPTS[:2], (), SAMPLED[:1], length=24, controls=False)
+TYPES: dict[int, str] = {TensorProto.INT4: "int4", TensorProto.UINT4: "uint4", TensorProto.INT8: "int8"}
+
+
+@pytest.fixture(scope="module")
+def page(request: pytest.FixtureRequest) -> Iterator[models_page.Table]:
+    """The quantized checkpoints of docs/models.md."""
+    made = models_page.Table("forms", 1, COLUMNS, request.config.getoption("--models-page"))
+    yield made
+    if made.writing:
+        models_page.write("forms", text(made))
+
+
+def test_the_page_is_about_these_forms(page: models_page.Table) -> None:
+    if page.writing:
+        pytest.skip("it is written at the end")
+    assert models_page.parts()["forms"] == text(page)
+
+
+def checkpoint(form: str, folder: Path) -> Path:
+    if form in GGUF:
+        write_gguf(folder / "model.gguf", kind=GGUF[form], width=256 if form.endswith("_K") else 64)
+        return folder / "model.gguf"
+    return quantized.write(PAIR / "target", folder / "model", FORMS[form])
+
+
+@pytest.mark.parametrize(
+    ("form", "backend"),
+    [
+        pytest.param(form, backend, marks=() if (form, backend) in QUICK else pytest.mark.slow)
+        for form in FORMS
+        for backend in BACKENDS
+    ],
+)
+def test_it_is_served_as_it_is(form: str, backend: str, page: models_page.Table, tmp_path: Path) -> None:
+    """With texts and distributions as in plain decoding."""
+    export_pair(str(checkpoint(form, tmp_path)), None, tmp_path / "export", precision="as-is")
+    target = read_manifest(tmp_path / "export").models["target"]
+    parity, quantization = target.parity, target.quantization
+    assert quantization is not None
+    assert parity.reference_perplexity is not None
+    assert parity.unrounded_perplexity == pytest.approx(parity.reference_perplexity, rel=1e-3)
+    parts = stored(tmp_path / "export" / "target" / "model.onnx")
+    kinds = {TYPES[int(each.data_type)] for name, each in parts.items() if name.endswith("q_proj.quantized")}
+    besides = [part for part in ("zero", "offset") if any(name.endswith(f"q_proj.{part}") for name in parts)]
+    page.says(form, KEPT, ", ".join([*kinds, *({"zero": "zero points", "offset": "offsets"}[part] for part in besides)]))
+    assert (quantization.method, quantization.rounded) == ("as-is", [] if form in GGUF and not besides else ["lm_head"])
+    halves = [numpy_helper.to_array(each) for name, each in parts.items() if name.endswith(("q_proj.scale", "q_proj.offset"))]
+    page.says(form, BACKENDS[backend], outcome(backend, bool(besides), all(is_half(each) for each in halves)))
+    sizes = {"capacity": 127, "k": [1, 4], "batch": 2}
+    if backend == "tensorrt-rtx":
+        pytest.importorskip("tensorrt_rtx", reason="would show that every form builds: pip install 'outrider[rtx]'")
+        sizes |= {"batch": 1, "options": {"optimization_level": 0}}
+    bundle = build(tmp_path / "export", tmp_path / "bundle", backend=backend, **sizes)
+    if backend == "tensorrt-rtx":
+        check_files(bundle, read_manifest(bundle))  # there is no GPU to run it
+        return
+    found = audit(Outrider.load(bundle, slots=None), draws=10, scope=SHORT)
+    assert found.passed, found.as_dict()
+    for texts in (found.greedy, found.batched):
+        assert texts is not None
+        assert texts.near_ties == []  # bit-identical
+
+
+def stored(path: Path) -> dict[str, onnx.TensorProto]:
+    """The initializers of a graph by name."""
+    return {each.name: each for each in onnx.load(path).graph.initializer}
+
+
+def is_half(values: np.ndarray) -> bool:
+    """Whether fp16 has all these numbers."""
+    return bool((values.astype(np.float16).astype(values.dtype) == values).all())
+
+
+def outcome(backend: str, more: bool, halves: bool) -> str:
+    """What a backend's kernels compute with, of weights that have zero points or offsets, and scales and offsets in fp16."""
+    if backend == "tensorrt-rtx":
+        return "builds, with a product of group sums" if more else "builds"
+    return "exact" if halves or backend == "onnxruntime" else "scales rounded to fp16"
+
+
+def text(page: models_page.Table) -> str:
+    """The quantized checkpoints of docs/models.md, below their heading."""
+    lines = [
+        "What `--precision as-is` keeps of tiny checkpoints in each form. On ONNX Runtime and OpenVINO, the audit passes with",
+        "batches of two, without a near-tie. *Exact*: the kernels have the file's numbers. TensorRT's take integers and scales",
+        "only; zero points and offsets become a product of the inputs' sums by group. An output head in 16 bits, or one with",
+        "offsets, is rounded to int8. Other forms that are read (FP8, FP4) are rounded again as a whole.",
+        "",
+        f"| form | {' | '.join(COLUMNS)} |",
+        "|---|---|---|---|---|",
+        *(f"| {' | '.join([form, *(page.rows[form][column] for column in COLUMNS)])} |" for form in FORMS),
+    ]
+    return "\n".join(lines)
