@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -87,9 +88,23 @@ def reference(model: PreTrainedModel, tokens: torch.Tensor, features: torch.Tens
     return Reference(output.logits[0].float().numpy(), cache_layout(model, cache), mixed)
 
 
+class _FirstOfEqual(TorchFunctionMode):
+    """Lets `topk` take the first of equal values, as ONNX does. torch takes any of them: a router with a tie, any expert."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.topk, torch.Tensor.topk):
+            return _topk(*args, **kwargs or {})
+        return function(*args, **kwargs or {})
+
+
+def _topk(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    values, indices = input.sort(dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
 def _run(model: nn.Module, *arguments: Any, **options: Any) -> Any:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _FirstOfEqual():
             return model(*arguments, **options)
     except (MemoryError, OutriderError):
         raise

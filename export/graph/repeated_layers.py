@@ -47,9 +47,13 @@ class _Layers:
     def __init__(self, model: PreTrainedModel, caches: Sequence[Any], attention: AttentionPass):
         self._config, self._caches, self._attention = model.config.get_text_config(), caches, attention
         self._traced: dict[str, _Traced] = {}
+        self._began = set[str]()
 
     def run(self, name: str, layer: nn.Module, index: int, *arguments: Any, **options: Any) -> Any:
         """Run a layer, or leave it out. Its first tensor and its cache are its own; it shares the rest with its kind."""
+        if name in self._began:  # in a recurrence over the layers (HRM), with the cache of another layer
+            return type(layer).forward(layer, *arguments, **options)
+        self._began.add(name)
         given, structure = pytree.tree_flatten((arguments, options))
         at = next(at for at, leaf in enumerate(given) if isinstance(leaf, torch.Tensor))
         cache = self._caches[index]

@@ -26,6 +26,7 @@ from outrider.export.graph.step_model import trace
 from outrider.export.graph.tracing import to_onnx
 from outrider.export.parity import Exported, compare, open_graph, reference, sample_tokens
 from outrider.tests.export.test_architectures import CONFIGS, ONE_LAYER
+from outrider.tests.export.tiny_configs import changed
 from outrider.tests.support import llama, write_checkpoint
 from outrider.tests.traces import share_traces
 
@@ -209,5 +210,17 @@ def test_a_layer_with_other_settings_is_not_copied(tmp_path: Path) -> None:
     model.model.layers[1].input_layernorm.variance_epsilon = 0.5
     tokens = sample_tokens(300)
     expected = reference(model, tokens)
+    trace(model, expected.layout).save(tmp_path / "model.onnx")
+    compare(expected.logits, Exported(tmp_path / "model.onnx", expected.layout, "fp32").logits(tokens), "fp32")
+
+
+def test_a_layer_that_runs_twice_is_traced_twice(tmp_path: Path) -> None:
+    """HRM's layers run in cycles, each time with keys of their own."""
+    torch.manual_seed(0)
+    cycles = {"H_cycles": 1, "L_cycles": 2, "num_layers_per_stack": 1}
+    model = transformers.AutoModelForCausalLM.from_config(changed("hrm_text", cycles)).eval()
+    tokens = sample_tokens(300)
+    expected = reference(model, tokens)
+    assert len(expected.layout.layers) == 3
     trace(model, expected.layout).save(tmp_path / "model.onnx")
     compare(expected.logits, Exported(tmp_path / "model.onnx", expected.layout, "fp32").logits(tokens), "fp32")
