@@ -142,16 +142,17 @@ def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> Packe
 
 
 def _fp8(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read FP8 of DeepSeek, Qwen and others: scales beside each weight, most often one for a block, multiply it."""
+    """Read FP8 of DeepSeek, Qwen, AutoFP8 and others: scales beside each weight, most often one for a block, multiply it."""
     result, (height, width) = dict(tensors), settings.get("weight_block_size") or (0, 0)
     for name, weight in tensors.items():
         if weight.empty.dtype != torch.float8_e4m3fn:
             continue
-        names = [f"{name}_scale_inv", *(re.sub(r"\.weight$", end, name) for end in SCALES)]
+        names = [f"{name}_scale_inv", f"{name}_scale", *(re.sub(r"\.weight$", end, name) for end in SCALES)]
         scale = next((each for each in names if each in result and each != name), None)
         if scale is None:
             raise SourceError(f"{name} is quantized, but has no scale", AGAIN)
         result[name] = in_blocks(name, weight, result.pop(scale), (height, width))
+        result.pop(re.sub(r"weight$", "input_scale", name), None)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from outrider.bundle.integrity import check_files
 from outrider.export.checkpoints.gguf_blocks import BLOCKS
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
 from outrider.tests.export import models_page, quantized
 from outrider.tests.export.test_gguf_file import write as write_gguf
+from outrider.tests.serve.server import fetch, serving_here
 from outrider.tests.support import PAIR, build
 
 GGUF = {f"GGUF {kind.name}": kind for kind in BLOCKS}
@@ -66,7 +69,7 @@ def checkpoint(form: str, folder: Path) -> Path:
     ],
 )
 def test_it_is_served_as_it_is(form: str, backend: str, page: models_page.Table, tmp_path: Path) -> None:
-    """With texts and distributions as in plain decoding."""
+    """With texts and distributions as in plain decoding, also over HTTP."""
     export_pair(str(checkpoint(form, tmp_path)), None, tmp_path / "export", precision="as-is")
     target = read_manifest(tmp_path / "export").models["target"]
     parity, quantization = target.parity, target.quantization
@@ -93,6 +96,12 @@ def test_it_is_served_as_it_is(form: str, backend: str, page: models_page.Table,
     for texts in (found.greedy, found.batched):
         assert texts is not None
         assert texts.near_ties == []  # bit-identical
+    with Outrider.load(bundle) as alone:
+        want = "".join(event.text for event in alone.generate(PROMPTS[0], SamplingParams(max_new_tokens=16), k=0))
+    asked = json.dumps({"model": "target", "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}).encode()
+    with serving_here(bundle, model="target") as server:
+        answer = json.loads(fetch(f"{server.url}/v1/completions", asked)[2])
+    assert answer["choices"][0]["text"] == want
 
 
 def stored(path: Path) -> dict[str, onnx.TensorProto]:

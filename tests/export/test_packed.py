@@ -147,6 +147,8 @@ def test_fp8_may_have_one_scale_for_a_weight() -> None:
     weight, scale = in_blocks(48, 80, 1, 1)
     settings = {"quant_method": "fp8", "weight_block_size": None}
     assert torch.equal(read(settings, {"weight": weight, "weight_scale_inv": scale[0, 0]}), weight.float() * scale)
+    of_autofp8 = {"weight": weight, "weight_scale": scale[0], "input_scale": scale[0]}
+    assert torch.equal(read({"quant_method": "fp8", "activation_scheme": "static"}, of_autofp8), weight.float() * scale)
 
 
 def test_a_checkpoint_in_fp8_is_read_layer_by_layer(tmp_path: Path) -> None:
