@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.engines.precisions import PRECISIONS
@@ -45,11 +44,11 @@ def why(precision: str, target: Source) -> str:
 
 def _kept(target: Source) -> Kept | None:
     """Return what as-is would keep of a GGUF file; None for another checkpoint, or if the file is not here or damaged."""
-    if not target.options:
+    if target.gguf is None:
         return None
     from outrider.export.checkpoints.gguf_kept import kept
 
     try:
-        return kept(Path(target.location, target.options["gguf_file"]))
+        return kept(target.gguf)
     except Exception:  # of any type; the export names what is wrong with the file
         return None

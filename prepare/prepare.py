@@ -233,12 +233,12 @@ def _identity(source: Source) -> dict[str, Any]:
 
 def _weights(source: Source, progress: Progress) -> float:
     """Return roughly how many weights a source has. A GGUF file tells their number; it is downloaded first."""
-    if source.options:
+    if source.gguf is not None:
         source.download(progress)
         from outrider.export.checkpoints.gguf_reader import open_gguf
 
         try:
-            tensors = open_gguf(Path(source.location, source.options["gguf_file"])).tensors
+            tensors = open_gguf(source.gguf).tensors
         except Exception:  # the export names what is wrong with the file
             return 0.0
         return float(sum(int(tensor.n_elements) for tensor in tensors))

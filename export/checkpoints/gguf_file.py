@@ -283,4 +283,4 @@ def _same(ours: object, theirs: object) -> bool:
 
 def gguf_file_of(source: Source) -> GgufFile | None:
     """Return the GGUF file of a source, or None if it is another checkpoint."""
-    return GgufFile.read(Path(source.location, source.options["gguf_file"])) if source.options else None
+    return None if source.gguf is None else GgufFile.read(source.gguf)

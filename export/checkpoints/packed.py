@@ -174,9 +174,8 @@ def _experts(name: str, blocks: Any, scales: Any) -> PackedWeight:
 
     def read() -> torch.Tensor:
         weight = torch.empty(experts, 2 * groups * bytes_, outputs)
-        for each, packed, scale in zip(
-            weight, blocks[...], scales_of(scales), strict=True
-        ):  # all at once take several times this
+        # One after another, because all at once take several times the memory.
+        for each, packed, scale in zip(weight, blocks[...], scales_of(scales), strict=True):
             each.copy_(fp4(packed.flatten(1), scale).T)
         return weight
 

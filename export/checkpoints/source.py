@@ -73,6 +73,11 @@ class Source:
         path = snapshot.folder / snapshot.gguf
         return cls(text, str(path.parent), {"gguf_file": path.name}, snapshot)
 
+    @property
+    def gguf(self) -> Path | None:
+        """The path of the GGUF file, which may have to be downloaded first; None for another checkpoint."""
+        return Path(self.location, self.options["gguf_file"]) if self.options else None
+
     def download(self, progress: Progress) -> None:
         """Download what an export reads of a model on the hub, with progress, unless it is here.
 

@@ -56,7 +56,7 @@ class BlockLinear(nn.Module):
 def _in_groups(rows: torch.Tensor, groups: int) -> torch.Tensor:
     """Return [..., groups, K / groups] of [..., K].
 
-    In a graph, the other sizes are copied (0): TensorRT does not see that those that torch computes are the same.
+    In a graph, a 0 copies a size of the input. TensorRT cannot tell that sizes computed elsewhere are equal to it.
     """
     shape = (*rows.shape[:-1], groups, rows.shape[-1] // groups)
     if not torch.compiler.is_exporting():

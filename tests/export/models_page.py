@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable, Iterator
 
+import pytest
 from filelock import FileLock
 
 from outrider.tests.support import ROOT
@@ -43,7 +45,7 @@ class Table:
     """A table of the page. Its rows go by the beginning of their lines; a cell is compared, or replaced if `writing`."""
 
     def __init__(self, part: str, keys: int, columns: tuple[str, ...], writing: bool):
-        self.writing = writing
+        self.part, self.writing = part, writing
         self.rows: dict[str, dict[str, str]] = {}
         lines = parts()[part].splitlines()
         head = next(index for index, line in enumerate(lines) if line.endswith(f"| {' | '.join(columns)} |"))
@@ -52,6 +54,22 @@ class Table:
                 break
             cells = line.strip("| ").split(" | ")
             self.rows[" | ".join(cells[:keys])] = dict(zip(columns, cells[keys:], strict=True))
+
+    @classmethod
+    def fixture(
+        cls, request: pytest.FixtureRequest, part: str, keys: int, columns: tuple[str, ...], text: Callable[[Table], str]
+    ) -> Iterator[Table]:
+        """Yield the table of a part, and at the end write the part as `text` makes it of the table, if that is asked for."""
+        made = cls(part, keys, columns, request.config.getoption("--models-page"))
+        yield made
+        if made.writing:
+            write(part, text(made))
+
+    def check(self, text: str) -> None:
+        """Assert that the page has this part."""
+        if self.writing:
+            pytest.skip("it is written at the end")
+        assert parts()[self.part] == text
 
     def says(self, row: str, column: str, cell: str, figure: bool = False) -> None:
         """Assert that a cell is on the page; of a figure, which depends on the machine, that there is one."""

@@ -126,16 +126,11 @@ COLUMNS = (
 @pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[models_page.Table]:
     """The first table of docs/models.md."""
-    made = models_page.Table("before", 1, COLUMNS, request.config.getoption("--models-page"))
-    yield made
-    if made.writing:
-        models_page.write("before", text(made))
+    yield from models_page.Table.fixture(request, "before", 1, COLUMNS, text)
 
 
 def test_the_page_is_about_these_architectures(page: models_page.Table) -> None:
-    if page.writing:
-        pytest.skip("it is written at the end")
-    assert models_page.parts()["before"] == text(page)
+    page.check(text(page))
 
 
 class Traced(NamedTuple):

@@ -39,16 +39,11 @@ COLUMNS = ("difference", "builds with TensorRT-RTX")
 @pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[models_page.Table]:
     """The draft heads of docs/models.md."""
-    made = models_page.Table("heads", 2, COLUMNS, request.config.getoption("--models-page"))
-    yield made
-    if made.writing:
-        models_page.write("heads", text(made))
+    yield from models_page.Table.fixture(request, "heads", 2, COLUMNS, text)
 
 
 def test_the_page_is_about_these_heads(page: models_page.Table) -> None:
-    if page.writing:
-        pytest.skip("it is written at the end")
-    assert models_page.parts()["heads"] == text(page)
+    page.check(text(page))
 
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]

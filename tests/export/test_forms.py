@@ -41,16 +41,11 @@ TYPES: dict[int, str] = {TensorProto.INT4: "int4", TensorProto.UINT4: "uint4", T
 @pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[models_page.Table]:
     """The quantized checkpoints of docs/models.md."""
-    made = models_page.Table("forms", 1, COLUMNS, request.config.getoption("--models-page"))
-    yield made
-    if made.writing:
-        models_page.write("forms", text(made))
+    yield from models_page.Table.fixture(request, "forms", 1, COLUMNS, text)
 
 
 def test_the_page_is_about_these_forms(page: models_page.Table) -> None:
-    if page.writing:
-        pytest.skip("it is written at the end")
-    assert models_page.parts()["forms"] == text(page)
+    page.check(text(page))
 
 
 def checkpoint(form: str, folder: Path) -> Path:

@@ -330,7 +330,7 @@ def test_logprobs_are_those_of_the_unmodified_logits(graphs: Graphs) -> None:
 
 
 def test_forbidden_tokens_have_finite_logprobs(graphs: Graphs) -> None:
-    """On CUDA, ONNX Runtime gives ids that are no tokens for -inf."""
+    """For -inf, ONNX Runtime on CUDA returns ids that no token has."""
     logits = np.full((1, 1, 300), -np.inf, dtype=np.float32)
     logits[0, 0, [7, 9]] = 0
     chosen, ids, values = run(graphs, "logprobs", 300, logits=logits, tokens=np.array([[9]]), candidates=np.array([3]))
