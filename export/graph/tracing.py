@@ -1,14 +1,14 @@
 """Turns a torch module into an ONNX program.
 
-`torch.onnx.export` captures a module, and then traces the captured program again to decompose the operators that ONNX lacks.
-The second trace takes more than half of the time, and few of our modules have such operators. So the usual ones are replaced
-here, and the second trace only runs if others are left.
+`torch.onnx.export` captures a module, and then traces the captured program again to decompose the operators that ONNX lacks,
+and those that write to tensors. The second trace takes more than half of the time. So the usual ones are replaced here, and the
+second trace only runs if others are left, which is so for none of the architectures of docs/models.md.
 """
 
 from __future__ import annotations
 
-import operator
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,13 +16,22 @@ from torch import nn
 
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.source import reason_of
+from outrider.export.graph.functional import WriteError, functionalize, is_operator
 from outrider.export.graph.simplify import simplify
 
 OPSET = 24
 _aten = torch.ops.aten
 _IDENTITIES = {_aten.alias, _aten.clone, _aten.contiguous, _aten.detach, _aten.detach_, _aten.lift_fresh_copy}
 _CASTS = {_aten.to, _aten.type_as}
-_SYNONYMS = {_aten.__and__: _aten.bitwise_and, _aten.__or__: _aten.bitwise_or}
+_SYNONYMS = {
+    _aten.__and__.Tensor: _aten.bitwise_and.Tensor,
+    _aten.__and__.Scalar: _aten.bitwise_and.Scalar,
+    _aten.__or__.Tensor: _aten.bitwise_or.Tensor,
+    _aten.__or__.Scalar: _aten.bitwise_or.Scalar,
+    _aten.max.other: _aten.maximum.default,
+    _aten.min.other: _aten.minimum.default,
+    _aten.view.default: _aten.reshape.default,  # which needs no copy before it
+}
 
 
 class _Decomposed(torch.export.ExportedProgram):
@@ -88,37 +97,39 @@ def _dims(shapes: Any) -> Any:
 def _without_a_second_trace(
     module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.onnx.ONNXProgram | None:
-    """Return the program, or None if some operators have to be decomposed."""
+    """Return the program, or None if it cannot be captured or translated.
+
+    It is traced again only if it has operators without a translation.
+    """
     try:
-        with torch.no_grad():  # otherwise the program would switch gradients on and off
-            captured = torch.export.export(module, inputs, dynamic_shapes=_dims(shapes), strict=False)
+        # Without no_grad, the program would switch gradients on and off. The rest is as torch.onnx.export does it.
+        with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            captured = torch.export.export(
+                module, inputs, dynamic_shapes=_dims(shapes), strict=False, prefer_deferred_runtime_asserts_over_guards=True
+            )
     except (MemoryError, UnsupportedModelError):
         raise
     except Exception:  # torch.onnx.export tries several strategies and reports why each failed
         return None
     if not _simplified(captured):
         return None
-    captured.__class__ = _Decomposed
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # several dimensions have the same name
-            return torch.onnx.export(captured, dynamo=True, dynamic_shapes=shapes, **options)
-    except torch.onnx.errors.OnnxExporterError:
-        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # several dimensions have the same name
+        for kind in (_Decomposed, torch.export.ExportedProgram):
+            captured.__class__ = kind
+            with suppress(torch.onnx.errors.OnnxExporterError):
+                return torch.onnx.export(captured, dynamo=True, dynamic_shapes=shapes, **options)
+    return None
 
 
 def _simplified(program: torch.export.ExportedProgram) -> bool:
     """Replace operators that ONNX lacks by equivalent ones, and return whether no operator that writes to a tensor is left."""
     graph = program.graph_module.graph
-    operators: list[Any] = [*filter(_is_operator, graph.nodes)]
-    for node in operators:
-        if not node.target._schema.is_mutable or node.target.overloadpacket in _IDENTITIES:
-            continue
-        name, written = node.target.overloadpacket.__name__, node.args[0]
-        if not name.endswith("_") or not hasattr(_aten, name[:-1]) or _shares_memory(written, node):
-            return False
-        node.target = getattr(getattr(_aten, name[:-1]), node.target._overloadname)
-        written.replace_all_uses_with(node, lambda user, since=node: user > since)
+    try:
+        functionalize(program, _IDENTITIES)
+    except WriteError:
+        return False
+    operators: list[Any] = [*filter(is_operator, graph.nodes)]
     for node in operators:  # nothing writes to a tensor now, so copies can go
         kind = node.target.overloadpacket
         if kind in _CASTS and node.meta["val"].dtype != node.args[0].meta["val"].dtype:
@@ -128,17 +139,8 @@ def _simplified(program: torch.export.ExportedProgram) -> bool:
             program.graph_signature.replace_all_uses(node.name, node.args[0].name)
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif kind in _SYNONYMS:
-            node.target = getattr(_SYNONYMS[kind], node.target._overloadname)
+        elif node.target in _SYNONYMS:
+            node.target = _SYNONYMS[node.target]
+        elif kind is _aten.square:
+            node.target, node.args = _aten.mul.Tensor, node.args * 2
     return True
-
-
-def _shares_memory(tensor: Any, at: Any) -> bool:
-    """Return whether a tensor may be a view, may have a view before the node `at`, or belongs to the module."""
-    maker = tensor.args[0] if tensor.target is operator.getitem else tensor
-    near = [maker, *(user for user in tensor.users if user < at and user.target is not operator.getitem)]
-    return not all(_is_operator(each) and not any(value.alias_info for value in each.target._schema.returns) for each in near)
-
-
-def _is_operator(node: Any) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload)

@@ -69,11 +69,47 @@ def written_while_a_view_is_kept(x: torch.Tensor) -> torch.Tensor:
     return column * y[:, 0]
 
 
+def parts_written(x: torch.Tensor) -> torch.Tensor:
+    """As interleaved M-RoPE writes parts of frequencies over the first ones."""
+    y = torch.stack([x, x * 2, x - 1])
+    first, kept, others = y[0], y.transpose(0, 1), y[1:]
+    for part in (1, 2):
+        first[..., part:4:2] = y[part, ..., part:4:2]
+    first.add_(1)
+    others[..., :1] *= 3
+    return kept[:, 0] + first * others[0]
+
+
+def overwritten(x: torch.Tensor) -> torch.Tensor:
+    y, z = x * 2, x + 1
+    view = y[:, 1:]
+    y.copy_(z)
+    z.mul_(2)
+    return z + y + view.sum()
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[:, 1:] = x[:, :1]
+    return y
+
+
+def perhaps_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    column = y.reshape(-1)
+    y.add_(1)
+    return column[:4] * y
+
+
 def copied_and_written(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     z = y.clone()
     z.add_(1)
     return y * z
+
+
+def without_translations(x: torch.Tensor) -> torch.Tensor:
+    return x.square().transpose(0, 1).contiguous().view(-1, 2).max(x.new_ones(2)).min(x.new_full((2,), 4.0))
 
 
 def masked(x: torch.Tensor) -> torch.Tensor:
@@ -86,8 +122,13 @@ def masked(x: torch.Tensor) -> torch.Tensor:
         (divided_in_place, 1),
         (copied_and_written, 1),
         (masked, 1),
-        (written_through_a_view, 2),
-        (written_while_a_view_is_kept, 2),
+        (without_translations, 1),
+        (written_through_a_view, 1),
+        (written_while_a_view_is_kept, 1),
+        (parts_written, 1),
+        (overwritten, 1),
+        (repeated, 1),
+        (perhaps_a_view, 2),
     ],
 )
 def test_a_graph_computes_what_its_module_does(

@@ -1,0 +1,140 @@
+"""Replaces the operators of a captured program that write to a tensor by operators that return a new one.
+
+This is what torch's functionalization does in a second trace. A write to a view becomes a new tensor for what it is a view of:
+`x[:, 1].add_(1)` becomes `x' = select_scatter(x, x[:, 1] + 1, 1, 1)`. Where other views of it are used later, they are taken
+again from the new tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+# Operators that always return a view, each with the one that replaces the view's part of a tensor, if there is one.
+_VIEWS = {
+    _aten.slice: _aten.slice_scatter.default,
+    _aten.select: _aten.select_scatter.default,
+    _aten.view: None,
+    _aten.unsqueeze: None,
+    _aten.transpose: None,
+    _aten.expand: None,
+    _aten.alias: None,
+    _aten.detach: None,
+    _aten.detach_: None,
+}
+
+
+class WriteError(Exception):
+    """A write cannot be replaced."""
+
+
+def is_operator(node: Any) -> bool:
+    """Return whether a node calls an operator of torch."""
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def functionalize(program: torch.export.ExportedProgram, harmless: set[Any]) -> None:
+    """Replace each operator that writes to a tensor.
+
+    Args:
+        harmless: operators that write to no tensor, whatever their schemas say.
+
+    Raises:
+        WriteError: an operator cannot be replaced. The program is then changed in part, and not to be used.
+    """
+    _Functionalization(program, harmless).run()
+
+
+class _Functionalization:
+    def __init__(self, program: torch.export.ExportedProgram, harmless: set[Any]):
+        self._graph, self._signature, self._harmless = program.graph_module.graph, program.graph_signature, harmless
+        self._written: dict[Any, Any] = {}  # by operators that write: what they write to, and return
+        self._now: dict[Any, Any] = {}  # what has a tensor's content since it was written
+        self._parents: dict[Any, Any] = {}  # of views
+        self._stale: set[Any] = set()  # views that have to be taken again, because their tensor was written
+
+    def run(self) -> None:
+        for node in [*self._graph.nodes]:
+            viewed = _viewed(node)
+            for used in node.all_input_nodes:
+                if (current := self._current(used, node)) is not used:
+                    node.replace_input_with(used, current)
+                    if node.op == "output":
+                        self._signature.replace_all_uses(used.name, current.name)
+            if is_operator(node) and node.target._schema.is_mutable and node.target.overloadpacket not in self._harmless:
+                if viewed is None:
+                    raise WriteError(f"{node} does not return what it writes to")
+                self._replace(node, self._written.get(viewed, viewed))
+            elif viewed is not None:
+                self._parents[node] = self._written.get(viewed, viewed)
+        for node in reversed(self._written):
+            if not node.users:  # a copy, whose source stands for it
+                self._graph.erase_node(node)
+
+    def _current(self, node: Any, user: Any) -> Any:
+        """Return what has a node's content now; a view is taken again before its user, if it has to be."""
+        node = self._written.get(node, node)
+        if node not in self._stale:
+            return self._now.get(node, node)
+        parent = self._current(self._parents[node], user)
+        if not is_operator(node) or node.target.overloadpacket not in _VIEWS:
+            raise WriteError(f"{node} may be a view or a copy")
+        with self._graph.inserting_before(user):
+            taken = self._graph.call_function(node.target, (parent, *node.args[1:]), node.kwargs)
+        taken.meta = dict(node.meta)
+        self._now[node] = taken
+        self._stale.remove(node)
+        return taken
+
+    def _replace(self, node: Any, written: Any) -> None:
+        written_views, base = [], written
+        while base in self._parents:
+            written_views.append(base)
+            base = self._parents[base]
+        scatters = [_VIEWS.get(view.target.overloadpacket) if is_operator(view) else None for view in written_views]
+        if None in scatters or not (is_operator(base) or base.target is operator.getitem):
+            raise WriteError(f"{node} writes to an input, or to a view without an inverse")
+        value = self._value(node, written)
+        self._written[node] = written
+        self._now[written] = value
+        last = node
+        for view, scatter in zip(written_views, scatters, strict=True):
+            parent = self._parents[view]
+            with self._graph.inserting_after(last):
+                last = self._graph.call_function(scatter, (self._now.get(parent, parent), value, *view.args[1:]), view.kwargs)
+            last.meta = dict(parent.meta)
+            self._now[parent] = value = last
+        self._stale |= {view for view in self._parents if self._base(view) is base} - {*written_views}
+
+    @staticmethod
+    def _value(node: Any, written: Any) -> Any:
+        """Return the new content of what a node writes to; the node itself, without the write, unless it copies."""
+        packet = node.target.overloadpacket
+        if packet is _aten.copy_:
+            source, target = node.args[1].meta["val"], written.meta["val"]
+            if source.dtype != target.dtype or [*map(str, source.shape)] != [*map(str, target.shape)]:
+                raise WriteError(f"{node} converts or repeats what it copies")
+            return node.args[1]
+        name = packet.__name__
+        functional = getattr(_aten, name.removesuffix("_"), None) if name.endswith("_") else None
+        if not hasattr(functional, node.target._overloadname):
+            raise WriteError(f"{node} has no functional twin")
+        node.target = getattr(functional, node.target._overloadname)
+        return node
+
+    def _base(self, node: Any) -> Any:
+        while node in self._parents:
+            node = self._parents[node]
+        return node
+
+
+def _viewed(node: Any) -> Any:
+    """Return what a node may be a view of; None if it is a tensor of its own."""
+    if node.target is operator.getitem:
+        return _viewed(node.args[0])
+    aliases = is_operator(node) and any(value.alias_info for value in node.target._schema.returns)
+    return node.args[0] if aliases and isinstance(node.args[0], fx.Node) else None
