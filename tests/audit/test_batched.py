@@ -39,7 +39,7 @@ def batched(bundle: Path) -> Outrider:
     return Outrider.load(bundle, slots=None)
 
 
-FEW = Scope(PROMPTS[:2], MASKED[1:2], (CONTROLLED, SAMPLED[-1]), length=32, controls=False)
+FEW = Scope(PROMPTS[:2], MASKED[1:2], (CONTROLLED, SAMPLED[-1]), length=16, controls=False)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[Lane, SamplingState, RoundResult, int], None]) -> None:
@@ -63,7 +63,9 @@ def test_texts_of_requests_that_share_passes_are_those_of_requests_alone(bundle:
     reports = list[Audit]()
 
     def noted(*given: Any, **named: Any) -> Audit:
-        reports.append(audit(*given, scope=FEW._replace(sampled=(CONTROLLED,), controls=True), **named | {"draws": 60}))
+        reports.append(
+            audit(*given, scope=FEW._replace(sampled=(CONTROLLED,), length=32, controls=True), **named | {"draws": 60})
+        )
         return reports[0]
 
     monkeypatch.setattr(audit_module, "audit", noted)

@@ -100,7 +100,7 @@ def test_each_sequence_of_a_batch_has_its_own_attention(tiny_export: Path, tmp_p
     assert found["MatMul"] == plain["MatMul"]
 
 
-@pytest.mark.parametrize(("precision", "rewritten"), [("fp16", True), ("fp32", False)])
+@pytest.mark.parametrize(("precision", "rewritten"), [("fp16", True), pytest.param("fp32", False, marks=pytest.mark.slow)])
 def test_for_cuda_attention_has_no_mask(
     trained_exports: Callable[[str], Path], tmp_path: Path, precision: str, rewritten: bool
 ) -> None:
@@ -242,7 +242,8 @@ COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_a
         (QWEN2, 2, 5),  # the same with biases
         # With norms between the products and attention, as in test_architectures.py.
         pytest.param(Qwen3Config(**ONE_LAYER, head_dim=24), 2, 5, marks=pytest.mark.slow),
-        (COHERE2, 2, 7),  # one norm for attention and all else, and no rotary embedding in its second layer
+        # One norm for attention and all else, and no rotary embedding in its second layer.
+        pytest.param(COHERE2, 2, 7, marks=pytest.mark.slow),
     ],
     ids=lambda each: type(each).__name__ if hasattr(each, "vocab_size") else None,
 )

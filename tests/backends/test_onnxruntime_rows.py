@@ -20,7 +20,7 @@ SLOTS, BEGIN, CHUNK = 2, 48, 16
 TEXT = np.random.default_rng(0).integers(0, 1024, (1, BEGIN + CHUNK))
 
 
-@pytest.fixture(params=["int4", "int8"])
+@pytest.fixture(params=["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def session(request: pytest.FixtureRequest, wide_exports: Callable[[str], Path], once: Callable[..., Path]) -> GraphSession:
     export = wide_exports(request.param)
     bundle = once(f"{export.name}-onnxruntime", lambda output: build(export, output, batch=SLOTS, k=[1]))

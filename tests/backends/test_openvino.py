@@ -42,7 +42,7 @@ from outrider.tests.serve.server import fetch, serving_here
 from outrider.tests.support import build, llama, reseal, run_here, write_checkpoint
 
 # The golden tests have all of them in `make test`, too.
-PRECISIONS = ("fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp16", "bf16", "int8")), "int4")
+PRECISIONS = ("int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp32", "fp16", "bf16", "int8")))
 SLOTS = 3
 TEXT = np.random.default_rng(0).integers(1, 1024, (1, 150))
 
