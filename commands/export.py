@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,6 +113,7 @@ def command(
         progress.stage("importing torch and transformers")
         from outrider.export.pair import export
 
+        gc.freeze()  # or each model's end would search what was imported
         manifest = export(arguments, progress)
     if as_json:
         print_json(manifest.encode())

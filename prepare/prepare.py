@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shlex
@@ -155,6 +156,8 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
     def make(folder: Path) -> None:
         progress.stage("importing torch and transformers")
         from outrider.export.pair import export
+
+        gc.freeze()  # or each model's end would search what was imported
 
         weights = sum(_weights(source, progress) for source in pair.sources)
         precision = wanted.precision or default_precision(wanted, pair.target)

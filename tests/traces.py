@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pickle
 from pathlib import Path
@@ -12,7 +11,6 @@ import onnx_ir as ir
 import torch
 from filelock import FileLock
 from torch import nn
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.export.graph import step_model, tracing
@@ -51,11 +49,8 @@ def share_traces(folder: Path) -> None:
     """Trace each module once for all processes that share through `folder`.
 
     Modules are equal if all that they hold is: weights, settings, classes. So a checkpoint never gets the graph of another one.
-    What `trace` adds to a graph, and everything after it, is done each time. torch's table of operators is kept, too: it
-    takes a third of a second to build, for each trace.
+    What `trace` adds to a graph, and everything after it, is done each time.
     """
-    kept = functools.cache(ONNXRegistry.from_torchlib)
-    setattr(ONNXRegistry, "from_torchlib", staticmethod(kept))  # noqa: B010
     folder.mkdir(parents=True, exist_ok=True)
 
     def traced(module: nn.Module, *arguments: Any) -> torch.onnx.ONNXProgram:

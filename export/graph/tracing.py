@@ -2,20 +2,27 @@
 
 `torch.onnx.export` captures a module, and then traces the captured program again to decompose the operators that ONNX lacks,
 and those that write to tensors. The second trace takes more than half of the time. So the usual ones are replaced here, and the
-second trace only runs if others are left, which is so for none of the architectures of docs/models.md.
+second trace only runs if others are left.
+
+torch would remember the results of operators on tensors without numbers, which takes longer than computing them if sizes are
+symbols. It would also compile its library of translations again for each export.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from contextlib import suppress
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.source import reason_of
+from outrider.export.checkpoints.swapped import swapped
 from outrider.export.graph.functional import WriteError, functionalize, is_operator
 from outrider.export.graph.simplify import simplify
 
@@ -23,6 +30,7 @@ OPSET = 24
 _aten = torch.ops.aten
 _IDENTITIES = {_aten.alias, _aten.clone, _aten.contiguous, _aten.detach, _aten.detach_, _aten.lift_fresh_copy}
 _CASTS = {_aten.to, _aten.type_as}
+_translations = functools.cache(ONNXRegistry.from_torchlib)
 _SYNONYMS = {
     _aten.__and__.Tensor: _aten.bitwise_and.Tensor,
     _aten.__and__.Scalar: _aten.bitwise_and.Scalar,
@@ -59,10 +67,12 @@ def to_onnx(
     """
     module.eval()
     options: dict[str, Any] = {"opset_version": OPSET, "verbose": False, "optimize": False}
+    registry = swapped(ONNXRegistry, "from_torchlib", staticmethod(_translations))
     try:
-        program = _without_a_second_trace(module, inputs, shapes, options)
-        if program is None:
-            program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=_dims(shapes), **options)
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), registry:
+            program = _without_a_second_trace(module, inputs, shapes, options)
+            if program is None:
+                program = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=_dims(shapes), **options)
         assert program is not None  # never None with dynamo=True
         simplify(program.model, module)  # before its tensors are named, as it may add one for an output that is an input
         graph = program.model.graph

@@ -258,7 +258,7 @@ def show(outcome: Outcome) -> None:
 def plant(faults: Sequence[Fault], jobs: int, root: Path = ROOT) -> int:
     """Plant faults, print what becomes of each, and return how many are caught."""
     # As scripts/test does.
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "TORCH_FAKE_TENSOR_DISPATCH_CACHE": "0"}
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     work = Path(tempfile.mkdtemp(prefix="mutants-"))
     try:
         (work / "shared").mkdir()
