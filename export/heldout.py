@@ -15,7 +15,10 @@ from outrider.errors import ParityError
 from outrider.export.checkpoints.tokenizer import TokenizerFiles
 from outrider.export.weights.rounding import Rounding
 
-PIECE = 256  # tokens of the text per pass
+# Tokens of the text per pass. Every other piece is read, about 500 tokens of all its kinds. The ratio of two perplexities then has a
+# standard error of 1 to 4% with int4 and below 1% with int8, and `MAX_PERPLEXITY_RATIO` tells apart more. The whole text would
+# give 0.7 times as much, but passes over the text are already the longest part of the export of a large model.
+PIECE = 128
 # The maximum perplexity of a quantized model, as a multiple of the perplexity in fp32. Eight bits cost almost nothing. Four
 # bits cost from a few to twenty percent in good models; 1.5 is about the ratio between two model sizes of a family.
 MAX_PERPLEXITY_RATIO = {"int4": 1.5, "int8": 1.1}
@@ -91,12 +94,12 @@ Answer: The first pipe brings 240 / 6 = 40 litres an hour. The second takes 240 
 
 
 def heldout_tokens(tokenizer: TokenizerFiles, positions: int | None) -> list[torch.Tensor]:
-    """Return the held-out text as pieces int64 [1, S]. Each has at most `PIECE` tokens and the tokenizer's first token."""
+    """Return half of the text as pieces int64 [1, S]. Each has at most `PIECE` tokens and the tokenizer's first token."""
     encoder = Tokenizer.from_str(tokenizer.json)
     first = encoder.encode("").ids[:1]
     tokens = encoder.encode(TEXT, add_special_tokens=False).ids
     length = min(PIECE, positions or PIECE) - len(first)
-    pieces = [first + tokens[at : at + length] for at in range(0, len(tokens), length)]
+    pieces = [first + tokens[at : at + length] for at in range(0, len(tokens), 2 * length)]
     return [torch.tensor([piece]) for piece in pieces if len(piece) > 1]
 
 
