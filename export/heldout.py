@@ -15,9 +15,9 @@ from outrider.errors import ParityError
 from outrider.export.checkpoints.tokenizer import TokenizerFiles
 from outrider.export.weights.rounding import Rounding
 
-# Tokens of the text per pass. Every other piece is read, about 500 tokens of all its kinds. The ratio of two perplexities then has a
-# standard error of 1 to 4% with int4 and below 1% with int8, and `MAX_PERPLEXITY_RATIO` tells apart more. The whole text would
-# give 0.7 times as much, but passes over the text are already the longest part of the export of a large model.
+# Tokens of the text per pass. Every other piece is read, about 500 tokens of all its kinds. The ratio of two perplexities then
+# has a standard error of 1 to 4% with int4 and below 1% with int8, which is enough for `MAX_PERPLEXITY_RATIO`. The whole text
+# would lower it to 0.7 times as much, but these passes are already the longest part of the export of a large model.
 PIECE = 128
 # The maximum perplexity of a quantized model, as a multiple of the perplexity in fp32. Eight bits cost almost nothing. Four
 # bits cost from a few to twenty percent in good models; 1.5 is about the ratio between two model sizes of a family.

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
-from outrider.bundle.manifest import Generation, MergedAdapter, Model, model_file
+from outrider.bundle.manifest import WEIGHTS, Generation, MergedAdapter, Model, model_file
 from outrider.engines.contract import CONTEXT
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.adapters import Adapter
@@ -125,10 +126,11 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
         weights.attach(program.model.graph)
     if rounding is not None:
         pack(program, model, weights)
-    progress.stage(f"writing the {role}")
-    program.save(path, external_data=True)
+    tensors = [value.const_value for value in program.model.graph.initializers.values()]
+    progress.stage(f"writing the {role}", sum(each.nbytes for each in tensors if each is not None))
+    ir.save(program.model, path, external_data=path.name + WEIGHTS, callback=lambda tensor, _: progress.advance(tensor.nbytes))
     weights.close()
-    del model, weights, program
+    del model, weights, program, tensors
     gc.collect()
     progress.stage(f"checking the {role}'s graph against the checkpoint")
     exported = Exported(path, layout, job.precision, features=width)

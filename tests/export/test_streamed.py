@@ -15,6 +15,7 @@ from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.graph.step_model import trace
+from outrider.export.pair import export_pair
 from outrider.export.parity import reference
 from outrider.progress import Progress
 from outrider.tests.support import llama, write_checkpoint
@@ -58,6 +59,26 @@ def test_a_pass_reports_each_layer(source: Source) -> None:
     with torch.no_grad():
         model(TOKENS)
     assert progress.done == len(weights.parts) == 5  # three layers, and a table before and after them
+
+
+def test_writing_reports_its_bytes(source: Source, tmp_path: Path) -> None:
+    class Stages(Progress):
+        done: dict[str, int] = {}  # noqa: RUF012
+        total: dict[str, int | None] = {}  # noqa: RUF012
+
+        def stage(self, name: str, total: int | None = None) -> None:
+            self.name = name
+            self.done[name], self.total[name] = 0, total
+
+        def advance(self, size: int) -> None:
+            self.done[self.name] += size
+
+    stages = Stages()
+    export_pair(source.location, [], tmp_path / "out", precision="fp32", progress=stages)
+    written = (tmp_path / "out" / "target" / "model.onnx.data").stat().st_size
+    total = stages.total["writing the target"]
+    assert total is not None
+    assert written <= stages.done["writing the target"] <= total + 5  # the parts that are read count, too
 
 
 def test_a_pass_that_fails_leaves_no_layer_in_memory(source: Source) -> None:
