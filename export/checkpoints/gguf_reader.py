@@ -40,15 +40,16 @@ class _Reader(gguf.GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         of_values, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
         values, number = gguf.GGUFValueType(of_values[0]), int(count[0])
-        parts, at = [of_values, count], orig_offs + 12
-        kinds = [kind, values] if number else [kind]
+        parts: list[Any] = [of_values, count]
+        kinds: list[gguf.GGUFValueType] = [kind, values] if number else [kind]
+        at = orig_offs + 12
         if values in self.gguf_scalar_to_np:
             found = self._get(at, self.gguf_scalar_to_np[values], number)
             return 12 + found.nbytes, [*parts, *found[:, None]], [*range(2, 2 + number)], kinds
         if values != gguf.GGUFValueType.STRING:
             return super()._get_field_parts(orig_offs, raw_type)
         is_little = (sys.byteorder == "little") == (self.byte_order == "I")
-        data, length = memoryview(self.data), struct.Struct("<Q" if is_little else ">Q")
+        data, length = self.data.data, struct.Struct("<Q" if is_little else ">Q")
         for _ in range(number):
             (size,) = length.unpack_from(data, at)
             parts += (data[at : at + 8], data[at + 8 : at + 8 + size])
@@ -91,7 +92,7 @@ def metadata_read_once() -> Iterator[None]:
                 return _theirs(path, return_tensors=True, **options)
             return {part: {key: copy.copy(value) for key, value in each.items()} for part, each in _parsed(Path(path)).items()}
 
-    def mapped(path: str) -> npt.NDArray[Any]:
+    def mapped(path: str) -> Any:
         return _mapped(path).view(np.ndarray)  # memmap is slow to slice
 
     with swapped(modeling_gguf_pytorch_utils, "load_gguf_checkpoint", load), swapped(reader, "_mapped", mapped):

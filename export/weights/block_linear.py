@@ -71,4 +71,4 @@ def dequantize(quantized: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor 
     integers = quantized.reshape(blocks, -1, outputs)
     if zero is not None:
         integers = integers.to(torch.int16) - zero[:, None]
-    return (integers * scale[:, None]).reshape(-1, outputs)
+    return integers.to(scale.dtype, copy=True).mul_(scale[:, None]).reshape(-1, outputs)  # in place: new memory takes longest
