@@ -206,14 +206,14 @@ def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
 def _scales_by_output(scale: ir.Value) -> ir.TensorProtocol:
     """Return scales [K / block, N] as [N, K / block, 1].
 
-    They are in fp16 unless some are too small or too large for it: in fp32 they would be a ninth of the bytes of a pass.
+    They are in fp16 if it has all of them: in fp32 they would be a ninth of the bytes of a pass.
     """
-    tensor, half = tensor_of(scale), np.finfo(np.float16)
+    tensor = tensor_of(scale)
     values = bytes_of(tensor).view(tensor.dtype.numpy()).reshape(shape_of(scale))
     values = np.ascontiguousarray(values.T)[..., None]
-    if values.min() >= half.smallest_normal and values.max() <= half.max:
-        values = values.astype(np.float16)
-    return ir.tensor(values)
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    return ir.tensor(halves if np.array_equal(halves, values) else values)
 
 
 def _half_embeddings(graph: ir.Graph) -> None:

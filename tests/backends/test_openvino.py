@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 import openvino as ov
 import pytest
+from onnx import numpy_helper
 
 import outrider.backends.openvino.session as paged
 from outrider.backends.open import open_bundle, open_engines
@@ -173,6 +174,27 @@ def test_the_bundle_has_one_copy_of_the_weights_in_their_precision(
         assert (BLOCK_WEIGHTS in own) == (EMBEDDING in own) == quantized
         sizes = [(folder / role / "model.onnx.data").stat().st_size for folder in (bundle, export)]
         assert sizes[0] < 1.01 * sizes[1]
+
+
+def test_scales_are_those_of_the_export(trained_exports: Callable[[str], Path], tmp_path: Path) -> None:
+    """In fp16, or in fp32 where fp16 does not have all of a matrix's: scales of K-quants, for instance."""
+    graph = onnx.load(trained_exports("int4") / model_file("draft"))
+    scales = [each for each in graph.graph.initializer if each.name.endswith(".scale")]
+    other = numpy_helper.from_array(numpy_helper.to_array(scales[-1]) * np.float32(1.0001), scales[-1].name)
+    scales[-1].CopyFrom(other)
+    want = numbers(scales)
+    onnx.save(graph, tmp_path / "model.onnx", save_as_external_data=True)
+    rewrite(tmp_path / "model.onnx", tmp_path / "rewritten.onnx")
+    written = onnx.load(tmp_path / "rewritten.onnx").graph
+    names = {node.input[1] for node in written.node if node.op_type == BLOCK_WEIGHTS}
+    given = [each for each in written.initializer if each.name in names]
+    assert {each.data_type for each in given} == {onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT}
+    np.testing.assert_array_equal(numbers(given), want)
+
+
+def numbers(tensors: list[onnx.TensorProto]) -> Floats:
+    """All numbers in tensors, the smallest first."""
+    return np.sort(np.concatenate([numpy_helper.to_array(each).reshape(-1) for each in tensors]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc; shows that weights are in memory once")
