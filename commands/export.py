@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outrider.bundle.manifest import CHAT_TEMPLATE
-from outrider.commands.options import NO_TEMPLATE, chat_template
+from outrider.commands.options import LORA, NO_TEMPLATE, chat_template
 from outrider.commands.output import print_json, printable, progress_bar
 from outrider.engines.precisions import PRECISIONS
 from outrider.export.arguments import ExportArguments
@@ -33,13 +33,7 @@ if TYPE_CHECKING:
     " P-EAGLE, DFlash, DSpark), or 'mtp' for the head in the target's own checkpoint. May be repeated, once for each of these"
     " three kinds. With 'none', only n-grams of the text draft.  [default: the target's own head, if it has one]",
 )
-@click.option(
-    "--lora",
-    metavar="FOLDER[=WEIGHT]",
-    multiple=True,
-    help="Merge a LoRA adapter that PEFT saved, a folder or a hub id, into the target; may be repeated. What it adds is"
-    " multiplied by WEIGHT.  [default: 1]",
-)
+@click.option("--lora", **LORA)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write; it must not exist.")
 @click.option(
     "--precision",

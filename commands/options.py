@@ -19,6 +19,12 @@ from outrider.prepare.wanted import Wanted
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO
 
+LORA: dict[str, Any] = {
+    "metavar": "FOLDER[=WEIGHT]",
+    "multiple": True,
+    "help": "Merge a LoRA adapter that PEFT saved, a folder or a hub id, into the target; may be repeated. What it adds is"
+    " multiplied by WEIGHT.  [default: 1]",
+}
 NO_TEMPLATE = "there is no chat template, so chats are refused; --chat-template FILE adds one"
 
 
@@ -114,9 +120,10 @@ def model(command: Any) -> Any:
         backend: str,
         capacity: int | None,
         batch: int | None,
+        lora: tuple[str, ...],
         **options: Any,
     ) -> Any:
-        return command(wanted=Wanted(model, drafts, precision, backend, capacity, batch), **options)
+        return command(wanted=Wanted(model, drafts, lora, precision, backend, capacity, batch), **options)
 
     grouped: dict[str, Any] = {"cls": GroupedOption, "group": "Engines"}
     for add in (
@@ -135,6 +142,7 @@ def model(command: Any) -> Any:
             " int8 if int4 costs the model too much]",
             **grouped,
         ),
+        click.option("--lora", **LORA, **grouped),
         click.option(
             "--draft",
             "drafts",

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from outrider.commands.options import LORA
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
 from outrider.training.arguments import DEFAULTS, KINDS, LEARNING_RATE, TrainingArguments
@@ -42,6 +43,7 @@ def setting(name: str, kind: Any, meaning: str) -> Callable[[Callable[..., None]
 @click.option(
     "--bundle", type=click.Path(path_type=Path), help="A bundle of the target that writes the answers.  [default: build one]"
 )
+@click.option("--lora", **LORA)
 @click.option("--given", is_flag=True, help="Train on the answers in the texts instead of the target's own.")
 @setting("temperature", float, "Sampling temperature of the target's answers.")
 @setting("max-new-tokens", int, "Maximum tokens per answer.")

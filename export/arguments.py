@@ -26,7 +26,7 @@ class ExportOptions(TypedDict, total=False):
     draft_vocab: int | None  # how many tokens the draft can propose: the most frequent ones of `draft_vocab_text`
     draft_vocab_text: Path | None  # a text file
     chat_template: str | None  # instead of the target's own
-    lora: Sequence[str]  # PEFT adapters to merge into the target: FOLDER or FOLDER=WEIGHT
+    lora: Sequence[str | Adapter]  # of PEFT, to merge into the target: FOLDER or FOLDER=WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class ExportArguments:
         check_absent(output)
         parsed = _parsed(target), [_parsed(draft) for draft in named if draft != MTP]
         own_head = MTP in named if drafts else None
-        template, adapters = options.get("chat_template"), tuple(map(Adapter.parse, options.get("lora", ())))
+        lora, template = options.get("lora", ()), options.get("chat_template")
+        adapters = tuple(each if isinstance(each, Adapter) else Adapter.parse(each) for each in lora)
         return cls(output, precision, head_precision, *parsed, own_head, rounding, shortening, template, adapters)
 
     def sources(self) -> dict[str, Source]:

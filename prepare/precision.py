@@ -25,19 +25,23 @@ MOST_LARGER = 1.1  # times the memory of `PRECISION` that a file's own numbers m
 def default_precision(wanted: Wanted, target: Source) -> str:
     """Return the precision of a model's export. What a checkpoint stores in 4 bits is not rounded again, unless it is slower.
 
+    Adapters change what it stores, so that as-is would round those weights to 8 bits.
+
     Raises:
         SourceError: the checkpoint has no configuration.
     """
     if wanted.device == "cuda":
         return GPU_PRECISION
+    if wanted.lora:
+        return PRECISION
     if (kept := _kept(target)) is not None:
         return AS_IS if kept.ratio <= MOST_LARGER and not kept.offsets else PRECISION
     return AS_IS if target.stored_bits() == PRECISIONS[PRECISION].weight_bits else PRECISION
 
 
-def why(precision: str, target: Source) -> str:
+def why(precision: str, wanted: Wanted, target: Source) -> str:
     """Return why `default_precision` is what it is, and what as-is would bring instead."""
-    kept = _kept(target) if precision == PRECISION else None
+    kept = _kept(target) if precision == PRECISION and not wanted.lora else None
     other = f"; {AS_IS} would keep the file's {kept.kind} weights, in {kept.ratio:.1f} times the memory" if kept else ""
     return REASONS[precision] + other
 

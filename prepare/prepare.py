@@ -19,6 +19,7 @@ from outrider.engines.precisions import PRECISIONS
 from outrider.engines.threads import processor_name, thread_count
 from outrider.errors import FolderError, ParityError, SourceError, UsageError, reason_of
 from outrider.export.arguments import ExportArguments
+from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.garbage import without_garbage_collection
 from outrider.export.weights.rounding import AS_IS
@@ -46,6 +47,7 @@ class Pair(NamedTuple):
 
     target: Source
     drafts: list[Source | str]
+    adapters: list[Adapter]  # of the target
 
     @property
     def sources(self) -> list[Source]:
@@ -72,11 +74,11 @@ def prepare(wanted: Wanted, progress: Progress) -> Prepared:
         return Prepared(folder, [])
     _check(wanted)
     if manifest is not None:
-        _refuse(wanted, [each for each in wanted.options if each in ("--draft", "--precision")], "an export")
+        _refuse(wanted, [each for each in wanted.options if each in ("--draft", "--lora", "--precision")], "an export")
         return _prepared(wanted, None, progress)
     target = _source(wanted.model)
     drafts = [draft if draft in (NONE, MTP) else Source.parse(draft) for draft in wanted.drafts]
-    return _prepared(wanted, Pair(target, drafts), progress)
+    return _prepared(wanted, Pair(target, drafts, [Adapter.parse(each) for each in wanted.lora]), progress)
 
 
 def _check(wanted: Wanted) -> None:
@@ -159,16 +161,19 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
 
         gc.freeze()  # or each model's end would search what was imported
 
+        def checked(precision: str) -> ExportArguments:
+            return ExportArguments.check(pair.target, pair.drafts, folder, precision=precision, lora=pair.adapters)
+
         weights = sum(_weights(source, progress) for source in pair.sources)
         precision = wanted.precision or default_precision(wanted, pair.target)
         _check_room(weights, precision, cache.root)
         try:
-            export(ExportArguments.check(*pair, folder, precision=precision), progress)
+            export(checked(precision), progress)
         except ParityError as error:
             if wanted.precision is not None or precision not in (AS_IS, PRECISION):
                 raise
             progress.stage(f"exporting to {NEXT_PRECISION}, because {error}")
-            export(ExportArguments.check(*pair, folder, precision=NEXT_PRECISION), progress)
+            export(checked(NEXT_PRECISION), progress)
 
     return cache.get("exports", label, made_from, make, progress)[0]
 
@@ -196,11 +201,12 @@ def _choices(wanted: Wanted, pair: Pair | None, manifest: Manifest) -> list[str]
     quantization = target.quantization
     precision = AS_IS if quantization is not None and quantization.method == AS_IS else target.precision
     rounding = f" in groups of {quantization.block}" if quantization is not None and precision != AS_IS else ""
-    why_precision = "the export's" if pair is None else "as asked" if wanted.precision else why(precision, pair.target)
+    why_precision = "the export's" if pair is None else "as asked" if wanted.precision else why(precision, wanted, pair.target)
     by_rule = reasons.get(build.backend, "") if wanted.device in (None, "cpu") else f"for the device {wanted.device}"
     why_backend = by_rule if wanted.backend == AUTO else "as asked"
-    drafts = [part for draft in wanted.drafts for part in ("--draft", draft)]
-    export = ["outrider", "export", "--target", wanted.model, *drafts, "--precision", precision, "-o", "EXPORT"]
+    parts = [part for draft in wanted.drafts for part in ("--draft", draft)]
+    parts += [part for adapter in wanted.lora for part in ("--lora", adapter)]
+    export = ["outrider", "export", "--target", wanted.model, *parts, "--precision", precision, "-o", "EXPORT"]
     sizes = ["--device", wanted.device] if wanted.device else []
     sizes += ["--capacity", str(build.capacity), "--batch", str(build.batch), "-o", "BUNDLE"]
     source = wanted.model if exported else "EXPORT"
@@ -219,6 +225,7 @@ def _export_key(wanted: Wanted, pair: Pair) -> dict[str, Any]:
     return {
         "sources": [_identity(source) for source in pair.sources],
         "drafts": [_utf8(draft) for draft in wanted.drafts],
+        "adapters": [[_identity(adapter.source), adapter.weight] for adapter in pair.adapters],
         "precision": wanted.precision,
         "gpu": wanted.device == "cuda",
         "packages": {name: _version(name) for name in EXPORTERS},

@@ -14,6 +14,7 @@ class Wanted:
 
     model: str
     drafts: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()  # adapters of the target
     precision: str | None = None
     backend: str = AUTO
     capacity: int | None = None
@@ -25,6 +26,6 @@ class Wanted:
     def options(self) -> list[str]:
         """Return the command-line options that differ from the default."""
         named: Mapping[str, object] = asdict(self) | {"backend": None if self.backend == AUTO else self.backend}
-        given = [("--draft", draft) for draft in self.drafts]
+        given = [*(("--draft", draft) for draft in self.drafts), *(("--lora", adapter) for adapter in self.lora)]
         given += [(f"--{name}", str(named[name])) for name in ("precision", "backend", "capacity", "batch") if named[name]]
         return [part for pair in given for part in pair]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -12,6 +13,7 @@ import msgspec
 
 from outrider.bundle.folder import check_absent
 from outrider.errors import UsageError
+from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.source import Source
 from outrider.runtime.params import SamplingParams
 from outrider.training.texts import Sample, read_texts
@@ -27,6 +29,7 @@ class TrainingOptions(TypedDict, total=False):
 
     start: str | None  # a checkpoint to start from
     bundle: Path | None  # a bundle of the target, to generate answers with
+    lora: Sequence[str]  # adapters to merge into the target
     given: bool  # whether to learn the answers in the texts
     temperature: float
     max_new_tokens: int
@@ -44,6 +47,7 @@ class TrainingOptions(TypedDict, total=False):
 DEFAULTS: TrainingOptions = {
     "start": None,
     "bundle": None,
+    "lora": (),
     "given": False,
     "temperature": 0.0,
     "max_new_tokens": 256,
@@ -69,11 +73,12 @@ class TrainingArguments:
     samples: list[Sample]
     output: Path
     start: Source | None
+    adapters: tuple[Adapter, ...]  # of the target
     options: TrainingOptions
 
     def digest(self, *more: object) -> str:
-        """Return a digest of the target, precision and maximum length, and of `more`, for the name of a folder."""
-        own = self.named, self.options["precision"], self.options["max_length"]
+        """Return a digest of the target, its adapters, precision and most tokens, and of `more`, for the name of a folder."""
+        own = self.named, self.options["lora"], self.options["precision"], self.options["max_length"]
         return hashlib.sha256(msgspec.json.encode((own, more))).hexdigest()[:16]
 
     @property
@@ -99,7 +104,8 @@ class TrainingArguments:
 
         Raises:
             UsageError: options contradict each other or are out of range, or a text cannot be read.
-            SourceError: a checkpoint is not there.
+            SourceError: a checkpoint is not there, or an adapter cannot be read.
+            UnsupportedModelError: an adapter is of a kind that is not merged.
             FolderError: the output exists.
         """
         chosen: TrainingOptions = {**DEFAULTS, **options}
@@ -126,6 +132,7 @@ class TrainingArguments:
         if start is not None and start.drafting_role() not in STARTS[kind]:
             hint = f"--kind {kind} starts from a {' or a '.join(STARTS[kind]).replace('-', ' ')}"
             raise UsageError(f"{start.name} is a {start.drafting_role().replace('-', ' ')}", hint, param="start")
-        checked = cls(target, Source.parse(target), kind, read_texts(texts), final, start, chosen)
+        adapters = tuple(map(Adapter.parse, chosen["lora"]))
+        checked = cls(target, Source.parse(target), kind, read_texts(texts), final, start, adapters, chosen)
         _ = checked.sampling
         return checked

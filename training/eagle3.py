@@ -214,7 +214,8 @@ class Eagle3Objective(Objective):
 
     @classmethod
     def open(cls, arguments: TrainingArguments, examples: Sequence[Example]) -> Eagle3Objective:
-        target = load_model(arguments.target, "bf16" if has_bf16() else "fp32").to(device())
+        precision = "bf16" if has_bf16() else "fp32"
+        target = load_model(arguments.target, precision, arguments.adapters).to(device())
         options = arguments.options
         tokens = frequent(examples, int(target.get_output_embeddings().weight.shape[0]), options["draft_vocab"])
         return open_head(target, arguments.start, tokens, options["k"], options["seed"])

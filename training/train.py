@@ -61,7 +61,7 @@ def train_draft(arguments: TrainingArguments, progress: Progress = SILENT) -> Tr
     work, kind = arguments.work, OBJECTIVES[arguments.kind]
     fresh = not work.exists()
     try:
-        for source in (arguments.target, arguments.start):
+        for source in (arguments.target, arguments.start, *(adapter.source for adapter in arguments.adapters)):
             if source is not None:
                 source.download(progress)
         positions = kind.check(arguments.target, arguments.start)
@@ -159,6 +159,8 @@ def check_target(arguments: TrainingArguments, bundle: Path, manifest: Manifest)
         # A layer may have attention, a recurrence, both or neither.
         "number of layers": not model.recurrent and len(model.layers) != text.num_hidden_layers,
         "vocabulary": model.vocab_rows != text.vocab_size,
+        "adapter": [(each.source.name, each.weight) for each in arguments.adapters]
+        != [(each.source, each.weight) for each in model.adapters],
     }
     if what := next((name for name, other in differs.items() if other), None):
         raise UsageError(f"{bundle} has another {what} than {arguments.named}", "build it from this target", param="bundle")
@@ -171,8 +173,8 @@ def _bundle(arguments: TrainingArguments, draft: Path | None, folder: Path, prog
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         drafts = [NONE] if draft is None else [str(draft)]
-        checked = ExportArguments.check(arguments.target, drafts, folder / "onnx", precision=options["precision"])
-        manifest = export(checked, progress)
+        models, lora = (arguments.target, drafts, folder / "onnx"), arguments.adapters
+        manifest = export(ExportArguments.check(*models, precision=options["precision"], lora=lora), progress)
         limits = [model.max_positions for model in manifest.models.values() if model.max_positions]
         build_engine(
             folder / "onnx",

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from outrider.builder.build import build_engine
 from outrider.bundle.folder import read_manifest
-from outrider.bundle.manifest import Manifest
+from outrider.bundle.manifest import Manifest, MergedAdapter
 from outrider.cli import main
 from outrider.engines.precisions import PRECISIONS
 from outrider.errors import OutriderError, ParityError
@@ -29,6 +29,7 @@ from outrider.prepare.wanted import Wanted
 from outrider.progress import SILENT, Progress
 from outrider.tests.export import quantized
 from outrider.tests.export.test_gguf_file import write
+from outrider.tests.export.test_lora import write_ones
 from outrider.tests.prepare.hub import Hub
 from outrider.tests.support import PAIR, ready_made
 
@@ -102,6 +103,29 @@ def test_a_checkpoint_in_four_bits_is_kept_as_it_is(run: Run, tmp_path: Path) ->
     assert (rounded.method, rounded.rounded) == ("as-is", ["lm_head"])
 
 
+def test_an_adapter_is_merged_and_its_content_is_part_of_the_key(
+    run: Run, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise OutriderError("another export", "")
+
+    model, adapter = checkpoints / "target", tmp_path / "adapter"
+    write_ones(adapter, {"model.layers.0.self_attn.o_proj": (32, 32)})
+    words = ("generate", model, *PROMPT, "--lora", f"{adapter}=0.001")
+    first = run(*words)
+    assert f"by hand: outrider export --target {model} --lora {adapter}=0.001 --precision int4 -o EXPORT" in first.stderr
+    bundle = made(first)
+    assert read_manifest(bundle).models["target"].adapters == [MergedAdapter(source="adapter", weight=0.001)]
+    assert made(run(*words)) == bundle
+    shutil.rmtree(adapter)
+    write_ones(adapter, {"model.layers.1.self_attn.o_proj": (32, 32)})
+    with monkeypatch.context() as patched:
+        patched.setattr("outrider.export.pair.export", failing)
+        assert "another export" in run(*words).stderr
+    refused = run("generate", bundle, *PROMPT, "--lora", adapter)
+    assert "a bundle, which is made already, and --lora does not apply to it" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("kind", "precision", "times"),
     [("F32", "int4", None), ("Q4_0", "as-is", 0.9), ("Q4_1", "int4", 1.0), ("Q5_0", "int4", 1.5), ("Q8_0", "int4", 1.5)],
@@ -112,9 +136,12 @@ def test_a_gguf_file_is_kept_as_it_is_if_that_is_as_fast(
     """Matrices in Q4_0 are int4 with a scale for 32 weights; Q4_1 needs a second product, and the others 8 bits."""
     write(tmp_path / "model.gguf", kind=gguf.GGMLQuantizationType[kind])
     source = Source.parse(str(tmp_path / "model.gguf"))
-    assert default_precision(Wanted(str(tmp_path)), source) == precision
+    wanted, adapted = (Wanted(str(tmp_path), lora=lora) for lora in ((), ("adapter",)))
+    assert default_precision(wanted, source) == precision
     other = f"; as-is would keep the file's {kind} weights, in {times} times the memory"
-    assert why("int4", source) == "the fastest" + other * (times is not None)
+    assert why("int4", wanted, source) == "the fastest" + other * (times is not None)
+    assert default_precision(adapted, source) == "int4"  # it changes what is stored
+    assert why("int4", adapted, source) == "the fastest"
 
 
 def test_an_export_is_built_and_a_bundle_is_used_as_it_is(run: Run, tiny_export: Path, tiny_bundle: Path) -> None:

@@ -7,18 +7,23 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.bundle.folder import read_manifest
-from outrider.errors import ParityError, UnsupportedModelError
+from outrider.errors import ParityError, UnsupportedModelError, UsageError
+from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
 from outrider.runtime.stats import Stats
+from outrider.tests.export.test_lora import write_ones
 from outrider.tests.support import COMMAND, PAIR, SHIPPED, full_disk, llama, run_here, write_checkpoint
-from outrider.training.eagle3 import new_config, open_head
-from outrider.training.train import check_served
+from outrider.training.answers import Example
+from outrider.training.arguments import TrainingArguments, TrainingOptions
+from outrider.training.eagle3 import Eagle3Objective, new_config, open_head
+from outrider.training.train import check_served, check_target
 
 SHORT = ("--max-length=96", "--max-new-tokens=32", "--epochs=1", "--draft-vocab=512", "--k=3", "--precision=fp32")
 HEAD = ("--kind", "eagle3", "--from", PAIR / "head")
@@ -115,6 +120,7 @@ def test_a_new_head_goes_on_after_an_interrupt(texts: tuple[str, Path], tmp_path
         (("--kind", "eagle3", "--from", "/nowhere/x"), "/nowhere/x does not exist", 1),
         (("--kind", "eagle3", "--from", PAIR / "draft"), "draft is a draft", 2),
         (("--kind", "pard", "--from", PAIR / "head"), "head is a head", 2),
+        (("--kind", "eagle3", "--lora", PAIR / "draft"), "draft has no adapter_config.json", 1),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_done(
@@ -148,6 +154,22 @@ def test_a_bundle_of_another_target_is_refused(answering: Path, texts: tuple[str
     assert done.returncode == 2
     assert "has another tokenizer than" in done.stderr
     assert read_manifest(answering).roles == ("target", "draft")
+
+
+def test_the_target_has_its_adapters(
+    answering: Path, few: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a head learns from is the merged target; a bundle that answers must be of the same."""
+    adapter, module = tmp_path / "adapter", "model.layers.0.self_attn.o_proj"
+    plain = load_model(Source.parse(str(PAIR / "target")), "fp32").get_submodule(module).weight
+    write_ones(adapter, {module: tuple(plain.shape)})
+    options: TrainingOptions = {"lora": [f"{adapter}=0.25"], "start": str(PAIR / "head")}
+    arguments = TrainingArguments.check(str(PAIR / "target"), "eagle3", [few[1]], tmp_path / "head", **options)
+    monkeypatch.setattr("outrider.training.eagle3.open_head", lambda target, *_: target)
+    target: Any = Eagle3Objective.open(arguments, [Example([1, 2], [False, True])])
+    torch.testing.assert_close(target.get_submodule(module).weight.float(), plain + 1, rtol=0, atol=1e-2)
+    with pytest.raises(UsageError, match="another adapter than"):
+        check_target(arguments, answering, read_manifest(answering))
 
 
 def test_a_full_disk_ends_the_run(answering: Path, few: tuple[str, Path], tmp_path: Path) -> None:
