@@ -1,4 +1,7 @@
-"""Weights that a checkpoint stores as integers: w = scale (integer - zero) + offset, with one scale for a group of inputs."""
+"""Weights that a checkpoint stores as integers: w = scale (integer - zero) + offset, with one scale for a group of inputs.
+
+Inputs may also have factors, by which w is multiplied.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 
-CONTENTS = ("groups", "integers", "zeros", "scales", "offsets")
+CONTENTS = ("groups", "integers", "zeros", "scales", "offsets", "factors")
 """What quantized weights consist of. A tensor of a checkpoint that has `contents` returns each as float32 in its own shape."""
 
 
@@ -19,11 +22,13 @@ class Integers:
     scales: torch.Tensor  # float32 [N, G]
     groups: torch.Tensor  # int64 [K], the group of each input
     zeros: torch.Tensor | None = None  # integers [N, G]; None if all are 0
+    factors: torch.Tensor | None = None  # float32 [K]; None if all are 1
 
     def weight(self) -> torch.Tensor:
         """Return the weights, float32 [N, K]."""
         values = self.values if self.zeros is None else self.values - self.zeros[:, self.groups]
-        return values * self.scales[:, self.groups]
+        weight = values * self.scales[:, self.groups]
+        return weight if self.factors is None else weight * self.factors
 
     def content(self, name: str) -> torch.Tensor:
         """Return one of `CONTENTS` for each weight, float32 [N, K]."""
@@ -31,6 +36,8 @@ class Integers:
             return self.values.float()
         if name == "groups":
             return self.groups.float().expand(self.values.shape).contiguous()
+        if name == "factors":
+            return torch.ones(self.values.shape) if self.factors is None else self.factors.repeat(len(self.values), 1)
         each = {"zeros": self.zeros, "scales": self.scales}.get(name)
         return torch.zeros(self.values.shape) if each is None else each[:, self.groups].float()
 

@@ -30,14 +30,14 @@ def modelopt(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWe
         layers = settings.get("quantized_layers") or {}
         algorithm = (layers.get(module) or settings).get("quant_algo")
         raise UnsupportedModelError(f"{module} is quantized by ModelOpt's {algorithm}, which is not read", OTHERWISE)
-    if "pre_quant_scale" not in parts:
+    if "pre_quant_scale" not in parts or packed.contents:
         return packed
     # The module multiplies its inputs by these, which is to multiply each input's weights.
     return PackedWeight(module, tuple(packed.empty.shape), lambda: packed[...] * parts["pre_quant_scale"][...].float())
 
 
 def _packed(module: str, parts: Parts) -> PackedWeight | None:
-    """Return the weight without `pre_quant_scale`; None if the layout is not known."""
+    """Return the weight, of floats without `pre_quant_scale`; None if the layout is not known."""
     weight, scale = parts["weight"], parts["weight_scale"]
     stored, kind, is_twice = weight.empty.dtype, scale.empty.dtype, "weight_scale_2" in parts
     if stored == torch.float8_e4m3fn and not is_twice and (scale.empty.dim() < 2 or kind == EXPONENTS):
@@ -58,6 +58,8 @@ def _int4(module: str, parts: Parts) -> PackedWeight:
     def read() -> Any:
         packed, scales = parts["weight"][...], parts["weight_scale"][...].float()
         integers = torch.stack([packed & 15, packed >> 4], 1).flatten(0, 1).to(torch.int8)
-        return Integers((integers ^ 8) - 8, scales, groups_of(inputs, scales.shape[1]))
+        factors = parts["pre_quant_scale"][...].float() if "pre_quant_scale" in parts else None
+        return Integers((integers ^ 8) - 8, scales, groups_of(inputs, scales.shape[1]), factors=factors)
 
-    return PackedWeight(module, (outputs, inputs), read, GROUPED)
+    more = {"factors"} if "pre_quant_scale" in parts else set[str]()
+    return PackedWeight(module, (outputs, inputs), read, GROUPED | more)

@@ -21,6 +21,7 @@ class BlockLinear(nn.Module):
     zero: torch.Tensor | None
     offset: torch.Tensor | None
     order: torch.Tensor | None
+    factors: torch.Tensor | None
     bias: torch.Tensor | None
 
     def __init__(self, form: Form, bias: torch.Tensor | None, exact: bool):
@@ -35,6 +36,8 @@ class BlockLinear(nn.Module):
         """Return float32 [..., N] of float32 [..., K]."""
         if self.order is not None:
             rows = rows[..., self.order]
+        if self.factors is not None:
+            rows = rows * self.factors
         if torch.compiler.is_exporting():
             # ONNX Runtime fuses only the layout [K, N] with axis 0 with the product, into MatMulNBits.
             weight = symbolic(

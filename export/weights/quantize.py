@@ -165,11 +165,8 @@ def _replace_linears(
 
 def _kept(stored: StoredWeight | None, weight: torch.Tensor, rounding: Rounding, is_head: bool) -> Form | None:
     """Return what is stored of weights [N, K] in a form for the kernels, or None if no form has exactly these weights."""
-    if stored is None or (
-        is_head and (stored.order is not None or stored.offsets is not None)
-    ):  # backends look for one product
-        return None
-    return stored.form(weight, rounding.max_block(4))
+    form = None if stored is None else stored.form(weight, rounding.max_block(4))
+    return form if form is None or not is_head or form.is_one_product else None  # backends look for the head's product
 
 
 def _replace_experts(

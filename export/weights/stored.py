@@ -22,7 +22,7 @@ ROWS_AT_ONCE = 2**9
 
 
 class Form(NamedTuple):
-    """Weights [K, N] = scale (quantized - zero) + offset in the layout of `DequantizeLinear`, in blocks of inputs."""
+    """Weights [K, N] = factors (scale (quantized - zero) + offset) in the layout of `DequantizeLinear`, in blocks of inputs."""
 
     quantized: torch.Tensor  # int8 or uint8 [K, N], with values of `bits` bits
     scale: torch.Tensor  # float32 [K / block, N]
@@ -30,11 +30,17 @@ class Form(NamedTuple):
     zero: torch.Tensor | None = None  # of the type of `quantized` [K / block, N]; then `quantized` has no sign
     offset: torch.Tensor | None = None  # float32 [K / block, N]
     order: torch.Tensor | None = None  # int64 [K], the inputs in the order of the blocks
+    factors: torch.Tensor | None = None  # float32 [K], of the inputs in this order
 
     @property
     def is_plain(self) -> bool:
         """Whether there are only integers and scales."""
-        return self.zero is None and self.offset is None and self.order is None
+        return self.zero is None and self.is_one_product
+
+    @property
+    def is_one_product(self) -> bool:
+        """Whether the inputs themselves are multiplied with the weights, and nothing is added."""
+        return self.offset is None and self.order is None and self.factors is None
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
         """Return the tensors by name."""
@@ -58,6 +64,7 @@ class StoredWeight:
     scales: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # float32 [..., K / 16]
     zeros: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None  # float32 [K], in this order
     fits: bool = True  # whether groups are multiples of `FINEST`, the same for all outputs
 
     def add(self, content: str, values: torch.Tensor) -> None:
@@ -69,7 +76,11 @@ class StoredWeight:
             self.order = None if torch.equal(order, torch.arange(len(order))) else order
             return
         values = values if self.order is None else values[..., self.order]
-        if content == "integers":
+        if content == "factors":
+            factors = values.flatten(0, -2)
+            self.fits &= bool((factors == factors[0]).all())
+            self.factors = factors[0].clone() if (factors != 1).any() else None
+        elif content == "integers":
             self.fits &= values.shape[-1] % FINEST == 0 and bool(values.min() >= -128) and bool(values.max() <= 255)
             self.integers = values.to(torch.int8 if values.min() < 0 else torch.uint8)
         elif self.fits:
@@ -81,7 +92,7 @@ class StoredWeight:
         """Return what is stored of one of several matrices."""
         scales, zeros, offsets = (None if each is None else each[index] for each in (self.scales, self.zeros, self.offsets))
         assert scales is not None
-        return StoredWeight(self.order, self.integers[index], scales, zeros, offsets, self.fits)
+        return StoredWeight(self.order, self.integers[index], scales, zeros, offsets, self.factors, self.fits)
 
     def form(self, weight: torch.Tensor, most: int) -> Form | None:
         """Return the smallest form that has exactly a matrix's numbers, in blocks of at most `most` inputs, or None.
@@ -108,11 +119,12 @@ class StoredWeight:
             integers = values[rows] if zero is None else values[rows].to(torch.int16) - zero[rows, :, None]
             numbers = integers * scale[rows, :, None]
             numbers = numbers if offset is None else numbers + offset[rows, :, None]
+            numbers = numbers if self.factors is None else numbers * self.factors.reshape(-1, block)
             wanted = weight[rows] if self.order is None else weight[rows, self.order]
             if not torch.equal(numbers.reshape(wanted.shape), wanted):
                 return None
         form = Form(values.reshape(outputs, inputs), scale, bits, zero, offset)
-        return form.map(lambda each: each.T.contiguous())._replace(order=self.order)
+        return form.map(lambda each: each.T.contiguous())._replace(order=self.order, factors=self.factors)
 
 
 def _smallest(values: torch.Tensor, zero: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, int] | None:

@@ -60,6 +60,14 @@ def compressed(weight: torch.Tensor) -> Tensors:
     return {"weight_packed": words(integers), "weight_scale": scale.bfloat16(), "weight_shape": shape}
 
 
+def modelopt(weight: torch.Tensor) -> Tensors:
+    """AWQ, with factors of the inputs."""
+    factors = (weight.abs().mean(0) / weight.abs().mean()).sqrt().half().float()
+    integers, scale, _ = rounded(weight / factors, symmetric=True)
+    pairs = (integers.to(torch.uint8) ^ 8).reshape(-1, 2, weight.shape[1])
+    return {"weight": pairs[:, 0] | pairs[:, 1] << 4, "weight_scale": scale.half(), "pre_quant_scale": factors.half()}
+
+
 METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
@@ -71,6 +79,7 @@ METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
             "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}}},
         },
     ),
+    "modelopt": (modelopt, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": GROUP}),
 }
 
 

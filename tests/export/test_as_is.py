@@ -22,6 +22,7 @@ from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.graph.experts import BlockExperts
 from outrider.export.pair import export_pair
 from outrider.export.parity import reference, sample_tokens
+from outrider.export.weights.block_linear import BlockLinear
 from outrider.export.weights.quantize import quantize_model
 from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.export.weights.stored import Form, StoredWeight
@@ -51,6 +52,8 @@ def weight_of(form: Form | None) -> torch.Tensor:
     weight *= np.repeat(form.scale.numpy(), block, 0)
     if form.offset is not None:
         weight += np.repeat(form.offset.numpy(), block, 0)
+    if form.factors is not None:
+        weight *= form.factors.numpy()[:, None]
     placed = np.empty_like(weight)
     placed[slice(None) if form.order is None else form.order.numpy()] = weight
     return torch.from_numpy(placed.T.copy())
@@ -59,7 +62,7 @@ def weight_of(form: Form | None) -> torch.Tensor:
 def kind_of(form: Form | None) -> str:
     """Bits and inputs per scale of a form, and what it has besides."""
     assert form is not None
-    more = [name for name in ("zero", "offset", "order") if getattr(form, name) is not None]
+    more = [name for name in ("zero", "offset", "order", "factors") if getattr(form, name) is not None]
     return " ".join((f"{form.bits}/{len(form.quantized) // len(form.scale)}", *more))
 
 
@@ -78,6 +81,7 @@ FORMS = {
     "gptq-symmetric": "4/32",
     "gptq-v2": "4/32 zero",
     "modelopt-awq": "4/128",
+    "modelopt-awq-smooth": "4/128 factors",
 }
 
 
@@ -87,11 +91,14 @@ def test_the_kernels_get_the_library_s_weights(name: str) -> None:
     packed = unpacked({f"a.b.{part}": Tensor(tensor) for part, tensor in tensors.items()}, settings)["a.b.weight"]
     if name not in FORMS:
         assert not packed.contents
-        assert "fp" in name or name == "modelopt-awq-smooth"
+        assert "fp" in name
         return
     form = kept(packed, weight)
     assert kind_of(form) == FORMS[name]
+    assert form is not None
     assert torch.equal(weight_of(form), weight)
+    rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(BlockLinear(form, None, exact=True)(rows), rows @ weight.T, rtol=1e-4, atol=1e-4)
     assert kept(packed, weight.nextafter(torch.zeros(()))) is None
 
 

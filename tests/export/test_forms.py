@@ -29,8 +29,10 @@ FORMS = {
     "AWQ": "awq",
     "GPTQ, asymmetric, with act-order": "gptq",
     "compressed-tensors, pack-quantized, symmetric, bf16 scales": "compressed-tensors",
+    "ModelOpt AWQ, factors of inputs": "modelopt",
 } | dict.fromkeys(GGUF, "")
 KEPT = "kept as"
+NAMES = {"zero": "zero points", "offset": "offsets", "factors": "factors of inputs"}
 BACKENDS = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "tensorrt-rtx": "TensorRT-RTX, TensorRT"}
 COLUMNS = (KEPT, *BACKENDS.values())
 QUICK = (("GPTQ, asymmetric, with act-order", "onnxruntime"), ("GGUF Q4_1", "openvino"))
@@ -73,15 +75,15 @@ def test_it_is_served_as_it_is(form: str, backend: str, page: models_page.Table,
     assert parity.unrounded_perplexity == pytest.approx(parity.reference_perplexity, rel=1e-3)
     parts = stored(tmp_path / "export" / "target" / "model.onnx")
     kinds = {TYPES[int(each.data_type)] for name, each in parts.items() if name.endswith("q_proj.quantized")}
-    besides = [part for part in ("zero", "offset") if any(name.endswith(f"q_proj.{part}") for name in parts)]
-    page.says(form, KEPT, ", ".join([*kinds, *({"zero": "zero points", "offset": "offsets"}[part] for part in besides)]))
+    besides = [part for part in NAMES if any(name.endswith(f"q_proj.{part}") for name in parts)]
+    page.says(form, KEPT, ", ".join([*kinds, *(NAMES[part] for part in besides)]))
     assert (quantization.method, quantization.rounded) == ("as-is", [] if form in GGUF and not besides else ["lm_head"])
     sizes = {"capacity": 127, "k": [1, 4], "batch": 2}
     if backend == "tensorrt-rtx":
         pytest.importorskip("tensorrt_rtx", reason="would show that every form builds: pip install 'outrider[rtx]'")
         sizes |= {"batch": 1, "options": {"optimization_level": 0}}
     bundle = build(tmp_path / "export", tmp_path / "bundle", backend=backend, **sizes)
-    page.says(form, BACKENDS[backend], outcome(backend, bool(besides), tmp_path))
+    page.says(form, BACKENDS[backend], outcome(backend, bool({"zero", "offset"} & {*besides}), tmp_path))
     if backend == "tensorrt-rtx":
         check_files(bundle, read_manifest(bundle))  # there is no GPU to run it
         return
