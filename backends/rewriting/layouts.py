@@ -46,11 +46,11 @@ def paired(values: Bytes) -> Bytes:
 
 
 def by_output(tensor: ir.TensorProtocol) -> Bytes:
-    """Return the bytes of a matrix of integers [K, N], with an even N, as those of [N, K]; uint8 [N * K * bits / 8]."""
+    """Return the bytes of a matrix of integers [K, N], with an even K N, as those of [N, K]; uint8 [N * K * bits / 8]."""
     inputs, outputs = tensor.shape.numpy()
     if tensor.dtype not in PACKED:
         return np.ascontiguousarray(bytes_of(tensor).reshape(inputs, outputs).T).reshape(-1)
-    if inputs % 2:  # a byte has integers of two outputs
+    if inputs % 2 or outputs % 2:  # a byte has integers of two outputs there or of two inputs here
         return paired(np.ascontiguousarray(_unpacked(tensor).T).reshape(-1))
     source = bytes_of(tensor).reshape(inputs, -1)
     turned = np.empty((outputs, inputs // 2), np.uint8)
@@ -63,9 +63,12 @@ def by_output(tensor: ir.TensorProtocol) -> Bytes:
 
 
 def side_by_side(tensors: list[ir.TensorProtocol]) -> ir.TensorProtocol:
-    """Return matrices [K, N] of one type beside each other. Those with two integers to a byte have an even N."""
+    """Return matrices [K, N] of one type beside each other. With two integers to a byte, K or all N are even."""
     first, rows = tensors[0], tensors[0].shape.numpy()[0]
-    data = np.concatenate([bytes_of(each).reshape(rows, -1) for each in tensors], axis=1)
+    if first.dtype in PACKED and any(each.shape.numpy()[1] % 2 for each in tensors):
+        data = paired(np.concatenate([_unpacked(each) for each in tensors], axis=1).reshape(-1))
+    else:
+        data = np.concatenate([bytes_of(each).reshape(rows, -1) for each in tensors], axis=1)
     shape = ir.Shape([rows, sum(each.shape.numpy()[1] for each in tensors)])
     if first.dtype in PACKED:
         return ir.PackedTensor(data.reshape(-1), first.dtype, shape=shape)
