@@ -208,18 +208,24 @@ def _rounded_experts(projections: list[torch.Tensor], rounding: Rounding) -> lis
 
 
 def _kept_experts(projections: list[tuple[torch.Tensor, StoredWeight | None]], rounding: Rounding) -> list[list[Form]] | None:
-    """Return the stored matrices [E, N, K] of each projection, or None if they are no symmetric ones in blocks of one size."""
+    """Return the stored matrices [E, N, K] of each projection, or None if they have offsets, an order or different blocks.
+
+    Kernels for experts know no zero points. If any matrix has them, all are in 8 bits.
+    """
     block = rounding.block_for(_common_inputs([matrices for matrices, _ in projections]), 4)
     kept = []
     for matrices, stored in projections:
         if stored is None or block is None or stored.integers.shape != matrices.shape:
             return None
         forms = [stored.of(at).form(each, block) for at, each in enumerate(matrices)]
-        kept.append([form for form in forms if form is not None and form.is_plain])
+        kept.append([form for form in forms if form is not None and form.is_one_product])
     every = [form for forms in kept for form in forms]
+    if any(form.zero is not None and form.bits == 8 for form in every):
+        return None
+    if any(form.zero is not None for form in every) or len({form.bits for form in every}) > 1:
+        kept = [[form.in_bytes() for form in forms] for forms in kept]
     whole = len(every) == sum(len(matrices) for matrices, _ in projections)
-    same = {(form.bits, len(form.quantized) // len(form.scale)) for form in every}
-    return kept if whole and len(same) == 1 else None
+    return kept if whole and len({len(form.quantized) // len(form.scale) for form in every}) == 1 else None
 
 
 def _common_inputs(projections: list[torch.Tensor]) -> int:

@@ -33,14 +33,16 @@ class Form(NamedTuple):
     factors: torch.Tensor | None = None  # float32 [K], of the inputs in this order
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there are only integers and scales."""
-        return self.zero is None and self.is_one_product
-
-    @property
     def is_one_product(self) -> bool:
         """Whether the inputs themselves are multiplied with the weights, and nothing is added."""
         return self.offset is None and self.order is None and self.factors is None
+
+    def in_bytes(self) -> Form:
+        """Return the same weights in 8 bits without zero points. Those of 4 bits always have such a form."""
+        if self.zero is None:
+            return self._replace(bits=8)
+        zeros = self.zero.to(torch.int16).repeat_interleave(len(self.quantized) // len(self.zero), 0)
+        return self._replace(quantized=(self.quantized - zeros).to(torch.int8), bits=8, zero=None)
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
         """Return the tensors by name."""

@@ -181,14 +181,15 @@ def test_the_smallest_form_that_loses_nothing(weights: Grouped, want: str | None
     assert form is None or torch.equal(weight_of(form), numbers)
 
 
-def test_experts_are_kept(tmp_path: Path) -> None:
-    """Their matrices are joined when they are loaded. The first layer has none."""
+@pytest.mark.parametrize(("method", "bits"), [("compressed-tensors", 4), ("awq", 8)])
+def test_experts_are_kept(method: str, bits: int, tmp_path: Path) -> None:
+    """Their matrices are joined when they are loaded. The first layer has none. With zero points, they are in 8 bits."""
     config = Qwen3MoeConfig(
         **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, mlp_only_layers=[0]
     )
     torch.manual_seed(0)
     made = write_checkpoint(tmp_path / "made", AutoModelForCausalLM.from_config(config))
-    source = Source.parse(str(quantized.write(made, tmp_path / "model", "compressed-tensors")))
+    source = Source.parse(str(quantized.write(made, tmp_path / "model", method)))
     tokens = sample_tokens(320)
     loaded = load_model(source, "int4")
     loaded.model.embed_tokens.weight.data = loaded.model.embed_tokens.weight.half().float()  # as everywhere
@@ -197,7 +198,7 @@ def test_experts_are_kept(tmp_path: Path) -> None:
     rounding = Rounding("int4", head_precision="fp32", method=AS_IS)
     found = quantize_model(model, weights, rounding, load_tokenizer(source), None)
     assert found.rounded == []
-    assert sum(isinstance(each, BlockExperts) for each in model.modules()) == 1
+    assert [each.bits for each in model.modules() if isinstance(each, BlockExperts)] == [bits]
     np.testing.assert_allclose(reference(model, tokens).logits, want, atol=1e-5)
 
 
