@@ -54,6 +54,7 @@ def in_fp4(module: str, packed: Any, scales: Callable[[], torch.Tensor]) -> Pack
 
 def fp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the weights in FP4, float32 [N, K], as in `in_fp4`."""
+    packed = packed.view(torch.uint8)
     values = E2M1[torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()]
     return Integers(values, scales, groups_of(values.shape[1], scales.shape[1])).weight()
 

@@ -6,6 +6,7 @@ is read. What is quantized and in which groups follows from the tensors, so rule
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -142,16 +143,23 @@ def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> Packe
 
 
 def _fp8(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read FP8 of DeepSeek, Qwen, AutoFP8 and others: scales beside each weight, most often one for a block, multiply it."""
+    """Read FP8 of DeepSeek, Qwen, AutoFP8 and others: scales beside each weight, most often one for a block, multiply it.
+
+    Experts of DeepSeek-V4 are in FP4, in bytes that have a sign.
+    """
     result, (height, width) = dict(tensors), settings.get("weight_block_size") or (0, 0)
     for name, weight in tensors.items():
-        if weight.empty.dtype != torch.float8_e4m3fn:
+        if weight.empty.dtype not in (torch.float8_e4m3fn, torch.int8):
             continue
         names = [f"{name}_scale_inv", f"{name}_scale", *(re.sub(r"\.weight$", end, name) for end in SCALES)]
         scale = next((each for each in names if each in result and each != name), None)
         if scale is None:
             raise SourceError(f"{name} is quantized, but has no scale", AGAIN)
-        result[name] = in_blocks(name, weight, result.pop(scale), (height, width))
+        scales = result.pop(scale)
+        if weight.empty.dtype == torch.int8:
+            result[name] = in_fp4(name, weight, functools.partial(scales_of, scales))
+        else:
+            result[name] = in_blocks(name, weight, scales, (height, width))
         result.pop(re.sub(r"weight$", "input_scale", name), None)
     return result
 
