@@ -137,7 +137,9 @@ def test_experts_in_fp4_among_fp8_are_what_transformers_makes_of_them() -> None:
     weight = torch.randint(-128, 128, (64, 48), dtype=torch.int8, generator=random)
     scale = torch.randint(120, 130, (64, 3), dtype=torch.uint8, generator=random)
     want = Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scale}, full_layer_name="w")["w"]
-    assert torch.equal(read({"quant_method": "fp8", "weight_block_size": [128, 128]}, {"weight": weight, "scale": scale}), want.float())
+    assert torch.equal(
+        read({"quant_method": "fp8", "weight_block_size": [128, 128]}, {"weight": weight, "scale": scale}), want.float()
+    )
 
 
 def test_the_last_blocks_of_fp8_may_be_cut() -> None:
