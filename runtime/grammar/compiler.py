@@ -88,14 +88,18 @@ class LocalGrammars(Grammars):
         return LocalMatcher(lambda: self.compile(structured), self._vocab_rows, self._end_ids)
 
 
-def rehearse(matcher: LLMatcher, steps: int) -> None:
+def rehearse(matcher: LLMatcher, steps: int, opening: Sequence[int] = ()) -> None:
     """Follow several paths of some steps into a compiled grammar, to check that its masks stay within the limits.
+
+    Args:
+        opening: tokens to start with: those that end the free text at the start of an answer.
 
     Raises:
         UsageError: a mask exceeds a limit, or a step cannot be rolled back.
     """
     for share in (0.5, 0.0, 1.0):  # take the middle one of the allowed tokens, the first, or the last
         ahead = matcher.deep_copy()
+        ahead.try_consume_tokens([*opening])
         for step in range(steps):
             mask = np.unpackbits(np.frombuffer(ahead.compute_bitmask(), np.uint8), bitorder="little")
             allowed = np.flatnonzero(mask)

@@ -94,9 +94,9 @@ class AnswerFormat:
         return self.calls(self._required, self._asked) or self._asked
 
     @property
-    def rehearsed(self) -> StructuredOutputs | None:
-        """What to try before an answer begins: the grammar or, if any text may come before calls, calls alone."""
-        return self.grammar if self._required or self._asked is not None else self.calls()
+    def constrained(self) -> bool:
+        """Whether the answers have a grammar."""
+        return bool(self._schemas) or self._asked is not None
 
     def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
         """Return the grammar of answers that must or may have calls; None if the model may not call tools.
@@ -115,9 +115,10 @@ class AnswerFormat:
         offer = OfferedTools(self._schemas, (*self._end_ids, *thought), required, self._parallel, expression, self._strict)
         try:
             grammar = self._family.grammar(offer)
-            return StructuredOutputs(grammar=grammar) if expression is None or said is None else said.within(grammar, SAID)
+            calls = StructuredOutputs(grammar=grammar)
         except UsageError as error:
             raise ApiError(400, f"{error}; {error.hint}", "tools") from error
+        return calls if expression is None or said is None else said.within(grammar, SAID)
 
     def constraint(self, prompt: Sequence[int]) -> StructuredOutputs | None:
         """Return the grammar of the answer to a prompt, including the reasoning before it."""
@@ -125,6 +126,16 @@ class AnswerFormat:
             return self.grammar
         opening, closing = map(self._text.tokenizer.token_to_id, self._marks)
         return self.grammar.after_reasoning(opening, closing, opened(self._marks[0], self._end_of(prompt)))
+
+    def before_grammar(self, prompt: Sequence[int]) -> list[int]:
+        """Return tokens that end the free text of an answer to a prompt, so that what the request constrains comes next."""
+        tokens: list[int] = []
+        if self._marks is not None and not self._reads_itself:
+            marks = self._marks[opened(self._marks[0], self._end_of(prompt)) :]
+            tokens += map(self._text.tokenizer.token_to_id, marks)
+        if self._family is not None and self._schemas and self._asked is None:
+            tokens += self._family.opening
+        return tokens
 
     def _end_of(self, prompt: Sequence[int]) -> str:
         return self._text.decode([*prompt[-END:]])

@@ -78,18 +78,30 @@ class ResponseAssembler(ABC, Generic[Body]):
         return NONE_SHOWN
 
     @abstractmethod
-    def params(self, prompt: list[int]) -> SamplingParams:
+    def params(self, prompt: list[int], grammar: StructuredOutputs | None) -> SamplingParams:
         """Return the parameters of the answers, given the first prompt; raises `UsageError` if one is out of range."""
 
     @functools.cached_property
-    def rehearsed(self) -> StructuredOutputs | None:
-        """The grammar to try before an answer begins; raises `UsageError` or `ApiError` if it is not supported."""
+    def structured(self) -> StructuredOutputs | None:
+        """The structured output that the request asks for; raises `UsageError` if it is not valid."""
         return self.body.structured()
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answers have a grammar; raises `UsageError` or `ApiError` if the request cannot have one."""
+        return self.structured is not None
+
+    def grammar(self, prompt: list[int]) -> StructuredOutputs | None:
+        """Return the grammar of the answers to a prompt; raises `UsageError` or `ApiError` if it is not supported."""
+        return self.structured
+
+    def before_grammar(self, prompt: list[int]) -> list[int]:
+        """Return the tokens before the part of an answer that the grammar constrains; see `rehearse`."""
+        return []
 
     def grammar_parts(self) -> dict[str, StructuredOutputs]:
         """Return the parts of the grammar, by the request's field that each comes from."""
-        structured = self.body.structured()
-        return {} if structured is None else {self.grammar_field: structured}
+        return {} if self.structured is None else {self.grammar_field: self.structured}
 
     @abstractmethod
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
@@ -134,11 +146,7 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_limits(prompts)
         self.prompts = prompts
-        if (tried := self.rehearsed) is None:
-            params = self.params(prompts[0])
-        else:
-            await self._try_grammar(tried)
-            params = await asyncio.to_thread(self.params, prompts[0])  # converting the grammar must not block streams
+        params = self.params(prompts[0], await self._compiled(prompts[0]) if self.constrained else None)
         requests = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in self.body.seeds()]
         owner = self._http.state.owner
         self.requests = await self._engine.submit(
@@ -154,24 +162,28 @@ class ResponseAssembler(ABC, Generic[Body]):
             return _Stream(self._stream(), self._cancel)
         return JSONResponse(self.whole(await self._collect()))
 
-    async def _try_grammar(self, grammar: StructuredOutputs) -> None:
-        """Compile the answers' grammar in a worker, where it cannot take the engines' time or memory."""
+    async def _compiled(self, prompt: list[int]) -> StructuredOutputs | None:
+        """Return the answers' grammar, compiled in a worker, where it cannot take the engines' time or memory."""
+        grammar = None
         try:
-            await self._compile(grammar)
+            grammar = await asyncio.to_thread(self.grammar, prompt)  # building it must not block streams
+            if grammar is not None:
+                await self._compile(grammar, self.before_grammar(prompt))
         except UsageError as error:
             parts = self.grammar_parts()
-            for field, part in parts.items() if len(parts) > 1 else ():  # find the part at fault
+            for field, part in parts.items() if [*parts.values()] != [grammar] else ():  # find the part at fault
                 try:
                     await self._compile(part)
                 except UsageError as own:
                     raise ApiError(400, f"{own}; {own.hint}", field) from error
             raise ApiError(400, f"{error}; {error.hint}", next(iter(parts))) from error
+        return grammar
 
-    async def _compile(self, grammar: StructuredOutputs) -> None:
+    async def _compile(self, grammar: StructuredOutputs, opening: Sequence[int] = ()) -> None:
         engine, owner = self._engine, self._http.state.owner
         try:
             async with asyncio.timeout(self._left), engine.turn(engine.compiling, owner):
-                await engine.grammars.compile(grammar, owner)
+                await engine.grammars.compile(grammar, owner, opening)
         except TimeoutError as error:
             raise TimedOutError("the grammar was not compiled in time", "try again later") from error
 

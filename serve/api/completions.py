@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event
 from outrider.serve.api.bodies import JsonRoute
@@ -32,9 +33,9 @@ class CompletionAssembler(ChoicesAssembler[CompletionRequest]):
     def _logprobs(self) -> list[CompletionLogprobs]:
         return [CompletionLogprobs(self.text, request.prompt) for request in self.requests]
 
-    def params(self, prompt: list[int]) -> SamplingParams:
+    def params(self, prompt: list[int], grammar: StructuredOutputs | None) -> SamplingParams:
         """Return the request's parameters, which are the same for each prompt."""
-        return self.body.params(self.body.max_tokens, self.body.logprobs, self.rehearsed)
+        return self.body.params(self.body.max_tokens, self.body.logprobs, grammar)
 
     def choice(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
         """Return a choice with the text of the events."""

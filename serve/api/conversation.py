@@ -24,12 +24,20 @@ class ConversationAssembler(ResponseAssembler[ConversationBody]):
     def answers(self) -> AnswerFormat:
         """The format of the answers; raises `ApiError` if the tools cannot be used."""
         body = self.body
-        return AnswerFormat(self.text, self.end_ids, body.functions, body.choice, body.parallel_tool_calls, body.structured())
+        return AnswerFormat(self.text, self.end_ids, body.functions, body.choice, body.parallel_tool_calls, self.structured)
 
     @property
-    def rehearsed(self) -> StructuredOutputs | None:
-        """See `ResponseAssembler.rehearsed`."""
-        return self.answers.rehearsed
+    def constrained(self) -> bool:
+        """See `ResponseAssembler.constrained`."""
+        return self.answers.constrained
+
+    def grammar(self, prompt: list[int]) -> StructuredOutputs | None:
+        """See `ResponseAssembler.grammar`."""
+        return self.answers.constraint(prompt)
+
+    def before_grammar(self, prompt: list[int]) -> list[int]:
+        """See `ResponseAssembler.before_grammar`."""
+        return self.answers.before_grammar(prompt)
 
     @property
     def shown(self) -> Mapping[int, str]:
@@ -41,11 +49,11 @@ class ConversationAssembler(ResponseAssembler[ConversationBody]):
         calls = self.answers.calls()
         return super().grammar_parts() | ({} if calls is None else {"tools": calls})
 
-    def params(self, prompt: list[int]) -> SamplingParams:
+    def params(self, prompt: list[int], grammar: StructuredOutputs | None) -> SamplingParams:
         """See `ResponseAssembler.params`. Without a maximum length, an answer may fill the cache."""
         maximum = self.body.max_new_tokens
         maximum = max(self.capacity - len(prompt) + 1, 1) if maximum is None else maximum
-        return self.body.params(maximum, self.body.candidates, self.answers.constraint(prompt))
+        return self.body.params(maximum, self.body.candidates, grammar)
 
     async def answer(self) -> Response:
         """Return the response to the conversation; see `encode` and `respond`."""

@@ -62,6 +62,11 @@ class Family(ABC):
         """The special tokens that `read` needs to see, with their texts. The text has no other special tokens. See `mark`."""
         return {self.token(text): text for text in self.tokens}
 
+    @property
+    def opening(self) -> list[int]:
+        """Tokens that start a call."""
+        return [self.token(self.tokens[0])]
+
     @abstractmethod
     def grammar(self, offer: OfferedTools) -> str:
         """Return the grammar of an answer, in the syntax of llguidance's Lark."""

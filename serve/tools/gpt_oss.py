@@ -36,6 +36,11 @@ class GptOss(Family):
         """Return whether a template writes such messages."""
         return CHANNEL in template and MESSAGE in template
 
+    @property
+    def opening(self) -> list[int]:
+        """Tokens that start a call."""
+        return [*self._tokenizer.encode(TO, add_special_tokens=False).ids]
+
     def grammar(self, offer: OfferedTools) -> str:
         """Return the grammar: reasoning and text before a call, then a call or the last message to the user."""
         begin, end, message, channel, constrain = (f"<[{token}]>" for token in map(self.token, self.tokens))

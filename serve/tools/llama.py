@@ -24,6 +24,11 @@ class Llama(Family):
         """The token that a call may start with, if the tokenizer has it."""
         return {} if self._tokenizer.token_to_id(TAG) is None else {self.token(TAG): TAG}
 
+    @property
+    def opening(self) -> list[int]:
+        """Tokens that start a call."""
+        return [*self._tokenizer.encode(BEGINNING, add_special_tokens=False).ids]
+
     def grammar(self, offer: OfferedTools) -> str:
         """Return the grammar: a call, or any text that does not start like a call.
 

@@ -1,5 +1,6 @@
-"""Grammars of answers. Workers compute their masks: one worker for each owner of requests. A new grammar is first tried in a
-separate worker, so that no answer waits for a grammar that takes too long.
+"""Grammars of answers. Workers compute their masks: one worker for each owner of requests. A new grammar is compiled and tried
+in a fork of that worker, so that no answer waits for a grammar that takes too long. If it succeeds, the fork takes the worker's
+place: it has all grammars of the owner compiled, and answers continue in it.
 
 The time and memory that a client's grammar takes are its worker's. The engines wait only briefly for a mask, and only a limited
 share of the time. Beyond that, the answer does not draft, and skips rounds until its mask has arrived.
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from outrider.errors import EngineError
-from outrider.runtime.grammar.compiler import Grammars
+from outrider.runtime.grammar.compiler import MAX_COMPILED, Grammars
 from outrider.runtime.grammar.errors import GrammarError, refused
 from outrider.runtime.grammar.matcher import Bools, Matcher
 from outrider.runtime.grammar.structured import StructuredOutputs
@@ -30,7 +31,6 @@ from outrider.serve.workers.worker_main import GRAMMAR_SECONDS, takes_much
 from outrider.serve.workers.workers import Worker, WorkerEndedError, Workers
 
 MAX_OWNERS = 16  # owners that have a worker at the same time
-MAX_TRIED = 64  # grammars of an owner that are remembered and not tried again
 PATIENCE = 0.02  # seconds that the engines wait for one mask, at most
 WAITING = 0.1  # share of the time that the engines may wait for masks of all owners together
 SAVED = 0.1  # seconds of waiting that an owner may save up
@@ -64,6 +64,11 @@ class Owner:
     def waited(self, seconds: float) -> None:
         """Record how long the engines have waited for a mask."""
         self._left -= seconds
+
+    def replace(self, worker: Worker) -> None:
+        """Let another worker, which has the owner's grammars compiled, take the worker's place. Answers start again in it."""
+        former, self.worker = self.worker, worker
+        former.close()
 
     @property
     def greedy(self) -> bool:
@@ -106,8 +111,11 @@ class RemoteGrammars(Grammars):
             owner.used = time.monotonic()
             return owner
 
-    async def compile(self, structured: StructuredOutputs, key: Hashable) -> None:
-        """Compile a grammar and try its masks, unless its owner has done so recently.
+    async def compile(self, structured: StructuredOutputs, key: Hashable, opening: Sequence[int] = ()) -> None:
+        """Compile a grammar and try its masks, unless its owner's worker has done so already.
+
+        Args:
+            opening: see `rehearse`.
 
         Raises:
             UsageError: the grammar cannot be compiled, or takes too long, or no token can end a text.
@@ -121,21 +129,27 @@ class RemoteGrammars(Grammars):
         if owner.tried.pop(digest, False) is None:
             owner.tried[digest] = None
             return
-        trial = await asyncio.to_thread(self._workers.fork)
+        try:
+            trial = await owner.worker.fork()
+        except WorkerEndedError:  # at a limit, or after a minute without work
+            trial = await asyncio.to_thread(self._workers.fork)
         started = time.monotonic()
         try:
-            reply = await trial.reply(Compile(arguments, owner.greedy))
+            reply = await trial.reply(Compile(arguments, [*opening], owner.greedy))
+            if reply.error:
+                raise refused(reply.error, reply.hint)
+            owner = await asyncio.to_thread(self.owner, key)  # meanwhile its worker may have ended
+            owner.replace(trial)
         except WorkerEndedError as error:
             if time.monotonic() - started >= GRAMMAR_SECONDS:
                 raise refused(f"the grammar takes longer than {GRAMMAR_SECONDS:g} seconds to compile", "simplify it") from error
             raise refused("the process that compiles grammars has crashed on the grammar", "simplify it") from error
         finally:
             owner.took(time.monotonic() - started)
-            trial.close()
-        if reply.error:
-            raise refused(reply.error, reply.hint)
+            if owner.worker is not trial:
+                trial.close()
         owner.tried[digest] = None
-        while len(owner.tried) > MAX_TRIED:
+        while len(owner.tried) > MAX_COMPILED:
             del owner.tried[next(iter(owner.tried))]
 
     def begin(self, structured: StructuredOutputs, owner: Hashable = None) -> RemoteMatcher:
@@ -160,13 +174,14 @@ class RemoteMatcher(Matcher):
             if self._ends > ENDS:
                 raise GrammarError("a step of the grammar takes too long, or its process crashes", "simplify it")
             self._owner = self._grammars.owner(self._key)
+            self._worker = self._owner.worker
         except EngineError as error:
             failed: Future[Reply] = Future()
             failed.set_exception(error)
             return self._await(failed)
         self._owner.answers.add(self)
-        weakref.finalize(self, self._owner.worker.drop, self._number).atexit = False
-        return self._await(self._owner.worker.ask(Begin(self._number, self._structured.arguments(), self._confirmed)))
+        weakref.finalize(self, self._worker.drop, self._number).atexit = False
+        return self._await(self._worker.ask(Begin(self._number, self._structured.arguments(), self._confirmed)))
 
     def _await(self, reply: Future[Reply]) -> None:
         self._coming = reply  # has the mask after the confirmed tokens
@@ -180,7 +195,8 @@ class RemoteMatcher(Matcher):
             return False
         error = self._coming.exception()
         if isinstance(error, WorkerEndedError):
-            self._ends += AT_WORK if error.at_work else 1
+            if not self._worker.closed:
+                self._ends += AT_WORK if error.at_work else 1
             self._begin()
             return self._coming.done()
         return True
@@ -219,7 +235,7 @@ class RemoteMatcher(Matcher):
         """Ask about drafted tokens. Return None if the reply is late; then nothing more is asked until the next round."""
         if self._plain or self._late or not self._patience:
             return None
-        reply = self._owner.worker.ask(message)
+        reply = self._worker.ask(message)
         if self._in_time(reply) and not isinstance(reply.exception(), WorkerEndedError):
             return self._checked(reply.result())
         self._late = True
@@ -257,4 +273,4 @@ class RemoteMatcher(Matcher):
     def advance(self, tokens: Sequence[int]) -> None:
         """See `Matcher.advance`. Errors appear in the next round."""
         self._confirmed += tokens
-        self._await(self._owner.worker.ask(Advance(self._number, tokens)))
+        self._await(self._worker.ask(Advance(self._number, tokens)))

@@ -31,10 +31,17 @@ class PromptJob(msgspec.Struct, tag=True):
     template_kwargs: dict[str, Any] = {}
 
 
+class Fork(msgspec.Struct, tag=True):
+    """Forks another worker, which has the same compiled grammars and no answers. Its socket comes with the message."""
+
+    file: int = -1  # the socket's number in the worker's process
+
+
 class Compile(msgspec.Struct, tag=True):
     """A grammar to compile and to try."""
 
     structured: dict[str, Any]  # the arguments of `StructuredOutputs`
+    opening: list[int]  # see `rehearse`
     last: bool  # whether it gets the lowest priority, because its owner's other grammars have taken much processor time
 
 
@@ -74,7 +81,7 @@ class Drop(msgspec.Struct, tag=True):
     answer: int
 
 
-Message = PromptJob | Compile | Begin | Advance | Masks | Valid  # the messages that have replies
+Message = PromptJob | Compile | Begin | Advance | Masks | Valid  # the messages that have replies, besides `Fork`
 
 
 class Reply(msgspec.Struct, omit_defaults=True):

@@ -33,7 +33,19 @@ from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.text.chat_template import Chat, ChatTemplate
 from outrider.runtime.text.text import PromptTooLongError, Text
 from outrider.serve.api.arguments import arguments_of
-from outrider.serve.workers.messages import Advance, Begin, Compile, Drop, Masks, Message, PromptJob, Reply, TextSource, Valid
+from outrider.serve.workers.messages import (
+    Advance,
+    Begin,
+    Compile,
+    Drop,
+    Fork,
+    Masks,
+    Message,
+    PromptJob,
+    Reply,
+    TextSource,
+    Valid,
+)
 
 # The next four are processor time, so that a busy machine does not end a worker.
 TEMPLATE_SECONDS = 5.0  # for small conversations in the chat template, at startup
@@ -52,6 +64,7 @@ BURST, SHARE = (
 FORCED = 64  # maximum number of forced tokens in a reply
 IDLE_SECONDS = 60.0  # after which an idle worker ends
 LENGTH = struct.Struct("<I")  # before each message
+PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 
 def send(channel: socket.socket, payload: bytes) -> None:
@@ -100,6 +113,7 @@ def main() -> None:
         template.samples()
         _limit(0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for workers to end
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # not even for those whose parent, a worker, has ended
     gc.collect()
     gc.freeze()  # so that garbage collection in workers does not write to the memory that they share with this process
     send(control, b"")
@@ -109,7 +123,6 @@ def main() -> None:
             os.killpg(0, signal.SIGKILL)
         if not os.fork():
             control.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _Worker(socket.socket(fileno=files[0]), text, grammars).run()
             os._exit(0)
         os.close(files[0])
@@ -130,8 +143,9 @@ class _Worker:
     def __init__(self, channel: socket.socket, text: Text, grammars: LocalGrammars):
         self._channel, self._text, self._grammars = channel, text, grammars
         self._answers: dict[int, LocalMatcher] = {}
-        self._asked: queue.SimpleQueue[Message | Drop] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Message | Fork | Drop] = queue.SimpleQueue()
         self._started, self._held = time.monotonic(), _resident()
+        self._spent = 0.0  # processor time of the workers that this one descends from, in seconds
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
@@ -141,13 +155,16 @@ class _Worker:
                 if isinstance(message, Drop):
                     self._answers.pop(message.answer, None)
                     continue
+                if isinstance(message, Fork):
+                    self._fork(socket.socket(fileno=message.file))
+                    continue
                 _limit(self._seconds(message))
                 reply = self._reply(message)
                 _limit(0)
                 full = not isinstance(message, PromptJob) and self._is_full()
                 if full:
                     reply = Reply(error="the grammars of your requests take too much memory", hint="simplify them")
-                if takes_much(time.process_time(), self._started):
+                if takes_much(self._spent + time.process_time(), self._started):
                     os.nice(LAST - os.nice(0))
                 send(self._channel, msgspec.msgpack.encode(reply))
                 if full:  # its other answers continue in another worker
@@ -157,8 +174,27 @@ class _Worker:
         """Read messages even while the worker is busy, so that the server never waits to send, and the worker ends with it."""
         with suppress(EOFError, OSError):
             while True:
-                self._asked.put(msgspec.json.decode(receive(self._channel), type=Message | Drop))
+                length, files, *_ = socket.recv_fds(self._channel, LENGTH.size, 1, socket.MSG_WAITALL)
+                if not length:
+                    break
+                message = msgspec.json.decode(_exactly(self._channel, *LENGTH.unpack(length)), type=Message | Fork | Drop)
+                if isinstance(message, Fork):
+                    (message.file,) = files
+                self._asked.put(message)
         os._exit(0)
+
+    def _fork(self, channel: socket.socket) -> None:
+        """Fork a worker that reads from another socket. Only this thread computes, so it finds everything in order."""
+        spent = self._spent + time.process_time()
+        if os.fork():
+            channel.close()
+            send(self._channel, msgspec.msgpack.encode(Reply()))
+            return
+        self._channel.close()
+        self._channel, self._spent = channel, spent
+        self._asked = queue.SimpleQueue()
+        self._answers.clear()
+        threading.Thread(target=self._read, daemon=True).start()
 
     @staticmethod
     def _seconds(message: Message) -> float:
@@ -181,7 +217,8 @@ class _Worker:
                     return Reply(_prompts(self._text, message))
                 case Compile():
                     os.nice((LAST - os.nice(0)) * message.last)
-                    rehearse(self._grammars.compile(StructuredOutputs(**message.structured)).matcher, REHEARSED)
+                    compiled = self._grammars.compile(StructuredOutputs(**message.structured))
+                    rehearse(compiled.matcher, REHEARSED, message.opening)
                     return Reply()
                 case Begin():
                     self._answers[message.answer] = matcher = self._grammars.begin(StructuredOutputs(**message.structured))

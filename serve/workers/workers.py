@@ -21,8 +21,8 @@ import msgspec
 
 from outrider.errors import EngineError, FolderError, OutriderError, UsageError
 from outrider.runtime.text.text import Text
-from outrider.serve.workers.messages import Drop, Message, Reply, TextSource
-from outrider.serve.workers.worker_main import TEMPLATE_SECONDS, TIME_LIMIT, receive, send
+from outrider.serve.workers.messages import Drop, Fork, Message, Reply, TextSource
+from outrider.serve.workers.worker_main import LENGTH, TEMPLATE_SECONDS, TIME_LIMIT, receive, send
 
 
 class WorkerEndedError(OutriderError):
@@ -44,6 +44,7 @@ class Worker:
         self._asked: deque[Future[Reply]] = deque()
         self._dropped: deque[int] = deque()
         self.ended = False
+        self.closed = False  # whether the server has ended it
         threading.Thread(target=self._read, name="worker", daemon=True).start()
 
     @property
@@ -51,8 +52,11 @@ class Worker:
         """Whether a reply is pending."""
         return bool(self._asked)
 
-    def ask(self, message: Message) -> Future[Reply]:
+    def ask(self, message: Message | Fork, file: socket.socket | None = None) -> Future[Reply]:
         """Send a message, and return a future for its reply, which fails with `WorkerEndedError` if the worker ends.
+
+        Args:
+            file: comes with a `Fork`.
 
         Raises:
             UsageError: the message is nested too deeply.
@@ -70,7 +74,11 @@ class Worker:
             with suppress(OSError):  # the reading thread notices the same error
                 while self._dropped:
                     send(self._channel, msgspec.json.encode(Drop(self._dropped.popleft())))
-                send(self._channel, line)
+                if file is not None:
+                    socket.send_fds(self._channel, [LENGTH.pack(len(line))], [file.fileno()])
+                    self._channel.sendall(line)
+                else:
+                    send(self._channel, line)
         return reply
 
     def drop(self, answer: int) -> None:
@@ -81,8 +89,20 @@ class Worker:
         """Send a message, and wait for the reply; see `ask`."""
         return await asyncio.wrap_future(await asyncio.to_thread(self.ask, message))
 
+    async def fork(self) -> Worker:
+        """Return a new worker that has the same compiled grammars; raises `WorkerEndedError`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                await asyncio.wrap_future(self.ask(Fork(), theirs))
+            except BaseException:
+                ours.close()
+                raise
+        return Worker(ours)
+
     def close(self) -> None:
         """End the worker, whatever it is doing."""
+        self.closed = True
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import openai
 import pytest
 
 from outrider.tests.serve.server import Reached
+
+# Writes a line for each grammar that a worker compiles.
+COUNTING = """
+import sys
+import outrider.runtime.grammar.compiler as compiler
+from outrider.serve.workers import worker_main
+make, file = compiler.LLMatcher, sys.argv.pop(1)
+def counted(*given, **options):
+    with open(file, "a") as lines:
+        print(hash(given[1]), file=lines)
+    return make(*given, **options)
+compiler.LLMatcher = counted
+worker_main.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], int]]:
+    """Return the number of grammars that the workers of the module's servers have compiled so far."""
+    file, started = tmp_path_factory.mktemp("workers") / "compiled", subprocess.Popen
+    file.touch()
+
+    def counting(command: Any, *given: Any, **options: Any) -> Any:
+        if command[1:4] == ["-P", "-m", "outrider.serve.workers.worker_main"]:
+            command = [sys.executable, "-P", "-c", COUNTING, str(file), *command[4:]]
+        return started(command, *given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", counting)
+        yield lambda: len(file.read_text().splitlines())
 
 
 @pytest.fixture

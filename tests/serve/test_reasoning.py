@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Reached]:
+def server(bundle: Path, compilations: Callable[[], int]) -> Iterator[Reached]:
     with serving_here(bundle) as server:
         yield server
 
@@ -112,8 +112,11 @@ def test_chat_answers_have_both_parts(server: Reached, bundle: Path, thinking: b
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_grammar_holds_for_what_follows_the_reasoning(server: Reached, thinking: bool) -> None:
-    closing = tokenizer(300).get_vocab_size() + 1
+def test_a_grammar_holds_for_what_follows_the_reasoning(
+    server: Reached, thinking: bool, compilations: Callable[[], int]
+) -> None:
+    """And is compiled once, with the reasoning before it."""
+    closing, before = tokenizer(300).get_vocab_size() + 1, compilations()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         message: Any = (
             client.chat.completions.create(
@@ -130,6 +133,7 @@ def test_a_grammar_holds_for_what_follows_the_reasoning(server: Reached, thinkin
         )
     assert re.fullmatch("[x-z]{2,4}", message.content)
     assert bool(message.reasoning_content) == thinking
+    assert compilations() == before + 1
 
 
 def test_the_effort_is_a_variable_of_the_template(server: Reached) -> None:

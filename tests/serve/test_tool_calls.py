@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +48,9 @@ HI: list[Any] = [{"role": "user", "content": "Hi, I would like to order a coffee
 
 
 @pytest.fixture(scope="module")
-def server(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
+def server(
+    trained_export: Path, tmp_path_factory: pytest.TempPathFactory, compilations: Callable[[], int]
+) -> Iterator[Reached]:
     bundle = chat_bundle(trained_export, tmp_path_factory.mktemp("tools") / "bundle")
     (bundle / CHAT_TEMPLATE).write_text(TEMPLATE)
     reseal(bundle)
@@ -116,6 +119,21 @@ def test_a_required_call_is_valid_and_streams_the_same(client: openai.OpenAI) ->
         "",
         "tool_calls",
     )
+
+
+def test_a_grammar_is_compiled_once(client: openai.OpenAI, compilations: Callable[[], int]) -> None:
+    """Before it is tried, for all choices and for later requests, also where text may come before a call."""
+    counts, tools = [compilations()], TOOLS[::-1]
+    wanted = {"type": "json_schema", "json_schema": {"name": "order", "schema": ORDER}}
+    for options in (
+        {"n": 3, "tools": tools},
+        {"tools": tools, "tool_choice": "required"},
+        {"response_format": wanted, "tools": []},
+    ):
+        for _ in range(2):
+            ask(client, **options, max_tokens=4)
+            counts.append(compilations())
+    assert [later - sooner for sooner, later in itertools.pairwise(counts)] == [1, 0] * 3
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -25,6 +25,7 @@ from outrider.runtime.text.stream import TextStream
 from outrider.serve.api.answer import AnswerFormat
 from outrider.serve.api.chat_protocol import Function
 from outrider.serve.api.errors import ApiError
+from outrider.serve.api.reasoning import MARKS
 from outrider.serve.tools import family_of
 from outrider.serve.tools.base import Family, OfferedTools, Part, Parts, Reader, mark
 from outrider.tests.serve.families import EXAMPLES, text_of
@@ -174,17 +175,19 @@ def test_an_answer_is_structured_output_or_a_call(name: str) -> None:
 
 
 @every
-def test_calls_are_tried_without_the_text_before_them(name: str) -> None:
+def test_calls_are_tried_after_the_text_before_them(name: str) -> None:
     """Trying follows the first tokens of a grammar: masks of free text would say nothing about those of calls."""
     text, calls = text_of(name), [Function(name=tool, parameters=schema) for tool, schema in TOOLS.items()]
     end = text.tokenizer.token_to_id(EXAMPLES[name].end)
     answers = AnswerFormat(text, [end], calls, "auto", True)
     assert answers.grammar is not None
-    assert answers.rehearsed is not None
-    written = answer(name, "Hi")
-    assert accepted(name, answers.grammar.source(), written)[0]
-    assert not all(accepted(name, answers.rehearsed.source(), written))
-    assert accepted(name, answers.rehearsed.source(), answer(name, "", WEATHER)) == (True, True)
+    assert accepted(name, answers.grammar.source(), answer(name, "Hi"))[0]
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(text.tokenizer.to_str(), eos_token=0), answers.grammar.source())
+    marks = [text.tokenizer.token_to_id(mark) for mark in MARKS[0]] if EXAMPLES[name].others else []
+    opening = answers.before_grammar([1])
+    assert (opening[: len(marks)], len(opening) > len(marks)) == (marks, True)
+    assert matcher.consume_tokens(opening[len(marks) :])
+    assert not matcher.validate_tokens(text.tokenizer.encode("Hi", add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("name", SEVERAL)

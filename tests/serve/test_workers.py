@@ -72,10 +72,10 @@ def grammars(workers: Workers) -> Iterator[RemoteGrammars]:
 
 
 def end(workers: Workers) -> None:
-    for child in children(workers):
-        with suppress(psutil.NoSuchProcess):  # it may end by a limit
-            child.kill()
-    while children(workers):
+    while left := children(workers):
+        for child in left:
+            with suppress(psutil.NoSuchProcess):  # it may end by a limit
+                child.kill()
         time.sleep(0.01)
 
 
@@ -89,7 +89,14 @@ def says(content: str) -> list[dict[str, Any]]:
 
 def children(workers: Workers) -> list[psutil.Process]:
     assert workers.process is not None
-    return list(psutil.Process(workers.process.pid).children())
+    return list(psutil.Process(workers.process.pid).children(recursive=True))
+
+
+def only(workers: Workers) -> psutil.Process:
+    """Wait until there is one worker."""
+    while len(left := children(workers)) > 1:
+        time.sleep(0.01)
+    return left[0]
 
 
 def wait(matcher: Matcher) -> Matcher:
@@ -158,14 +165,24 @@ def test_a_grammar_is_tried(grammars: RemoteGrammars) -> None:
         asyncio.run(grammars.compile(StructuredOutputs(grammar="start: ("), "owner"))
 
 
-def test_a_grammar_is_not_tried_again(grammars: RemoteGrammars, workers: Workers) -> None:
+def test_a_grammar_is_compiled_once_for_all_answers_of_its_owner(grammars: RemoteGrammars, workers: Workers) -> None:
+    """And compiling another one leaves the answers that have begun where they are, in one process for each owner."""
     asyncio.run(grammars.compile(LETTERS, "owner"))
-    assert workers.process is not None
-    workers.process.send_signal(signal.SIGSTOP)  # it would have to be forked
-    try:
-        asyncio.run(asyncio.wait_for(grammars.compile(LETTERS, "owner"), 5))
-    finally:
-        workers.process.send_signal(signal.SIGCONT)
+    begun = wait(grammars.begin(LETTERS, "owner"))
+    begun.advance(ids("ab"))
+    wait(begun)
+    compiled = only(workers)
+    asyncio.run(grammars.compile(LETTERS, "owner"))
+    assert only(workers) == compiled
+    for count in range(2, 8):
+        asyncio.run(grammars.compile(StructuredOutputs(regex=f"b{{1,{count}}}"), "owner"))
+        begun.advance(ids("b"))
+        wait(begun)
+    want = LocalGrammars(tokenizer(), VOCABULARY, [0]).begin(LETTERS)
+    want.advance(ids("ab" + "b" * 6))
+    assert np.array_equal(begun.masks([])[0][0], want.masks([])[0][0])
+    wait(grammars.begin(LETTERS, "owner"))
+    assert only(workers) != compiled
 
 
 def test_a_grammar_that_is_tried_holds_up_no_answer(grammars: RemoteGrammars, workers: Workers) -> None:
