@@ -98,11 +98,10 @@ class Decoder:
         results = [result for index in indexes if (result := decided[index - first]) is not None]
         done = [result if isinstance(result, RoundResult) else None for result in results]
         if any(done):
-            begun = 0
-            if stop is not None and done[0] is not None:
-                begun, count = choice.k, len(done[0].drafted)
-                choice = Choice(choice.drafter, self._size(count)) if count else PLAIN
-            policy.observe(Observation(choice, views, done, milliseconds, begun))
+            ran, begun = choice, 0
+            if stop is not None and done[0] is not None:  # the pass had the smallest k for what was drafted
+                ran, begun = Choice(choice.drafter, self._size(len(done[0].drafted))), choice.k
+            policy.observe(Observation(ran, views, done, milliseconds, begun))
         for index, (each, result) in enumerate(zip(active, done, strict=True)):
             if result is not None:
                 try:

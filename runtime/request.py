@@ -59,7 +59,6 @@ class Request:
         self.admitted: float | None = None
         self.slot: Slot | None = None
         self.late: float | None = None  # since when its grammar is late
-        self.cancelled = False
         self.finish_reason: str | None = None
         # Each free position holds one token, and the last token needs none.
         self.limit = min(params.max_new_tokens, capacity - len(prompt) + 1)

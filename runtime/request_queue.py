@@ -52,7 +52,6 @@ class RequestQueue:
             displaced.append(theirs[waiting[most] - 1])
             waiting[most] -= 1
         for request in displaced:
-            request.cancelled = True
             self._waiting.remove(request)
         self.displaced += displaced
         self._waiting += requests

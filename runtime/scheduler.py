@@ -44,7 +44,7 @@ class Load:
     waiting: int
     used: float  # share of the cache positions, 0..1
     batch: int = 0  # requests of the last round
-    k: int = 0  # of the last round
+    drafted: int = 0  # tokens of the last round: the most of any request, at most its k
     evicted: int = 0  # reusable cached tokens that were overwritten since the bundle was loaded
 
 
@@ -177,7 +177,6 @@ class Scheduler:
 
     def cancel(self, request: Request) -> None:
         """Drop a request, and free its slot at once."""
-        request.cancelled = True
         if request.slot is not None:
             self._release(request)
         self._queue.remove(request)

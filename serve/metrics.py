@@ -42,7 +42,7 @@ class Metrics:
         self.accepted_at = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position in the draft, from 0", "position"
         )
-        self.k = gauge("spec_decode_k", "Draft tokens of the last round; 0 is plain decoding")
+        self.drafted_last = gauge("spec_decode_k", "Draft tokens of the last round; 0 is plain decoding")
         self.batch = gauge("batch_size", "Requests in the last round")
         self.running = gauge("num_requests_running", "Requests that have a slot")
         self.waiting = gauge("num_requests_waiting", "Requests waiting for a slot")
@@ -65,7 +65,7 @@ class Metrics:
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.used.set(load.used)
-        self.k.set(load.k)
+        self.drafted_last.set(load.drafted)
         self.batch.set(load.batch)
         self.evicted.inc(load.evicted - self._evicted)
         self._evicted = load.evicted

@@ -93,8 +93,12 @@ class Reader:
         self._held = ""
         self._ended = False
         self._parts = read(self)
-        self.calling = False  # whether a call has started and is not complete
-        self._called = False
+        self._calling = self._called = False
+
+    @property
+    def calling(self) -> bool:
+        """Whether a call has started and is not complete."""
+        return self._calling
 
     def push(self, text: str, last: bool) -> list[Part]:
         """Return the new parts that are known after more text. After the `last` text nothing is held back."""
@@ -107,7 +111,7 @@ class Reader:
             if part.text:
                 known.append(part)
             if part.kind == "name":
-                self.calling = True
+                self._calling = True
         return known
 
     def starts(self, mark: str) -> Generator[None, None, bool]:
@@ -149,8 +153,20 @@ class Reader:
         whether a call starts."""
         found = yield from self.until(mark, None if self._called else "content")
         if found:
-            self._called = self.calling = True
+            self._called = self._calling = True
         return found
+
+    def named_call(self, key: str) -> Generator[Part | None, None, bool]:
+        """Yield a call as in `named_calls`, after its `BEGINNING`. Returns whether it is complete."""
+        self._calling = True
+        if (name := (yield from self.word('"'))) is None:
+            return False
+        yield Part("name", name)
+        return (yield from self.until(f'"{key}": ', None)) and (yield from self.value())
+
+    def complete(self) -> None:
+        """Record that the arguments of the call are complete, unless `value` read them."""
+        self._calling = False
 
     def word(self, mark: str) -> Generator[None, None, str | None]:
         """Return the whole text before a mark, and drop the mark; None if the answer ends without the mark."""
@@ -171,7 +187,7 @@ class Reader:
         yield Part("content", text)
 
     def value(self) -> Generator[Part | None, None, bool]:
-        """Yield a JSON object as arguments, unchanged. Returns whether it is complete."""
+        """Yield a JSON object as the arguments of a call, unchanged. Returns whether it is complete."""
         depth, in_text, escaped = 0, False, False
         while True:
             for at, character in enumerate(self._held):
@@ -184,6 +200,7 @@ class Reader:
                 if depth == 0 and character == "}":
                     yield Part("arguments", self._held[: at + 1])
                     self._held = self._held[at + 1 :]
+                    self.complete()
                     return True
             text, self._held = self._held, ""
             yield Part("arguments", text)
@@ -244,18 +261,6 @@ def named_calls(offer: OfferedTools, key: str, more: str = "") -> str:
     behind = f'", "{key}": '
     each = (f"{quoted(name + behind)} {json_value(arguments(schema))}" for name, schema in offer.tools.items())
     return f"call: {quoted(BEGINNING)} {one_of(each)} {more} {quoted('}')}"
-
-
-def read_named_call(reader: Reader, key: str) -> Generator[Part | None, None, bool]:
-    """Read a call as in `named_calls`, after its `BEGINNING`. Returns whether it is complete."""
-    reader.calling = True
-    if (name := (yield from reader.word('"'))) is None:
-        return False
-    yield Part("name", name)
-    if not (yield from reader.until(f'"{key}": ', None)) or not (yield from reader.value()):
-        return False
-    reader.calling = False
-    return True
 
 
 def text_without(offer: OfferedTools, *tokens: int) -> str:

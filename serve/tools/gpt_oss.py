@@ -71,7 +71,7 @@ class GptOss(Family):
             name = head.partition(TO)[2].split(mark(CHANNEL))[0].split(mark(CONSTRAIN))[0].split(" ")[0]
             if name in tools:
                 yield Part("name", name)
-                reader.calling = not (yield from reader.value())
+                yield from reader.value()
                 return
             if not (yield from reader.until(mark(END), "reasoning_content" if "analysis" in head else "content")):
                 return

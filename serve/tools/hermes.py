@@ -15,7 +15,6 @@ from outrider.serve.tools.base import (
     mark,
     named_calls,
     quoted,
-    read_named_call,
     text_then_calls,
 )
 
@@ -44,6 +43,6 @@ class Hermes(Family):
     def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
         """Yield the parts of an answer."""
         while (yield from reader.call(mark(OPENING))):
-            if not (yield from reader.until(BEGINNING, None)) or not (yield from read_named_call(reader, "arguments")):
+            if not (yield from reader.until(BEGINNING, None)) or not (yield from reader.named_call("arguments")):
                 return
             yield from reader.until(mark(CLOSING), None)

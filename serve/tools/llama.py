@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.errors import UsageError
-from outrider.serve.tools.base import BEGINNING, Family, OfferedTools, Parts, Reader, mark, named_calls, read_named_call
+from outrider.serve.tools.base import BEGINNING, Family, OfferedTools, Parts, Reader, mark, named_calls
 
 TAG = "<|python_tag|>"
 
@@ -46,6 +46,6 @@ class Llama(Family):
         """Yield the parts of an answer."""
         yield from reader.starts(mark(TAG))
         if (yield from reader.starts(BEGINNING)):
-            yield from read_named_call(reader, "parameters")
+            yield from reader.named_call("parameters")
         else:
             yield from reader.rest()

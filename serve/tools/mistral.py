@@ -20,7 +20,6 @@ from outrider.serve.tools.base import (
     named_calls,
     one_of,
     quoted,
-    read_named_call,
     text_then_calls,
 )
 
@@ -70,7 +69,7 @@ class Mistral(Family):
         if ARGUMENTS not in self._optional:
             more = yield from reader.call(mark(CALLS))
             while more and (yield from reader.until(BEGINNING, None)):
-                more = yield from read_named_call(reader, "arguments")
+                more = yield from reader.named_call("arguments")
             return
         while (yield from reader.call(mark(CALLS))):
             if (head := (yield from reader.word(mark(ARGUMENTS)))) is None:
@@ -78,7 +77,6 @@ class Mistral(Family):
             yield Part("name", head.partition(mark(CALL_ID))[0])
             if not (yield from reader.value()):
                 return
-            reader.calling = False
 
     def call_id(self) -> str:
         """Return a new id. The templates accept only ids of nine letters and digits."""

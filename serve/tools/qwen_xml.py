@@ -97,7 +97,7 @@ class QwenXml(Family):
             if head is None:
                 return
             yield Part("arguments", "{}" if before == "{" else "}")
-            reader.calling = False
+            reader.complete()
             yield from reader.until(mark(CLOSING), None)
 
 

@@ -171,7 +171,7 @@ def answer(scheduler: Scheduler, requests: list[tuple[list[int], SamplingParams]
                 raise event
             index = submitted.index(request)
             texts[index] += getattr(event, "token_ids", [])
-            if index in cancelled and len(texts[index]) > 5 and not request.cancelled:
+            if index in cancelled and len(texts[index]) > 5:
                 scheduler.cancel(request)
     return texts
 
