@@ -178,7 +178,7 @@ def _inputs(name: str, rows: int, max_rows: int, vocab_rows: int, random: np.ran
     }
     count = int(random.integers(0, rows))
     logits = (6 * random.standard_normal((1, rows, vocab_rows))).astype(np.float32)
-    drafted = random.integers(0, vocab_rows, (1, max_rows if name == "drafter" else rows))
+    drafted = random.integers(0, vocab_rows, (1, max_rows if name == "draft_sampler" else rows))
     if name not in DRAFT_SAMPLERS:
         drafted = np.where(random.random((1, rows)) < 0.7, logits.argmax(-1), drafted)  # so that many are accepted
     tokens = random.integers(0, vocab_rows, (1, rows))
@@ -193,7 +193,7 @@ def _inputs(name: str, rows: int, max_rows: int, vocab_rows: int, random: np.ran
         "settings": np.array([list(settings.values())], dtype=np.float32),
         "edit_ids": random.integers(0, vocab_rows, (1, 1)),
         "edits": np.array([[[1.5, 1, 1, 0]]], dtype=np.float32),
-        "uniforms": random.random((1, 2) if name == "drafter" else (1, rows, 3), dtype=np.float32),
+        "uniforms": random.random((1, 2) if name == "draft_sampler" else (1, rows, 3), dtype=np.float32),
         "tokens": tokens,
         "candidates": np.array([5 if name == "logprobs" else min(CANDIDATES[0], vocab_rows)]),
     }

@@ -225,7 +225,7 @@ def _recorded(device: Device, recordable: bool, run: Callable[[], None], launch:
 def sampling(engine: Engine, device: Device, manifest: Manifest, build: Build, key: PassKey) -> Timed:
     """Return the run of a sampler, at temperature 1 and top_p 0.9 unless it is greedy."""
     name, rows, _, batch = key
-    sizes = {"batch": batch, "rows": build.k[-1] + 1 if name == "drafter" else rows, "edits": 1, "top": 1}
+    sizes = {"batch": batch, "rows": build.k[-1] + 1 if name == "draft_sampler" else rows, "edits": 1, "top": 1}
     tensors = sampler_buffers(device, name, sizes, manifest.vocab_rows, manifest.block_state)
     if "settings" in tensors:
         device.write(tensors["settings"], np.array([[1, 0, 0.9, 0, 1, 0, 0, 0]] * batch))

@@ -52,7 +52,7 @@ from typing import NamedTuple
 
 from outrider.engines.precisions import PRECISIONS
 
-CONTRACT_VERSION = 4
+CONTRACT_VERSION = 5
 
 INPUT_IDS = "input_ids"
 POSITIONS = "positions"

@@ -1,24 +1,24 @@
 """The contract of samplers, the graphs that turn logits into tokens: the names, types and shapes of their tensors.
 
-The `drafter` runs after each draft step, and the `verifier` after a pass of the target. Both have a `greedy_` variant for
+The `draft_sampler` runs after each draft step, and the `verifier` after a pass of the target. Both have a `greedy_` variant for
 rounds whose requests all take the most likely tokens and change no logits. `logprobs` runs for requests that ask for them.
-`export/graph/sampler.py` defines what they compute. A sixth graph, `markov`, runs before the drafter if a block head has Markov
-and confidence heads; see `export/heads/markov.py`.
+`export/graph/sampler.py` defines what they compute. A sixth graph, `markov`, runs before the draft sampler if a block head has
+Markov and confidence heads; see `export/heads/markov.py`.
 
 B is the batch, V the width of the logits (the draft's equals the target's), S the rows of the target's pass, N the entries of
 the edit table, and K the candidates of top_k and top_p.
 
 | tensor | type, shape | meaning |
 |---|---|---|
-| `logits` | float32 [B, S, V]; drafters [B, 1, V] | output of a step model |
+| `logits` | float32 [B, S, V]; draft samplers [B, 1, V] | output of a step model |
 | `drafted` | int64 [B, S] | the drafted tokens: the one after row i is at i; the rest is ignored |
 | `drafted_count` | int64 [B] | the number of drafted tokens, 0..S-1; 0 is plain decoding |
-| `first_row` | int64 [1] | drafter only: the number of tokens drafted so far |
-| `q` | float32 [B, V] out of the drafter, [S, B, V] into the verifier | the distribution of each drafted token |
+| `first_row` | int64 [1] | draft sampler only: the number of tokens drafted so far |
+| `q` | float32 [B, V] out of the draft sampler, [S, B, V] into the verifier | the distribution of each drafted token |
 | `settings` | float32 [B, 8] | see `SETTINGS` |
 | `edit_ids` | int64 [B, N] | tokens whose logits are edited; entries for the same token must be equal; N is at least 1 |
 | `edits` | float32 [B, N, 4] | see `EDITS` |
-| `uniforms` | float32 in [0, 1): drafter [B, 2], verifier [B, S, 3] | to draw a block and a token; verifier: first, to accept |
+| `uniforms` | float32 in [0, 1): [B, 2], verifier [B, S, 3] | to draw a block and a token; verifier: first, to accept |
 | `candidates` | int64 [1] | K |
 | `token` | int64 [B, 1] | the drafted token |
 | `accepted` | int64 [B] | the number of leading drafted tokens that are accepted |
@@ -28,7 +28,7 @@ the edit table, and K the candidates of top_k and top_p.
 | `top_ids`, `top_logprobs` | [B, S, n] | the n most likely tokens, where n is `candidates`; `FORBIDDEN` where a logit is -inf |
 | `block_state` | float32 [B, S, A] out of the step model, [B, 1, A] into `markov` | the input of its heads |
 | `before` | int64 [B, 1] | `markov` only: the token before the row's token |
-| `biased` | float32 [B, 1, V] | the logits that the drafter reads in place of the model's |
+| `biased` | float32 [B, 1, V] | the logits that the draft sampler reads in place of the model's |
 | `confidence` | float32 [B, 1] | the probability that the row's token is accepted |
 """
 
@@ -65,8 +65,8 @@ NOT_FINITE = 2  # the logits contain NaN or infinity
 # The least of `top_logprobs`: ONNX Runtime on CUDA sorts -inf after the padding of its TopK, the lowest float without an id.
 FORBIDDEN = -1e30
 
-SAMPLERS = ("drafter", "verifier", "greedy_drafter", "greedy_verifier", "logprobs")
-DRAFT_SAMPLERS = ("drafter", "greedy_drafter")  # indexed by whether the round is greedy
+SAMPLERS = ("draft_sampler", "verifier", "greedy_draft_sampler", "greedy_verifier", "logprobs")
+DRAFT_SAMPLERS = ("draft_sampler", "greedy_draft_sampler")  # indexed by whether the round is greedy
 MARKOV = "markov"  # only with block heads that have a Markov head
 
 BLOCK = 256  # tokens per first-level sum when a token is drawn
@@ -97,11 +97,11 @@ def sampler_tensors(sampler: str, vocab_rows: int, block_state: int | None = Non
     tokens = Tensor("tokens", "int64", ("batch", "rows"))
     status = Tensor("status", "int64", ("batch",))
     verdict = [Tensor("accepted", "int64", ("batch",)), tokens, status]
-    if sampler == "greedy_drafter":
+    if sampler == "greedy_draft_sampler":
         return [row], [token, status]
     if sampler == "greedy_verifier":
         return [logits, drafted, count], verdict
-    if sampler == "drafter":
+    if sampler == "draft_sampler":
         first_row, uniforms = Tensor("first_row", "int64", (1,)), Tensor("uniforms", "float32", ("batch", 2))
         q = Tensor("q", "float32", ("batch", vocab_rows))
         return [row, drafted, first_row, *request, uniforms, candidates], [token, q, status]

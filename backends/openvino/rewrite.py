@@ -27,10 +27,10 @@ from outrider.backends.openvino.names import (
 )
 from outrider.backends.rewriting.attention import CachedAttention
 from outrider.backends.rewriting.graphs import apply, input_named, load, read_batch_off_tokens, save
+from outrider.backends.rewriting.joined_products import Products
 from outrider.backends.rewriting.layouts import bits_of, by_output, bytes_of
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import Op, shape_of, tensor_of
-from outrider.backends.rewriting.products import Products
 from outrider.backends.rewriting.spare_row import SpareRow
 from outrider.engines.contract import FEATURE_POSITIONS, INPUT_IDS, KEY_POSITIONS, LOGITS_ROWS, PAST_FEATURES, PENDING
 

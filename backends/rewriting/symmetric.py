@@ -11,9 +11,9 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchResult
 
 from outrider.backends.rewriting.graphs import apply, load, save
+from outrider.backends.rewriting.joined_products import Product, ProductRule
 from outrider.backends.rewriting.layouts import Bytes, bits_of, paired, unsigned
 from outrider.backends.rewriting.matching import Op, lazy, refused, shape_of, tensor_of
-from outrider.backends.rewriting.products import Product, ProductRule
 
 
 class Symmetric(ProductRule):

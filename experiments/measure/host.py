@@ -41,7 +41,7 @@ class FreeEngine(Engine):
         self._name = name
 
     def bind(self, tensors: Mapping[str, Buffer]) -> Launch:
-        if self._name.endswith("drafter"):
+        if self._name.endswith("draft_sampler"):
             tensors["token"].view()[...] = TOKEN
         if not self._name.endswith("verifier"):
             return nothing

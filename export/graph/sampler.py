@@ -183,7 +183,7 @@ class Graph:
         return op.Min(first, last)  # the last token with a weight, if rounding left no share above the one sought
 
 
-def drafter(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
+def draft_sampler(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
     """Return token, q, status: a token drawn from the draft's warped distribution q."""
     op = graph.op
     settings = graph.settings(inputs["settings"])
@@ -233,7 +233,7 @@ def verifier(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
     return graph.verdict(accepted, drafted, last, state, row)
 
 
-def greedy_drafter(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
+def greedy_draft_sampler(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
     """Return token, status: the draft's most likely token."""
     token, state = graph.most_likely(inputs["logits"])
     return [token, graph.op.Squeeze(state, [1])]
@@ -258,7 +258,7 @@ def logprobs(graph: Graph, inputs: dict[str, Value]) -> list[Value]:
 
 
 MAKERS: dict[str, Callable[[Graph, dict[str, Value]], list[Value]]] = dict(
-    zip(SAMPLERS, (drafter, verifier, greedy_drafter, greedy_verifier, logprobs), strict=True)
+    zip(SAMPLERS, (draft_sampler, verifier, greedy_draft_sampler, greedy_verifier, logprobs), strict=True)
 )
 
 

@@ -185,10 +185,10 @@ def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: 
         pytest.param("verifier", accept_more(0.8), 100, (CONTROLLED,), marks=pytest.mark.slow),
         ("verifier", swap("ArgMax", "ArgMin"), 10, FEW.sampled),  # wrong in plain decoding, too
         pytest.param("greedy_verifier", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
-        pytest.param("greedy_drafter", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
+        pytest.param("greedy_draft_sampler", swap("ArgMax", "ArgMin"), 25, FEW.sampled, marks=pytest.mark.slow),
         # No bans, no penalties.
         pytest.param("verifier", swap("ScatterElements", "Identity", ["logits"]), 10, FEW.sampled, marks=pytest.mark.slow),
-        pytest.param("drafter", swap("ScatterElements", "Identity", ["logits"]), 25, FEW.sampled, marks=pytest.mark.slow),
+        pytest.param("draft_sampler", swap("ScatterElements", "Identity", ["logits"]), 25, FEW.sampled, marks=pytest.mark.slow),
         ("logprobs", swap("LogSoftmax", "Identity", ["logits"]), 10, FEW.sampled),
     ],
 )

@@ -27,9 +27,9 @@ from outrider.backends.onnxruntime.fusion.products import BlockProducts, with_bl
 from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
 from outrider.backends.onnxruntime.fusion.rotary import Rotary
 from outrider.backends.open import open_bundle, open_engines
+from outrider.backends.rewriting.joined_products import Products
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import refused
-from outrider.backends.rewriting.products import Products
 from outrider.backends.rewriting.spare_row import SpareRow
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build, model_file
@@ -45,7 +45,7 @@ from outrider.export.weights.rounding import Rounding
 from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.backends.products import write_product
+from outrider.tests.backends.product_graphs import write_product
 from outrider.tests.export.test_architectures import COMMON, ONE_LAYER, WINDOW
 from outrider.tests.support import PAIR, Fused, build, run_here
 

@@ -97,7 +97,7 @@ def test_a_run_is_recorded_at_its_third_time_if_a_replay_computes_the_same(
     logits = device.zeros((1, 1, vocabulary), "float32", "a test")
     outputs = {name: device.zeros(shape, "int64", "a test") for name, shape in (("token", (1, 1)), ("status", (1,)))}
     besides = {"equal": nothing, "different": lambda: outputs["token"].view().fill(-1), "refused": fail}[outcome]
-    session = inference_session(tiny_bundle / graph_files("greedy_drafter")[0], device)
+    session = inference_session(tiny_bundle / graph_files("greedy_draft_sampler")[0], device)
     recording, binding = Recording(session, besides), session.io_binding()
     for name, buffer in {"logits": logits, **outputs}.items():
         bind = binding.bind_input if buffer is logits else binding.bind_output

@@ -57,7 +57,7 @@ def test_every_pass_of_a_round_has_its_own_profile(
         if name in DRAFT_SAMPLERS:
             (only,) = profiles
             assert only["logits"] == ([1, 1, vocabulary], [batch, 1, vocabulary], [batch, 1, vocabulary])
-            if name == "greedy_drafter":
+            if name == "greedy_draft_sampler":
                 continue
             assert only["drafted"][0][1] == only["drafted"][2][1] == k[-1] + 1
             assert only["edits"] == ([1, 1, 4], [batch, 1, 4], [batch, vocabulary, 4])

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from outrider.backends.onnxruntime.engine import session_options
 from outrider.backends.rewriting.graphs import load, save
 from outrider.backends.rewriting.symmetric import make_symmetric
-from outrider.tests.backends.products import TYPES, write_product
+from outrider.tests.backends.product_graphs import TYPES, write_product
 
 INPUTS, OUTPUTS, BLOCK = 64, 24, 16
 

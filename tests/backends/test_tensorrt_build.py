@@ -51,7 +51,7 @@ def test_a_pair_builds_with_every_profile(precision: str, tiny_exports: Callable
         assert made.rows(role) == [(1, 16), (1, 1), (2, 2), (5, 5)]
         assert manifest.files[plan_file(role)].size > (export / role / "model.onnx.data").stat().st_size
         assert {tuple(profile) for profile in made.profiles[role]} == {("input_ids", "positions", "key_positions")}
-    assert made.rows("drafter") == [(1, 1)]
+    assert made.rows("draft_sampler") == [(1, 1)]
     assert made.rows("verifier") == made.rows("logprobs") == [(1, 1), (2, 2), (5, 5)]
     shown = run_here("inspect", bundle)
     assert shown.returncode == 0, shown.stderr
@@ -73,7 +73,7 @@ def test_it_has_a_plan_of_every_engine_with_every_profile(rtx_bundle: Path, tiny
         assert made.rows(role) == [(1, chunk), (1, 1), (2, 2), (5, 5)]
         assert manifest.files[plan_file(role)].size > (tiny_export / role / "model.onnx.data").stat().st_size
         assert {tuple(profile) for profile in made.profiles[role]} == {("input_ids", "positions", "key_positions")}
-    assert made.rows("drafter") == [(1, 1)]
+    assert made.rows("draft_sampler") == [(1, 1)]
     assert made.rows("verifier") == made.rows("logprobs") == [(1, 1), (2, 2), (5, 5)]
     shown = run_here("inspect", rtx_bundle)
     assert shown.returncode == 0, shown.stderr

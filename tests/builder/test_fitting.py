@@ -36,7 +36,7 @@ def test_a_build_times_few_passes() -> None:
     edges = {(rows, window, batch) for rows in (1, 9) for window in (64, 4096) for batch in (1, 4)}
     assert {each[1:] for each in few_passes("target", build)} == edges | {(rows, 64, 1) for rows in (2, 3, 5, 64)}
     assert {each[1:] for each in few_passes("verifier", build)} == {(r, 0, 1) for r in (1, 2, 3, 5, 9)} | {(1, 0, 4), (9, 0, 4)}
-    assert {each[1:] for each in few_passes("drafter", build)} == {(1, 0, 1), (1, 0, 4)}
+    assert {each[1:] for each in few_passes("draft_sampler", build)} == {(1, 0, 1), (1, 0, 4)}
     assert [each[3] for each in all_passes("target", build)] == [4] * 37 + [2] * 37 + [1] * 37
 
 
@@ -45,7 +45,7 @@ def test_a_build_times_few_passes() -> None:
 )
 def test_a_machine_that_is_as_the_model_says_is_fitted_exactly(k: list[int], capacity: int, batch: int, chunk: int) -> None:
     build = sizes(k, capacity, batch, chunk)
-    for name in ("target", "parallel-draft", "verifier", "drafter"):
+    for name in ("target", "parallel-draft", "verifier", "draft_sampler"):
         few = [timed(each[1:], machine(*each[1:])) for each in few_passes(name, build)]
         wanted = [each[1:] for each in all_passes(name, build)]
         costs = complete(few, wanted)

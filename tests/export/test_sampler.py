@@ -49,7 +49,7 @@ def test_the_drafter_draws_as_the_reference_does(graphs: Graphs, seed: int, firs
     uniforms = case.random.random((case.batch, 2), dtype=np.float32)
     token, q, status = run(
         graphs,
-        "drafter",
+        "draft_sampler",
         vocab_rows,
         logits=logits,
         drafted=drafted,
@@ -94,7 +94,7 @@ def test_the_greedy_graphs_decide_as_the_others_at_temperature_zero(graphs: Grap
     assert all((ids[count + 1 :] == -1).all() for ids, count in zip(tokens, accepted, strict=True))
     logits = (case.random.standard_normal((case.batch, 1, vocab_rows)) * 3).astype(np.float32)
     logits[..., ::7] = -np.inf  # as in a draft that proposes only some tokens
-    token, status = run(graphs, "greedy_drafter", vocab_rows, logits=logits)
+    token, status = run(graphs, "greedy_draft_sampler", vocab_rows, logits=logits)
     assert (status == DECIDED).all()
     assert (token == logits.argmax(-1)).all()
 
@@ -108,7 +108,7 @@ def test_the_greedy_graphs_report_nan_and_infinity(graphs: Graphs, wrong: float)
     count = np.array([2, 2])
     _, _, status = run(graphs, "greedy_verifier", 64, logits=logits, drafted=drafted, drafted_count=count)
     assert status.tolist() == [NOT_FINITE, DECIDED]
-    _, status = run(graphs, "greedy_drafter", 64, logits=logits[:, 1:2])
+    _, status = run(graphs, "greedy_draft_sampler", 64, logits=logits[:, 1:2])
     assert status.tolist() == [NOT_FINITE, DECIDED]
 
 
@@ -117,7 +117,7 @@ def one_row(graphs: Graphs, logits: Array, candidates: int = 0, **values: Any) -
     size = len(logits)
     token, q, status = run(
         graphs,
-        "drafter",
+        "draft_sampler",
         size,
         logits=logits[None, None].astype(np.float32),
         drafted=np.zeros((1, 1)),

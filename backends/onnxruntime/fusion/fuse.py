@@ -15,9 +15,9 @@ from outrider.backends.onnxruntime.fusion.recurrence import recurrences
 from outrider.backends.onnxruntime.fusion.reshapes import Unsplit
 from outrider.backends.onnxruntime.fusion.rotary import Rotary
 from outrider.backends.rewriting.graphs import apply, load, read_batch_off_tokens, save
+from outrider.backends.rewriting.joined_products import Products
 from outrider.backends.rewriting.logits import LastRows
 from outrider.backends.rewriting.matching import MICROSOFT
-from outrider.backends.rewriting.products import Products
 from outrider.backends.rewriting.spare_row import SpareRow
 
 

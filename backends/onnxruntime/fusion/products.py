@@ -14,9 +14,9 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchResult
 
 from outrider.backends.rewriting.graphs import apply, load, save
+from outrider.backends.rewriting.joined_products import Product, ProductRule
 from outrider.backends.rewriting.layouts import SIGNED, bits_of, by_output, bytes_of, paired, unsigned
 from outrider.backends.rewriting.matching import MICROSOFT, Op, lazy, refused, shape_of, tensor_of
-from outrider.backends.rewriting.products import Product, ProductRule
 
 ACCURACY_LEVEL = 4  # activations are rounded to int8, as ONNX Runtime does by default
 SMALLEST_BLOCK = 16  # of the operator, whose blocks are powers of two
