@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 
@@ -99,6 +100,14 @@ def show_warnings(show: Callable[[str], None]) -> None:
             show(str(message))
 
     warnings.showwarning = showwarning
+
+
+def text_of(path: Path, hint: str) -> str:
+    """Return the text of a UTF-8 file; raises `UsageError` with the hint if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {reason_of(error)}", hint) from error
 
 
 def reason_of(error: BaseException) -> str:

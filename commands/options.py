@@ -13,7 +13,7 @@ import click
 from outrider.backends import registry
 from outrider.commands.output import printable, progress_bar
 from outrider.engines.precisions import PRECISIONS
-from outrider.errors import UsageError, reason_of
+from outrider.errors import UsageError, text_of
 from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.wanted import Wanted
 from outrider.runtime import drafters
@@ -86,10 +86,7 @@ def template(_: click.Context, __: click.Parameter, path: Path | None) -> str | 
         return None
     from outrider.runtime.text.chat_template import ChatTemplate
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {reason_of(error)}", "pass a Jinja template as --chat-template") from error
+    text = text_of(path, "pass a Jinja template as --chat-template")
     try:
         ChatTemplate(text, {}).check()
     except UsageError as error:

@@ -9,7 +9,7 @@ from typing import Required, TypedDict, Unpack
 
 from outrider.bundle.folder import check_absent
 from outrider.bundle.manifest import READS_FEATURES
-from outrider.errors import UsageError
+from outrider.errors import UsageError, text_of
 from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.source import MTP, NONE, Source
 from outrider.export.weights.rounding import AS_IS, BITS, Rounding
@@ -110,10 +110,7 @@ def _rounding(options: ExportOptions) -> Rounding | None:
         raise UsageError("--method auto-round and --calibration go together", "use both or neither")
     if method == "auto-round" and precision != "int4":
         raise UsageError("--method auto-round is for --precision int4", "leave it out: eight bits need no tuning")
-    try:
-        text = calibration.read_text(encoding="utf-8") if calibration is not None else ""
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {calibration}: {error}", "pass a UTF-8 text file as --calibration") from error
+    text = "" if calibration is None else text_of(calibration, "pass a UTF-8 text file as --calibration")
     return Rounding(precision, options.get("head_precision") or "int8", method or "rtn", text, options.get("group_size"))
 
 
@@ -124,10 +121,5 @@ def _shortening(has_draft: bool, tokens: int | None, text: Path | None) -> tuple
         return None
     if not has_draft:
         raise UsageError("--draft-vocab needs a draft model", "add one with --draft, or leave --draft-vocab out")
-    try:
-        text.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot read {text} as text: {error}", "use a UTF-8 text similar to what the pair will write"
-        ) from error
+    text_of(text, "use a UTF-8 text similar to what the pair will write")
     return text, tokens

@@ -129,7 +129,7 @@ class EngineThread:
         Raises:
             NotReadyError: see `scheduler`; or a step has taken longer than the timeout.
         """
-        self.scheduler  # noqa: B018  # raises
+        _ = self.scheduler  # raises
         if (started := self._step_started) is not None and time.perf_counter() - started > self._timeout:
             raise NotReadyError("an engine step has hung", "restart the server")
 
@@ -158,7 +158,7 @@ class EngineThread:
             QueueFullError: too many requests are waiting.
             NotReadyError: see `scheduler`; or the server is shutting down.
         """
-        self.scheduler  # noqa: B018  # raises
+        _ = self.scheduler  # raises
         if self._ending:
             raise _shutting_down()
         loop = asyncio.get_running_loop()

@@ -93,7 +93,7 @@ def test_wrong_use_is_one_line(checkpoints: Path, tmp_path: Path) -> None:
     pair = ("export", "--target", checkpoints / "target", "--draft", checkpoints / "draft", "-o", tmp_path / "out")
     for options, message in (
         (("--draft-vocab", "100"), "--draft-vocab and --draft-vocab-text go together"),
-        (("--draft-vocab", "100", "--draft-vocab-text", tmp_path / "none"), "as text: "),
+        (("--draft-vocab", "100", "--draft-vocab-text", tmp_path / "none"), "cannot read"),
     ):
         done = run_here(*pair, *options)
         assert done.returncode == 2, done.stderr
