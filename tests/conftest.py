@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Mark what only `make test-all` runs, begin with what takes longest at a stretch, skip the tests that need a GPU where
     there is none, saying what they would show, and keep one part, if that is asked for."""
-    items.sort(key=lambda item: "training" not in item.path.parts)
+    items.sort(key=lambda item: ("training" not in item.path.parts, "whole_audit" not in item.name))
     for item in items:
         turn = item.get_closest_marker("in_turn")
         if turn and isinstance(item, pytest.Function) and not turn.kwargs["runs"](item.callspec.params):

@@ -8,23 +8,40 @@ again from the new tensor.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 _aten = torch.ops.aten
-# Operators that always return a view, each with the one that replaces the view's part of a tensor, if there is one.
-_VIEWS = {
-    _aten.slice: _aten.slice_scatter.default,
-    _aten.select: _aten.select_scatter.default,
-    _aten.view: None,
-    _aten.unsqueeze: None,
-    _aten.transpose: None,
-    _aten.expand: None,
-    _aten.alias: None,
-    _aten.detach: None,
-    _aten.detach_: None,
+
+
+def _turned_back(view: Any, _: Any, content: Any) -> tuple[Any, ...]:
+    order = view.args[1]
+    return _aten.permute.default, content, sorted(range(len(order)), key=lambda at: order[at] % len(order))
+
+
+def _unsqueezed(view: Any, tensor: Any, content: Any) -> tuple[Any, ...]:
+    if len(view.meta["val"].shape) == len(tensor.meta["val"].shape):  # a longer dimension stays
+        return _aten.alias.default, content
+    return _aten.unsqueeze.default, content, view.args[1]
+
+
+# Operators that always return a view. From a view, its tensor and the view's new content, the functions make the operator that
+# returns the tensor's new content, and its arguments. None if there is no such operator.
+_VIEWS: dict[Any, Callable[[Any, Any, Any], tuple[Any, ...]] | None] = {
+    _aten.slice.Tensor: lambda view, tensor, content: (_aten.slice_scatter.default, tensor, content, *view.args[1:]),
+    _aten.select.int: lambda view, tensor, content: (_aten.select_scatter.default, tensor, content, *view.args[1:]),
+    _aten.transpose.int: lambda view, _, content: (_aten.transpose.int, content, *view.args[1:]),
+    _aten.permute.default: _turned_back,
+    _aten.unsqueeze.default: lambda view, _, content: (_aten.squeeze.dim, content, view.args[1]),
+    _aten.squeeze.dim: _unsqueezed,
+    _aten.view.default: None,
+    _aten.expand.default: None,
+    _aten.alias.default: None,
+    _aten.detach.default: None,
+    _aten.detach_.default: None,
 }
 
 
@@ -81,7 +98,7 @@ class _Functionalization:
         if node not in self._stale:
             return self._now.get(node, node)
         parent = self._current(self._parents[node], user)
-        if not is_operator(node) or node.target.overloadpacket not in _VIEWS:
+        if node.target not in _VIEWS:
             raise WriteError(f"{node} may be a view or a copy")
         with self._graph.inserting_before(user):
             taken = self._graph.call_function(node.target, (parent, *node.args[1:]), node.kwargs)
@@ -91,24 +108,27 @@ class _Functionalization:
         return taken
 
     def _replace(self, node: Any, written: Any) -> None:
-        written_views, base = [], written
+        views, base = [], written
         while base in self._parents:
-            written_views.append(base)
+            views.append(base)
             base = self._parents[base]
-        scatters = [_VIEWS.get(view.target.overloadpacket) if is_operator(view) else None for view in written_views]
-        if None in scatters or not (is_operator(base) or base.target is operator.getitem):
-            raise WriteError(f"{node} writes to an input, or to a view without an inverse")
+        if not (is_operator(base) or base.target is operator.getitem):
+            raise WriteError(f"{node} writes to an input")
         value = self._value(node, written)
         self._written[node] = written
         self._now[written] = value
         last = node
-        for view, scatter in zip(written_views, scatters, strict=True):
-            parent = self._parents[view]
+        for view in views:
+            tensor = self._parents[view]
+            put_back = _VIEWS.get(view.target)
+            if put_back is None or view.kwargs:
+                raise WriteError(f"what is written to {view} cannot be put back")
+            target, *arguments = put_back(view, self._now.get(tensor, tensor), value)
             with self._graph.inserting_after(last):
-                last = self._graph.call_function(scatter, (self._now.get(parent, parent), value, *view.args[1:]), view.kwargs)
-            last.meta = dict(parent.meta)
-            self._now[parent] = value = last
-        self._stale |= {view for view in self._parents if self._base(view) is base} - {*written_views}
+                last = self._graph.call_function(target, tuple(arguments))
+            last.meta = dict(tensor.meta)
+            self._now[tensor] = value = last
+        self._stale |= {view for view in self._parents if self._base(view) is base} - {*views}
 
     @staticmethod
     def _value(node: Any, written: Any) -> Any:

@@ -25,6 +25,7 @@ import pytest
 from onnx import numpy_helper
 
 import outrider.backends.openvino.session as paged
+from outrider.audit.audit import Scope, audit
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.openvino import reader
 from outrider.backends.openvino.names import ATTENTION, BLOCK_WEIGHTS, EMBEDDING
@@ -222,9 +223,10 @@ def test_it_is_verified_against_onnx_runtime(bundle: Path, trained_exports: Call
 
 
 def test_the_audit_passes(trained_bundles: Callable[..., Path]) -> None:
-    done = run_here("verify", trained_bundles("int4", backend="openvino", capacity=255, batch=8, k=[4]), "--draws", "110")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "the bundle passes"
+    """Without its wrong samplers, which the host computes: the audit of ONNX Runtime has them."""
+    bundle = trained_bundles("int4", backend="openvino", capacity=255, batch=8, k=[4])
+    report = audit(Outrider.load(bundle, slots=None), draws=110, scope=Scope(controls=False))
+    assert report.passed, report.verdicts()
 
 
 @pytest.mark.slow

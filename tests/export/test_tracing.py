@@ -80,6 +80,13 @@ def parts_written(x: torch.Tensor) -> torch.Tensor:
     return kept[:, 0] + first * others[0]
 
 
+def turned_and_written(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.transpose(0, 1).unsqueeze(0)[:, 1:3].mul_(3)
+    y.unsqueeze(-1).permute(2, 1, 0).squeeze(0).add_(x.t())
+    return y
+
+
 def overwritten(x: torch.Tensor) -> torch.Tensor:
     y, z = x * 2, x + 1
     view = y[:, 1:]
@@ -126,6 +133,7 @@ def masked(x: torch.Tensor) -> torch.Tensor:
         (written_through_a_view, 1),
         (written_while_a_view_is_kept, 1),
         (parts_written, 1),
+        (turned_and_written, 1),
         (overwritten, 1),
         (repeated, 1),
         (perhaps_a_view, 2),

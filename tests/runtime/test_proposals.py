@@ -219,6 +219,7 @@ def test_its_proposals_are_those_of_eager_transformers(
     check(reference, recorder.proposed, 4, exactly=True)
 
 
+@pytest.mark.in_turn(runs=lambda case: KINDS.index(case["kind"]) % 2 == 0)
 def test_after_plain_rounds_and_those_of_other_drafters(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
     outrider, recorder = recorded
     outrider.policy = RandomPolicy(outrider.adaptive_policy())
@@ -229,6 +230,7 @@ def test_after_plain_rounds_and_those_of_other_drafters(recorded: tuple[Outrider
     check(reference, recorder.proposed[greedy:], 5)
 
 
+@pytest.mark.in_turn(runs=lambda case: KINDS.index(case["kind"]) % 2 == 1)
 def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder], reference: Reference, drafter: str) -> None:
     """The prompts differ in their last words or are each other's beginnings, and earlier answers are in the slots."""
     outrider, recorder = recorded
@@ -243,6 +245,7 @@ def test_after_a_prefix_from_another_request(recorded: tuple[Outrider, Recorder]
     check(reference, recorder.proposed, 15, exactly=True)
 
 
+@pytest.mark.in_turn(runs=lambda case: KINDS.index(case["kind"]) % 2 == 0)
 def test_after_a_prefix_copied_from_another_slot(
     recorded: tuple[Outrider, Recorder], reference: Reference, drafter: str
 ) -> None:
@@ -303,6 +306,7 @@ def test_on_a_device_that_runs_ahead(drafter_bundles: Callable[..., Path], named
     assert proposed[0] == proposed[1] == proposed[2]
 
 
+@pytest.mark.in_turn(runs=lambda case: KINDS.index(case["kind"]) % 2 == 1)
 def test_in_batches_whose_requests_come_and_go(recorded: tuple[Outrider, Recorder], reference: Reference) -> None:
     """Slots are moved, cancelled in the middle, and taken over while their neighbours go on."""
     outrider, recorder = recorded
