@@ -25,7 +25,7 @@ ITERATIONS = 50  # AutoRound's own "light" recipe; its default of 200 gains litt
 def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, positions: int | None) -> None:
     """Round all linear layers except the head to int4 with AutoRound (SignRound, arXiv:2309.05516), tuned on a text.
 
-    The weights stay floating-point numbers. Each is an integer times the layer's new attribute `scale`, float16 [N, K / block].
+    The weights stay floating-point numbers. Each is an integer times the layer's new attribute `scale`, float32 [N, K / block].
 
     Raises:
         UsageError: the text is too short, or the package is not installed.
@@ -47,7 +47,7 @@ def tune(model: PreTrainedModel, rounding: Rounding, tokenizer: TokenizerFiles, 
             group_size=rounding.max_block(4),
             sym=True,
             data_type="int_sym_gptq",  # its other symmetric type has negative scales
-            scale_dtype="fp16",  # see `quantize.quantize`
+            scale_dtype="fp32",
             amp=False,  # AMP would compute in bf16
             iters=ITERATIONS,
             dataset=[{"input_ids": piece, "attention_mask": torch.ones_like(piece)} for piece in pieces],

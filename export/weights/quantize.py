@@ -33,7 +33,6 @@ MIN_IMPORTANCE = 0.05  # of a weight; a block's greatest weight has the importan
 # Scales to try, by bits: a block's greatest weight as a multiple of the greatest integer. Above 1 the weight is clipped, which
 # helps the other weights. Eight bits gain nothing from clipping.
 SCALE_FACTORS = {4: (0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3), 8: (1.0,)}
-HALF = torch.finfo(torch.float16)
 # The tiles of a matrix that are rounded together: a MiB in fp32, with a whole number of blocks.
 WEIGHTS_AT_ONCE, COLUMNS_AT_ONCE = 2**18, 2**10
 
@@ -47,8 +46,6 @@ def quantize(weight: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor,
     same (`make_qx_quants` in ggml-quants.c), but allows negative scales, which TensorRT does not.
 
     The importance is empirical: on a 0.5B model it halves the loss with blocks of 128.
-
-    Scales are numbers of fp16 unless they are outside of its normal range, because OpenVINO's kernels read fewer bytes then.
     """
     outputs, inputs = weight.shape
     rounded, scale = torch.empty(inputs, outputs, dtype=torch.int8), torch.empty(inputs // block, outputs)
@@ -93,8 +90,7 @@ def _rounded(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
         scales = torch.where(better & (power > 0), fit / power, scales)
         chosen = torch.where(better, factor, chosen)
     torch.mul(blocks, chosen[:, None], out=integers).round_().clamp_(-limit, limit - 1)
-    scales *= greatest[:, 0]
-    return integers, torch.where((scales >= HALF.tiny) & (scales <= HALF.max), scales.half().float(), scales)
+    return integers, scales * greatest[:, 0]
 
 
 def _integers(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

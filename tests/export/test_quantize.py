@@ -41,7 +41,6 @@ from outrider.tests.support import PAIR, SHIPPED, build, llama, run_here, write_
 ONE_LAYER = {**COMMON, "num_hidden_layers": 1}
 BITS = {"int4": 4, "int8": 8}
 TYPES = {"int4": TensorProto.INT4, "int8": TensorProto.INT8}
-HALF = np.finfo(np.float16)
 Array = npt.NDArray[Any]
 
 
@@ -56,7 +55,6 @@ def reference_quantize(weight: Array, bits: int, block: int) -> Array:
             for factor in SCALE_FACTORS[bits]:
                 q = np.clip(np.round(w / max(abs(w).max(), 1e-30) * ((most - 1) * factor)), -most, most - 1)
                 scale = (size * w @ q) / (size * q @ q) if q.any() else 1.0
-                scale = float(np.float16(scale)) if HALF.smallest_normal <= scale <= HALF.max else scale
                 candidates.append(((size * (w - q * scale) ** 2).sum(), tuple(q * scale)))
             rounded[first : first + block, output] = min(candidates)[1]
     return rounded
