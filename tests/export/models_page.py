@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from filelock import FileLock
@@ -45,7 +45,7 @@ class Table:
     """A table of the page. Its rows go by the beginning of their lines; a cell is compared, or replaced if `writing`."""
 
     def __init__(self, part: str, keys: int, columns: tuple[str, ...], writing: bool):
-        self.part, self.writing = part, writing
+        self.part, self.columns, self.writing = part, columns, writing
         self.rows: dict[str, dict[str, str]] = {}
         lines = parts()[part].splitlines()
         head = next(index for index, line in enumerate(lines) if line.endswith(f"| {' | '.join(columns)} |"))
@@ -64,6 +64,10 @@ class Table:
         yield made
         if made.writing:
             write(part, text(made))
+
+    def lines(self, names: Iterable[str]) -> list[str]:
+        """Return the rows with these names."""
+        return [f"| {' | '.join([name, *(self.rows[name][column] for column in self.columns)])} |" for name in names]
 
     def check(self, text: str) -> None:
         """Assert that the page has this part."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +83,7 @@ def test_it_is_served_as_it_is(form: str, backend: str, page: models_page.Table,
         pytest.importorskip("tensorrt_rtx", reason="would show that every form builds: pip install 'outrider[rtx]'")
         sizes |= {"batch": 1, "options": {"optimization_level": 0}}
     bundle = build(tmp_path / "export", tmp_path / "bundle", backend=backend, **sizes)
-    page.says(form, BACKENDS[backend], outcome(backend, bool({"zero", "offset"} & {*besides}), tmp_path))
+    page.says(form, BACKENDS[backend], outcome(backend, bool({"zero", "offset"} & {*besides}), quantization.rounded, tmp_path))
     if backend == "tensorrt-rtx":
         check_files(bundle, read_manifest(bundle))  # there is no GPU to run it
         return
@@ -105,17 +105,18 @@ def stored(path: Path) -> dict[str, onnx.TensorProto]:
     return {each.name: each for each in onnx.load(path).graph.initializer}
 
 
-def outcome(backend: str, more: bool, folder: Path) -> str:
-    """What a backend's kernels compute with, of weights that may have zero points or offsets."""
+def outcome(backend: str, more: bool, rounded: Sequence[str], folder: Path) -> str:
+    """What a backend's kernels compute with, of weights with zero points or offsets or without, besides `rounded` modules."""
     if backend == "tensorrt-rtx":
         return "builds, with a product of group sums" if more else "builds"
     if backend == "onnxruntime":
         return "exact"
     parts = [stored(folder / each / "target" / "model.onnx") for each in ("export", "bundle")]
-    own, given = ([numpy_helper.to_array(each) for name, each in some.items() if ".scale" in name] for some in parts)
-    want, got = (np.unique(np.concatenate([each.reshape(-1) for each in scales])) for scales in (own, given))
+    own, given = ({name: numpy_helper.to_array(each) for name, each in some.items() if ".scale" in name} for some in parts)
+    want, got = (np.unique(np.concatenate([each.reshape(-1) for each in scales.values()])) for scales in (own, given))
     np.testing.assert_array_equal(got, want)
-    return "exact" if all(each.dtype == np.float16 for each in given) else "exact, with scales in fp32"
+    kept = [each for name, each in given.items() if not any(f".{module}." in name for module in rounded)]
+    return "exact" if all(each.dtype == np.float16 for each in kept) else "exact, with scales in fp32"
 
 
 def text(page: models_page.Table) -> str:
@@ -129,6 +130,6 @@ def text(page: models_page.Table) -> str:
         "",
         f"| form | {' | '.join(COLUMNS)} |",
         "|---|---|---|---|---|",
-        *(f"| {' | '.join([form, *(page.rows[form][column] for column in COLUMNS)])} |" for form in FORMS),
+        *page.lines(FORMS),
     ]
     return "\n".join(lines)
