@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from outrider.commands.options import LORA, NO_TEMPLATE, chat_template
 from outrider.commands.output import print_json, printable, progress_bar
 from outrider.engines.precisions import PRECISIONS
 from outrider.export.arguments import ExportArguments
-from outrider.export.garbage import without_garbage_collection
+from outrider.export.garbage import exporter, without_garbage_collection
 from outrider.export.weights.rounding import AS_IS
 
 if TYPE_CHECKING:
@@ -104,11 +103,7 @@ def command(
         lora=lora,
     )
     with progress_bar() as progress, without_garbage_collection():
-        progress.stage("importing torch and transformers")
-        from outrider.export.pair import export
-
-        gc.freeze()  # or each model's end would search what was imported
-        manifest = export(arguments, progress)
+        manifest = exporter(progress)(arguments, progress)
     if as_json:
         print_json(manifest.encode())
         return

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from outrider.bundle.manifest import Manifest
+from outrider.export.arguments import ExportArguments
+from outrider.progress import Progress
 
 
 @contextmanager
@@ -20,3 +24,12 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+def exporter(progress: Progress) -> Callable[[ExportArguments, Progress], Manifest]:
+    """Import `export`, which takes seconds. What is imported is not searched when an export frees a model."""
+    progress.stage("importing torch and transformers")
+    from outrider.export.pair import export
+
+    gc.freeze()
+    return export

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import shlex
@@ -21,7 +20,7 @@ from outrider.errors import FolderError, ParityError, SourceError, UsageError, r
 from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.adapters import Adapter
 from outrider.export.checkpoints.source import MTP, NONE, Source
-from outrider.export.garbage import without_garbage_collection
+from outrider.export.garbage import exporter, without_garbage_collection
 from outrider.export.weights.rounding import AS_IS
 from outrider.prepare.cache import Cache
 from outrider.prepare.precision import NEXT_PRECISION, PRECISION, default_precision, why
@@ -156,10 +155,7 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
 
     @without_garbage_collection()
     def make(folder: Path) -> None:
-        progress.stage("importing torch and transformers")
-        from outrider.export.pair import export
-
-        gc.freeze()  # or each model's end would search what was imported
+        export = exporter(progress)
 
         def checked(precision: str) -> ExportArguments:
             return ExportArguments.check(pair.target, pair.drafts, folder, precision=precision, lora=pair.adapters)

@@ -33,7 +33,7 @@ def merge(adapters: Sequence[Adapter], modules: Mapping[str, nn.Module], weights
     One of two tied weights can change, as in the model that was trained. PEFT's merge changes both.
 
     Args:
-        adapters: they may also change modules that `weights` does not follow, such as those that read images.
+        adapters: may also change modules that `weights` does not follow, such as a vision tower.
         modules: those of the whole model, by name.
         weights: those of the part that is exported.
 

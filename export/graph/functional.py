@@ -108,10 +108,7 @@ class _Functionalization:
         return taken
 
     def _replace(self, node: Any, written: Any) -> None:
-        views, base = [], written
-        while base in self._parents:
-            views.append(base)
-            base = self._parents[base]
+        *views, base = self._chain(written)
         if not (is_operator(base) or base.target is operator.getitem):
             raise WriteError(f"{node} writes to an input")
         value = self._value(node, written)
@@ -128,7 +125,7 @@ class _Functionalization:
                 last = self._graph.call_function(target, tuple(arguments))
             last.meta = dict(tensor.meta)
             self._now[tensor] = value = last
-        self._stale |= {view for view in self._parents if self._base(view) is base} - {*views}
+        self._stale |= {view for view in self._parents if self._chain(view)[-1] is base} - {*views}
 
     @staticmethod
     def _value(node: Any, written: Any) -> Any:
@@ -146,10 +143,12 @@ class _Functionalization:
         node.target = getattr(functional, node.target._overloadname)
         return node
 
-    def _base(self, node: Any) -> Any:
-        while node in self._parents:
-            node = self._parents[node]
-        return node
+    def _chain(self, node: Any) -> list[Any]:
+        """Return a node, what it is a view of, what that is a view of, and so on."""
+        chain = [node]
+        while chain[-1] in self._parents:
+            chain.append(self._parents[chain[-1]])
+        return chain
 
 
 def _viewed(node: Any) -> Any:

@@ -1,8 +1,8 @@
 """Turns a torch module into an ONNX program.
 
-`torch.onnx.export` captures a module, and then traces the captured program again to decompose the operators that ONNX lacks,
-and those that write to tensors. The second trace takes more than half of the time. So the usual ones are replaced here, and the
-second trace only runs if others are left.
+`torch.onnx.export` captures a module, and then traces the captured program again to decompose operators that ONNX lacks or
+that write to tensors. The second trace takes more than half of the time. So common operators of both kinds are replaced here,
+and the second trace only runs if others are left.
 
 torch would remember the results of operators on tensors without numbers, which takes longer than computing them if sizes are
 symbols. It would also compile its library of translations again for each export.

@@ -92,7 +92,7 @@ def rehearse(matcher: LLMatcher, steps: int, opening: Sequence[int] = ()) -> Non
     """Follow several paths of some steps into a compiled grammar, to check that its masks stay within the limits.
 
     Args:
-        opening: tokens to start with: those that end the free text at the start of an answer.
+        opening: tokens to consume first, which end an answer's free text.
 
     Raises:
         UsageError: a mask exceeds a limit, or a step cannot be rolled back.

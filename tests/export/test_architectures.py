@@ -327,7 +327,7 @@ def text(page: models_page.Table) -> str:
         "",
         f"| architecture | {' | '.join(COLUMNS)} |",
         "|---|---|---|---|---|---|---|---|",
-        *(f"| {' | '.join([name, *(page.rows[name][column] for column in COLUMNS)])} |" for name in CONFIGS),
+        *page.lines(CONFIGS),
     ]
     lines += ["", "## Refused", "", "| architecture | reason |", "|---|---|"]
     reasons = {

@@ -227,7 +227,7 @@ def text(page: models_page.Table) -> str:
         "",
         f"| format | flags | {' | '.join(COLUMNS)} |",
         "|---|---|---|---|",
-        *(f"| {' | '.join([name, *(page.rows[name][column] for column in COLUMNS)])} |" for name in map(row, weights.CASES)),
+        *page.lines(map(row, weights.CASES)),
     ]
     return "\n".join(lines)
 

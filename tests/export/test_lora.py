@@ -90,7 +90,7 @@ def test_a_merge_is_peft_s(case: str, bases: dict[str, Source], tmp_path: Path) 
 
 def test_a_sum_in_half_precision_is_rounded_once(bases: dict[str, Source], tmp_path: Path) -> None:
     adapters = [Adapter.parse(f"{saved(tmp_path, name=name, case='two')}") for name in ("one", "other")]
-    name = "model.layers.0.self_attn.q_proj.weight"  # of which the base's is exact in bf16
+    name = "model.layers.0.self_attn.q_proj.weight"  # whose base weights bf16 represents exactly
     exact, half = (load_model(bases["llama"], each, adapters).get_parameter(name) for each in ("fp32", "bf16"))
     assert torch.equal(half, exact.bfloat16())
 

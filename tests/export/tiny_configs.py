@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outrider.tests.export.recurrent_models import CONFIGS
 
-# What the fields of a configuration become, by their names in all families; a configuration gets those that it has.
+# New values for fields of configurations, by field name; fields that a configuration lacks are left out.
 SIZES: dict[int, str] = {
     320: """vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input audio_vocab_size shape_vocab_size
         pronunciation_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base""",
@@ -110,7 +110,7 @@ def resolved(kind: type[Any]) -> type[Any]:
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration by the names that its class takes, some of which have others when it is written."""
+    """Return a configuration's fields by argument of its constructor; some have other names in config.json."""
     names, given = type(config).attribute_map, config.to_dict()
     own = {field.name: names.get(field.name, field.name) for field in dataclasses.fields(config)}
     return {field: given[name] for field, name in own.items() if name in given}
