@@ -27,8 +27,9 @@ def modelopt(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWe
     """
     packed = _packed(module, parts)
     if packed is None or RESIDUE in parts:
-        layers = settings.get("quantized_layers") or {}
-        algorithm = (layers.get(module) or settings).get("quant_algo")
+        layers = settings.get("quantized_layers")
+        own = layers.get(module) if isinstance(layers, dict) else None
+        algorithm = (own if isinstance(own, dict) else settings).get("quant_algo")
         raise UnsupportedModelError(f"{module} is quantized by ModelOpt's {algorithm}, which is not read", OTHERWISE)
     if "pre_quant_scale" not in parts or packed.contents:
         return packed

@@ -31,7 +31,7 @@ def packing_of(source: Source) -> Mapping[str, Any] | None:
     """Return the settings of a checkpoint's quantization if it has a method that `unpacked` reads, otherwise None.
 
     Raises:
-        SourceError: there is no configuration.
+        SourceError: see `Source.quantization`.
     """
     settings = source.quantization()
     return settings if settings.get("quant_method") in {*METHODS, *OF_TRANSFORMERS} else None

@@ -135,13 +135,17 @@ class Source:
         """Return the `quantization_config`, or what ModelOpt writes beside a config.json; empty if there is neither.
 
         Raises:
-            SourceError: there is no configuration.
+            SourceError: there is no configuration, or its method has no name.
         """
         settings = self.config().get("quantization_config")
         if settings is None and not self.options:
             settings = (self.object("hf_quant_config.json") or {}).get("quantization")
             settings = settings | {"quant_method": "modelopt"} if isinstance(settings, dict) else None
-        return settings if isinstance(settings, dict) else {}
+        if not isinstance(settings, dict):
+            return {}
+        if not isinstance(method := settings.get("quant_method", ""), str):
+            raise SourceError(f"the quant_method of {self.name} is {method!r:.50}, not a name", CORRECT_CONFIG)
+        return settings
 
     def stored_bits(self) -> int | None:
         """Return how many bits the weights of a quantized checkpoint have that are integers, according to its configuration.
@@ -149,7 +153,7 @@ class Source:
         None if they are not integers, or for a GGUF file, whose tensors each have a type.
 
         Raises:
-            SourceError: there is no configuration.
+            SourceError: see `quantization`.
         """
         settings = self.quantization()
         bits: list[Any] = [settings.get("bits")] if settings.get("quant_method") in ("awq", "gptq") else []

@@ -85,6 +85,7 @@ def given(kind: str, **entries: Any) -> dict[str, Any]:
         ("config.json", given("linear", original_max_position_embeddings="64"), "original_max_position_embeddings = '64'"),
         ("config.json", given("yarn", factor=float("inf")), "factor = inf"),
         ("config.json", given("dynamic", original_max_position_embeddings=[1]), r"embeddings = \[1\]"),
+        ("config.json", {"quantization_config": {"quant_method": ["awq"]}}, r"quant_method of model is \['awq'\], not a name"),
         ("generation_config.json", {"eos_token_id": "<|im_end|>"}, "texts of .*model end with '<|im_end|>'"),
         ("generation_config.json", {"eos_token_id": [0, None]}, "end with None"),
         ("generation_config.json", {"eos_token_id": True}, "end with True"),
