@@ -104,7 +104,7 @@ class GraphEngines(Engines):
             EngineError: the backend refuses it, or it does not match the manifest.
         """
 
-    def session(self, role: str, batch: int) -> Session:
+    def session(self, role: str, batch: int) -> GraphSession:
         precision = self.manifest.models[role].precision
         return GraphSession(self.device, self.step_model(role), precision, self.sizes(role, batch))
 

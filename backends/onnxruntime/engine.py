@@ -23,7 +23,6 @@ from outrider.engines.contract import LOGITS, LOGITS_ROWS, Tensor
 from outrider.engines.device import Buffer, Cpu, Device, Engine, Launch, host_buffer
 from outrider.engines.graph_session import GraphSession
 from outrider.engines.precisions import DTYPES
-from outrider.engines.session import Session
 from outrider.engines.threads import thread_count
 from outrider.errors import EngineError
 
@@ -142,11 +141,12 @@ class OnnxRuntimeEngines(GraphEngines):
             )
         return self._engine(model_file(role), role, self.build.batch)
 
-    def session(self, role: str, batch: int) -> Session:
+    def session(self, role: str, batch: int) -> GraphSession:
         session = super().session(role, batch)
-        rounded = role == "target" and self.manifest.models[role].quantization is not None and isinstance(self.device, Cpu)
-        if rounded and isinstance(session, GraphSession) and session.lone_rows_differ():
-            session.pair_lone_rows()
+        if role == "target":
+            on_cpu, rounded = isinstance(self.device, Cpu), self.manifest.models[role].quantization is not None
+            if (rounded and session.lone_rows_differ()) if on_cpu else session.lone_rows_vary():
+                session.pair_lone_rows()
         return session
 
     def sampler(self, name: str) -> Engine:

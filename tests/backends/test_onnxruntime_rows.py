@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.engines.graph_session import GraphSession
+from outrider.engines.arrays import Floats, Int64s
+from outrider.engines.graph_session import LONE_RUNS, GraphSession
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
@@ -54,6 +56,19 @@ def test_the_last_position_of_a_slot_is_its_own(session: GraphSession) -> None:
     for name, cache in session.cache().items():
         np.testing.assert_array_equal(cache[1], before[name][1])
         assert (cache[0, :, session.capacity - 1] != 0).any()
+
+
+def test_rows_that_vary_are_found(session: GraphSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU they are equal; on a GPU, a row's product may add up in any order."""
+    assert not session.lone_rows_vary()
+    run, runs = session.run, itertools.count(1)
+
+    def noisy(ids: Int64s, positions: Int64s) -> Floats:
+        logits = run(ids, positions)
+        return np.nextafter(logits, np.float32(np.inf)) if next(runs) == LONE_RUNS else logits
+
+    monkeypatch.setattr(session, "run", noisy)
+    assert session.lone_rows_vary()
 
 
 def test_texts_are_those_of_plain_decoding_up_to_the_last_position(
