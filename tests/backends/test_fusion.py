@@ -46,7 +46,7 @@ from outrider.progress import SILENT
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.backends.product_graphs import write_product
-from outrider.tests.export.test_architectures import COMMON, ONE_LAYER, WINDOW
+from outrider.tests.export.architectures import COMMON, ONE_LAYER, WINDOW
 from outrider.tests.support import PAIR, Fused, build, run_here
 
 CAPACITY = 160
@@ -240,7 +240,7 @@ COHERE2 = Cohere2Config(**COMMON, sliding_window=WINDOW, layer_types=["sliding_a
     [
         pytest.param(LlamaConfig(**ONE_LAYER), 2, 5, marks=pytest.mark.slow),
         (QWEN2, 2, 5),  # the same with biases
-        # With norms between the products and attention, as in test_architectures.py.
+        # With norms between the products and attention, as in tests/export/architectures.py.
         pytest.param(Qwen3Config(**ONE_LAYER, head_dim=24), 2, 5, marks=pytest.mark.slow),
         # One norm for attention and all else, and no rotary embedding in its second layer.
         pytest.param(COHERE2, 2, 7, marks=pytest.mark.slow),

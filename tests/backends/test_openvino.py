@@ -39,7 +39,7 @@ from outrider.errors import DeviceError, EngineError, OutriderWarning, UsageErro
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.export.test_architectures import CONFIGS
+from outrider.tests.export.architectures import CONFIGS
 from outrider.tests.serve.server import fetch, serving_here
 from outrider.tests.support import build, llama, reseal, run_here, write_checkpoint
 

@@ -34,88 +34,10 @@ from outrider.export.checkpoints.source import Source
 from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.graph.step_model import trace
 from outrider.export.parity import CAPACITY, CHUNKS, Exported, reference
-from outrider.tests.export import models_page, recurrent_models
+from outrider.tests.export import models_page
+from outrider.tests.export.architectures import CONFIGS, IN_TEST, NOT_BUILT, NOT_ON_OPENVINO, ONE_LAYER, REFUSED, WRITTEN_OUT
 from outrider.tests.support import Fused, rtx_job
 
-COMMON = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-ONE_LAYER = {**COMMON, "num_hidden_layers": 1}
-WINDOW = 6  # shorter than the text, so that the window matters
-GEMMA = {**COMMON, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
-MIXED_LAYERS = ["sliding_attention", "full_attention"]
-EXPERTS = {**COMMON, "num_experts_per_tok": 2}
-ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
-CONFIGS: dict[str, Any] = {
-    "Llama": hf.LlamaConfig(**ONE_LAYER),
-    "Qwen2": hf.Qwen2Config(**COMMON),
-    "Qwen3": hf.Qwen3Config(**COMMON, head_dim=24),
-    "Mistral, sliding window": hf.MistralConfig(**ONE_LAYER, sliding_window=WINDOW),
-    "Phi-3": hf.Phi3Config(**COMMON),
-    # Written-out attention takes long to trace: a layer without a window, and GPT-OSS's with one. Random weights reach the cap.
-    "Gemma-2": hf.Gemma2Config(
-        **{**GEMMA, "num_hidden_layers": 1, "layer_types": ["full_attention"]}, attn_logit_softcapping=0.02
-    ),
-    "Gemma-3": hf.Gemma3TextConfig(**GEMMA, layer_types=MIXED_LAYERS),
-    "GPT-2": hf.GPT2Config(vocab_size=320, n_embd=64, n_layer=1, n_head=4, n_positions=128),
-    "GPT-NeoX": hf.GPTNeoXConfig(**{name: value for name, value in COMMON.items() if name != "num_key_value_heads"}),
-    "OLMo-2": hf.Olmo2Config(**COMMON),
-    "StableLM": hf.StableLmConfig(**COMMON),
-    "SmolLM3": hf.SmolLM3Config(**COMMON),
-    "Granite": hf.GraniteConfig(**COMMON),
-    "Qwen3-MoE": hf.Qwen3MoeConfig(**EXPERTS, num_experts=4, moe_intermediate_size=32, head_dim=16),
-    "Mixtral": hf.MixtralConfig(**EXPERTS, num_local_experts=4),
-    "GPT-OSS": hf.GptOssConfig(
-        **{**EXPERTS, "num_hidden_layers": 1, "layer_types": MIXED_LAYERS[:1]},
-        num_local_experts=4,
-        head_dim=16,
-        sliding_window=WINDOW,
-    ),
-    "Llama, dynamic RoPE": hf.LlamaConfig(**COMMON, rope_parameters={**ROPE, "rope_type": "dynamic"}),
-    "Qwen3, YaRN": hf.Qwen3Config(**ONE_LAYER, head_dim=24, rope_parameters={**ROPE, "rope_type": "yarn"}),
-    "Phi-3, long RoPE": hf.Phi3Config(
-        **COMMON,
-        original_max_position_embeddings=64,
-        rope_parameters={**ROPE, "rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [4.0] * 8},
-    ),
-    **recurrent_models.CONFIGS,
-}
-# One of each mechanism, of as few layers as it needs: full attention, sliding windows, soft caps, both kinds of layers, learned
-# positions, experts and sinks, scaled rotary embeddings, convolutions, and Mamba-2 beside attention. Gated delta nets with
-# M-RoPE are in tests/runtime/test_hybrid.py.
-IN_TEST = (
-    *("Llama", "Mistral, sliding window", "Gemma-2", "Gemma-3", "GPT-2", "GPT-OSS", "Qwen3, YaRN"),
-    *("LFM2", "Falcon-H1"),
-)
-WRITTEN_OUT = ("Gemma-2", "GPT-OSS")  # soft-capped scores, and attention sinks
-REFUSED: dict[str, tuple[Any, str]] = {
-    "T5": (hf.T5Config(vocab_size=320, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16), "encoder-decoder"),
-    "BERT": (hf.BertConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "no key/value cache"),
-    "Mamba": (hf.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1), "no layer with attention"),
-    "Jamba": (hf.JambaConfig(**COMMON, attn_layer_period=2, attn_layer_offset=1), "of an unknown kind"),
-    "Falcon": (
-        hf.FalconConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
-        "its own attention code",
-    ),
-    "BLOOM": (hf.BloomConfig(vocab_size=320, hidden_size=32, n_layer=1, n_head=2), "its own attention code"),
-}
-# What TensorRT-RTX refuses, and how: (architecture, precision) -> a part of its message.
-NOT_BUILT: dict[tuple[str, str], str] = {
-    (name, precision): "CHECK(is_const()) failed"  # its compiler's, of the recurrence's Loop
-    for name in recurrent_models.CONFIGS
-    if not name.startswith("LFM2")
-    for precision in ("fp16", "bf16", "fp32")
-}
-# What OpenVINO does not run, and why.
-NOT_ON_OPENVINO = dict.fromkeys(WRITTEN_OUT, "attention that is written out, as with soft-capped scores")
-NOT_ON_OPENVINO |= dict.fromkeys(recurrent_models.CONFIGS, "recurrent layers")
 PRECISIONS = ("fp16", "bf16", "fp32")
 COLUMNS = (
     *("class", "logit difference", "same argmax", "notable operators"),

@@ -35,7 +35,7 @@ from outrider.export.weights.block_linear import dequantize
 from outrider.export.weights.quantize import MIN_IMPORTANCE, SCALE_FACTORS, pack, quantize, quantize_model
 from outrider.export.weights.rounding import Rounding
 from outrider.runtime.generation import Outrider
-from outrider.tests.export.test_architectures import COMMON
+from outrider.tests.export.architectures import COMMON
 from outrider.tests.support import PAIR, SHIPPED, build, llama, run_here, write_checkpoint
 
 ONE_LAYER = {**COMMON, "num_hidden_layers": 1}

@@ -16,7 +16,7 @@ from outrider.bundle.folder import read_manifest
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model
 from outrider.export.checkpoints.source import Source
-from outrider.tests.export.test_architectures import COMMON
+from outrider.tests.export.architectures import COMMON
 from outrider.tests.support import run_here, write_checkpoint
 
 TOKENS = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -25,7 +25,7 @@ from outrider.export.graph.simplify import simplify
 from outrider.export.graph.step_model import trace
 from outrider.export.graph.tracing import to_onnx
 from outrider.export.parity import Exported, compare, open_graph, reference, sample_tokens
-from outrider.tests.export.test_architectures import CONFIGS, ONE_LAYER
+from outrider.tests.export.architectures import CONFIGS, ONE_LAYER
 from outrider.tests.export.tiny_configs import changed
 from outrider.tests.support import llama, write_checkpoint
 from outrider.tests.traces import share_traces
