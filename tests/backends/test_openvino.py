@@ -1,4 +1,4 @@
-"""The backend `openvino`: rows whose bits do not depend on their company, what the bundle holds, and what is refused.
+"""The backend `openvino`: what the bundle holds, the audit, commands and servers over it, what loading needs, what is refused.
 
 That it computes what eager transformers does is in tests/export/test_architectures.py; the golden tests, those of the
 scheduler and those of sessions run over it, too.
@@ -20,11 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
-import openvino as ov
 import pytest
 from onnx import numpy_helper
 
-import outrider.backends.openvino.session as paged
 from outrider.audit.audit import Scope, audit
 from outrider.backends.open import open_bundle, open_engines
 from outrider.backends.openvino import reader
@@ -33,102 +31,19 @@ from outrider.backends.openvino.reader import compiling, failed
 from outrider.backends.openvino.rewrite import rewrite
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import model_file
-from outrider.engines.arrays import Floats, Int64s
-from outrider.engines.session import Pass, Session
-from outrider.errors import DeviceError, EngineError, OutriderWarning, UsageError
-from outrider.export.pair import export_pair
+from outrider.engines.arrays import Floats
+from outrider.errors import DeviceError, EngineError, UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
+from outrider.tests.backends.openvino_slots import PRECISIONS, SLOTS, rows, target
 from outrider.tests.export.architectures import CONFIGS
 from outrider.tests.serve.server import fetch, serving_here
-from outrider.tests.support import build, llama, reseal, run_here, write_checkpoint
-
-# The golden tests have all of them in `make test`, too.
-PRECISIONS = ("int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp32", "fp16", "bf16", "int8")))
-SLOTS = 3
-TEXT = np.random.default_rng(0).integers(1, 1024, (1, 150))
-
-
-@pytest.fixture(scope="module", params=PRECISIONS)
-def wide(request: pytest.FixtureRequest, wide_exports: Callable[[str], Path], once: Callable[..., Path]) -> Path:
-    """A bundle whose matrices are as large as those of the shipped target."""
-    made = wide_exports(request.param)
-    return once(f"{made.name}-openvino", lambda output: build(made, output, backend="openvino", batch=SLOTS, k=[1]))
+from outrider.tests.support import reseal, run_here
 
 
 @pytest.fixture(scope="module", params=PRECISIONS)
 def bundle(request: pytest.FixtureRequest, trained_bundles: Callable[..., Path]) -> Path:
     return trained_bundles(request.param, backend="openvino", batch=SLOTS, k=[1, 4])
-
-
-def target(bundle: Path) -> Session:
-    return open_engines(bundle, *open_bundle(bundle)).session("target", batch=SLOTS)
-
-
-def rows(session: Session, first: int, last: int, slots: Int64s) -> Floats:
-    """Return the logits of some rows of the text, in several slots at once."""
-    ids = np.repeat(TEXT[:, first:last], len(slots), 0)
-    return session.run(ids, np.full(len(slots), first), int(slots[0])).copy()
-
-
-def test_a_row_has_the_same_bits_whatever_runs_beside_it(wide: Path) -> None:
-    precision = read_manifest(wide).models["target"].precision
-    if precision == "bf16" and "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        # It is computed in fp32 then, and rounded to bf16 in between, which may turn a last bit into a step of bf16.
-        check_bits(target(wide), lambda got, want: np.testing.assert_allclose(got, want, atol=0.1))
-    else:
-        check_bits(target(wide))
-
-
-@pytest.mark.parametrize("group_size", [pytest.param(64, marks=pytest.mark.slow), 128])
-def test_a_row_has_the_same_bits_with_larger_groups(group_size: int, tmp_path: Path) -> None:
-    model = llama(vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=1)
-    target_of = write_checkpoint(tmp_path / "model", model)
-    export_pair(str(target_of), None, tmp_path / "onnx", precision="int4", group_size=group_size)
-    bundle = build(tmp_path / "onnx", tmp_path / "bundle", backend="openvino", batch=SLOTS)
-    check_bits(target(bundle))
-    with pytest.warns(OutriderWarning, match=f"with groups of {group_size}, ONNX Runtime's last bits depend"):
-        build(tmp_path / "onnx", tmp_path / "other")
-
-
-def check_bits(session: Session, same: Callable[[Floats, Floats], None] = np.testing.assert_array_equal) -> None:
-    """Compare rows alone, among 2 to 16, in one sequence of several, in every slot, and with all or only the last logits."""
-    for slot in range(SLOTS):
-        for at in range(0, 100, 10):  # in prompts' chunks, whose rows are compared, too
-            session.write(TEXT[:, at : at + 10], np.array([at]), slot)
-    want = rows(session, 100, 116, np.array([0]))[0]
-    for count in (1, 2, 3, 4, 5, 9, 16):
-        for slots in (np.array([2]), np.array([0, 1]), np.array([1, 2]), np.arange(SLOTS)):
-            for got in rows(session, 100, 100 + count, slots):
-                same(got, want[:count])
-    one = np.concatenate([rows(session, at, at + 1, np.array([1]))[0] for at in range(100, 116)])
-    same(one, want)
-    ragged = session.run(TEXT[:, [[103, 104, 105], [100, 101, 102]]][0], np.array([103, 100]), 0)
-    same(np.concatenate([ragged[1], ragged[0]]), want[:6])
-    device = session.device
-    for answered in (0, 1, 2):
-        last = device.zeros((1, answered, session.vocab_rows), "float32", "some logits")
-        ids, position = device.zeros((1, 5), "int64", "ids"), device.zeros((1,), "int64", "position")
-        device.write(ids, TEXT[:, 100:105])
-        device.write(position, np.array([100]))
-        session.bind(Pass(ids, position, last, window=128))()
-        same(device.read(last)[0], want[5 - answered : 5])
-
-
-def test_the_last_position_of_a_slot_is_its_own(wide: Path) -> None:
-    """A single row is joined by a second one, which must not be written into the next slot."""
-    session = target(wide)
-    last = session.capacity - 1
-    for slot in range(SLOTS):
-        session.write(TEXT[:, :8], np.array([0]), slot)
-    before = {name: cache.copy() for name, cache in session.cache().items()}
-    session.write(TEXT[:, :1], np.array([last]), 0)
-    session.write(np.repeat(TEXT[:, :1], 2, 0), np.array([last, 20]), 0)
-    for name, cache in session.cache().items():
-        np.testing.assert_array_equal(cache[2], before[name][2])
-        np.testing.assert_array_equal(cache[1, :, :20], before[name][1, :, :20])
-        assert (cache[1, :, 22:] == 0).all()
-        assert (cache[0, :, last] != 0).any()
 
 
 @pytest.mark.parametrize("change", ["a layer more", "a layer less", "wider keys", "more logits"])
@@ -146,20 +61,6 @@ def test_a_model_that_is_not_what_the_manifest_says_is_refused(trained_bundles: 
     models = {**manifest.models, "target": msgspec.structs.replace(model, **changes[change])}
     with pytest.raises(EngineError, match="is not the engine that the manifest describes"):
         open_engines(bundle, msgspec.structs.replace(manifest, models=models), made).session("target", batch=1)
-
-
-def test_rows_alone_would_have_other_bits(trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: OpenVINO's kernels for a single row add in another order."""
-    bundle = trained_bundles("int4", backend="openvino", batch=SLOTS, k=[1, 4])
-    differences = []
-    for fewest in (2, 1):
-        monkeypatch.setattr(paged, "FEWEST", fewest)
-        session = target(bundle)
-        session.write(TEXT[:, :16], np.array([0]))
-        among = rows(session, 16, 20, np.array([0]))[0]
-        alone = np.concatenate([rows(session, at, at + 1, np.array([0]))[0] for at in range(16, 20)])
-        differences.append(float(np.abs(among - alone).max()))
-    assert differences[0] == 0 < differences[1]
 
 
 def test_the_bundle_has_one_copy_of_the_weights_in_their_precision(
