@@ -21,7 +21,7 @@ from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.graph.step_model import trace
 from outrider.export.heads.eagle3 import Eagle3Checkpoint
 from outrider.tests.export import models_page
-from outrider.tests.export.eagle3 import weights
+from outrider.tests.export.eagle3 import cases, weights
 from outrider.tests.export.eagle3.checkpoints import target, write
 from outrider.tests.support import rtx_job
 
@@ -48,14 +48,14 @@ def fixtures() -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-@pytest.mark.parametrize("name", weights.CASES)
+@pytest.mark.parametrize("name", cases.CASES)
 def test_a_head_computes_what_speculators_does(
     name: str, fixtures: dict[str, np.ndarray], page: models_page.Table, tmp_path: Path
 ) -> None:
     """In eager transformers: a prefill, and chains of draft steps after prefixes of every length."""
     checkpoint = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path, name))))
     mixer, head = checkpoint.build(target(name))
-    assert mixer.ids == list(weights.CASES[name].inputs_of or (2, 4, 5))
+    assert mixer.ids == list(cases.CASES[name].inputs_of or (2, 4, 5))
     known = torch.from_numpy(weights.target_ids(name))
     hidden, tokens = map(torch.from_numpy, weights.inputs(name))
     differences = []
@@ -66,13 +66,13 @@ def test_a_head_computes_what_speculators_does(
 
     with torch.no_grad():
         features = mixer([*hidden[None].chunk(len(mixer.ids), -1)])
-        logits, output = head(tokens[None, 1:], features, torch.arange(weights.ROWS)[None], DynamicCache())
+        logits, output = head(tokens[None, 1:], features, torch.arange(cases.ROWS)[None], DynamicCache())
         compare(logits[0][:, known], "logits")
         compare(output[0], "hidden")
-        for prefix, length in enumerate(weights.PREFIXES):
+        for prefix, length in enumerate(cases.PREFIXES):
             ids, read = tokens[None, 1 : length + 1], features[:, :length]
             made = output[:, length - 1 : length]
-            for step in range(weights.STEPS):
+            for step in range(cases.STEPS):
                 ids = torch.cat([ids, torch.tensor([[int(fixtures[f"{name}/chain_tokens"][prefix, step])]])], 1)
                 read = torch.cat([read, made], 1)
                 logits, all_made = head(ids, read, torch.arange(ids.shape[1])[None], DynamicCache())
@@ -82,20 +82,20 @@ def test_a_head_computes_what_speculators_does(
     page.says(row(name), "difference", models_page.power_of_ten(max(differences)), figure=True)
 
 
-@pytest.mark.parametrize("name", weights.PARALLEL)
+@pytest.mark.parametrize("name", cases.PARALLEL)
 def test_a_head_with_masks_computes_what_speculators_does(name: str, fixtures: dict[str, np.ndarray], tmp_path: Path) -> None:
     """P-EAGLE: several tokens from one pass."""
     mixer, head = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path, name)))).build(target(name))
     hidden, tokens = map(torch.from_numpy, weights.inputs(name))
-    masks = [weights.PARALLEL[name].mask] * (weights.STEPS - 1)
+    masks = [cases.PARALLEL[name].mask] * (cases.STEPS - 1)
     known = torch.from_numpy(weights.target_ids(name))
-    for index, prefix in enumerate(weights.PREFIXES):
+    for index, prefix in enumerate(cases.PREFIXES):
         ids = torch.tensor([[*tokens[1 : prefix + 1].tolist(), *masks]])
         with torch.no_grad():
             features = mixer([*hidden[None, :prefix].chunk(len(mixer.ids), -1)])
             features = torch.nn.functional.pad(features, (0, 0, 0, len(masks)))  # a mask's is its own
             logits, _ = head(ids, features, torch.arange(ids.shape[1])[None], DynamicCache())
-        got = logits[0, -weights.STEPS :][:, known]
+        got = logits[0, -cases.STEPS :][:, known]
         np.testing.assert_allclose(got, fixtures[f"{name}/parallel"][index], atol=TOLERANCE)
 
 
@@ -103,19 +103,19 @@ IN_CI = ("speculators-residual-before-fc-output", "speculators-two-layers-mixed"
 
 
 @pytest.mark.parametrize(
-    "name", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.slow) for each in weights.CASES]
+    "name", [each if each in IN_CI else pytest.param(each, marks=pytest.mark.slow) for each in cases.CASES]
 )
 def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
     name: str, fixtures: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     """Rounds as the runtime runs them: the context of each round replaces what the draft steps before it wrote."""
     mixer, head = Eagle3Checkpoint.read(Source.parse(str(write(tmp_path / "head", name)))).build(target(name))
-    width, case = weights.HIDDEN, weights.CASES[name]
-    layers = [(weights.KV_HEADS, case.head_dim, case.head_dim)] * case.layers
+    width, case = cases.HIDDEN, cases.CASES[name]
+    layers = [(cases.KV_HEADS, case.head_dim, case.head_dim)] * case.layers
     path = tmp_path / "head.onnx"
     trace(head, CacheLayout(layers), features=width, is_head=True).save(path, external_data=True)
-    inputs, outputs = step_tensors(layers, weights.VOCAB, "fp32", width, reads_features=True)
-    sizes = Sizes(layers, weights.VOCAB, CAPACITY, window_buckets(CAPACITY), 16, 1, width, reads_features=True)
+    inputs, outputs = step_tensors(layers, cases.VOCAB, "fp32", width, reads_features=True)
+    sizes = Sizes(layers, cases.VOCAB, CAPACITY, window_buckets(CAPACITY), 16, 1, width, reads_features=True)
     device = Cpu()
     session = GraphSession(device, OnnxRuntimeEngine(path, [*inputs, *outputs], device), "fp32", sizes)
     hidden, tokens = weights.inputs(name)
@@ -130,7 +130,7 @@ def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
     def draft_step(rows: list[int], at: int) -> tuple[np.ndarray, np.ndarray]:
         """The logits of the last of these rows, and the feature of the next one, which it writes."""
         given = device.zeros((1, len(rows)), "int64", "a step")
-        logits = device.zeros((1, len(rows), weights.VOCAB), "float32", "a step")
+        logits = device.zeros((1, len(rows), cases.VOCAB), "float32", "a step")
         given.view()[:], position.view()[:], to.view()[:] = rows, at, at + len(rows)
         session.bind(Pass(given, position, logits, session.window(len(rows), at, at), feature_positions=to))()
         return logits.view()[0, -1, known].copy(), written()[0, at + len(rows)]
@@ -139,7 +139,7 @@ def test_its_graph_drafts_as_speculators_does_after_acceptances_of_every_length(
         np.testing.assert_allclose(got[0], logits, atol=TOLERANCE)
         np.testing.assert_allclose(got[1], feature, atol=TOLERANCE)
 
-    first, last = weights.PREFIXES[0], weights.PREFIXES[-1]
+    first, last = cases.PREFIXES[0], cases.PREFIXES[-1]
     for accepted in range(last - first):  # in each round; it emits one token more
         session.set_features(np.zeros((1, CAPACITY, width), np.float32))
         before = 0
@@ -163,7 +163,7 @@ def test_tensorrt_rtx_builds_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", weights.CASES)
+@pytest.mark.parametrize("name", cases.CASES)
 def test_tensorrt_rtx_builds_it_in_every_precision(name: str, page: models_page.Table, tmp_path: Path) -> None:
     page.says(row(name), "builds with TensorRT-RTX", ", ".join(build_plans(name, tmp_path, "fp16", "fp32")))
 
@@ -172,8 +172,8 @@ def build_plans(name: str, folder: Path, *precisions: str) -> tuple[str, ...]:
     """Build a case's plan in each precision, with every profile, and return them."""
     pytest.importorskip("tensorrt_rtx", reason="would show that every head builds: pip install 'outrider[rtx]'")
     mixer, head = Eagle3Checkpoint.read(Source.parse(str(write(folder / "head", name)))).build(target(name))
-    case = weights.CASES[name]
-    layers = [(weights.KV_HEADS, case.head_dim, case.head_dim)] * case.layers
+    case = cases.CASES[name]
+    layers = [(cases.KV_HEADS, case.head_dim, case.head_dim)] * case.layers
     for precision in precisions:
         path = folder / f"{precision}.onnx"
         head.to({"fp16": torch.float16, "fp32": torch.float32}[precision])
@@ -185,7 +185,7 @@ def build_plans(name: str, folder: Path, *precisions: str) -> tuple[str, ...]:
 def row(name: str) -> str:
     """The beginning of a case's row."""
     flags = name.removeprefix("speculators-0.1").removeprefix(name.split("-")[0]).strip("-").replace("-", " ")
-    return f"{weights.CASES[name].format} | {flags or 'none'}"
+    return f"{cases.CASES[name].format} | {flags or 'none'}"
 
 
 def text(page: models_page.Table) -> str:
@@ -198,15 +198,15 @@ def text(page: models_page.Table) -> str:
         "",
         f"| format | flags | {' | '.join(COLUMNS)} |",
         "|---|---|---|---|",
-        *page.lines(map(row, weights.CASES)),
+        *page.lines(map(row, cases.CASES)),
     ]
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("reading", weights.OTHER_READINGS)
+@pytest.mark.parametrize("reading", cases.OTHER_READINGS)
 def test_other_readings_of_a_checkpoint_would_be_noticed(reading: str, fixtures: dict[str, np.ndarray]) -> None:
     """The tolerance tells what some trainers computed from what servers compute."""
-    case = weights.OTHER_READINGS[reading]
+    case = cases.OTHER_READINGS[reading]
     differences = [
         np.abs(fixtures[f"{reading}/{what}"] - fixtures[f"{case}/{what}"]).max() for what in ("hidden", "chain_logits")
     ]

@@ -17,7 +17,7 @@ from outrider.errors import OutriderError, SourceError, UnsupportedModelError, U
 from outrider.export.checkpoints.source import Source
 from outrider.export.heads.eagle3 import Eagle3Checkpoint
 from outrider.export.pair import export_pair
-from outrider.tests.export.eagle3 import weights
+from outrider.tests.export.eagle3 import cases
 from outrider.tests.export.eagle3.checkpoints import Change, target, write
 from outrider.tests.support import WIDTH, llama, write_checkpoint
 
@@ -43,7 +43,7 @@ def with_tensor(name: str, *shape: int) -> Change:
 
 
 def outside(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    tensors["d2t"][-1] = weights.VOCAB
+    tensors["d2t"][-1] = cases.VOCAB
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_head_of_another_target_is_refused_with_what_differs(changes: dict[str
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target of the shape that the fixtures' heads are for."""
-    model = llama(vocab_size=320, hidden_size=32, num_hidden_layers=weights.TARGET_LAYERS)
+    model = llama(vocab_size=320, hidden_size=32, num_hidden_layers=cases.TARGET_LAYERS)
     return write_checkpoint(tmp_path_factory.mktemp("small") / "target", model)
 
 
@@ -146,7 +146,7 @@ def test_one_with_norms_is_exported_in_every_precision(precision: str, small: Pa
     assert manifest == read_manifest(tmp_path / "onnx")
     assert manifest.roles == ("target", "draft", "head")
     assert [manifest.models[role].features for role in manifest.roles] == [32, None, 32]
-    assert manifest.models["head"].head_tokens == weights.DRAFT_VOCAB
+    assert manifest.models["head"].head_tokens == cases.DRAFT_VOCAB
 
 
 def test_two_heads_are_refused(small: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.export.heads.draft_head import Target
-from outrider.tests.export.eagle3 import weights
+from outrider.tests.export.eagle3 import cases, weights
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
@@ -25,13 +25,13 @@ def write(folder: Path, name: str, change: Change | None = None) -> Path:
         change(config, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    path = folder / weights.ALL[name].file
+    path = folder / cases.ALL[name].file
     torch.save(tensors, path) if path.suffix == ".bin" else save_file(tensors, path)
     return folder
 
 
 def target(name: str, **changes: Any) -> Target:
-    case, arrays = weights.ALL[name], weights.target(name)
+    case, arrays = cases.ALL[name], weights.target(name)
     embedding, head = (torch.from_numpy(arrays[key]) for key in ("model.embed_tokens.weight", "lm_head.weight"))
-    given = {"layers": weights.TARGET_LAYERS, "hidden_size": case.target_hidden, "vocab_rows": weights.VOCAB}
+    given = {"layers": cases.TARGET_LAYERS, "hidden_size": case.target_hidden, "vocab_rows": cases.VOCAB}
     return Target(name="the target", **(given | changes), embedding=embedding, output_head=head)

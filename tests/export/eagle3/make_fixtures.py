@@ -8,7 +8,7 @@ From the repository's root, in an environment of its own, since speculators pins
 
 It takes seconds, and needs no GPU and no network. `versions` in the file is JSON: the releases that computed it.
 
-`weights.py` has the cases. Each has, with V the draft's vocabulary, float32 unless said otherwise:
+`cases.py` has the cases. Each has, with V the draft's vocabulary, float32 unless said otherwise:
 
     NAME/logits        [ROWS, V]                    row i: feature i and the embedding of token i + 1, at position i
     NAME/hidden        [ROWS, HIDDEN]               what a draft step after this row takes for its feature, without `fc`
@@ -17,8 +17,8 @@ It takes seconds, and needs no GPU and no network. `versions` in the file is JSO
     NAME/chain_hidden  [PREFIXES, STEPS, HIDDEN]
 
 A chain of prefix m has the rows 0 to m - 1 before it; its steps are at positions m, m + 1 and so on. The tokens' best logits
-lead by more than `MARGIN`, so rounding cannot change them. Each name of `weights.OTHER_READINGS` has the same arrays. Each of
-`weights.PARALLEL` has
+lead by more than `MARGIN`, so rounding cannot change them. Each name of `cases.OTHER_READINGS` has the same arrays. Each of
+`cases.PARALLEL` has
 
     NAME/parallel        [PREFIXES, STEPS, V]          of the last row of each prefix, and of the masks behind it
 
@@ -48,7 +48,7 @@ from speculators import SpeculatorModelConfig  # type: ignore[import-not-found]
 from speculators.models.eagle3.core import Eagle3DraftModel  # type: ignore[import-not-found]
 from speculators.models.peagle.core import PEagleDraftModel  # type: ignore[import-not-found]
 
-from outrider.tests.export.eagle3 import weights
+from outrider.tests.export.eagle3 import cases, weights
 
 MARGIN = 1e-3
 TOLERANCE = 2e-5
@@ -57,7 +57,7 @@ Arrays = dict[str, np.ndarray]
 
 def built(name: str) -> Any:
     """Return speculators' module with a case's tensors, whichever format these have."""
-    case = weights.ALL[name]
+    case = cases.ALL[name]
     config, tensors = weights.checkpoint(name)
     if not case.format.startswith("speculators"):
         config = _translated(case, config)
@@ -65,11 +65,11 @@ def built(name: str) -> Any:
     config.transformer_layer_config._attn_implementation = "eager"
     model = (Eagle3DraftModel if case.mask is None else PEagleDraftModel)(config)
     wide = case.features * case.target_hidden
-    if case.target_hidden != weights.HIDDEN:
+    if case.target_hidden != cases.HIDDEN:
         # The trainer refuses a target of another width; the converter, vLLM and the other trainers know it.
         if case.norm_before_fc or case.fc_norm:
             raise NotImplementedError("norms of features of another width")
-        model.fc = torch.nn.Linear(wide, weights.HIDDEN, bias=False)
+        model.fc = torch.nn.Linear(wide, cases.HIDDEN, bias=False)
     lent = weights.target(name)
     ids = weights.target_ids(name)
     state = {key.replace("midlayer.", "layers.0."): torch.from_numpy(value) for key, value in tensors.items()}
@@ -78,13 +78,13 @@ def built(name: str) -> Any:
     state.setdefault("lm_head.weight", torch.from_numpy(lent["lm_head.weight"][ids]))
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert {key for key in missing if not key.startswith("verifier_")} <= {"t2d"}, missing
-    assert set(unexpected) <= ({"d2t", "t2d"} if case.draft_vocab == weights.VOCAB else set()), unexpected
+    assert set(unexpected) <= ({"d2t", "t2d"} if case.draft_vocab == cases.VOCAB else set()), unexpected
     return model.eval()
 
 
-def _translated(case: weights.Case, config: dict[str, Any]) -> dict[str, Any]:
+def _translated(case: cases.Case, config: dict[str, Any]) -> dict[str, Any]:
     """Say in speculators' keys what the other formats mean."""
-    ours = weights.Case(
+    ours = cases.Case(
         inputs_of=case.inputs_of, draft_vocab=case.draft_vocab, fc_norm=case.fc_norm, norm_output=case.norm_output
     )
     outer = {"architectures", "draft_vocab_size", "eagle_config", "fc_norm", "norm_output", "target_hidden_size"}
@@ -126,13 +126,13 @@ def computed(name: str, model: Any) -> Arrays:
     fused = projected(model, features)
     logits, hidden = run(model, fused, tokens[1:])
     chains: dict[str, list[torch.Tensor]] = {"chain_tokens": [], "chain_logits": [], "chain_hidden": []}
-    for prefix in weights.PREFIXES:
+    for prefix in cases.PREFIXES:
         rows, drafted = fused[:prefix], tokens[1 : prefix + 1]
-        for _ in range(weights.STEPS):
+        for _ in range(cases.STEPS):
             step_logits, step_hidden = run(model, rows, drafted)
             best = step_logits[-1].topk(2)
             assert best.values[0] - best.values[1] > MARGIN, (
-                f"{name}: two tokens are about as likely; give it another of weights.SEEDS"
+                f"{name}: two tokens are about as likely; give it another of cases.SEEDS"
             )
             rows, drafted = torch.cat([rows, step_hidden[-1:]]), torch.cat([drafted, ids[best.indices[:1]]])
         step_logits, step_hidden = run(model, rows, drafted)
@@ -149,13 +149,13 @@ def computed(name: str, model: Any) -> Arrays:
 def computed_in_parallel(name: str, model: Any) -> Arrays:
     """Return the arrays of a head that drafts several tokens in one pass."""
     features, tokens = (torch.from_numpy(array) for array in weights.inputs(name))
-    masks = weights.STEPS - 1
+    masks = cases.STEPS - 1
     rows = []
-    for prefix in weights.PREFIXES:
+    for prefix in cases.PREFIXES:
         read = torch.cat([features[:prefix], model.mask_hidden[0].expand(masks, -1)])
         text = torch.cat([tokens[1 : prefix + 1], torch.full((masks,), model.mask_token_id)])
         logits, _ = run(model, projected(model, read), text)
-        rows.append(logits[-weights.STEPS :])
+        rows.append(logits[-cases.STEPS :])
     return {"parallel": torch.stack(rows).numpy()}
 
 
@@ -164,12 +164,12 @@ def check(name: str, model: Any, arrays: Arrays) -> None:
     features, tokens = (torch.from_numpy(array) for array in weights.inputs(name))
     heard: list[tuple[torch.Tensor, torch.Tensor]] = []
     hook = model.norm.register_forward_hook(lambda _, entering, out: heard.append((entering[0][0], out[0])))
-    for prefix, drafted in zip(weights.PREFIXES, arrays["chain_tokens"], strict=True):
+    for prefix, drafted in zip(cases.PREFIXES, arrays["chain_tokens"], strict=True):
         text = torch.cat([tokens[1 : prefix + 1], torch.from_numpy(drafted)])
-        rows = torch.cat([features[:prefix], torch.zeros(weights.STEPS, features.shape[1])])
+        rows = torch.cat([features[:prefix], torch.zeros(cases.STEPS, features.shape[1])])
         heard.clear()
-        model(rows[None], text[None], document_ids=torch.zeros(1, len(text), dtype=torch.long), ttt_steps=1 + weights.STEPS)
-        at = weights.PREFIXES.index(prefix)
+        model(rows[None], text[None], document_ids=torch.zeros(1, len(text), dtype=torch.long), ttt_steps=1 + cases.STEPS)
+        at = cases.PREFIXES.index(prefix)
         expected_logits = [arrays["logits"][:prefix], *arrays["chain_logits"][at][:, None]]
         expected_hidden = [arrays["hidden"][:prefix], *arrays["chain_hidden"][at][:, None]]
         for step, (before, after) in enumerate(heard):
@@ -213,14 +213,14 @@ def main() -> None:
     """Write the file beside this script."""
     torch.set_num_threads(1)
     arrays: Arrays = {}
-    for name in weights.CASES:
+    for name in cases.CASES:
         model = built(name)
         found = computed(name, model)
         check(name, model, found)
         arrays |= {f"{name}/{key}": value for key, value in found.items()}
-    for name in weights.PARALLEL:
+    for name in cases.PARALLEL:
         arrays |= {f"{name}/{key}": value for key, value in computed_in_parallel(name, built(name)).items()}
-    for reading, name in weights.OTHER_READINGS.items():
+    for reading, name in cases.OTHER_READINGS.items():
         model = built(name)
         OTHER[reading](model)
         arrays |= {f"{reading}/{key}": value for key, value in computed(name, model).items()}
