@@ -1,4 +1,4 @@
-"""What the tests of the sampler graphs share: sessions of them, one call that runs one, and random rounds."""
+"""What the tests of the sampler graphs share: sessions of them, calls that run them, and random rounds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+import pytest
 
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
 from outrider.engines.device import Cpu, Engine, host_buffer
@@ -21,6 +22,7 @@ Array = npt.NDArray[Any]
 Graphs = Callable[[str, int], Engine]
 NEUTRAL = {name: 1.0 if name in ("temperature", "top_p", "repetition_penalty") else 0.0 for name in SETTINGS}
 UNEDITED = (np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1, len(EDITS)), dtype=np.float32))
+RULES = pytest.mark.parametrize("exact_match", [0, 1])  # by which a drafted token is accepted
 
 
 def sampler_graphs(folder: Path) -> Graphs:
@@ -157,3 +159,44 @@ class Case:
             self.uniforms[sequence],
             self.edits_of[sequence],
         )
+
+
+def one_row(graphs: Graphs, logits: Array, candidates: int = 0, **values: Any) -> tuple[Array, int, int]:
+    """Run the drafter on one row of logits [V]; return q, a token and the status."""
+    size = len(logits)
+    token, q, status = run(
+        graphs,
+        "draft_sampler",
+        size,
+        logits=logits[None, None].astype(np.float32),
+        drafted=np.zeros((1, 1)),
+        first_row=np.zeros(1),
+        settings=row(**values)[None],
+        edit_ids=UNEDITED[0],
+        edits=UNEDITED[1],
+        uniforms=np.array([[0.37, 0.62]]),
+        candidates=np.array([candidates or size]),
+    )
+    return q[0], int(token[0, 0]), int(status[0])
+
+
+def round_of(
+    graphs: Graphs, logits: Array, drafted: list[int], q: Array, uniforms: Array, candidates: int = 1, **values: Any
+) -> tuple[list[int], int]:
+    """Run the verifier on one sequence: logits [S, V], q [k, V], uniforms [S, 3]; return the tokens and the status."""
+    rows, size = logits.shape
+    accepted, tokens, status = run(
+        graphs,
+        "verifier",
+        size,
+        logits=logits[None],
+        drafted=np.array([drafted + [0] * (rows - len(drafted))]),
+        drafted_count=np.array([len(drafted)]),
+        q=np.concatenate([q, np.zeros((rows - len(q), size))])[:, None],
+        settings=row(**values)[None],
+        edit_ids=UNEDITED[0],
+        edits=UNEDITED[1],
+        uniforms=uniforms[None],
+        candidates=np.array([candidates]),
+    )
+    return tokens[0, : accepted[0] + 1].tolist(), int(status[0])
