@@ -1,4 +1,4 @@
-"""What the TensorRT runtime decides before it touches a GPU: profiles, and refusals."""
+"""What the TensorRT runtime decides before it touches a GPU: what it refuses, and which weights stay on the GPU."""
 
 from __future__ import annotations
 
@@ -14,30 +14,16 @@ import numpy as np
 import pytest
 
 from outrider.backends.open import open_bundle, open_engines
-from outrider.backends.tensorrt.engine import RuntimeCache, cache_file, choose_profile, silent_logger
-from outrider.backends.tensorrt.engines import (
-    check_gpu,
-    check_validity,
-    check_version,
-    reserved,
-    warm,
-    weight_budgets,
-)
+from outrider.backends.tensorrt.engine import silent_logger
+from outrider.backends.tensorrt.engines import check_gpu, check_validity, check_version, reserved, weight_budgets
 from outrider.backends.tensorrt.package import RTX, RTX_GPUS, TENSORRT, plan_file
-from outrider.backends.tensorrt.profiles import sampler_profiles, step_profiles
 from outrider.bundle.folder import read_manifest
-from outrider.bundle.integrity import check_files
 from outrider.bundle.manifest import Build
-from outrider.engines.device import Launch
-from outrider.engines.session import Pass
 from outrider.errors import DeviceError, EngineError, UsageError
 from outrider.export.pair import export_pair
-from outrider.progress import SILENT
-from outrider.runtime.generation import Outrider
 from outrider.tests.support import build, reseal, run_here
 
 pytest.importorskip("tensorrt_rtx", reason="would show what a TensorRT-RTX bundle is refused for: pip install 'outrider[rtx]'")
-K, CHUNK = [1, 2, 4, 8], 64
 
 
 @pytest.fixture(scope="module")
@@ -242,93 +228,3 @@ def test_the_caches_have_room_beside_streamed_weights(bundle: Path, made: Build)
     assert reserved(manifest, made) == made.batch * (caches + logits)
     larger = msgspec.structs.replace(made, batch=2**20)
     assert reserved(manifest, larger) == 2**20 * (caches + logits) > 2**32
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_each_pass_takes_the_profile_of_its_rows(batch: int) -> None:
-    profiles = step_profiles(K, 1024, 4, CHUNK)
-    spans = [(profile["input_ids"][0][1], profile["input_ids"][2][1]) for profile in profiles]
-    for rows in (1, 2, 3, 5, 9, 4, 17, 64):
-        for window in (64, 128, 1024):
-            shapes = {"input_ids": (batch, rows), "positions": (batch,), "key_positions": (window,)}
-            shapes["past_key_0"] = (batch, 2, 1024, 8)  # no profile speaks of the cache
-            want = (rows, rows) if rows in (1, 2, 3, 5, 9) else (1, CHUNK)
-            assert spans[choose_profile(profiles, shapes)] == want
-
-
-@pytest.mark.parametrize(
-    "beyond", [{"input_ids": (1, 65)}, {"input_ids": (5, 9)}, {"key_positions": (2048,)}, {"key_positions": (32,)}]
-)
-def test_a_shape_beyond_the_profiles_is_refused_with_what_to_build(beyond: dict[str, tuple[int, ...]]) -> None:
-    shapes = {"input_ids": (1, 9), "positions": (1,), "key_positions": (64,)} | beyond
-    with pytest.raises(EngineError, match=r"no profile of the engine accepts input_ids \[") as refused:
-        choose_profile(step_profiles(K, 1024, 4, CHUNK), shapes)
-    assert "--k, a larger --capacity, --batch or --max-prompt-chunk" in refused.value.hint
-
-
-@pytest.mark.parametrize(("rows", "candidates"), [(1, 1), (5, 256), (9, 3840)])
-def test_the_verifiers_profile_depends_on_rows_and_candidates(rows: int, candidates: int) -> None:
-    profiles = sampler_profiles("verifier", K, 1, 5000)
-    shapes = {
-        "logits": (1, rows, 5000),
-        "drafted": (1, rows),
-        "drafted_count": (1,),
-        "q": (rows, 1, 5000),
-        "settings": (1, 8),
-        "edit_ids": (1, 16),
-        "edits": (1, 16, 4),
-        "uniforms": (1, rows, 3),
-        "candidates": [candidates],
-    }
-    assert profiles[choose_profile(profiles, shapes)]["logits"][0][1] == rows
-    with pytest.raises(EngineError, match="no profile"):
-        choose_profile(profiles, shapes | {"candidates": [3841]})
-
-
-class Kernels:
-    """A runtime cache as far as files go; it takes only what begins with "kernels"."""
-
-    def __init__(self, content: bytes = b""):
-        self.content = content
-
-    def serialize(self) -> memoryview:
-        return memoryview(self.content)
-
-    def deserialize(self, blob: bytes) -> bool:
-        taken = blob.startswith(b"kernels")
-        self.content = blob if taken else self.content
-        return taken
-
-
-def test_kernels_are_kept_beside_the_bundle_and_read_again(rtx_bundle: Path, tmp_path: Path) -> None:
-    bundle = Path(shutil.copytree(rtx_bundle, tmp_path / "bundle"))
-    manifest = read_manifest(bundle)
-    file = cache_file(bundle, manifest, plan_file("target"))
-    assert file.parent.parent == bundle.parent
-    assert file != cache_file(bundle, manifest, plan_file("draft"))
-    first = RuntimeCache(Kernels(), file)
-    assert first.cache.content == b""
-    first.cache.content = b"kernels of a GPU"
-    first.save()
-    assert RuntimeCache(Kernels(), file).cache.content == b"kernels of a GPU"
-    assert [path.name for path in file.parent.iterdir()] == [file.name]
-    file.write_bytes(b"of another GPU")
-    assert RuntimeCache(Kernels(b"own"), file).cache.content == b"own"
-    check_files(bundle, manifest)  # the bundle is as it was sealed
-    RuntimeCache(Kernels(b"kernels"), Path("/proc/nothing/kernels.bin")).save()  # no place for them is no error
-
-
-def test_every_shape_of_a_round_is_run_at_load_and_leaves_nothing_in_the_cache(tiny_export: Path, tmp_path: Path) -> None:
-    built = build(tiny_export, tmp_path / "bundle", k=[1, 4], capacity=256, batch=2)
-    with Outrider.load(built, slots=None) as outrider:
-        session, shapes = outrider.sessions["target"], list[tuple[int, ...]]()
-        bind = session.bind
-
-        def watched(buffers: Pass) -> Launch:
-            shapes.append((*buffers.input_ids.shape, buffers.window))
-            return bind(buffers)
-
-        session.bind = watched  # type: ignore[method-assign]
-        warm("target", session, [1, 2, 5], SILENT)
-        assert sorted(shapes) == [(batch, rows, window) for batch in (1, 2) for rows in (1, 2, 5) for window in session.windows]
-        assert all((values == 0).all() for values in session.cache().values())
