@@ -20,7 +20,7 @@ from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export import models_page, quantized
-from outrider.tests.export.test_gguf_file import write as write_gguf
+from outrider.tests.export.gguf_files import write as write_gguf
 from outrider.tests.serve.server import fetch, serving_here
 from outrider.tests.support import PAIR, build
 

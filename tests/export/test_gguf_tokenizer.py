@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from outrider.errors import UnsupportedModelError
 from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.tokenizer import load_tokenizer
-from outrider.tests.export.test_gguf_file import SIZES, finish, writer_of
+from outrider.tests.export.gguf_files import SIZES, finish, writer_of
 
 TEXT = "It's 2026, and 12345 x's cost  $40.50!\n\n  Ärger mit 99%"
 GPT2 = [

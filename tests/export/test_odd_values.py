@@ -14,7 +14,7 @@ from outrider.errors import OutriderError
 from outrider.export.arguments import ExportArguments
 from outrider.export.pair import export
 from outrider.progress import Progress
-from outrider.tests.export import test_gguf_file, test_mtp
+from outrider.tests.export import gguf_files, test_mtp
 from outrider.tests.support import (
     END,
     PAIR,
@@ -143,7 +143,7 @@ def test_an_odd_value_of_a_targets_own_head_is_refused(tmp_path: Path, key: str)
     [("block_count", [1]), ("block_count", 2**31), ("nextn_predict_layers", "text"), ("context_length", "text")],
 )
 def test_odd_metadata_of_a_gguf_file_are_refused(tmp_path: Path, key: str, value: Any) -> None:
-    test_gguf_file.write(tmp_path / "m.gguf", metadata={key: value})
+    gguf_files.write(tmp_path / "m.gguf", metadata={key: value})
     assert "m.gguf" in outcome(tmp_path, tmp_path / "m.gguf")
 
 

@@ -28,7 +28,7 @@ from outrider.prepare.precision import default_precision, why
 from outrider.prepare.wanted import Wanted
 from outrider.progress import SILENT, Progress
 from outrider.tests.export import quantized
-from outrider.tests.export.test_gguf_file import write
+from outrider.tests.export.gguf_files import write
 from outrider.tests.export.test_lora import write_ones
 from outrider.tests.prepare.hub import Hub
 from outrider.tests.support import PAIR, ready_made
