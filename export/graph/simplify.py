@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer
-from onnxscript.rewriter import RewriteRuleSet
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 from onnxscript.rewriter.rules import common as rules
 from torch import nn
 
@@ -19,6 +19,31 @@ from outrider.export.graph.layer_copies import hide_weights, write_layers
 from outrider.export.graph.untouched import Untouched, lift_transposes, mark_untouched
 
 SMALL = 2**13  # numbers; onnxscript folds nodes without larger inputs
+
+
+class ConstantReshape(RewriteRuleClassBase):
+    """Replaces a computed shape of a Reshape by a constant: sizes, 0 for a dim of the input at the same place, -1 for one dim.
+
+    If the shape is computed, TensorRT cannot tell how many heads a query has.
+    """
+
+    def pattern(self, op: Any, x: Any, shape: Any) -> Any:
+        return op.Reshape(x, shape)
+
+    def check(self, context: Any, x: ir.Value, shape: ir.Value) -> MatchResult:
+        wanted, given = context.output_values[0].shape, x.shape
+        if shape.const_value is not None or wanted is None or given is None:
+            return MatchResult().fail("the shape is constant, or nothing is known of the dims")
+        self._dims = [
+            dim if isinstance(dim, int) else 0 if dim in given[at : at + 1] and dim.value is not None else -1
+            for at, dim in enumerate(wanted)
+        ]
+        result, zero = MatchResult(), 0 in wanted or context.root.attributes.get_int("allowzero", 0)
+        return result.fail("a dim is zero, or several are unknown") if zero or self._dims.count(-1) > 1 else result
+
+    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value) -> Any:
+        return op.Reshape(x, op.Constant(value_ints=self._dims))
+
 
 _RULES = RewriteRuleSet(
     [
@@ -29,6 +54,7 @@ _RULES = RewriteRuleSet(
         rules.collapse_slice_rule,
         rules.collapse_slice2_rule,
         rules.materialize_reshape_shape_rule,
+        ConstantReshape.rule(),  # type: ignore[no-untyped-call]
         rules.no_op_cast_rule,
         rules.no_op_expand_rule,
         rules.no_op_transpose_rule,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 import transformers as hf
@@ -158,6 +159,17 @@ def test_rewritten_for_openvino_it_computes_the_same(traced: Traced, page: model
 def test_tensorrt_rtx_builds_it(traced: Traced) -> None:
     """The next test has all of them, in every precision."""
     build_plans(traced, "fp32")
+
+
+def test_heads_are_split_by_constant_shapes(traced: Traced) -> None:
+    """Otherwise TensorRT does not know how many heads a query has, unless more is computed between the split and attention."""
+    for node in ir.load(traced.graph).graph:
+        split = node.inputs[0].producer() if node.op_type == "Attention" and node.inputs[0] is not None else None
+        while split is not None and split.op_type == "Transpose" and split.inputs[0] is not None:
+            split = split.inputs[0].producer()
+        if split is not None and split.op_type == "Reshape":
+            assert split.inputs[1] is not None
+            assert split.inputs[1].is_initializer()
 
 
 @pytest.mark.slow
