@@ -22,21 +22,9 @@ from outrider.export.graph.step_model import trace
 from outrider.export.pair import export_pair
 from outrider.export.parity import reference
 from outrider.runtime.generation import Outrider
+from outrider.tests.drafts import parallel_draft, plain_block_head, random_block_head, random_head, random_parallel_head
 from outrider.tests.samplers import Graphs, sampler_graphs
-from outrider.tests.support import (
-    PAIR,
-    SHIPPED,
-    broken_export,
-    build,
-    llama,
-    parallel_draft,
-    plain_block_head,
-    random_block_head,
-    random_head,
-    random_parallel_head,
-    run,
-    write_checkpoint,
-)
+from outrider.tests.support import PAIR, SHIPPED, broken_export, build, llama, run, write_checkpoint
 from outrider.tests.traces import share_traces
 
 torch.set_num_threads(2)

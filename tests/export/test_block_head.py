@@ -28,8 +28,9 @@ from outrider.export.heads.draft_head import FeatureMixer, Target
 from outrider.export.heads.markov import MarkovStep, export_markov
 from outrider.export.pair import export_pair
 from outrider.export.parity import open_graph
+from outrider.tests.drafts import random_block_head
 from outrider.tests.export.block_head import weights
-from outrider.tests.support import PAIR, build, llama, random_block_head, rtx_job, write_checkpoint
+from outrider.tests.support import PAIR, build, llama, rtx_job, write_checkpoint
 
 CAPACITY, TOLERANCE = 64, 1e-4
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]

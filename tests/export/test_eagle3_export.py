@@ -17,9 +17,10 @@ from outrider.errors import OutriderError, SourceError, UnsupportedModelError, U
 from outrider.export.checkpoints.source import Source
 from outrider.export.heads.eagle3 import Eagle3Checkpoint
 from outrider.export.pair import export_pair
+from outrider.tests.drafts import WIDTH
 from outrider.tests.export.eagle3 import cases
 from outrider.tests.export.eagle3.checkpoints import Change, target, write
-from outrider.tests.support import WIDTH, llama, write_checkpoint
+from outrider.tests.support import llama, write_checkpoint
 
 
 def without(*names: str) -> Change:

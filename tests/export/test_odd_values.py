@@ -14,17 +14,9 @@ from outrider.errors import OutriderError
 from outrider.export.arguments import ExportArguments
 from outrider.export.pair import export
 from outrider.progress import Progress
+from outrider.tests.drafts import plain_block_head, random_block_head, random_head, random_parallel_head
 from outrider.tests.export import gguf_files, test_mtp
-from outrider.tests.support import (
-    END,
-    PAIR,
-    llama,
-    plain_block_head,
-    random_block_head,
-    random_head,
-    random_parallel_head,
-    write_checkpoint,
-)
+from outrider.tests.support import END, PAIR, llama, write_checkpoint
 
 HUGE = 2**40
 ODD = [None, "text", "", -1, 0, 1, 7, 1.5, HUGE, 2**70, True, False, [], [1], ["a"], [[1]], [None], {}, {"a": 1}, "\ud800"]

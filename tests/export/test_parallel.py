@@ -12,7 +12,8 @@ import pytest
 from outrider.bundle.folder import read_manifest
 from outrider.errors import SourceError
 from outrider.export.pair import export_pair
-from outrider.tests.support import PAIR, VOCABULARY, parallel_draft
+from outrider.tests.drafts import VOCABULARY, parallel_draft
+from outrider.tests.support import PAIR
 
 
 def test_it_is_recognized_by_its_mask_token(drafter_exports: Callable[[str, str], Path]) -> None:

@@ -15,7 +15,8 @@ from outrider.export.heads.short_head import frequent_tokens
 from outrider.export.pair import export_pair
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.support import PAIR, SHIPPED, TEXT, VOCABULARY, build, run_here, tokenizer
+from outrider.tests.drafts import VOCABULARY
+from outrider.tests.support import PAIR, SHIPPED, TEXT, build, run_here, tokenizer
 
 COUNT = 600
 

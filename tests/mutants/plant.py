@@ -35,7 +35,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -293,10 +292,6 @@ def load(modules: Sequence[str] = LOADED) -> None:
     gc.freeze()
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults; all if none is given")
@@ -311,7 +306,7 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.file}  {fault.name}: {fault.says}")
         return 0
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         load()
         caught = plant(faults, max(given.jobs, 1))

@@ -60,7 +60,7 @@ def with_noise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def train_head(output: Path) -> None:
     """Train a head that reads what enters both layers and what leaves them: `train-draft` makes one for more layers only."""
-    from outrider.tests.support import random_head
+    from outrider.tests.drafts import random_head
 
     shutil.rmtree(output, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.stats import Stats
 from outrider.tests.runtime.toy import Repeat
-from outrider.tests.support import PAIR, SHIPPED, build, prefill, reseal, write_checkpoint
+from outrider.tests.support import PAIR, SHIPPED, Made, build, prefill, reseal, write_checkpoint
 
 K = (1, 2, 4, 8)
 MODES = (*K, "auto", "n-grams", "toy", "at random")  # the last is every drafter and k at random
@@ -68,20 +68,6 @@ PROMPTS = {
 }
 
 FEW = ("support", "multi-byte", "one token", "longer than a chunk")
-
-Made_ = TypeVar("Made_")
-
-
-class Made(dict[str, Made_]):
-    """Values that are made when they are first asked for."""
-
-    def __init__(self, make: Callable[[str], Made_]):
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, name: str) -> Made_:
-        self[name] = self._make(name)
-        return self[name]
 
 
 def cases() -> list[Any]:

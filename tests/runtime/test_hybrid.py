@@ -33,8 +33,8 @@ from outrider.runtime.rounds.buffers import Lane
 from outrider.runtime.rounds.rounds import Rounds
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
-from outrider.tests.runtime.test_golden import FEW, PROMPTS, Made, run, tokens
-from outrider.tests.support import ROOT, build, reseal, run_here
+from outrider.tests.runtime.test_golden import FEW, PROMPTS, run, tokens
+from outrider.tests.support import ROOT, Made, build, reseal, run_here
 from outrider.training.arguments import TrainingArguments
 from outrider.training.eagle3 import Eagle3Objective
 from outrider.training.train import check_target
