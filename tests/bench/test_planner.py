@@ -19,7 +19,7 @@ from outrider.runtime.policy.choice import NONE
 from outrider.runtime.policy.costs import expected_tokens
 from outrider.runtime.policy.policy import FixedPolicy
 from outrider.runtime.policy.round_costs import RoundCosts
-from outrider.tests.runtime.test_policy import K, costs, flips, text
+from outrider.tests.runtime.policies import K, costs, flips, text
 from outrider.tests.support import run_here
 
 

@@ -9,7 +9,7 @@ from outrider.bench.simulator import replay
 from outrider.bench.summary import PLAIN, AnswerSummary, summarize
 from outrider.runtime.policy.policy import FixedPolicy
 from outrider.runtime.stats import Stats
-from outrider.tests.runtime.test_policy import costs, flips, text
+from outrider.tests.runtime.policies import costs, flips, text
 
 DRAFTED = Mode(drafter="model", k=4)
 
