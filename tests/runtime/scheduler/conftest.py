@@ -1,0 +1,46 @@
+"""A bundle with several slots, and what its requests get alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from outrider.bundle.folder import read_manifest
+from outrider.runtime.generation import Outrider
+from outrider.tests.runtime.scheduler.schedules import CAPACITY, PARAMS, PROMPTS, SLOTS, SLOW, Alone
+from outrider.tests.support import build, reseal
+
+
+@pytest.fixture(scope="module", params=["onnxruntime int4", "openvino int4", *SLOW])
+def bundle(
+    request: pytest.FixtureRequest, trained_exports: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The shipped pair. A row has the same bits in any batch; at fp32 on ONNX Runtime nearly so. No token ends the text."""
+    backend, precision = request.param.split()
+    made = tmp_path_factory.mktemp(backend) / "bundle"
+    build(trained_exports(precision), made, backend=backend, k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
+    reseal(made, generation=msgspec.structs.replace(read_manifest(made).generation, eos_token_ids=[]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def batched(bundle: Path) -> Outrider:
+    return Outrider.load(bundle, slots=None)
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path) -> Alone:
+    """The longest text of a prompt and parameters, by plain decoding."""
+    single = Outrider.load(bundle)
+
+    @functools.cache
+    def answer(prompt: int, params: int) -> list[int]:
+        events = single.generate(PROMPTS[prompt], replace(PARAMS[params], max_new_tokens=50), k=0)
+        return [token for event in events for token in event.token_ids]
+
+    return answer
