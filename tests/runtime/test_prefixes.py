@@ -15,7 +15,7 @@ import pytest
 from outrider.audit.controls import RandomPolicy
 from outrider.bundle.folder import read_manifest
 from outrider.engines.session import Session
-from outrider.errors import EngineError, OutriderError
+from outrider.errors import OutriderError
 from outrider.runtime import drafters
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.cache.slots import MIN_SHARED, Slots
@@ -25,7 +25,8 @@ from outrider.runtime.policy.choice import AUTO
 from outrider.runtime.request import Request
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
-from outrider.tests.support import BROKEN, build, reseal
+from outrider.tests.runtime.serving import PARAMS, Asked, run, serve
+from outrider.tests.support import build, reseal
 
 SLOTS, CAPACITY, CHUNK = 3, 255, 16  # with the spare position, a slot's cache begins at an aligned address
 SYSTEM = [
@@ -33,11 +34,6 @@ SYSTEM = [
     "Customer: Hi, I would like to order a coffee and a piece of cake.\nAgent: Of course. Which cake would you like?\n" * 2,
 ]
 USERS = ["Then", "But the", "Customer: The one", "Question: Tom has 5 apples. How many", "T"]
-PARAMS = [
-    SamplingParams(),
-    SamplingParams(temperature=1.0, seed=5),
-    SamplingParams(temperature=0.8, top_p=0.9, seed=6, repetition_penalty=1.2),
-]
 KINDS: list[Any] = [  # a drafter beside the draft model, the precision and the backend
     "random head int4 onnxruntime",
     "random head int4 openvino",
@@ -54,8 +50,6 @@ KINDS: list[Any] = [  # a drafter beside the draft model, the precision and the 
         )
     ),
 ]
-Asked = tuple[int, int, int | None]
-"""The text, the parameters, and after how many steps the request is cancelled."""
 Alone = Callable[[int, int], list[int]]
 
 
@@ -94,30 +88,6 @@ def alone(bundle: Path, texts: list[list[int]]) -> Alone:
         return [token for event in events for token in event.token_ids]
 
     return answer
-
-
-def serve(
-    scheduler: Scheduler, texts: list[list[int]], arrivals: dict[int, list[Asked]]
-) -> list[tuple[Request, Asked, list[int]]]:
-    """Run requests that arrive at the given steps, until all are done."""
-    served: list[tuple[Request, Asked, list[int]]] = []
-    begun: dict[Request, int] = {}
-    step = 0
-    while step <= max(arrivals) or scheduler.busy:
-        for asked in arrivals.get(step, []):
-            text, params, _ = asked
-            request = scheduler.submit(texts[text], replace(PARAMS[params], max_new_tokens=10 + 3 * (text % 5)))
-            begun[request] = step
-            served.append((request, asked, []))
-        for request, (_, _, cancelled), _ in served:
-            if cancelled is not None and step == begun[request] + cancelled:
-                scheduler.cancel(request)
-        for request, event in scheduler.step():
-            if isinstance(event, OutriderError):
-                raise event
-            next(got for each, _, got in served if each is request).extend(event.token_ids)
-        step += 1
-    return served
 
 
 # System prompts in turns and at once, texts without one, and requests that are cancelled while they read or decode.
@@ -209,12 +179,6 @@ def test_a_slot_shares_what_its_caches_hold_and_no_more() -> None:
     for same in (0, 1, 63, 64, 65, 128, 149, 150, 151, 200):
         assert slot.shared([*text[:same], 999, *text], None) == min(same, 150)
         assert slot.shared(text[:same], None) == min(same, 150)
-
-
-def run(scheduler: Scheduler, *requests: Request) -> None:
-    """Run until these have ended."""
-    while any(request.finish_reason is None for request in requests):
-        scheduler.step()
 
 
 def test_requests_that_come_together_read_what_they_have_in_common_once(
@@ -318,99 +282,3 @@ def test_on_a_device_that_runs_ahead(bundle: Path, texts: list[list[int]], alone
         served = serve(Scheduler(queued, k=k), texts, ARRIVALS)
         assert wrong(served, alone) == 0
         assert sum(request.stats.copied_tokens > 0 for request, _, _ in served) >= 3
-
-
-def ask(scheduler: Scheduler, text: list[int]) -> int:
-    """Answer one request, and return how many of its tokens were cached."""
-    request = scheduler.submit(text, SamplingParams(max_new_tokens=3))
-    run(scheduler, request)
-    return request.stats.cached_tokens
-
-
-@pytest.fixture(scope="module", params=["onnxruntime", "openvino"])
-def four(request: pytest.FixtureRequest, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Outrider:
-    """A bundle with four slots."""
-    made = tmp_path_factory.mktemp("four") / "bundle"
-    return Outrider.load(build(tiny_export, made, backend=request.param, batch=4), slots=None)
-
-
-def numbered(begin: int, length: int) -> list[int]:
-    """Return a text that has nothing in common with others."""
-    return [begin, *(1 + (begin * at) % 60 for at in range(1, length))]
-
-
-def test_one_off_requests_do_not_evict_what_others_have_in_common(four: Outrider) -> None:
-    scheduler = Scheduler(four)
-    system, other = numbered(7, 60), numbered(11, 60)
-    assert ask(scheduler, [*system, 70]) == 0
-    for at in range(3):  # it was used once, and three slots are left
-        assert ask(scheduler, numbered(20 + at, 40)) == 0
-    assert ask(scheduler, [*system, 71]) == 60
-    for at in range(8):  # now two have had it in common
-        assert ask(scheduler, numbered(30 + at, 40)) == 0
-    assert ask(scheduler, [*system, 72]) == 60
-    assert ask(scheduler, [*other, 70]) == 0
-    for at in range(6):  # in turns
-        assert ask(scheduler, [*(other, system)[at % 2], 73 - at]) == 60
-        assert ask(scheduler, numbered(40 + at, 40)) == 0
-
-
-def test_old_prefixes_make_room_for_new_ones(four: Outrider) -> None:
-    """However often they were used."""
-    scheduler = Scheduler(four)
-    for number in range(4):
-        system = numbered(7 + number, 60)
-        assert [ask(scheduler, [*system, 70 + at]) for at in range(3)] == [0, 60, 60]
-    new = numbered(50, 60)
-    evicted = scheduler.load.evicted
-    assert ask(scheduler, [*new, 70]) == 0
-    assert scheduler.load.evicted - evicted >= 60
-    assert ask(scheduler, [*new, 71]) == 60
-    assert ask(scheduler, [*numbered(10, 60), 79]) == 60  # the latest
-    assert ask(scheduler, [*numbered(7, 60), 79]) == 0  # the one that was used least recently
-
-
-def test_a_conversation_keeps_its_slot(four: Outrider) -> None:
-    """A text that is gone on from takes its own slot, and others their copies of the system prompt."""
-    scheduler = Scheduler(four)
-    system = numbered(7, 60)
-    texts = [[*system, *numbered(20 + at, 30)] for at in range(4)]
-    for turn in range(3):
-        for at, text in enumerate(texts):
-            assert ask(scheduler, text) >= (len(text) - 30 if turn else 60 * (at > 0))
-            texts[at] = [*text, *numbered(70 + turn, 20)]
-
-
-@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_nothing_behind_what_is_copied_spoils_it(broken: Path, tmp_path: Path, backend: str) -> None:
-    """The source fails later, at a token that leads to NaN. A masked NaN is a NaN to some kernels, so tokens before it in the
-    same chunk are not safe either."""
-    scheduler = Scheduler(Outrider.load(build(broken, tmp_path / "bundle", backend=backend, batch=2), slots=None))
-    system = numbered(7, 45)
-    bad = scheduler.submit([*system, BROKEN, *numbered(9, 40)], SamplingParams(max_new_tokens=5))
-    for _ in range(5):
-        scheduler.step()
-    good = scheduler.submit([*system, 70], SamplingParams(max_new_tokens=5))
-    failed = []
-    while scheduler.busy:
-        failed += [request for request, result in scheduler.step() if isinstance(result, EngineError)]
-    assert failed == [bad]
-    assert good.finish_reason == "length"
-    assert good.stats.copied_tokens == 32  # the chunks that the two have in common
-
-
-def test_what_is_worth_keeping_makes_way_for_a_request_that_is_moved(four: Outrider) -> None:
-    """A request in the middle ends, and the last one is moved to its slot: its text goes to a slot that holds nothing."""
-    scheduler = Scheduler(four)
-    system = numbered(7, 60)
-    first, _, last = (
-        scheduler.submit(text, SamplingParams(max_new_tokens=count, min_new_tokens=count))
-        for text, count in ((numbered(20, 20), 30), ([*system, 70], 3), (numbered(21, 20), 30))
-    )
-    scheduler.step()
-    while last.slot is not None and last.slot.index == 2:
-        scheduler.step()
-    assert first.running
-    assert last.slot is not None
-    assert last.slot.index == 1
-    assert ask(scheduler, [*system, 71]) == 60
