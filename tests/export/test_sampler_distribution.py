@@ -155,7 +155,7 @@ def test_by_them_each_wrong_sampler_is_far_off(fault: Fault) -> None:
 DRAWN = [(each, seed) for each in SETTINGS_TRIED for seed in range(3)]
 
 
-@pytest.mark.slow  # tests/runtime/test_sampling.py has drawn ones of the whole loop
+@pytest.mark.slow  # tests/runtime/test_sampling_distribution.py has drawn ones of the whole loop
 @pytest.mark.parametrize(("settings_row", "seed"), DRAWN, ids=lambda each: str(named_settings(each)) if np.ndim(each) else None)
 def test_emitted_tokens_have_the_targets_distribution(graphs: Graphs, settings_row: Array, seed: int) -> None:
     rounds, p = emitted(graphs, seed, settings_row)

@@ -1,4 +1,4 @@
-"""Sampling through the whole loop, on real sessions: parameters, seeds, logprobs, and the distribution of what comes out."""
+"""Sampling through the whole loop, on real sessions: parameters, seeds and logprobs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-import scipy.stats
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.audit.controls import ReferenceWatch, Watch
+from outrider.audit.controls import Watch
 from outrider.bundle.manifest import Generation
-from outrider.runtime.generation import Event, Outrider
+from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.rounds.reference import Fault, named_settings, warp
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.tests.support import END, PAIR, prefill, reseal, run
+from outrider.tests.runtime.answers import PROMPT, events, ids
+from outrider.tests.support import END, PAIR, reseal, run
 
-Doubles = npt.NDArray[np.float64]
 K = (1, 2, 4, 8)
-PROMPT = "Customer: Hi, I would like to book a table for two in San Jose."
-
-
-def events(outrider: Outrider, prompt: str | list[int] = PROMPT, k: int = 0, **params: Any) -> list[Event]:
-    return list(outrider.generate(prompt, SamplingParams(**{"max_new_tokens": 60, **params}), k=k))
-
-
-def ids(outrider: Outrider, prompt: str | list[int] = PROMPT, k: int = 0, **params: Any) -> list[int]:
-    return [token for event in events(outrider, prompt, k, **params) for token in event.token_ids]
 
 
 @pytest.fixture(scope="module")
@@ -269,82 +257,3 @@ def test_the_random_numbers_of_a_seed_never_change() -> None:
 
 
 RECORDED = [[5093026, 14238970, 2619506, 521879, 15103998], [873533, 12500498, 4131658, 6849496, 2834617]]
-
-
-# ------------------------------------------------------------------------------------------------ distribution
-# Against the exact distribution of the first three tokens, computed from the target's logits alone. If the loop is right,
-# a p-value is below FALSE_ALARM with that probability; the seeds are fixed.
-FALSE_ALARM = 1e-6
-DRAWS = 1500
-CHOSEN: dict[str, Any] = {"temperature": 0.12, "top_k": 40}  # the tiny pair is random: without this it would be nearly uniform
-
-
-@pytest.fixture(scope="module")
-def endless(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Outrider:
-    """The tiny pair, without a token that ends the text."""
-    bundle = Path(shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("endless") / "bundle"))
-    reseal(bundle, generation=Generation(eos_token_ids=[], special_tokens={}))
-    return Outrider.load(bundle)
-
-
-@pytest.fixture(scope="module")
-def exact(endless: Outrider) -> tuple[list[int], Doubles, Doubles, Doubles]:
-    """A prompt, and the exact distributions of the first three tokens after it, over all that may come before them."""
-    prompt = endless.text.encode("the quick", chat=False)
-    session = endless.sessions["target"]
-    settings = named_settings(SamplingState(SamplingParams(**CHOSEN), prompt, [], endless.vocab_rows).settings[0])
-
-    def after(token: int, at: int) -> Doubles:
-        logits = session.run(np.array([[token]]), np.array([at]))
-        return warp(logits[0, 0].astype(np.float64), settings)
-
-    prefill(session, prompt[:-1], 16)
-    first = after(prompt[-1], len(prompt) - 1)
-    second, third = np.zeros(len(first)), np.zeros(len(first))
-    for token, share in enumerate(first):
-        if share > 0:
-            then = after(token, len(prompt))
-            second += share * then
-            for other, part in enumerate(then):
-                if part > 0:
-                    third += share * part * after(other, len(prompt) + 1)
-    return prompt, first, second, third
-
-
-def drawn(outrider: Outrider, prompt: list[int], k: int, rule: str, seeds: range = range(DRAWS)) -> Doubles:
-    return np.array(
-        [ids(outrider, prompt, k, max_new_tokens=3, seed=10_000 * k + index, rule=rule, **CHOSEN) for index in seeds]
-    )
-
-
-def p_value(tokens: Doubles, p: Doubles) -> float:
-    counts = np.bincount(tokens, minlength=len(p))
-    if counts[p == 0].any():
-        return 0.0
-    common = p * len(tokens) >= 5
-    observed, expected = (np.append(each[common], each[~common].sum()) for each in (counts, p * len(tokens)))
-    known = expected > 0
-    return float(scipy.stats.chisquare(observed[known], expected[known]).pvalue)
-
-
-# Plain decoding and that by exact matches emit the same tokens (above), one by one. The whole audits draw with k = 4.
-@pytest.mark.in_turn(runs=lambda case: case["k"] == 1 and case["rule"] == "rejection")
-@pytest.mark.parametrize(("k", "rule"), [(0, "rejection"), (1, "rejection"), (4, "rejection"), (4, "exact-match")])
-def test_the_loop_emits_the_targets_distribution(endless: Outrider, exact: Any, k: int, rule: str) -> None:
-    prompt, *distributions = exact
-    tokens = drawn(endless, prompt, k, rule)
-    for at, p in enumerate(distributions):
-        assert p_value(tokens[:, at], p) > FALSE_ALARM
-
-
-@pytest.mark.parametrize("fault", Fault)
-def test_the_same_test_finds_each_wrong_sampler(endless: Outrider, exact: Any, fault: Fault) -> None:
-    """With as few of its draws as show it."""
-    prompt, *distributions = exact
-    faulty, drew = endless.observed(ReferenceWatch(fault)), list[Doubles]()
-    for first in range(0, DRAWS, DRAWS // 10):
-        drew.append(drawn(faulty, prompt, 4, "rejection", range(first, first + DRAWS // 10)))
-        tokens = np.concatenate(drew)
-        if min(p_value(tokens[:, at], p) for at, p in enumerate(distributions)) < FALSE_ALARM / 1000:
-            return
-    pytest.fail("not found")
