@@ -60,7 +60,7 @@ CONFIGS: dict[str, Any] = {
 }
 # One of each mechanism, of as few layers as it needs: full attention, sliding windows, soft caps, both kinds of layers, learned
 # positions, experts and sinks, scaled rotary embeddings, convolutions, and Mamba-2 beside attention. Gated delta nets with
-# M-RoPE are in tests/runtime/test_hybrid.py.
+# M-RoPE are in tests/runtime/hybrid.
 IN_TEST = (
     *("Llama", "Mistral, sliding window", "Gemma-2", "Gemma-3", "GPT-2", "GPT-OSS", "Qwen3, YaRN"),
     *("LFM2", "Falcon-H1"),

@@ -150,14 +150,14 @@ def test_heads_are_their_tensors_put_together_by_hand(name: str, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def by_default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
-    """A checkpoint with a head, and its export without a word about drafts; tests/runtime/test_hybrid.py has one of Qwen3.5."""
+    """A checkpoint with a head, and its export without a word about drafts; tests/runtime/hybrid/ has one of Qwen3.5."""
     made = tmp_path_factory.mktemp("mimo")
     folder = write_with_head(made / "model", OF_MIMO, of_qwen=True)
     rename_for_mimo(folder)
     return folder, export_pair(str(folder), None, made / "onnx", precision="fp32")
 
 
-@pytest.mark.slow  # tests/runtime/test_hybrid.py exports one by default
+@pytest.mark.slow  # tests/runtime/hybrid/ exports one by default
 def test_it_is_the_default_and_can_be_left_out(by_default: tuple[Path, Manifest], tmp_path: Path) -> None:
     folder, manifest = str(by_default[0]), by_default[1]
     named = export_pair(folder, "mtp", tmp_path / "named", precision="fp32")

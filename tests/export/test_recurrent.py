@@ -34,7 +34,7 @@ class Traced(NamedTuple):
     model: hf.PreTrainedModel
 
 
-# Convolutions and Mamba-2; test_architectures.py reads their graphs, too. tests/runtime/test_hybrid.py has gated delta nets.
+# Convolutions and Mamba-2; test_architectures.py reads their graphs, too. tests/runtime/hybrid/ has gated delta nets.
 FEW = ("LFM2", "Falcon-H1")
 
 
@@ -127,7 +127,7 @@ def check(traced: Traced, session: GraphSession, text: list[int], slot: int) -> 
 
 
 def test_states_do_not_depend_on_the_chunks(traced: Traced, tmp_path: Path) -> None:
-    """Within what a product of fp32 rounds otherwise in a lone row; tests/runtime/test_hybrid.py has texts at 4 and 8 bits."""
+    """Within what a product of fp32 rounds otherwise in a lone row; tests/runtime/hybrid/ has texts at 4 and 8 bits."""
     fuse(traced.graph, tmp_path / "fused.onnx", CAPACITY, False, SLOTS)
     session = open_session(tmp_path / "fused.onnx", traced.layout)
     text = np.random.default_rng(1).integers(1, 320, 24).tolist()
