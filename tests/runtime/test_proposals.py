@@ -20,8 +20,8 @@ from outrider.runtime.rounds.launches import Launches
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
-from outrider.tests.runtime.references import BlockReference, HeadReference, ParallelHeadReference, ParallelReference, Reference
 from outrider.tests.drafts import parallel_draft, plain_block_head, random_block_head, random_head, random_parallel_head
+from outrider.tests.runtime.references import BlockReference, HeadReference, ParallelHeadReference, ParallelReference, Reference
 from outrider.tests.support import PAIR
 
 PROMPT = "Customer: Hi, I would like to book a table for two in San Jose.\nAgent:"

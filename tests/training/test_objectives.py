@@ -7,8 +7,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.export.checkpoints.source import Source
-from outrider.tests.runtime.references import HeadReference, ParallelReference, Reference
 from outrider.tests.drafts import parallel_draft
+from outrider.tests.runtime.references import HeadReference, ParallelReference, Reference
 from outrider.tests.support import PAIR
 from outrider.training.answers import Example
 from outrider.training.eagle3 import Eagle3Objective, open_head
