@@ -1,14 +1,21 @@
-"""A chat template and a tokenizer for each family of `serve.tools`, small, in the form that the family's own have."""
+"""A chat template and a tokenizer for each family of `serve.tools`, small, in the form of the family's own; calls in it."""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import itertools
+import json
+from typing import Any, NamedTuple
 
+import llguidance
+import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from outrider.runtime.text.chat_template import ChatTemplate
+from outrider.runtime.text.chat_template import Chat, ChatTemplate
+from outrider.runtime.text.stream import TextStream
 from outrider.runtime.text.text import Text
+from outrider.serve.tools import family_of
+from outrider.serve.tools.base import Family, Part, Reader
 from outrider.tests.support import tokenizer
 
 CHATML = (
@@ -100,3 +107,81 @@ def tokenizer_of(name: str) -> Tokenizer:
 def text_of(name: str) -> Text:
     """Return the tokenizer and the chat template of a family."""
     return Text(tokenizer_of(name), ChatTemplate(EXAMPLES[name].template, {}))
+
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}}, "required": ["city"]}
+ITEMS = {
+    "type": "object",
+    "properties": {
+        "list": {"type": "array", "items": {"$ref": "#/$defs/item"}},
+        "urgent": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "string", "maxLength": 30}, {"type": "null"}]},
+    },
+    "required": ["list"],
+    "$defs": {"item": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+}
+TOOLS: dict[str, dict[str, Any]] = {"get_weather": PLACE, "order.items-1": ITEMS, "now": {"type": "object", "properties": {}}}
+Call = tuple[str, dict[str, Any]]
+WEATHER: Call = ("get_weather", {"city": 'São "Paulo"\\\n{[', "unit": "C"})
+ORDER: Call = (
+    "order.items-1",
+    {"list": [{"name": "}]"}, {"name": "é"}], "urgent": True, "note": "</parameter> 7"},
+)
+NOW: Call = ("now", {})
+SEVERAL = ("hermes", "qwen_xml", "mistral", "mistral 2025")  # families whose answers may have several calls
+every = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def family(name: str) -> Family:
+    found = family_of(text_of(name))
+    assert found is not None
+    return found
+
+
+def answer(name: str, content: str, *calls: Call) -> str:
+    """What a template writes between the prompt and the end of the answer."""
+    of_message = [
+        {"id": f"abcdefgh{at}", "type": "function", "function": {"name": tool, "arguments": arguments}}
+        for at, (tool, arguments) in enumerate(calls)
+    ]
+    question: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    message = {"role": "assistant", "content": content, "tool_calls": of_message}
+    rendered = text_of(name).render(Chat([*question, message], add_generation_prompt=False))
+    return rendered.split(EXAMPLES[name].before, 1)[1].strip("\n").removesuffix(EXAMPLES[name].end).removesuffix("<|end|>")
+
+
+def accepted(name: str, grammar: str, text: str) -> tuple[bool, bool]:
+    """Whether a grammar accepts all tokens of a text, and whether the text may end there."""
+    tokenizer = text_of(name).tokenizer
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer.to_str(), eos_token=0), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids), matcher.is_accepting()
+
+
+def read(
+    name: str, text: str, cuts: list[int] | None = None, tools: dict[str, dict[str, Any]] = TOOLS
+) -> tuple[list[Part], bool]:
+    """The parts of an answer whose tokens come in pieces, each joined, and whether a call is cut."""
+    of = family(name)
+    reader = Reader(lambda reader: of.read(reader, tools))
+    tokenizer = text_of(name).tokenizer
+    stream, ids = TextStream(tokenizer, [], (), of.shown), tokenizer.encode(text, add_special_tokens=False).ids
+    places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts or [])})
+    parts = []
+    for begin, end in itertools.pairwise(places):
+        piece = "".join(each for token in ids[begin:end] for each, _ in stream.push(token, False))
+        parts += reader.push(piece, False)
+    parts += reader.push("".join(each for each, _ in stream.finish()), True)
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].kind == part.kind and part.kind != "name":
+            joined[-1] = Part(part.kind, joined[-1].text + part.text)
+        else:
+            joined.append(part)
+    return joined, reader.calling
+
+
+def calls_in(parts: list[Part]) -> list[tuple[str, Any]]:
+    texts = [part.text for part in parts if part.kind in ("name", "arguments")]
+    return [(tool, json.loads(arguments)) for tool, arguments in zip(texts[::2], texts[1::2], strict=True)]
