@@ -18,8 +18,8 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.serve.api.chat_protocol import ChatRequest
 from outrider.serve.api.responses_protocol import ResponsesRequest
+from outrider.tests.serve.calls import SCHEMAS, TEMPLATE
 from outrider.tests.serve.server import Reached, chat_bundle, fetch, serving_here
-from outrider.tests.serve.test_tool_calls import SCHEMAS, TEMPLATE
 from outrider.tests.support import reseal
 
 TOOLS: list[Any] = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]

@@ -4,47 +4,34 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import jsonschema
 import openai
 import pytest
 from openai.lib.streaming._deltas import accumulate_delta
 from pydantic import BaseModel
 
 from outrider.bundle.manifest import CHAT_TEMPLATE
-from outrider.export.pair import export_pair
-from outrider.tests.serve.families import EXAMPLES, tokenizer_of
-from outrider.tests.serve.server import Reached, ServerHere, chat_bundle, fetch, serving_here
-from outrider.tests.support import build, llama, reseal, write_checkpoint
-
-# The calls of Llama 3, whose form needs no tokens of its own.
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}\n{% endfor %}{% for m in messages %}"
-    "{{ {'user': 'Customer: ', 'tool': 'Result: '}.get(m.role, 'Agent: ') }}{% for c in m.tool_calls %}"
-    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% else %}{{ m.content }}{% endfor %}'
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}Agent:{% endif %}"
+from outrider.tests.serve.calls import (
+    CALLED,
+    HI,
+    ORDER,
+    PARAMETERS,
+    SCHEMAS,
+    TEMPLATE,
+    TOOLS,
+    ask,
+    check,
+    nested,
+    process,
+    prompt_of,
+    streamed,
+    tool,
 )
-ORDER = {
-    "type": "object",
-    "properties": {
-        "drink": {"type": "string", "enum": ["coffee", "tea", "hot chocolate"]},
-        "cups": {"type": "integer", "minimum": 1, "maximum": 12},
-        "sugar": {"type": "boolean"},
-    },
-    "required": ["drink", "cups", "sugar"],
-}
-BOOK = {"type": "object", "properties": {"table": {"enum": ["window", "garden"]}}, "required": ["table"]}
-SCHEMAS: dict[str, dict[str, Any]] = {"order": ORDER, "book": BOOK, "leave": {"type": "object", "properties": {}}}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "description": f"{name} something", "parameters": schema}}
-    for name, schema in SCHEMAS.items()
-]
-HI: list[Any] = [{"role": "user", "content": "Hi, I would like to order a coffee."}]
+from outrider.tests.serve.server import Reached, chat_bundle, fetch, serving_here
+from outrider.tests.support import reseal
 
 
 @pytest.fixture(scope="module")
@@ -56,57 +43,6 @@ def server(
     reseal(bundle)
     with serving_here(bundle) as server:
         yield server
-
-
-def random_server(folder: Path, family: str) -> ServerHere:
-    """A server of a random model with the tokens and the template of a family."""
-    made = tokenizer_of(family)
-    rows = max(tokenizer_of(each).get_vocab_size() for each in FAMILIES)  # in all of them, so that they share a trace
-    model = llama(vocab_size=rows, max_position_embeddings=1024, num_hidden_layers=1)
-    (write_checkpoint(folder / "model", model, made) / "chat_template.jinja").write_text(EXAMPLES[family].template)
-    export_pair(str(folder / "model"), None, folder / "onnx", precision="fp32")
-    return ServerHere(build(folder / "onnx", folder / "bundle", k=[1, 2], batch=4, capacity=1023))
-
-
-FAMILIES = ("hermes", "qwen_xml", "mistral", "mistral 2025", "gpt_oss")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def of_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Reached]]:
-    server = random_server(tmp_path_factory.mktemp("family"), request.param)
-    server.ready()
-    yield request.param, server
-    server.stop()
-
-
-def ask(client: openai.OpenAI, **options: Any) -> Any:
-    asked: Any = {"model": "target", "messages": HI, "temperature": 0, "tools": TOOLS}
-    return client.chat.completions.create(**(asked | options))
-
-
-def check(call: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a call that is valid."""
-    arguments = json.loads(call.function.arguments)
-    jsonschema.validate(arguments, SCHEMAS[call.function.name] | {"additionalProperties": False})
-    assert (call.type, bool(call.id)) == ("function", True)
-    return call.function.name, arguments
-
-
-def streamed(chunks: Any) -> tuple[list[dict[str, Any]], str, str | None]:
-    """The calls of a stream, its content and its finish reason."""
-    calls: list[dict[str, Any]] = []
-    content, reason = "", None
-    for chunk in chunks:
-        (choice,) = chunk.choices
-        content += choice.delta.content or ""
-        reason = choice.finish_reason or reason
-        for delta in choice.delta.tool_calls or ():
-            if delta.index == len(calls):
-                assert delta.id
-                assert delta.type == "function"
-                calls.append({"name": delta.function.name, "arguments": ""})
-            calls[delta.index]["arguments"] += delta.function.arguments
-    return calls, content, reason
 
 
 def test_a_required_call_is_valid_and_streams_the_same(client: openai.OpenAI) -> None:
@@ -196,14 +132,6 @@ def test_a_call_that_is_cut_says_so(client: openai.OpenAI) -> None:
     assert (stop.finish_reason, "cups" in stop.message.tool_calls[0].function.arguments) == ("stop", False)
 
 
-def prompt_of(server: Reached, *messages: Any) -> str:
-    """The text of messages behind a first one in the template."""
-    status, _, tokens = fetch(f"{server.url}/tokenize", json.dumps({"messages": [*HI, *messages]}).encode())
-    assert status == 200, tokens
-    _, _, text = fetch(f"{server.url}/detokenize", json.dumps({"tokens": json.loads(tokens)["tokens"]}).encode())
-    return str(json.loads(text)["prompt"]).partition("coffee.\n")[2]
-
-
 def test_a_conversation_goes_on_after_a_call_that_was_cut(client: openai.OpenAI, server: Reached) -> None:
     choice = {"type": "function", "function": {"name": "order"}}
     for tokens in range(8, 24, 3):
@@ -264,92 +192,9 @@ def test_what_the_official_client_makes_of_answers_goes_back(client: openai.Open
     assert prompt_of(server, parsed.model_dump(warnings=False), *HI).startswith(f"Agent: {parsed.content}\n")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_each_family(of_family: tuple[str, Reached], stream: bool) -> None:
-    """Random models: of all that their families' grammars allow, only calls are left."""
-    name, server = of_family
-    # GPT-OSS may say as much as it likes before it calls; without this token it can only begin a call.
-    bias = {str(tokenizer_of(name).token_to_id("<|channel|>")): -100} if name == "gpt_oss" else {}
-    parallel = {
-        "parallel_tool_calls": False,
-        "tool_choice": "required",
-        "logit_bias": bias,
-        "model": "model",
-        "max_tokens": 300,
-    }
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        done = ask(client, **parallel, stream=stream)
-        if stream:
-            calls, _, reason = streamed(done)
-            assert reason == "tool_calls"
-            (call,) = calls
-            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
-        else:
-            (choice,) = done.choices
-            assert choice.finish_reason == "tool_calls", choice
-            (call,) = choice.message.tool_calls
-            check(call)
-            assert name[:7] != "mistral" or len(call.id) == 9
-
-
-def test_the_part_of_a_grammar_that_cannot_be_compiled_is_named(of_family: tuple[str, Reached]) -> None:
-    _, server = of_family
-    schemas = {"good": {"type": "object"}, "bad": {"type": "object", "properties": {"a": {"type": "b"}}}}
-    for parameters, schema, fields in (
-        ("good", "bad", {"structured_outputs"}),
-        ("bad", "good", {"tools"}),
-        ("bad", "bad", {"structured_outputs", "tools"}),
-    ):
-        wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schemas[schema]}}
-        body = {"messages": HI, "tools": tool(parameters=schemas[parameters]), "response_format": wanted}
-        status, _, answer = fetch(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
-        assert (status, json.loads(answer)["error"]["param"] in fields) == (400, True), answer
-
-
-@pytest.mark.parametrize("of_family", [name for name in FAMILIES if EXAMPLES[name].others], indirect=True)
-def test_a_model_decides_by_a_token_of_its_own_and_may_think_before(of_family: tuple[str, Reached]) -> None:
-    """A bias stands for the decision: for the token that opens a call, and for the one that ends an opened thought."""
-    name, server = of_family
-    vocabulary = tokenizer_of(name)
-    options: Any = {"model": "model", "parallel_tool_calls": False, "max_tokens": 300}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        done = ask(client, **options, logit_bias={str(vocabulary.token_to_id("<tool_call>")): 100}).choices[0]
-        assert done.finish_reason == "tool_calls"
-        check(done.message.tool_calls[0])
-        opened = {"chat_template_kwargs": {"opening": "<think>\n"}}
-        closing = {str(vocabulary.token_to_id("</think>")): 100}
-        done = ask(client, **options, logit_bias=closing, tool_choice="required", extra_body=opened).choices[0]
-        assert (done.finish_reason, done.message.reasoning_content) == ("tool_calls", "")
-        check(done.message.tool_calls[0])
-
-
-@pytest.mark.parametrize("of_family", ["gpt_oss"], indirect=True)
-def test_channels_are_read_without_tools(of_family: tuple[str, Reached]) -> None:
-    _, server = of_family
-    grammar = 'start: <|channel|> "analysis" <|message|> "Well." <|end|> <|start|> "assistant" <|channel|> "final" <|message|>'
-    structured = {"structured_outputs": {"grammar": f'{grammar} "Hi."'}}
-    _, _, answer = fetch(f"{server.url}/v1/chat/completions", json.dumps({"messages": HI} | structured).encode())
-    (choice,) = json.loads(answer)["choices"]
-    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Well.", "Hi.")
-    assert choice["finish_reason"] == "stop"
-    _, _, answer = fetch(f"{server.url}/v1/responses", json.dumps({"input": "Hi"} | structured).encode())
-    thought, said = json.loads(answer)["output"]
-    assert (thought["content"][0]["text"], said["content"][0]["text"]) == ("Well.", "Hi.")
-
-
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
-
-
-def tool(**function: Any) -> list[dict[str, Any]]:
-    return [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS} | function}]
-
-
-def nested(depth: int) -> dict[str, Any]:
-    return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {}
-
-
 HUGE = 77e77  # stands for a number that JSON can write and no double can hold
-CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "another tool": (
         {"tools": tool(), "tool_choice": {"type": "function", "function": {"name": "g"}}},
@@ -406,13 +251,6 @@ def test_what_cannot_be_called_is_refused(server: Reached, case: str) -> None:
     assert server.health()[0] == 200
 
 
-def test_a_template_without_tools_refuses_them(trained_export: Path, tmp_path: Path) -> None:
-    with serving_here(chat_bundle(trained_export, tmp_path / "bundle")) as server:
-        body = {"messages": HI, "tools": tool()}
-        status, _, answer = fetch(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
-        assert (status, json.loads(answer)["error"]["param"]) == (400, "tools")
-
-
 LANGCHAIN = """
 import json, sys
 from typing import Literal
@@ -463,12 +301,6 @@ built = litellm.stream_chunk_builder(chunks).choices[0]
 (again,) = built.message.tool_calls
 print(json.dumps([choice.finish_reason, call.function.name, *(json.loads(each.function.arguments) for each in (call, again))]))
 """
-
-
-def process(server: Reached, script: str) -> Any:
-    done = subprocess.run([sys.executable, "-c", script, server.url], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow  # which takes seconds to import; it sends what other clients send
