@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import pytest
 from outrider.errors import EngineError, UsageError
 from outrider.runtime.grammar.compiler import LocalGrammars
 from outrider.runtime.grammar.errors import GrammarError
-from outrider.runtime.grammar.matcher import Matcher
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.text.chat_template import ChatTemplate
 from outrider.runtime.text.text import PromptTooLongError, Text
@@ -29,6 +27,7 @@ from outrider.serve.workers.messages import PromptJob
 from outrider.serve.workers.prompts import PromptEncoder
 from outrider.serve.workers.worker_main import LAST, MEMORY, NICE
 from outrider.serve.workers.workers import Workers
+from outrider.tests.serve.processes import children, end, ids, only, wait
 from outrider.tests.support import tokenizer
 
 VOCABULARY = tokenizer().get_vocab_size()
@@ -71,43 +70,12 @@ def grammars(workers: Workers) -> Iterator[RemoteGrammars]:
     end(workers)
 
 
-def end(workers: Workers) -> None:
-    while left := children(workers):
-        for child in left:
-            with suppress(psutil.NoSuchProcess):  # it may end by a limit
-                child.kill()
-        time.sleep(0.01)
-
-
 def encode(encoder: PromptEncoder, **job: Any) -> list[list[int]]:
     return asyncio.run(encoder.encode(PromptJob(**({"limit": 50} | job))))
 
 
 def says(content: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
-
-
-def children(workers: Workers) -> list[psutil.Process]:
-    assert workers.process is not None
-    return list(psutil.Process(workers.process.pid).children(recursive=True))
-
-
-def only(workers: Workers) -> psutil.Process:
-    """Wait until there is one worker."""
-    while len(left := children(workers)) > 1:
-        time.sleep(0.01)
-    return left[0]
-
-
-def wait(matcher: Matcher) -> Matcher:
-    deadline = time.monotonic() + 60
-    while not matcher.ready():
-        assert time.monotonic() < deadline
-    return matcher
-
-
-def ids(text: str) -> list[int]:
-    return list(tokenizer().encode(text).ids)
 
 
 def test_a_prompt_that_takes_too_long_ends_and_delays_no_other(encoder: PromptEncoder) -> None:
