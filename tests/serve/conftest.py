@@ -1,16 +1,18 @@
-"""What the modules about the HTTP API share; each has a `server` of its own."""
+"""What the modules about the HTTP API share; many have a `bundle` or a `server` of their own."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from outrider.tests.serve.server import Reached
+from outrider.runtime.generation import Outrider
+from outrider.tests.serve.server import Reached, chat_bundle, serving_here
 
 # Writes a line for each grammar that a worker compiles.
 COUNTING = """
@@ -41,6 +43,22 @@ def compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", counting)
         yield lambda: len(file.read_text().splitlines())
+
+
+@pytest.fixture(scope="module")
+def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_bundle(trained_export, tmp_path_factory.mktemp("served") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Reached]:
+    with serving_here(bundle, k=4) as server:  # `k = auto` may not draft on a slow machine
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path) -> Outrider:
+    return Outrider.load(bundle)
 
 
 @pytest.fixture

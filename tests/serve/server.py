@@ -20,11 +20,14 @@ from typing import Any
 import filelock
 
 from outrider.bundle.manifest import CHAT_TEMPLATE
+from outrider.runtime.generation import Outrider
+from outrider.runtime.params import SamplingParams
 from outrider.serve.network.access import LOOPBACK
 from outrider.serve.network.server import HttpServer
 from outrider.serve.settings import Settings
 from outrider.tests.support import COMMAND, build, reseal
 
+PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
 TEMPLATE = (
     "{% for m in messages %}{{ 'Customer: ' if m.role == 'user' else 'Agent: ' }}{{ m.content }}\n{% endfor %}"
     "{% if messages[-1].content == 'refuse' %}{{ raise_exception('never say that') }}{% endif %}"
@@ -147,3 +150,19 @@ def serving(bundle: Path, *options: str, env: dict[str, str] | None = None, max_
     finally:
         if server.process.poll() is None:
             server.stop()
+
+
+def text_of(outrider: Outrider, prompt: str, **params: Any) -> str:
+    """Return the text of plain decoding in this process."""
+    return "".join(event.text for event in outrider.generate(prompt, SamplingParams(**params), k=0))
+
+
+def post(server: Reached, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    status, _, answer = fetch(server.url + path, body, **headers)
+    return status, json.loads(answer)
+
+
+def counters(server: Reached) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
