@@ -13,6 +13,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import pytest
 
 from outrider.bundle.folder import read_manifest
@@ -32,7 +33,8 @@ from outrider.tests.serve.server import (
 from outrider.tests.support import ROOT, run_here
 
 
-def test_the_dashboard_and_the_documents_name_existing_metrics(server: Reached) -> None:
+def test_the_dashboard_and_the_documents_name_existing_metrics(client: openai.OpenAI, server: Reached) -> None:
+    client.completions.create(model="target", prompt=PROMPT, max_tokens=40, temperature=0)  # some metrics begin with an answer
     existing = {re.sub(r"{.*", "", name) for name in counters(server)}
     shown = set(re.findall(r"outrider_\w+", (ROOT / "deploy" / "grafana.json").read_text()))
     assert shown

@@ -204,10 +204,11 @@ def test_a_client_that_leaves_before_its_stream_begins_is_cancelled(server: Serv
         with connect(server, head(body, "Content-Type: application/json") + body) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
     for _ in range(200):
-        if ended("cancelled") == before[0] + 30:
+        if (cancelled := ended("cancelled") - before[0]) + (whole := ended("length") - before[1]) == 30:
             break
         time.sleep(0.1)
-    assert (ended("cancelled"), ended("length")) == (before[0] + 30, before[1])
+    assert cancelled + whole == 30
+    assert whole <= 1  # an answer takes 0.2 s, and beside busy processes the server may hear too late that its client has left
 
 
 def test_also_behind_a_server_that_raises_an_error_when_its_client_has_left(bundle: Path) -> None:
