@@ -26,7 +26,7 @@ WIDTH, HEADS, KEPT, VOCABULARY = 96, (3, 1), 32, 1024  # of the pair's target: H
 
 
 def random_head(folder: Path, tokens: int = 16) -> Path:
-    """The checkpoint of a random EAGLE-3 head for the pair's target, which proposes so many of the most frequent tokens."""
+    """The checkpoint of a random EAGLE-3 head for the pair's target, which proposes the `tokens` most frequent ones."""
     width, heads, kept, vocabulary = WIDTH, HEADS, KEPT, VOCABULARY
     generator = torch.Generator().manual_seed(0)
 

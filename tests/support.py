@@ -220,6 +220,11 @@ def reseal(folder: Path, **changes: Any) -> None:
     (folder / MANIFEST).write_bytes(manifest.encode())
 
 
+def make_endless(bundle: Path) -> None:
+    """Let no token end the bundle's texts."""
+    reseal(bundle, generation=msgspec.structs.replace(read_manifest(bundle).generation, eos_token_ids=[]))
+
+
 def sealed_bundle(folder: Path) -> Path:
     """A bundle of a target and a draft whose files hold their names: for what opens no engine."""
     parity = Parity(rows=1, max_abs_diff=0.0, tolerance=1.0, argmax_agreement=1.0)

@@ -134,7 +134,7 @@ def test_each_rewrite_by_itself_computes_what_it_replaced(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With those that make what it looks for."""
+    """A rewrite that needs the result of another runs together with it."""
     graph, layout = qwen2
     for other in set(REWRITES) - set(rewrites):
         monkeypatch.setattr(other, "check", lambda self, context, **_: refused("not now"))

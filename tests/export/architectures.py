@@ -1,4 +1,4 @@
-"""Tiny configurations of architectures: of those that are exported, with what some cannot do, and of those that are refused."""
+"""Tiny configurations of the architectures that are exported, the exceptions among them, and the ones that are refused."""
 
 from __future__ import annotations
 

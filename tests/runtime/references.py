@@ -1,4 +1,4 @@
-"""Drafters in eager transformers, which read every text anew."""
+"""Drafters in eager transformers, which read the whole text for every draft."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.tests.support import PAIR
 
 
 class Reference(Protocol):
-    """A drafter in eager transformers, which reads every text anew."""
+    """A drafter in eager transformers, which reads the whole text for every draft."""
 
     def proposes(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
         """Return the k most likely tokens after these."""

@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from outrider.audit.controls import RandomPolicy, Watch
 from outrider.backends.open import open_engines
-from outrider.bundle.folder import read_manifest
 from outrider.engines.contract import PAST_FEATURES
 from outrider.engines.device import Launch
 from outrider.engines.session import Pass
@@ -30,7 +28,7 @@ from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.stats import Stats
 from outrider.tests.runtime.toy import Repeat
-from outrider.tests.support import PAIR, SHIPPED, Made, build, prefill, reseal, write_checkpoint
+from outrider.tests.support import PAIR, SHIPPED, Made, build, make_endless, prefill, write_checkpoint
 
 K = (1, 2, 4, 8)
 MODES = (*K, "auto", "n-grams", "toy", "at random")  # the last is every drafter and k at random
@@ -130,7 +128,7 @@ def folders(
         backend = "openvino" if "openvino" in name else "onnxruntime"
         bundle = folder / f"{name}-bundle"
         build(exported(name), bundle, backend=backend, capacity=CAPACITY, max_prompt_chunk=CHUNK, k=list(K))
-        reseal(bundle, generation=msgspec.structs.replace(read_manifest(bundle).generation, eos_token_ids=[]))
+        make_endless(bundle)
         return bundle
 
     return Made(make)

@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from outrider.audit.controls import RandomPolicy
-from outrider.bundle.folder import read_manifest
 from outrider.engines.session import Session
 from outrider.errors import OutriderError
 from outrider.runtime import drafters
@@ -26,7 +24,7 @@ from outrider.runtime.request import Request
 from outrider.runtime.scheduler import Scheduler
 from outrider.tests.deferred import deferred
 from outrider.tests.runtime.serving import PARAMS, Asked, run, serve
-from outrider.tests.support import build, reseal
+from outrider.tests.support import build, make_endless
 
 SLOTS, CAPACITY, CHUNK = 3, 255, 16  # with the spare position, a slot's cache begins at an aligned address
 SYSTEM = [
@@ -62,7 +60,7 @@ def bundle(
     made = tmp_path_factory.mktemp("prefixes") / "bundle"
     sizes: dict[str, Any] = {"k": [1, 2, 4], "capacity": CAPACITY, "batch": SLOTS, "max_prompt_chunk": CHUNK}
     build(drafter_exports(precision, drafter), made, backend=backend, **sizes)
-    reseal(made, generation=msgspec.structs.replace(read_manifest(made).generation, eos_token_ids=[]))
+    make_endless(made)
     return made
 
 

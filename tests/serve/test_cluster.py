@@ -26,7 +26,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from outrider import Outrider, SamplingParams
-from outrider.tests.serve.server import chat_bundle, fetch
+from outrider.tests.serve.server import fetch
 from outrider.tests.support import COMMAND, run
 
 pytestmark = pytest.mark.slow  # tests/serve/test_ingress.py has what the ingress and the router decide, in process
@@ -79,11 +79,6 @@ class Deployed(Served):
             command, env={**os.environ, "RAY_ADDRESS": self.cluster.address}, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(scope="module")
-def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_bundle(trained_export, tmp_path_factory.mktemp("cluster") / "bundle")
 
 
 @pytest.fixture(scope="module")

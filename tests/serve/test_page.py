@@ -14,17 +14,12 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.tests.serve.server import chat_bundle, serving_here
+from outrider.tests.serve.server import serving_here
 
 pytestmark = pytest.mark.skipif(
     shutil.which("chromedriver") is None, reason="no Chromium with its driver on this machine; .ci/run installs one"
 )
 SECONDS = 60
-
-
-@pytest.fixture(scope="module")
-def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_bundle(trained_export, tmp_path_factory.mktemp("page") / "bundle")
 
 
 @pytest.fixture

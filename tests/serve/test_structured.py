@@ -17,7 +17,7 @@ import pytest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
-from outrider.tests.serve.server import Reached, chat_bundle, serving_here
+from outrider.tests.serve.server import Reached, serving_here
 
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
 SCHEMA: dict[str, Any] = {
@@ -33,19 +33,9 @@ SCHEMA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def bundle(trained_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_bundle(trained_export, tmp_path_factory.mktemp("structured") / "bundle")
-
-
-@pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Reached]:
     with serving_here(bundle) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def alone(bundle: Path) -> Outrider:
-    return Outrider.load(bundle)
 
 
 def plain(outrider: Outrider, prompt: str, structured: StructuredOutputs, **params: Any) -> str:

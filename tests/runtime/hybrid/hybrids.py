@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.runtime.test_golden import tokens
-from outrider.tests.support import ROOT, build, reseal
+from outrider.tests.support import ROOT, build, make_endless
 
 HYBRID = ROOT / "examples" / "tiny-hybrid" / "target"
 K, CHUNK = (1, 2, 4, 8), 16
@@ -24,7 +22,7 @@ CAPACITY, SLOTS = 191, 3  # with the spare position, so that a slot's cache begi
 def endless(export: Path, folder: Path, k: Sequence[int]) -> Path:
     """A bundle in which no token ends the text."""
     build(export, folder, k=[*k], capacity=CAPACITY, batch=SLOTS, max_prompt_chunk=CHUNK)
-    reseal(folder, generation=msgspec.structs.replace(read_manifest(folder).generation, eos_token_ids=[]))
+    make_endless(folder)
     return folder
 
 

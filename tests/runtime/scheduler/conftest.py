@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from outrider.bundle.folder import read_manifest
 from outrider.runtime.generation import Outrider
 from outrider.tests.runtime.scheduler.schedules import CAPACITY, PARAMS, PROMPTS, SLOTS, SLOW, Alone
-from outrider.tests.support import build, reseal
+from outrider.tests.support import build, make_endless
 
 
 @pytest.fixture(scope="module", params=["onnxruntime int4", "openvino int4", *SLOW])
@@ -24,7 +22,7 @@ def bundle(
     backend, precision = request.param.split()
     made = tmp_path_factory.mktemp(backend) / "bundle"
     build(trained_exports(precision), made, backend=backend, k=[1, 2, 4], capacity=CAPACITY, batch=SLOTS)
-    reseal(made, generation=msgspec.structs.replace(read_manifest(made).generation, eos_token_ids=[]))
+    make_endless(made)
     return made
 
 
