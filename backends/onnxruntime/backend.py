@@ -24,12 +24,13 @@ class OnnxRuntimeBackend(Backend):
     devices = ("cpu", "cuda")
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
-        """Copy the export, and replace its graphs with fused ones that compute the same; see `Backend.build`."""
+        """Copy the export, with fused graphs that compute the same in place of its own; see `Backend.build`."""
         build = spec.result(self, import_package("onnxruntime", EXTRA).__version__, spec.device or "cpu")
         if build.device == "cpu":
             _check_block(spec.manifest.models["target"])
-        files = spec.manifest.files
-        spec.copy(files, folder, sum(entry.size for entry in files.values()), progress)
+        graphs = {name for role in spec.manifest.roles for name in graph_files(role)}
+        size = sum(entry.size for entry in spec.manifest.files.values())
+        spec.copy(spec.manifest.files.keys() - graphs, folder, size, progress)
         from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 
         return msgspec.structs.replace(build, rewrites=fuse_bundle(spec.source, folder, spec.manifest, build, progress))

@@ -1,4 +1,4 @@
-"""Replaces the exported graphs of a bundle with fused ones that compute the same."""
+"""Writes the graphs of a bundle: fused ones that compute the same as the export's, or the export's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from outrider.backends.comparison import check_same
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines, optimize
-from outrider.bundle.manifest import READS_FEATURES, WEIGHTS, Build, Manifest, model_file
+from outrider.bundle.manifest import READS_FEATURES, Build, Manifest, graph_files, model_file
 from outrider.engines.device import Cpu
 from outrider.errors import OutriderWarning, reason_of
 from outrider.progress import Progress
@@ -19,26 +19,15 @@ MAX_FUSED = 64  # sequences of a batch; each has its own attention nodes in ever
 
 
 def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, progress: Progress) -> dict[str, dict[str, int]]:
-    """Replace graphs in `folder` with ones that use ONNX Runtime's own operators and compute the same as those in `source`.
+    """Write graphs to `folder` that use ONNX Runtime's own operators and compute the same as those in `source`.
+
+    Graphs that cannot be fused are copied.
 
     Returns:
         For each rewritten model, how often each rewrite was applied.
     """
-    on_cpu = build.device == "cpu"
-    precisions = {model.precision for model in manifest.models.values()}
-    if on_cpu and ("bf16" in precisions or build.batch > MAX_FUSED):
-        return {}  # the CPU has no bf16 kernels, which is reported when the engines are opened
-    if not on_cpu and not precisions <= {"fp16", "bf16"}:
-        return {}  # FlashAttention supports only these
-    try:
-        import outrider.backends.onnxruntime.fusion.fuse  # noqa: F401
-    except ImportError as error:
-        _warn(f"the graphs stay as exported, which is slower: {error}; pip install 'outrider[build]' fuses them")
-        return {}
-    from outrider.backends.rewriting.sharing import keep_own_weights, share_with_target
-
     counts = {}
-    for role in manifest.roles:
+    for role in manifest.roles if _can_fuse(manifest, build) else ():
         try:
             counts[role] = _fuse(source, folder, manifest, build, role, progress)
         except (MemoryError, OSError):
@@ -48,16 +37,42 @@ def fuse_bundle(source: Path, folder: Path, manifest: Manifest, build: Build, pr
         finally:
             for part in ("fused", "final", "plain"):
                 shutil.rmtree(folder / part, ignore_errors=True)
-    if counts.get("target"):
-        for role in {*READS_FEATURES} & {*manifest.roles}:
-            if not counts.get(role):  # it uses weights of the exported target, whose file is gone
-                keep_own_weights(source / model_file(role), folder / model_file(role))
-    share_with_target(folder, manifest.roles)
+    for role in manifest.roles:
+        if counts.get(role):
+            continue
+        if counts.get("target") and role in READS_FEATURES:  # it uses weights of the exported target, which is not copied
+            from outrider.backends.rewriting.sharing import keep_own_weights
+
+            keep_own_weights(source / model_file(role), folder / model_file(role))
+            continue
+        for name in graph_files(role):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+    if counts:
+        from outrider.backends.rewriting.sharing import share_with_target
+
+        share_with_target(folder, manifest.roles)
     return counts
 
 
+def _can_fuse(manifest: Manifest, build: Build) -> bool:
+    """Return whether graphs of this precision and build are fused here."""
+    on_cpu = build.device == "cpu"
+    precisions = {model.precision for model in manifest.models.values()}
+    if on_cpu and ("bf16" in precisions or build.batch > MAX_FUSED):
+        return False  # the CPU has no bf16 kernels, which is reported when the engines are opened
+    if not on_cpu and not precisions <= {"fp16", "bf16"}:
+        return False  # FlashAttention supports only these
+    try:
+        import outrider.backends.onnxruntime.fusion.fuse  # noqa: F401
+    except ImportError as error:
+        _warn(f"the graphs stay as exported, which is slower: {error}; pip install 'outrider[build]' fuses them")
+        return False
+    return True
+
+
 def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: str, progress: Progress) -> dict[str, int]:
-    """Fuse one model, compare it with the export, and replace the exported graph with it."""
+    """Fuse one model, compare it with the export, and write it to `folder`."""
     from outrider.backends.onnxruntime.fusion.causal import without_masks
     from outrider.backends.onnxruntime.fusion.fuse import fuse
     from outrider.backends.onnxruntime.fusion.products import with_block_products
@@ -85,8 +100,9 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
     check_same(reference, OnnxRuntimeEngines(folder / "final", manifest, rewritten, Cpu()), role)
     if left_out and (role != "block-head" or left_out[1:] != ["it has a mask that is not causal"]):  # a block's mask is not
         _warn(f"{left_out[0]} of the {role} stays as exported, which is slower: {'; '.join(left_out[1:])}")
-    for name in (final.name, final.name + WEIGHTS):
-        (final.parent / name).replace((folder / model_file(role)).with_name(name))
+    for name in graph_files(role):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / "final" / name).replace(folder / name)
     return counts
 
 
