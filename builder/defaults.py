@@ -7,6 +7,8 @@ import math
 import platform
 from typing import NamedTuple
 
+import numpy as np
+
 from outrider.bundle.manifest import READS_FEATURES, Manifest, Model
 from outrider.engines.contract import cache_tensors, recent_rows
 from outrider.engines.device import Cpu
@@ -14,7 +16,7 @@ from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.session import SNAPSHOTS
 
 K = [1, 2, 4, 8]
-LARGE = 10**9  # parameters from which OpenVINO gives whole answers sooner, on x86-64: docs/compare-cpu.md
+LARGE = 10**9  # parameters from which OpenVINO gives whole answers sooner, with AVX-512: docs/cpu.md
 X86 = ("x86_64", "AMD64")
 MOST_CAPACITY, LEAST_CAPACITY = 4096, 1024
 MOST_BATCH = 4
@@ -31,8 +33,8 @@ class Choice(NamedTuple):
 def backends(manifest: Manifest) -> list[Choice]:
     """Return the installed CPU backends for the models of an export, the preferred one first.
 
-    OpenVINO comes first for targets of at least `LARGE` parameters on x86-64, unless it refuses the models. The other one is
-    there in case the first refuses something that this rule does not know.
+    OpenVINO comes first for targets of at least `LARGE` parameters on x86-64 with AVX-512, unless it refuses the models. The
+    other one is there in case the first refuses something that this rule does not know.
     """
     target, billions = manifest.models["target"], manifest.models["target"].parameters / 1e9
     if importlib.util.find_spec("openvino") is None:
@@ -43,10 +45,18 @@ def backends(manifest: Manifest) -> list[Choice]:
     if platform.machine() not in X86:
         first, second, why = "onnxruntime", "openvino", f"OpenVINO was not measured on {platform.machine()}"
     elif target.parameters >= LARGE:
-        first, second, why = "openvino", "onnxruntime", f"faster with {billions:.1f} billion parameters on x86-64"
+        first, second, why = "openvino", "onnxruntime", f"faster with {billions:.1f} billion parameters and AVX-512"
     else:
         first, second, why = "onnxruntime", "openvino", "faster with less than a billion parameters"
+    if first == "openvino" and not _has_avx512():
+        first, second, why = second, first, "faster without AVX-512"
     return [Choice(first, why), Choice(second, f"{first} refuses the models")]
+
+
+def _has_avx512() -> bool:
+    """Return whether the processor has AVX-512, of which NumPy has one name or several, by its release."""
+    found: list[str] = np.show_config(mode="dicts")["SIMD Extensions"]["found"]
+    return any(name == "X86_V4" or name.startswith("AVX512") for name in found)
 
 
 def cache_bytes(model: Model, capacity: int, k: list[int], *, reads_features: bool) -> tuple[int, int]:

@@ -101,8 +101,8 @@ backend = click.option(
     type=Registered(lambda: (AUTO, *registry.names())),
     default=AUTO,
     show_default=True,
-    help="Inference backend to build for; auto is OpenVINO for targets of a billion parameters or more on x86-64, if it is"
-    " installed and takes the models, and otherwise ONNX Runtime.",
+    help="Inference backend to build for; auto is OpenVINO for targets of a billion parameters or more on x86-64 with AVX-512,"
+    " if it is installed and takes the models, and otherwise ONNX Runtime.",
 )
 
 

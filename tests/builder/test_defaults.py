@@ -32,6 +32,7 @@ def with_target(manifest: Manifest, **changes: Any) -> Manifest:
     ("changes", "machine", "installed", "expected"),
     [
         ({"parameters": 1_540_000_000}, "x86_64", True, ["openvino", "onnxruntime"]),
+        ({"parameters": 1_540_000_000}, "x86_64 with AVX2", True, ["onnxruntime", "openvino"]),
         ({"parameters": 1_540_000_000}, "x86_64", False, ["onnxruntime"]),
         ({"parameters": 1_540_000_000}, "aarch64", True, ["onnxruntime", "openvino"]),
         ({"parameters": 135_000_000}, "x86_64", True, ["onnxruntime", "openvino"]),
@@ -46,7 +47,9 @@ def test_the_backend_follows_from_the_models_and_the_machine(
     installed: bool,
     expected: list[str],
 ) -> None:
-    monkeypatch.setattr("platform.machine", lambda: machine)
+    found = ["X86_V3", "AVX512_ICL"] if machine == "x86_64" else ["X86_V3"]
+    monkeypatch.setattr("platform.machine", lambda: machine.partition(" ")[0])
+    monkeypatch.setattr("numpy.show_config", lambda mode: {"SIMD Extensions": {"found": found}})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
     assert [choice.backend for choice in backends(with_target(read_manifest(tiny_export), **changes))] == expected
 
