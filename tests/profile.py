@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 ACTIVITIES = {
-    "tracing": ["torch.onnx:export"],
+    "tracing": ["torch.onnx:export", "torch.export:export"],
     "quantizing": ["outrider.export.weights.quantize:quantize_model", "outrider.export.weights.quantize:pack"],
     "checking exports": ["outrider.export.parity:reference", "outrider.export.parity:Exported.results"],
     "measuring perplexity": ["outrider.export.heldout:perplexity"],
@@ -87,7 +87,12 @@ def pytest_configure(config: pytest.Config) -> None:
             owner: Any = importlib.import_module(module)
             for each in owners:
                 owner = getattr(owner, each)
-            setattr(owner, last, _count(activity, getattr(owner, last)))
+            original = getattr(owner, last)
+            counted = _count(activity, original)
+            setattr(owner, last, counted)
+            for importer in [each for name, each in sys.modules.items() if name.startswith("outrider.")]:
+                for own in [own for own, value in vars(importer).items() if value is original]:
+                    setattr(importer, own, counted)
 
 
 def _children() -> float:
