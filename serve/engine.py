@@ -59,7 +59,7 @@ class EngineThread:
         self._bundle, self._load, self._timeout = bundle, load, timeout
         self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the thread to make
-        self._scheduler: Scheduler | None = None
+        self.running: Scheduler | None = None  # while the engines are ready
         self._watchdog: Watchdog  # made with the scheduler
         self.deliveries = Deliveries(metrics)  # the watchdog's probe is not among them
         self._ending = False
@@ -84,7 +84,7 @@ class EngineThread:
     def stop(self) -> None:
         """Fail all unfinished requests, and wait for the thread. A thread that is still loading ends with the process."""
         self.end()
-        if self._scheduler is not None:
+        if self.running is not None:
             self._thread.join(timeout=30)
         self.workers.close()
 
@@ -102,9 +102,9 @@ class EngineThread:
         """
         if self.failure is not None:
             raise NotReadyError(f"the bundle cannot be run: {self.failure}", self.failure.hint)
-        if self._scheduler is None:
+        if self.running is None:
             raise NotReadyError("the bundle is still loading", "try again later")
-        return self._scheduler
+        return self.running
 
     @property
     def outrider(self) -> LoadedBundle:
@@ -196,7 +196,7 @@ class EngineThread:
             end_ids = outrider.manifest.generation.eos_token_ids
             self.workers.start(outrider.text, outrider.vocab_rows, end_ids)
             outrider.grammars = self.grammars = RemoteGrammars(self.workers, outrider.vocab_rows, end_ids)
-            self._scheduler, self._watchdog = scheduler, Watchdog(scheduler)
+            self.running, self._watchdog = scheduler, Watchdog(scheduler)
             LOGGER.info("ready")
         except OutriderError as error:
             self.failure = error
@@ -215,7 +215,7 @@ class EngineThread:
                 LOGGER.exception("a step failed")
                 self._recover(scheduler, bug(error))
         self._fail_all(_shutting_down())
-        self._scheduler, self.failure = None, _shutting_down()
+        self.running, self.failure = None, _shutting_down()
         self.take_calls(wait=False)  # refuses the requests that were submitted in the meantime
         watch.close()
 
@@ -290,15 +290,15 @@ class EngineThread:
 
     def cancel_now(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if self._scheduler is not None and self.deliveries.cancel(request):
-                self._scheduler.cancel(request)
+            if self.running is not None and self.deliveries.cancel(request):
+                self.running.cancel(request)
 
     def _fail_all(self, error: OutriderError) -> None:
-        assert self._scheduler is not None
+        assert self.running is not None
         failed = list(self.deliveries)
         for request in failed:
-            self._scheduler.cancel(request)
-        self.deliveries.deliver([(request, error) for request in failed], self._scheduler.load)
+            self.running.cancel(request)
+        self.deliveries.deliver([(request, error) for request in failed], self.running.load)
 
 
 def _settle(accepted: asyncio.Future[list[Request]], result: list[Request] | OutriderError) -> None:

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }
 FOLDERS = tuple(MAY_IMPORT)
-NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}  # which everybody may use
+OF_LIBRARIES = {"_asdict", "_fields", "_make", "_replace", "_keys_to_ignore_on_load_unexpected"}  # named tuples, transformers
 ACCESSORS = {"getattr", "setattr", "delattr", "hasattr"}
 HEAVY = {"torch", "transformers", "tensorrt", "tensorrt_rtx", "onnxruntime", "onnx"}
 
@@ -112,14 +112,20 @@ def test_every_folder_of_the_package_is_shipped() -> None:
 
 
 def private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in NAMED_TUPLES
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in OF_LIBRARIES
 
 
 def defined(nodes: list[ast.AST]) -> set[str]:
     """Return the private names that a file gives to functions, classes, variables and attributes."""
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    names |= {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and getattr(node.value, "id", "") in ("self", "cls")
+    }
     return set(filter(private, names))
 
 

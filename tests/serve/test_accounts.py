@@ -99,7 +99,7 @@ def test_a_request_counts_once() -> None:
     for _ in range(2):  # what comes after the end is dropped
         engine.deliveries.deliver([(answered, last), (failed, BROKEN)], NO_LOAD)
     queue: Any = Queue()
-    engine._scheduler = queue
+    engine.running = queue
     for _ in range(2):
         engine.cancel_now([left, answered])
     assert queue.cancelled == [left]
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_while_its_request_is_queued_cancels_it() -> None:
             return accepted
 
     queue: Any = Accepting()
-    engine._scheduler = queue
+    engine.running = queue
 
     async def leave() -> None:
         submitting = asyncio.create_task(engine.submit([([1], SamplingParams())], lambda *_: None))
