@@ -50,7 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"{reason}; would show that {marker.args[0]}"))
     yield
     if config.option.part:
-        kept = _part(items, *map(int, config.option.part.split("/")))
+        number, count = map(int, config.option.part.split("/"))
+        if not 0 <= number < count:
+            raise pytest.UsageError(f"--part {config.option.part}: parts are numbered from 0 to {count - 1}")
+        kept = _part(items, number, count)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
