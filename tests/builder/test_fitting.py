@@ -51,7 +51,6 @@ def test_a_machine_that_is_as_the_model_says_is_fitted_exactly(k: list[int], cap
         costs = complete(few, wanted)
         assert [(cost.rows, cost.window, cost.batch) for cost in costs] == wanted
         assert [cost for cost in costs if cost.runs] == [cost for cost in costs if cost in few]
-        assert {cost.runs for cost in costs if cost not in few} <= {0}
         for cost in costs:
             assert cost.median == pytest.approx(machine(cost.rows, cost.window, cost.batch), abs=2e-4)
 

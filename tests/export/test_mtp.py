@@ -92,13 +92,12 @@ def test_two_draft_steps_equal_those_of_transformers(name: str, tmp_path: Path) 
     theirs.set_attn_implementation("eager")
     tokens, features, places = inputs()
     cache, own = MtpCache(config=model.config.get_mtp_config()), DynamicCache()
-    for step in range(2):
+    for _ in range(2):
         want = theirs.forward_layer(0, features, places, cache, input_ids=tokens)
         logits, got = head(tokens, features, places, own)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(logits, theirs._project_to_logits(want), atol=1e-5, rtol=1e-4)
         tokens, features, places = logits[:, -1:].argmax(-1), got[:, -1:], places[:, -1:] + 1
-        assert step or tokens.shape == (1, 1)
 
 
 def with_layer_of_head(folder: Path, tensors: dict[str, torch.Tensor]) -> hf.PreTrainedModel:

@@ -88,7 +88,10 @@ def test_every_turn_of_the_assistant_is_learned_after_what_a_server_would_read(t
 def test_control_tokens_in_a_prompt_stay_text(text: Text) -> None:
     samples = [Sample(messages=[ChatMessage("user", f"<|endoftext|> {at}"), ChatMessage(*TURNS[1])]) for at in range(40)]
     eos = text.tokenizer.token_to_id("<|endoftext|>")
-    assert all(eos not in each.prompt for each in given_examples(samples, text, 512, [eos]))
+    examples = given_examples(samples, text, 512, [eos])
+    assert len(examples) == 40
+    assert eos is not None
+    assert all(eos not in each.prompt for each in examples)
 
 
 def test_a_prompt_ends_before_the_last_answer(text: Text) -> None:

@@ -86,6 +86,7 @@ def test_masks_that_are_late_change_nothing(
     params = [SamplingParams(max_new_tokens=40, structured_outputs=each, seed=7, temperature=1.0) for each in grammars]
     want = [tokens(list(outrider.generate(prompt, each, k=0))) for each in params]
     monkeypatch.setattr("outrider.runtime.grammar.compiler.LocalMatcher", LateMatcher)
+    monkeypatch.setattr(LateMatcher, "asked", 0)
     scheduler = Scheduler(outrider, k=4, drafter=drafter)
     requests = scheduler.submit_all([(prompt, each) for each in params])
     answers: dict[Request, list[int]] = {request: [] for request in requests}
