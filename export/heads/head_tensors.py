@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from outrider.errors import OutriderError, SourceError
+from outrider.export.checkpoints.outlines import FileTensor
+from outrider.export.checkpoints.packed import packing_of, unpacked
 from outrider.export.checkpoints.source import AGAIN, Source, reason_of
 
 SAFETENSORS, INDEX, PYTORCH = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -43,17 +46,21 @@ def tensor_files(source: Source) -> dict[str, str]:
 
 
 def read_tensors(source: Source, files: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Read some of the tensors that `tensor_files` lists.
+    """Read some of the tensors that `tensor_files` lists, with one weight for each module that is quantized; see `unpacked`.
 
     Raises:
-        SourceError: they cannot be read.
+        SourceError: they cannot be read, or do not fit each other.
+        UnsupportedModelError: they are in a layout that is not read.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    packing = packing_of(source)
     with _reading(source):
-        for each in sorted({*files.values()}):
-            with safe_open(source.file(each), framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name, place in files.items() if place == each}
-    return tensors
+        opened: dict[str, Any] = {
+            each: safe_open(source.file(each), framework="pt", backend="pread") for each in sorted({*files.values()})
+        }
+        tensors: dict[str, Any] = {name: FileTensor(opened[file], name) for name, file in files.items()}
+        if packing is not None:
+            tensors = unpacked(tensors, packing)
+        return {name: tensor[...] for name, tensor in tensors.items()}
 
 
 def load_tensors(source: Source) -> dict[str, torch.Tensor]:

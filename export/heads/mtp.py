@@ -36,11 +36,10 @@ COUNTS = (
 )  # of layers; every draft step runs the same one
 LAYER_TYPES, MLP_TYPES = "mtp_layer_types", "mtp_mlp_layer_types"
 KNOWN_KEYS = (*COUNTS, "mtp_use_dedicated_embeddings", LAYER_TYPES, MLP_TYPES)
-SCALE = "_scale_inv"  # of a weight in fp8
 OF_HEAD = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 # From the checkpoint's tensor names to the names of a one-layer model, and to `OF_HEAD`; the first match counts.
 QWEN = {  # Qwen3-Next, Qwen3.5 and Qwen3.6
-    r"mtp\.fc\.weight": "eh_proj.weight",
+    r"mtp\.fc\.": "eh_proj.",
     r"mtp\.pre_fc_norm_embedding\.": "enorm.",
     r"mtp\.pre_fc_norm_hidden\.": "hnorm.",
     r"mtp\.norm\.": "model.norm.",
@@ -91,18 +90,6 @@ def _not_known(name: str, what: str) -> UnsupportedModelError:
     )
 
 
-def _dequantized(tensors: dict[str, torch.Tensor], block: tuple[int, int] | None) -> dict[str, torch.Tensor]:
-    """Multiply fp8 weights by their scales, one per block of rows and columns (DeepSeek-AI 2024, section 3.3)."""
-    if block is None:
-        return tensors
-    whole = {name: each for name, each in tensors.items() if not name.endswith(SCALE)}
-    for name in tensors.keys() - whole.keys():
-        weight = whole[name.removesuffix(SCALE)]
-        scales = tensors[name].float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        whole[name.removesuffix(SCALE)] = weight.float() * scales[: weight.shape[0], : weight.shape[1]]
-    return whole
-
-
 def _check_config(source: Source) -> bool:
     """Refuse unknown keys about the head, and return whether hidden states come before embeddings in `eh_proj`.
 
@@ -147,21 +134,14 @@ class MtpCheckpoint:
         patterns = layout_of(names, source.config())
         if not patterns:
             raise SourceError(f"{source.name} has no MTP head", "pass a draft checkpoint to --draft, or leave --draft out")
-        renamed = {}
-        for name in names:
-            pattern = next((each for each in patterns if re.match(each, name)), None)
-            if pattern is not None:
-                renamed[name] = re.sub(pattern, patterns[pattern], name, count=1)
+        own = {name: file for name, file in names.items() if any(re.match(each, name) for each in patterns)}
         others = ("mtp.", "model.mtp_layers.")
-        if other := sorted(name for name in names if name.startswith(others) and name not in renamed):
+        if other := sorted(name for name in names if name.startswith(others) and name not in own):
             raise _not_known(source.name, f"the tensor {other[0]}")  # such as a second layer
-        found = read_tensors(source, {name: names[name] for name in renamed})
-        quantization = source.config().get("quantization_config")
-        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-        try:
-            tensors = _dequantized({renamed[name]: tensor for name, tensor in found.items()}, block)
-        except Exception as error:  # a scale has no weight or the wrong shape, or the block size is missing
-            raise SourceError(f"the MTP head of {source.name} has scales that do not fit its weights", AGAIN) from error
+        tensors = {}
+        for name, tensor in read_tensors(source, own).items():
+            pattern = next(each for each in patterns if re.match(each, name))
+            tensors[re.sub(pattern, patterns[pattern], name, count=1)] = tensor
         return cls(source.name, tensors, _check_config(source))
 
     def build(self, target: Target) -> tuple[MtpMixer, MtpHead]:

@@ -21,7 +21,9 @@ from outrider.export.checkpoints.source import Source
 from outrider.export.heads.draft_head import Target
 from outrider.export.heads.mtp import MtpCheckpoint, MtpHead, has_mtp
 from outrider.export.pair import export_pair
+from outrider.tests.export import quantized
 from outrider.tests.export.recurrent_models import COMMON, CONFIGS, EXPERTS
+from outrider.tests.export.test_packed import case
 from outrider.tests.support import write_checkpoint
 
 WIDTH, LAYERS = COMMON["hidden_size"], COMMON["num_hidden_layers"]
@@ -169,6 +171,12 @@ def test_it_is_the_default_and_can_be_left_out(by_default: tuple[Path, Manifest]
         ExportArguments.check(folder, ["none", "mtp"], tmp_path / "both", precision="fp32")
 
 
+def describe(folder: Path, settings: dict[str, Any]) -> None:
+    """Say in a checkpoint's configuration how it is quantized."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
 def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:
     """DeepSeek-V3 is published like this. The last blocks of rows and columns are smaller than the others."""
     folder = write_with_head(tmp_path / "model", OF_DEEPSEEK["DeepSeek-V3"], of_qwen=False)
@@ -179,12 +187,67 @@ def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:
     scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
     small = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors | {name: small, f"{name}_scale_inv": scales}, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
-    (folder / "config.json").write_text(json.dumps(config))
+    describe(folder, {"quant_method": "fp8", "weight_block_size": list(block)})
     got = MtpCheckpoint.read(Source.parse(str(folder))).tensors["model.layers.0.self_attn.o_proj.weight"]
     for row, column in ((0, 0), (rows - 1, columns - 1), (24, 39), (23, 40)):
         assert got[row, column] == small[row, column].float() * scales[row // block[0], column // block[1]]
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint with the names of Qwen's and a layer in which `test_packed`'s cases fit, and its tensors."""
+    folder = write_with_head(tmp_path / "model", hf.LlamaConfig(**{**COMMON, "intermediate_size": 256}), of_qwen=True)
+    return folder, load_file(folder / "model.safetensors")
+
+
+def replace(plain: tuple[Path, dict[str, torch.Tensor]], module: str, parts: dict[str, torch.Tensor]) -> Source:
+    """Write other tensors in the place of a module's weight."""
+    own = {name: each for name, each in plain[1].items() if name != f"{module}.weight"}
+    own |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
+    save_file(own, plain[0] / "model.safetensors", metadata={"format": "pt"})
+    return Source.parse(str(plain[0]))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "ct-asymmetric", "ct-fp8-channel", "ct-fp8-block", "ct-fp8-tensor"])
+def test_a_quantized_module_has_the_weight_that_its_library_reads(
+    name: str, plain: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    """The layer's other modules are not quantized, and neither is the target."""
+    whole, (settings, parts, want) = MtpCheckpoint.read(Source.parse(str(plain[0]))).tensors, case(name)
+    describe(plain[0], settings)
+    source = replace(plain, "mtp.layers.0.mlp.down_proj", parts)
+    got, own = MtpCheckpoint.read(source).tensors, "model.layers.0.mlp.down_proj.weight"
+    assert got.keys() == whole.keys()
+    assert all(torch.equal(each, want if name == own else whole[name]) for name, each in got.items())
+    assert torch.equal(build(plain[0])[1].get_parameter(own), want)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "modelopt"])
+def test_a_head_may_be_quantized_as_a_whole(method: str, plain: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """With the first of its tensors, too, whose name tells which layout the head has."""
+    whole = build(plain[0])[1]
+    replace(plain, "mtp.fc", quantized.METHODS[method][0](plain[1]["mtp.fc.weight"]))
+    got = build(quantized.write(plain[0], tmp_path / "quantized", method))[1]
+    for (name, each), want in zip(got.named_parameters(), whole.parameters(), strict=True):
+        assert (each - want).norm() < 0.2 * want.norm(), name
+        assert torch.equal(each, want) != name.endswith("_proj.weight")
+
+
+def test_what_a_quantized_head_lacks_is_named(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    target, module = Target.of(load_model(Source.parse(str(plain[0])), "fp32")), "mtp.layers.0.mlp.down_proj"
+    settings, parts, _ = case("ct-fp8-block")
+    in_blocks = {"quant_method": "fp8", "weight_block_size": [48, 128]}
+    for quantization, scale in ((settings, "weight_scale"), (in_blocks, "weight_scale_inv")):
+        describe(plain[0], quantization)
+        with pytest.raises(SourceError, match=rf"{module}\.weight is quantized, but has no scale"):
+            MtpCheckpoint.read(replace(plain, module, {"weight": parts["weight"]}))
+        with pytest.raises(SourceError, match=rf"{module}.* do not fit each other"):
+            MtpCheckpoint.read(replace(plain, module, {"weight": parts["weight"], scale: parts["weight_scale"][:, :1]}))
+    with pytest.raises(SourceError, match=r"lacks the tensor of model\.layers\.0\.mlp\.down_proj\.weight"):
+        MtpCheckpoint.read(replace(plain, module, {scale: parts["weight_scale"]})).build(target)
+    describe(plain[0], {"quant_method": "another"})
+    with pytest.raises(UnsupportedModelError, match=r"the tensor of model\.layers\.0\.mlp\.down_proj\.weight_scale"):
+        MtpCheckpoint.read(replace(plain, module, parts)).build(target)
 
 
 @pytest.fixture
