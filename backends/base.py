@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bundle.integrity import check_files
-from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged, round_rows
+from outrider.bundle.manifest import READS_FEATURES, ROLES, TOKENIZER, Build, Manifest, damaged, graph_files, round_rows
 from outrider.engines.contract import Tensor, recent_rows, step_tensors, window_buckets
 from outrider.engines.device import Cpu, Device, Engine
 from outrider.engines.graph_session import GraphSession
@@ -159,22 +159,25 @@ class BuildSpec:
             **fields,
         )
 
-    def copy(self, names: Iterable[str], folder: Path, size: int, progress: Progress) -> None:
-        """Check every file of the export, and copy the files `names` into `folder`.
+    def copy_except(self, engines: Iterable[str], folder: Path, progress: Progress, *, growth: int = 1) -> None:
+        """Check every file of the export, and copy into `folder` all but the files of these `ENGINES`.
 
         Args:
-            size: bytes of the whole bundle, so that a full disk is reported before minutes of work.
+            growth: the size of the whole bundle as a multiple of the export's, so that a full disk is reported before minutes
+                of work.
 
         Raises:
-            FolderError: the export is damaged, or the disk has less than `size` bytes free.
+            FolderError: the export is damaged, or the disk has too little room.
         """
         check_files(self.source, self.manifest, progress)
+        built = {file for name in engines for file in graph_files(name)}
+        size = growth * sum(entry.size for entry in self.manifest.files.values())
         free = shutil.disk_usage(folder).free
         if size > free:
             raise FolderError(
                 f"no room to write {self.output}: it takes {size:,} bytes, and {free:,} are free", "free some disk space"
             )
-        entries = {name: self.manifest.files[name] for name in names}
+        entries = {name: entry for name, entry in self.manifest.files.items() if name not in built}
         progress.stage("copying from the export", sum(entry.size for entry in entries.values()))
         for name, entry in entries.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

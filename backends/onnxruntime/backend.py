@@ -28,9 +28,7 @@ class OnnxRuntimeBackend(Backend):
         build = spec.result(self, import_package("onnxruntime", EXTRA).__version__, spec.device or "cpu")
         if build.device == "cpu":
             _check_block(spec.manifest.models["target"])
-        graphs = {name for role in spec.manifest.roles for name in graph_files(role)}
-        size = sum(entry.size for entry in spec.manifest.files.values())
-        spec.copy(spec.manifest.files.keys() - graphs, folder, size, progress)
+        spec.copy_except(spec.manifest.roles, folder, progress)
         from outrider.backends.onnxruntime.fuse_bundle import fuse_bundle
 
         return msgspec.structs.replace(build, rewrites=fuse_bundle(spec.source, folder, spec.manifest, build, progress))

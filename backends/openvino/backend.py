@@ -32,9 +32,8 @@ class OpenVinoBackend(Backend):
             from outrider.backends.rewriting.sharing import share_with_target
         except ImportError as error:
             raise EngineError(f"cannot rewrite the graphs: {error}", "pip install 'outrider[openvino,build]'") from error
-        entries, manifest = spec.manifest.files, spec.manifest
-        graphs = {file for role in manifest.roles for file in graph_files(role)}
-        spec.copy([name for name in entries if name not in graphs], folder, sum(e.size for e in entries.values()), progress)
+        manifest = spec.manifest
+        spec.copy_except(manifest.roles, folder, progress)
         rewrites = {}
         for role in manifest.roles:
             progress.stage(f"rewriting the {role}")

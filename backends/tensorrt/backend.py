@@ -59,11 +59,8 @@ class TensorRTBackend(Backend):
         options = BuildOptions(**spec.options)
         _check_volumes(spec)
         known = facts(self._package, options)
-        entries = spec.manifest.files
-        graphs = {file for name in spec.manifest.engines for file in graph_files(name)}
         # Plans contain the weights, and for single rows a second copy in another layout.
-        size = 2 * sum(entry.size for entry in entries.values())
-        spec.copy([name for name in entries if name not in graphs], folder, size, progress)
+        spec.copy_except(spec.manifest.engines, folder, progress, growth=2)
         build = spec.result(
             self,
             known.version,

@@ -63,7 +63,7 @@ class Toy(Backend):
     requires_costs = False
 
     def build(self, spec: BuildSpec, folder: Path, progress: Progress) -> Build:
-        spec.copy(spec.manifest.files, folder, 0, progress)
+        spec.copy_except((), folder, progress)
         return spec.result(self, onnx.__version__, spec.options.get("greeting", "cpu"))
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
