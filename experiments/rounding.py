@@ -1,13 +1,11 @@
 """Compares ways to round weights to 4 bits.
 
-`python -m outrider.experiments.rounding TARGET DRAFT TEXTS.jsonl CALIBRATION.jsonl`, where each line of the files is
-{"prompt": TEXT}, prints the table of docs/explanation/step-model.md.
+`python -m outrider.experiments.rounding TARGET DRAFT TEXTS.jsonl CALIBRATION.jsonl`, over files of prompts as for
+`outrider bench --workload`, prints the table of docs/explanation/step-model.md.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.backends.onnxruntime.engine import CPU, session_options
 from outrider.backends.rewriting.matching import MICROSOFT
+from outrider.builder.workloads import load
+from outrider.export import heldout
 from outrider.export.weights.quantize import MIN_IMPORTANCE, SCALE_FACTORS
 
 ZERO_POINT_FACTORS = (0.9, 0.95, 1.0, 1.05, 1.1, 1.2)
@@ -103,8 +103,7 @@ def layers(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
 
 def read(path: Path, tokenizer: object) -> list[torch.Tensor]:
     """Return the texts of a file, int64 [1, S]."""
-    texts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
-    tokens = (tokenizer(text, return_tensors="pt").input_ids for text in texts)  # type: ignore[operator]
+    tokens = (tokenizer(each.prompt, return_tensors="pt").input_ids for each in load(path))  # type: ignore[operator]
     return [each for each in tokens if each.shape[1] > 1]
 
 
@@ -115,8 +114,8 @@ def log_probabilities(model: PreTrainedModel, texts: list[torch.Tensor]) -> list
 
 def perplexity(found: list[torch.Tensor], texts: list[torch.Tensor]) -> float:
     """Return the perplexity of texts under `log_probabilities`."""
-    losses = [-logs[:-1].gather(1, text[0, 1:, None]) for logs, text in zip(found, texts, strict=True)]
-    return math.exp(float(torch.cat(losses).double().mean()))
+    known = torch.ones(found[0].shape[1], dtype=torch.bool)
+    return heldout.perplexity((each.numpy() for each in found), texts, known)
 
 
 def acceptance(target: list[torch.Tensor], draft: list[torch.Tensor]) -> float:
