@@ -54,7 +54,7 @@ def backends(manifest: Manifest) -> list[Choice]:
 
 
 def _has_avx512() -> bool:
-    """Return whether the processor has AVX-512, of which NumPy has one name or several, by its release."""
+    """Return whether the processor has AVX-512. NumPy's name for it depends on the release."""
     found: list[str] = np.show_config(mode="dicts").get("SIMD Extensions", {}).get("found", [])  # it drops empty lists
     return any(name == "X86_V4" or name.startswith("AVX512") for name in found)
 

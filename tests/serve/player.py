@@ -39,7 +39,7 @@ def ids(text: str) -> list[int]:
 
 
 def rounds(tokens: Sequence[int], each: int = 3) -> list[RoundResult]:
-    """Rounds of so many tokens, all but the last of each drafted; logprobs come from the ids."""
+    """Return rounds of `each` tokens. All but the last token of a round are drafted; logprobs follow from the ids."""
     cut = [[*tokens[at : at + each]] for at in range(0, len(tokens), each)]
     logprobs = [[Logprobs(-token, ((token, -token), (token + 1, -token - 1))) for token in part] for part in cut]
     return [RoundResult("model", part[:-1], part, of) for part, of in zip(cut, logprobs, strict=True)]

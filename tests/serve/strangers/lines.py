@@ -12,7 +12,7 @@ SHORT = json.dumps({"prompt": "Once", "max_tokens": 2}).encode()
 
 
 def connect(server: Server, sent: bytes = b"", source: str = "", buffer: int | None = None) -> socket.socket:
-    """Connect from an address, with a receive buffer of so many bytes."""
+    """Connect from an address, with a receive buffer of this many bytes."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.socket()
     if buffer is not None:
