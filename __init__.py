@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.runtime.generation import Event, Outrider
     from outrider.runtime.grammar.structured import StructuredOutputs
+    from outrider.runtime.memory.memory import Memory
     from outrider.runtime.params import SamplingParams
 
-__all__ = ["Event", "Outrider", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["Event", "Memory", "Outrider", "SamplingParams", "StructuredOutputs", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use, so that importing the package, or the command's help, needs none of a stage's libraries.
-    if name in ("Event", "Outrider", "SamplingParams", "StructuredOutputs"):
+    if name in __all__:
         from outrider.runtime import generation
 
         return getattr(generation, name)

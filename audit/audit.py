@@ -239,6 +239,9 @@ class Cell:
         mode_id = 2**15  # k = auto
         if isinstance(mode.k, int):
             mode_id = mode.k + (mode.drafter is not None and 2**10 * self.outrider.drafters.index(mode.drafter))
+        if self.outrider.memory is not None:  # with one text that is not drawn, a sampler that copies it is found
+            self.outrider.memory.clear()
+            answers(Scheduler(self.outrider, k=0), [(self.prompt, SamplingParams(max_new_tokens=SAMPLED_TOKENS))])
         observed = self.outrider.observed(watch, RandomPolicy(self.outrider.adaptive_policy()))
         scheduler = Scheduler(observed, max_waiting=draws, k=mode.k, drafter=mode.drafter)
         drawn = np.full((draws, SAMPLED_TOKENS), -1, dtype=np.int64)

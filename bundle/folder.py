@@ -128,15 +128,17 @@ def digest_all(folder: Path, progress: Progress = SILENT) -> dict[str, FileEntry
     return {path.relative_to(folder).as_posix(): digest(path, progress) for path in paths}
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see either the old content or the new.
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file atomically: readers see either the old content or the new. Permissions are `mode`, less the umask.
 
     Raises:
         FolderError: it cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.partial")
     try:
-        unfinished.write_bytes(content)
+        unfinished.unlink(missing_ok=True)
+        with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content)
         unfinished.replace(path)
     except OSError as error:
         with suppress(OSError):  # this may fail for the same reason

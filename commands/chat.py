@@ -7,12 +7,23 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from outrider.commands.generate import OUTPUT, PROMPT, SAMPLING, STOPPING, number
-from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, chat_template, device, drafter, k, model
+from outrider.commands.options import (
+    GroupedCommand,
+    GroupedOption,
+    bundle_of,
+    chat_template,
+    device,
+    drafter,
+    k,
+    memory_file,
+    model,
+)
 from outrider.commands.output import console, print_pieces, printable, progress_bar, standard_error_discarded
 from outrider.errors import OutriderError, UsageError
 from outrider.prepare.wanted import Wanted
@@ -55,6 +66,7 @@ Put a space before a message that begins with such a word."""
 )
 @k
 @drafter
+@memory_file
 @device
 @click.option("--show", cls=GroupedOption, group=OUTPUT, is_flag=True, help="Colour the text by origin.")
 def command(
@@ -63,6 +75,7 @@ def command(
     system: str,
     k: int | str,
     drafter: str | None,
+    memory_file: Path | None,
     device: str | None,
     show: bool,
     **params: Any,
@@ -76,22 +89,25 @@ def command(
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     sampling = SamplingParams(**params)
     from outrider.runtime.loaded import LoadedBundle
+    from outrider.runtime.memory.memory import Memory
     from outrider.runtime.scheduler import Scheduler
 
     bundle = bundle_of(wanted, device, k)
     with progress_bar() as progress:
-        loaded = LoadedBundle.load(bundle, progress, device=device, chat_template=chat_template)
+        memory = Memory() if memory_file is None else Memory().read(memory_file)
+        loaded = LoadedBundle.load(bundle, progress, device=device, chat_template=chat_template, memory=memory)
     if loaded.text.template is None:
         hint = "pass one with --chat-template, or continue a text with outrider generate, which needs none"
         raise UsageError("this bundle has no chat template", hint)
     conversation = Conversation(Scheduler(loaded, k=k, drafter=drafter), sampling, system, interactive, show)
-    if not interactive:
-        # What is not UTF-8 fails as a message does.
+    if interactive:
+        with _interrupts(conversation.stopped):
+            click.secho("/help lists what you can type; Ctrl-D leaves.", dim=True)
+            conversation.hold(_typed())
+    else:  # what is not UTF-8 fails as a message does
         conversation.hold(line.decode("utf-8", "surrogateescape") for line in sys.stdin.buffer)
-        return
-    with _interrupts(conversation.stopped):
-        click.secho("/help lists what you can type; Ctrl-D leaves.", dim=True)
-        conversation.hold(_typed())
+    if memory_file is not None:
+        memory.write(memory_file)
 
 
 class Conversation:

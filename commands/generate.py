@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from outrider.commands.options import GroupedCommand, GroupedOption, bundle_of, chat_template, device, drafter, k, model
+from outrider.commands.options import (
+    GroupedCommand,
+    GroupedOption,
+    bundle_of,
+    chat_template,
+    device,
+    drafter,
+    k,
+    memory_file,
+    model,
+)
 from outrider.commands.output import console, print_pieces, progress_bar, standard_error_discarded
 from outrider.errors import UsageError
 from outrider.prepare.wanted import Wanted
@@ -118,6 +129,7 @@ def _structured(_: click.Context, __: click.Parameter, text: str | None) -> Stru
 )
 @k
 @drafter
+@memory_file
 @click.option(
     "--rule",
     cls=GroupedOption,
@@ -150,6 +162,7 @@ def command(
     allow_special_tokens: bool,
     k: int | str,
     drafter: str | None,
+    memory_file: Path | None,
     device: str | None,
     show: bool,
     as_json: bool,
@@ -170,17 +183,21 @@ def command(
         raise UsageError("--allow-special-tokens needs --chat", "leave it out: only chat messages are restricted")
     sampling = SamplingParams(**params)
     from outrider.runtime.generation import Outrider
+    from outrider.runtime.memory.memory import Memory
 
     text = _read_prompt() if prompt is None else prompt
     bundle = bundle_of(wanted, device, k)
     with progress_bar() as progress:
-        loaded = Outrider.load(bundle, progress, device=device, chat_template=chat_template)
+        memory = None if memory_file is None else Memory().read(memory_file)
+        loaded = Outrider.load(bundle, progress, device=device, chat_template=chat_template, memory=memory)
     with standard_error_discarded():
         events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat, allow_special_tokens=allow_special_tokens)
     if as_json:
         _print_json(events)
     else:
         _print_text(events, show)
+    if memory is not None and memory_file is not None:
+        memory.write(memory_file)
 
 
 def _read_prompt() -> str:

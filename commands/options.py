@@ -189,6 +189,15 @@ chat_template = click.option(
     callback=template,
     help="Use the chat template in this file (Jinja) instead of the model's own.",
 )
+memory_file = click.option(
+    "--memory",
+    "memory_file",
+    cls=GroupedOption,
+    group="Speculation",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Draft from the earlier requests in this file, if it exists, and add what is answered. Only this user can read it.",
+)
 device = click.option(
     "--device",
     type=Registered(registry.devices),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from outrider.commands.options import NO_TEMPLATE, bundle_of, chat_template, device, drafter, model, number_or_auto
+from outrider.commands.options import NO_TEMPLATE, bundle_of, chat_template, device, drafter, memory_file, model, number_or_auto
 from outrider.errors import UsageError
 from outrider.prepare.wanted import Wanted
 from outrider.serve.network.access import KEYS, allowed_hosts, read_keys
@@ -60,6 +60,14 @@ def minimum_and_maximum(_: click.Context, __: click.Parameter, text: str) -> tup
     is_flag=True,
     help="Let all clients share cached prompt prefixes; by default only clients with the same key do.",
 )
+@click.option(
+    "--memory-tokens",
+    type=click.IntRange(min=0),
+    default=1_000_000,
+    show_default=True,
+    help="Tokens of finished requests to remember and draft from, in equal shares for the clients; 0 remembers nothing.",
+)
+@memory_file
 @click.option("--log-prompts", is_flag=True, help="Log prompts; by default no text of a request is logged.")
 @chat_template
 @click.option("--allow-special-tokens", is_flag=True, help="Parse special tokens in the text of chat messages.")
@@ -91,6 +99,8 @@ def command(
     timeout: float,
     drain: int,
     share_prefixes: bool,
+    memory_tokens: int,
+    memory_file: Path | None,
     log_prompts: bool,
     chat_template: str | None,
     allow_special_tokens: bool,
@@ -114,6 +124,9 @@ def command(
 
     if not ray and (replicas != (1, 1) or cpus is not None):
         raise UsageError("--replicas and --cpus need --ray", "add --ray, or leave them out")
+    if memory_file is not None and (ray or not memory_tokens):
+        reason = "with --ray, each replica has a memory of its own" if ray else "--memory-tokens 0 remembers nothing"
+        raise UsageError(f"--memory cannot be used: {reason}", "leave it out")
     if ray and port == 0:
         raise UsageError("all machines of a cluster listen on the same port", "choose one with --port")
     if ray:
@@ -144,6 +157,8 @@ def command(
         chat_template=chat_template,
         max_prompt=max_prompt,
         share_prefixes=share_prefixes,
+        memory_tokens=memory_tokens,
+        memory_file=memory_file,
         log_prompts=log_prompts,
         allow_special_tokens=allow_special_tokens,
     )

@@ -50,9 +50,11 @@ def command(
         ctx.exit(0 if _compare_answers(bundle, against, device, as_json) else 1)
     from outrider.audit.audit import DRAWS, audit
     from outrider.runtime.generation import Outrider
+    from outrider.runtime.memory.memory import Memory
 
     with progress_bar() as progress:
-        report = audit(Outrider.load(bundle, progress, device=device, slots=None), draws=draws or DRAWS, progress=progress)
+        outrider = Outrider.load(bundle, progress, device=device, slots=None, memory=Memory())
+        report = audit(outrider, draws=draws or DRAWS, progress=progress)
     if as_json:
         click.echo(json.dumps(report.as_dict()))
     else:

@@ -16,7 +16,7 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.cache.slots import Slots
-from outrider.runtime.drafters.base import DeviceDrafter, Drafter
+from outrider.runtime.drafters.base import Context, DeviceDrafter, Drafter
 from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
@@ -110,6 +110,12 @@ class Decoder:
                     results[index] = error
         return results
 
+    def finish(self, request: Request) -> None:
+        """Tell the drafters that a request has ended, while it has its slot."""
+        assert request.slot is not None
+        for drafter in self.drafters.values():
+            drafter.finish(_context(request, request.slot))
+
     def _active(self, request: Request, names: Sequence[str], batched: bool) -> Active:
         slot = request.slot
         assert slot is not None
@@ -123,13 +129,14 @@ class Decoder:
 
     def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> dict[str, Offer]:
         offers, index, tokens, grammar = {}, slot.index, request.tokens, request.sampling.grammar
+        context = _context(request, slot)
         for name in names:
             drafter = self.drafters[name]
             if not drafter.can_draft(len(tokens), batched):
                 continue
             if name in self._on_device:
                 offers[name] = Offer(drafter.pending(index, tokens), None)
-            elif (proposal := drafter.propose(index, tokens, self._k[-1], grammar)) is not None:
+            elif (proposal := drafter.propose(context, self._k[-1])) is not None:
                 if grammar is not None:
                     proposal = proposal._replace(tokens=proposal.tokens[: grammar.valid(proposal.tokens)])
                 if proposal.tokens:
@@ -200,3 +207,7 @@ class Decoder:
     def _size(self, drafted: int) -> int:
         """Return the smallest built k that has room for the drafted tokens."""
         return next(size for size in self._k if size >= drafted)
+
+
+def _context(request: Request, slot: Slot) -> Context:
+    return Context(slot.index, request.tokens, request.sampling.grammar, request.owner, request.params.memory)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from outrider.errors import OutriderError, UsageError
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.loaded import LoadedBundle
+from outrider.runtime.memory.memory import Memory
 from outrider.runtime.params import DEFAULTS, SamplingParams
 from outrider.runtime.policy.choice import AUTO
 from outrider.runtime.request import Event, Request
 from outrider.runtime.scheduler import Scheduler
 
-__all__ = ["Event", "Outrider", "SamplingParams", "StructuredOutputs"]
+__all__ = ["Event", "Memory", "Outrider", "SamplingParams", "StructuredOutputs"]
 
 
 class Outrider(LoadedBundle):
@@ -52,12 +54,13 @@ class Outrider(LoadedBundle):
             tokens = self.text.encode(prompt, chat=chat, limit=limit, allow_special_tokens=allow_special_tokens)
         else:
             tokens = list(prompt)
-        request = self.request(tokens, params)
         self.check_drafting(k, drafter)
-        if k == AUTO and params.varies_with_drafts:
-            # With the rejection rule a seed's answer depends on the drafts, which must not depend on timing.
-            k, drafter = self.default_k, self.allowed_drafters(k, drafter)[0]
-        return self._events(request, k, drafter)
+        if params.varies_with_drafts:
+            # With the rejection rule a seed's answer depends on the drafts, which may not depend on timing or earlier requests.
+            params = replace(params, memory=False)
+            if k == AUTO:
+                k, drafter = self.default_k, self.allowed_drafters(k, drafter)[0]
+        return self._events(self.request(tokens, params), k, drafter)
 
     def _events(self, request: Request, k: int | str, drafter: str | None) -> Iterator[Event]:
         paused = 0.0  # the time between events does not count

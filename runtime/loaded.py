@@ -21,6 +21,7 @@ from outrider.runtime import drafters
 from outrider.runtime.decoder import Decoder
 from outrider.runtime.drafters.base import DeviceDrafter, Resources
 from outrider.runtime.grammar.compiler import Grammars, LocalGrammars
+from outrider.runtime.memory.memory import Memory
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import AUTO, NONE
@@ -53,12 +54,14 @@ class LoadedBundle:
         text: Text,
         slots: int = 1,
         *,
+        memory: Memory | None = None,
         policy: Policy | None = None,
         observer: Observer | None = None,
     ):
         """Make caches for `slots` sequences.
 
         Args:
+            memory: of earlier requests, to draft from; it takes in the finished ones.
             policy: chooses if k is "auto"; None is an `AdaptivePolicy`.
             observer: sees every result, and may replace it.
         """
@@ -69,14 +72,17 @@ class LoadedBundle:
         self.sessions = engines.sessions(slots)
         self.samplers = {name: engines.sampler(name) for name in self.manifest.samplers}
         self.vocab_rows = self.sessions["target"].vocab_rows
-        self.drafters = drafters.available(self.manifest)
+        self.memory = memory
+        if memory is not None:
+            memory.attach(self.manifest)
+        self.drafters = drafters.available(self.manifest, remembering=memory is not None)
         self.grammars: Grammars = LocalGrammars(text.tokenizer, self.vocab_rows, self.manifest.generation.eos_token_ids)
         self.lease = Lease()
         self._assemble(policy or self.adaptive_policy(), observer)
 
     def _assemble(self, policy: Policy, observer: Observer | None) -> None:
         target, device, build = self.sessions["target"], self.engines.device, self.build
-        resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k)
+        resources = Resources(self.sessions, target.batch, build.max_prompt_chunk, build.k, self.memory)
         loaded = {name: drafters.get(name)(resources) for name in (*drafters.companions(), *self.drafters)}
         on_device = [drafter for drafter in loaded.values() if isinstance(drafter, DeviceDrafter)]
         launches = Launches(device, target, self.samplers, on_device, build.k[-1])
@@ -94,6 +100,7 @@ class LoadedBundle:
         device: str | None = None,
         slots: int | None = 1,
         chat_template: str | None = None,
+        memory: Memory | None = None,
     ) -> Self:
         """Check every file of a bundle and load its engines.
 
@@ -101,11 +108,13 @@ class LoadedBundle:
             device: one of the backend's `devices`; None is the device that the bundle was built on.
             slots: sequences to make caches for, at most the batch that the bundle was built for; None is the maximum.
             chat_template: the Jinja template to use instead of the bundle's.
+            memory: of earlier requests, to draft from; it takes in the finished ones. None remembers nothing.
 
         Raises:
             FolderError: the bundle is missing, damaged, has a newer schema, or was replaced while it was loaded.
             EngineError: the backend is not installed, does not run here, or rejects an engine.
-            UsageError: the backend does not support the device, or the bundle was built for fewer slots.
+            UsageError: the backend does not support the device, the bundle was built for fewer slots, or the memory is of a
+                model with another tokenizer.
         """
         with unchanged(Path(bundle)) as folder:
             manifest, build = read_bundle(folder)
@@ -116,7 +125,7 @@ class LoadedBundle:
                 )
             with checking(folder, manifest, progress):
                 text = Text.load(folder, manifest, chat_template)
-                loaded = cls(open_engines(folder, manifest, build, device), text, slots)
+                loaded = cls(open_engines(folder, manifest, build, device), text, slots, memory=memory)
             loaded.engines.prepare(loaded.sessions, progress)
             return loaded
 
@@ -194,10 +203,9 @@ class LoadedBundle:
                 param="k",
             )
         if drafter not in (None, AUTO) and drafters.get(str(drafter)).name not in self.drafters:
-            label = drafters.get(str(drafter)).label
-            raise UsageError(
-                f"this bundle has no {label}", "leave the drafter out, or export the target with one", param="drafter"
-            )
+            kind = drafters.get(str(drafter))
+            other = "load it with a memory" if kind.remembers else "export the target with one"
+            raise UsageError(f"this bundle has no {kind.label}", f"leave the drafter out, or {other}", param="drafter")
         if drafter == AUTO and k != AUTO:
             raise UsageError(
                 f"the drafter is {AUTO} but k is {k}",

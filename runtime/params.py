@@ -60,6 +60,7 @@ class SamplingParams:
     stop_token_ids: Iterable[int] | None = ()  # tokens that end the text, besides the model's own
     logprobs: int | None = None  # report each token's logprob and those of this many most likely tokens
     structured_outputs: StructuredOutputs | None = None  # what the answer must match; other tokens are masked
+    memory: bool = True  # if the bundle has a memory: draft from earlier requests, and remember this one
 
     # Checked copies: the arguments may be any collections, even iterators.
     stop_strings: tuple[str, ...] = field(init=False)
@@ -78,6 +79,7 @@ class SamplingParams:
         )
         if grammar is not None:  # it determines where the text may end
             _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens == 0, "0 with structured_outputs")
+        _check("memory", self.memory, isinstance(self.memory, bool), "true or false")
         _check("rule", self.rule, self.rule is None or self.rule in RULES, " or ".join(RULES))
         strings = (self.stop,) if isinstance(self.stop, str) else _copy("stop", self.stop, tuple)
         for text in strings:

@@ -46,6 +46,7 @@ class Load:
     batch: int = 0  # requests of the last round
     drafted: int = 0  # tokens of the last round: the most of any request, at most its k
     evicted: int = 0  # reusable cached tokens that were overwritten since the bundle was loaded
+    remembered: int = 0  # tokens of earlier requests to draft from
 
 
 class Scheduler:
@@ -115,9 +116,9 @@ class Scheduler:
     @property
     def load(self) -> Load:
         """How busy the scheduler is now."""
-        capacity = self.bundle.build.capacity
-        used = sum(len(request.tokens) for request in self._running) / (len(self._slots) * capacity)
-        return Load(len(self._running), len(self._queue), used, *self._last, self._slots.evicted)
+        used = sum(len(request.tokens) for request in self._running) / (len(self._slots) * self.bundle.build.capacity)
+        running, waiting, remembered = len(self._running), len(self._queue), len(self.bundle.memory or ())
+        return Load(running, waiting, used, *self._last, self._slots.evicted, remembered)
 
     @property
     def places(self) -> int:
@@ -302,6 +303,8 @@ class Scheduler:
                     request.stats.seconds = self._clock() - (request.admitted or 0.0)
                 except EngineError as error:  # the tokenizer's
                     outcome = error
+            if isinstance(outcome, Event) and outcome.finish_reason is not None:
+                self._decoder.finish(request)
             if not isinstance(outcome, Event) or outcome.finish_reason is not None:
                 self._release(request)
             emitted.append((request, outcome))

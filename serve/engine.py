@@ -16,6 +16,7 @@ from typing import Any, Self
 from outrider.bundle.integrity import FolderWatch
 from outrider.errors import EngineError, FolderError, OutriderError
 from outrider.runtime.loaded import LoadedBundle
+from outrider.runtime.memory.memory import Memory
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Request
 from outrider.runtime.request_queue import QueueFullError
@@ -67,13 +68,14 @@ class EngineThread:
         self._replaced = False  # whether the bundle's folder has been replaced
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Self:
+    def from_settings(cls, settings: Settings, memory: Memory | None) -> Self:
         """Return a thread that serves the bundle of these settings."""
 
         def load() -> Scheduler:
-            template, waiting, share = settings.chat_template, settings.max_waiting, settings.share_prefixes
-            outrider = LoadedBundle.load(settings.bundle, device=settings.device, slots=None, chat_template=template)
-            return Scheduler(outrider, max_waiting=waiting, k=settings.k, drafter=settings.drafter, share_prefixes=share)
+            device, template, share = settings.device, settings.chat_template, settings.share_prefixes
+            outrider = LoadedBundle.load(settings.bundle, device=device, slots=None, chat_template=template, memory=memory)
+            waiting, k, drafter = settings.max_waiting, settings.k, settings.drafter
+            return Scheduler(outrider, max_waiting=waiting, k=k, drafter=drafter, share_prefixes=share)
 
         return cls(settings.bundle, load, Metrics(), settings.timeout)
 
@@ -161,9 +163,8 @@ class EngineThread:
         _ = self.scheduler  # raises
         if self._ending:
             raise _shutting_down()
-        loop = asyncio.get_running_loop()
+        loop, limit = asyncio.get_running_loop(), min(self._timeout, timeout or self._timeout)
         accepted: asyncio.Future[list[Request]] = loop.create_future()
-        limit = min(self._timeout, timeout or self._timeout)
         deadline = time.perf_counter() + limit - waited
         sinks = (partial(_call_soon, loop, deliver, index) for index in range(len(requests)))
         deliveries = [Delivery(sink, limit, deadline) for sink in sinks]
@@ -192,8 +193,7 @@ class EngineThread:
             if watch.replaced():
                 raise FolderError(f"{self._bundle} was replaced while it was being loaded", "restart the server")
             warm_up(scheduler)
-            outrider = scheduler.bundle
-            end_ids = outrider.manifest.generation.eos_token_ids
+            outrider, end_ids = scheduler.bundle, scheduler.bundle.manifest.generation.eos_token_ids
             self.workers.start(outrider.text, outrider.vocab_rows, end_ids)
             outrider.grammars = self.grammars = RemoteGrammars(self.workers, outrider.vocab_rows, end_ids)
             self.running, self._watchdog = scheduler, Watchdog(scheduler)

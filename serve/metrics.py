@@ -47,6 +47,7 @@ class Metrics:
         self.running = gauge("num_requests_running", "Requests that have a slot")
         self.waiting = gauge("num_requests_waiting", "Requests waiting for a slot")
         self.used = gauge("kv_cache_usage", "Share of the KV cache that is in use, 0 to 1")
+        self.remembered = gauge("memory_tokens", "Tokens of earlier requests to draft from")
         self.first = histogram("time_to_first_token_seconds", "Seconds from submission to the first token")
         self.per_token = histogram("time_per_output_token_seconds", "Mean seconds between later tokens", SECONDS_PER_TOKEN)
         self.queued = histogram("request_queue_time_seconds", "Seconds from submission to a slot")
@@ -67,6 +68,7 @@ class Metrics:
         self.used.set(load.used)
         self.drafted_last.set(load.drafted)
         self.batch.set(load.batch)
+        self.remembered.set(load.remembered)
         self.evicted.inc(load.evicted - self._evicted)
         self._evicted = load.evicted
 

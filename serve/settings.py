@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outrider.runtime.memory.memory import TOKENS, Memory
+
+ADDRESSES = 16  # shares of the memory if clients have no keys
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -24,5 +28,19 @@ class Settings:
     chat_template: str | None = None  # instead of the bundle's
     max_prompt: int | None = None  # tokens; None is the bundle's capacity
     share_prefixes: bool = False  # whether all clients share cached prompt prefixes
+    memory_tokens: int = TOKENS  # of earlier requests, to draft from
+    memory_file: Path | None = None  # keeps them over a restart
     log_prompts: bool = False
     allow_special_tokens: bool = False  # whether special tokens in the text of chat messages are parsed
+
+    def memory(self) -> Memory | None:
+        """Return a new memory, with what the file keeps. Each key has a share, or each address if any may use the server.
+
+        Raises:
+            FolderError: the file cannot be read.
+        """
+        if not self.memory_tokens:
+            return None
+        anyone = not self.keys and not self.hosts
+        memory = Memory(self.memory_tokens, ADDRESSES if anyone else len(self.keys) or 1, open_ended=anyone)
+        return memory if self.memory_file is None else memory.read(self.memory_file)

@@ -11,7 +11,7 @@ from outrider.runtime.request import Event, Request
 from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.scheduler import Scheduler
 
-WARMUP = ([0, 0], SamplingParams(max_new_tokens=4))  # a prompt to read, and rounds
+WARMUP = ([0, 0], SamplingParams(max_new_tokens=4, memory=False))  # a prompt to read, and rounds
 MAX_FAILED_STEPS = 3  # consecutive failures after which the probe is submitted
 
 

@@ -54,6 +54,15 @@ def test_json_is_one_object_and_nothing_else(trained_bundle: Path) -> None:
     assert result["stats"]["mean_acceptance_length"] > 1
 
 
+def test_a_file_remembers_the_last_run(trained_bundle: Path, tmp_path: Path) -> None:
+    options = "--prompt", "Once upon a time", "--max-new-tokens", "20", "--k", "4", "--drafter", "memory", "--json"
+    first, second = (
+        json.loads(run_here("generate", trained_bundle, *options, "--memory", tmp_path / "memory").stdout) for _ in range(2)
+    )
+    assert first["text"] == second["text"]
+    assert (first["stats"]["drafted"], second["stats"]["accepted"]) == (0, 16)
+
+
 def test_the_prompt_may_come_on_standard_input(trained_bundle: Path) -> None:
     by_option = run_here("generate", trained_bundle, "--prompt", "naïve café 🙂", "--max-new-tokens", "9")
     by_input = run("generate", trained_bundle, "--max-new-tokens", "9", input="naïve café 🙂\n")

@@ -309,3 +309,12 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path: Path) -> None:
 def test_wrong_builds(tiny_export: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     refused(run_here("build-engine", tiny_export, "-o", tmp_path / "out", *arguments), 2, message)
     assert nothing_written(tmp_path)
+
+
+def test_a_memory_that_cannot_be_used(tmp_path: Path, trained_bundle: Path) -> None:
+    refused(run_here("serve", trained_bundle, "--memory", tmp_path / "memory", "--memory-tokens", "0"), 2, "--memory cannot")
+    refused(run_here("serve", trained_bundle, "--memory", tmp_path / "memory", "--ray"), 2, "--memory cannot be used")
+    for command in ("serve", "generate", "chat"):
+        asked = ("--prompt", "T") if command == "generate" else ("--port", "0") if command == "serve" else ()
+        refused(run_here(command, trained_bundle, *asked, "--memory", tmp_path / "none" / "memory"), 1, "cannot write")
+        refused(run_here(command, trained_bundle, *asked, "--memory", __file__), 1, "cannot read the memory")

@@ -13,11 +13,21 @@ from outrider.runtime.drafters.base import DeviceDrafter, Drafter
 from outrider.runtime.drafters.block import BlockDrafter
 from outrider.runtime.drafters.grammar import GrammarDrafter
 from outrider.runtime.drafters.head import HeadDrafter
+from outrider.runtime.drafters.memory import MemoryDrafter
 from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.drafters.ngram import NgramDrafter
 from outrider.runtime.drafters.parallel import ParallelDrafter, ParallelHeadDrafter
 
-_BUILT_IN = (HeadDrafter, BlockDrafter, ParallelHeadDrafter, ParallelDrafter, ModelDrafter, NgramDrafter, GrammarDrafter)
+_BUILT_IN = (
+    HeadDrafter,
+    BlockDrafter,
+    ParallelHeadDrafter,
+    ParallelDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    MemoryDrafter,
+    GrammarDrafter,
+)
 _REGISTRY: dict[str, type[Drafter]] = {kind.name: kind for kind in _BUILT_IN}
 
 
@@ -52,9 +62,10 @@ def get(name: str) -> type[Drafter]:
     return _REGISTRY[name]
 
 
-def available(manifest: Manifest) -> list[str]:
-    """Return the names of the drafters to choose from for a bundle, in order of preference."""
-    return [name for name in names() if get(name).available(manifest)]
+def available(manifest: Manifest, *, remembering: bool = False) -> list[str]:
+    """Return the names of the drafters to choose from for a bundle, in order of preference. `remembering` says whether it has a
+    memory of earlier requests."""
+    return [name for name in names() if get(name).available(manifest) and (remembering or not get(name).remembers)]
 
 
 def on_device(names: Iterable[str]) -> list[str]:

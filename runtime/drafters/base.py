@@ -20,8 +20,19 @@ from outrider.bundle.manifest import Manifest
 from outrider.engines.device import Buffer, Layout
 from outrider.engines.session import Session
 from outrider.runtime.grammar.matcher import Matcher
+from outrider.runtime.memory.memory import Memory
 from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape, Step
+
+
+class Context(NamedTuple):
+    """What a drafter on the host proposes from."""
+
+    slot: int
+    tokens: list[int]  # the confirmed ones
+    grammar: Matcher | None = None  # of the request
+    owner: Hashable = None  # of the request
+    memory: bool = False  # whether the request may be drafted from earlier ones, and later ones from it
 
 
 class Proposal(NamedTuple):
@@ -38,6 +49,7 @@ class Resources(NamedTuple):
     slots: int  # in the caches
     max_prompt_chunk: int  # tokens of the longest prefill pass
     k: Sequence[int]  # the built numbers of drafted tokens
+    memory: Memory | None = None  # of earlier requests
 
 
 class Drafter(ABC):
@@ -49,6 +61,7 @@ class Drafter(ABC):
     name: ClassVar[str]
     label: ClassVar[str]  # in tables and reports
     companion: ClassVar[bool] = False  # whether it runs beside the chosen drafter and is not chosen by name
+    remembers: ClassVar[bool] = False  # whether it drafts from earlier requests, so that a bundle needs a memory
     one_pass: ClassVar[bool] = False  # whether one pass drafts all tokens of a round; fewer may be verified
     prior: ClassVar[float] = 0.5  # acceptance rate to assume at first, 0..1
     engines: ClassVar[tuple[str, ...]] = ()  # engines that only this drafter runs
@@ -65,9 +78,12 @@ class Drafter(ABC):
         """Return whether a text of `length` confirmed tokens is long enough to draft after it, alone or in a batch."""
         return True
 
-    def propose(self, slot: int, tokens: list[int], k: int, grammar: Matcher | None) -> Proposal | None:
-        """Propose up to `k` tokens after the confirmed `tokens` of a slot, for a request with this grammar."""
+    def propose(self, context: Context, k: int) -> Proposal | None:
+        """Propose up to `k` tokens after the confirmed ones."""
         return None
+
+    def finish(self, context: Context) -> None:  # noqa: B027
+        """Note that a request has ended with the tokens of its context."""
 
     def truncate(self, slot: int, length: int) -> None:  # noqa: B027
         """Forget all but the first `length` tokens of a slot."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from outrider.bundle.manifest import Manifest
-from outrider.runtime.drafters.base import Drafter, Proposal
-from outrider.runtime.grammar.matcher import Matcher
+from outrider.runtime.drafters.base import Context, Drafter, Proposal
 
 
 class GrammarDrafter(Drafter):
@@ -19,6 +18,6 @@ class GrammarDrafter(Drafter):
     def available(cls, manifest: Manifest) -> bool:
         return True
 
-    def propose(self, slot: int, tokens: list[int], k: int, grammar: Matcher | None) -> Proposal | None:
-        forced = [] if grammar is None else grammar.forced(k)
+    def propose(self, context: Context, k: int) -> Proposal | None:
+        forced = [] if context.grammar is None else context.grammar.forced(k)
         return Proposal(forced, None) if forced else None

@@ -130,8 +130,9 @@ class Common(Strict):
     """The fields that all endpoints share.
 
     These are not OpenAI's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, priority and structured_outputs, which
-    are vLLM's; guided_json and so on, which are vLLM's older names for structured_outputs; timeout; and return_origin, which
-    adds to each choice its pieces of text and whether they were drafted.
+    are vLLM's; guided_json and so on, which are vLLM's older names for structured_outputs; timeout; memory,
+    which is whether to draft from the client's earlier requests and to remember this one; and return_origin, which adds to each
+    choice its pieces of text and whether they were drafted.
     """
 
     renamed: ClassVar[dict[str, str]] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -154,6 +155,7 @@ class Common(Strict):
     min_tokens: int = 0
     stop_token_ids: list[int] = Field(default=[], max_length=256, fail_fast=True)
     return_origin: bool = False
+    memory: bool = True
     priority: int = 0
     timeout: float | None = Field(default=None, ge=1)
     response_format: ResponseFormat | None = None
@@ -208,6 +210,7 @@ class Common(Strict):
             stop_token_ids=self.stop_token_ids,
             logprobs=logprobs,
             structured_outputs=structured,
+            memory=self.memory,
         )
 
     def structured(self) -> StructuredOutputs | None:

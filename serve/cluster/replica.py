@@ -45,7 +45,7 @@ class Replica:
     def __init__(self, settings: Settings, registry: DeploymentHandle):
         """Start to load the bundle."""
         log_as_json()
-        self._engine = EngineThread.from_settings(settings)
+        self._engine = EngineThread.from_settings(settings, settings.memory())
         self._app = create_app(settings, self._engine)
         self._registry = registry
         self._name: str = serve.get_replica_context().replica_id.unique_id

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
 from ipaddress import IPv6Address, IPv6Network
 from urllib.parse import urlsplit
 
@@ -33,6 +34,8 @@ class Guard:
         """Guard `app`. Without `metrics`, nothing is counted."""
         self._app, self._settings, self._metrics = app, settings, metrics
         self._bodies = BodyBudget(settings.max_bytes)
+        # Not by their order in the file, because a memory may outlast it.
+        self._names = [f"key {blake2b(key.encode(), digest_size=16).hexdigest()}" for key in settings.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or pass it to the application."""
@@ -55,7 +58,7 @@ class Guard:
         key = self._key(headers.get("authorization", ""))
         if keys and key is None and not public:
             return ApiError(401, "an API key is required: send the header Authorization: Bearer KEY", code="invalid_api_key")
-        scope.setdefault("state", {})["owner"] = network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
+        scope.setdefault("state", {})["owner"] = network((scope.get("client") or ("",))[0]) if key is None else self._names[key]
         if hosts and _host_name(headers.get("host", "")) not in hosts:
             # DNS rebinding: a web page can let its own host name resolve to this machine, and so send requests to this server.
             return ApiError(403, f"use {hosts[0]} as the host name, or protect the server by API keys", code="host_not_allowed")

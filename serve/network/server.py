@@ -32,10 +32,12 @@ class HttpServer(uvicorn.Server):
 
         Raises:
             EngineError: see `listen`.
+            FolderError: the memory's file cannot be read.
         """
+        self._drain, self._memory, self._file = drain, settings.memory(), settings.memory_file
         self.listeners = listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.listeners[0].getsockname()[1]}"
-        self._drain, self._engine = drain, EngineThread.from_settings(settings)
+        self._engine = EngineThread.from_settings(settings, self._memory)
         config = uvicorn.Config(
             create_app(settings, self._engine),
             loop="asyncio",  # other loops do not call `Listener.accept`
@@ -51,8 +53,14 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal arrives, or until `should_exit` is set."""
+        """Serve until a signal arrives, or until `should_exit` is set. Then write the memory to its file.
+
+        Raises:
+            FolderError: the file cannot be written.
+        """
         super().run(sockets or [*self.listeners])
+        if self._memory is not None and self._file is not None:
+            self._memory.write(self._file)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to serve, and log the address."""

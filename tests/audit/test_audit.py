@@ -65,12 +65,12 @@ def test_a_bundle_passes(report: dict[str, Any]) -> None:
 
 
 def test_greedy_is_compared_for_every_k(report: dict[str, Any]) -> None:
-    assert report["greedy"]["compared"] == (10 + len(MASKED)) * 4  # two of the draft model, n-grams, and all at random
+    assert report["greedy"]["compared"] == (10 + len(MASKED)) * 5  # two of the draft model, n-grams, memory, and all at random
     assert report["greedy"]["differences"] == []
 
 
 def test_every_setting_is_drawn_for_every_k_and_compared_at_every_place(report: dict[str, Any]) -> None:
-    assert [cell["k"] for cell in report["sampled"]] == [*[1, 4, "auto", None] * (len(SAMPLED) + 1), "ngram"]
+    assert [cell["k"] for cell in report["sampled"]] == [*[1, 4, "auto", None] * (len(SAMPLED) + 1), "ngram", "memory"]
     for cell in report["sampled"]:
         assert [each["place"] for each in cell["comparisons"]] == ["first", "second", "third", "last"]
         assert all(each["draws"] == [2 * DRAWN, DRAWN if cell["k"] else 3 * DRAWN] for each in cell["comparisons"])
@@ -81,7 +81,8 @@ def test_every_setting_is_drawn_for_every_k_and_compared_at_every_place(report: 
 def test_every_wrong_sampler_is_detected_and_the_right_one_passes(report: dict[str, Any]) -> None:
     named = [(control["sampled"]["k"], control["fault"]) for control in report["controls"]]
     of_model = [(4, fault) for fault in (None, *(fault.value for fault in Fault))]
-    assert named == [*of_model, ("ngram", None), ("ngram", Fault.ALWAYS_ACCEPT.value)]
+    on_host = [(name, fault) for name in ("ngram", "memory") for fault in (None, Fault.ALWAYS_ACCEPT.value)]
+    assert named == [*of_model, *on_host]
     for control in report["controls"]:  # by the distribution, not by the support alone
         if control["fault"] == Fault.TARGET_NOT_TRUNCATED.value:  # of which the test below demands this
             assert control["sampled"]["excluded"] > 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from outrider.bundle.manifest import Manifest
-from outrider.runtime.drafters.base import Drafter, Proposal
-from outrider.runtime.grammar.matcher import Matcher
+from outrider.runtime.drafters.base import Context, Drafter, Proposal
 
 
 class Repeat(Drafter):
@@ -17,5 +16,5 @@ class Repeat(Drafter):
     def available(cls, manifest: Manifest) -> bool:
         return True
 
-    def propose(self, slot: int, tokens: list[int], k: int, grammar: Matcher | None) -> Proposal | None:
-        return Proposal(tokens[-1:] * k, None)
+    def propose(self, context: Context, k: int) -> Proposal | None:
+        return Proposal(context.tokens[-1:] * k, None)

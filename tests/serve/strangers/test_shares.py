@@ -214,7 +214,7 @@ def test_a_client_that_leaves_before_its_stream_begins_is_cancelled(server: Serv
 def test_also_behind_a_server_that_raises_an_error_when_its_client_has_left(bundle: Path) -> None:
     """As ASGI servers do since version 2.4 of the specification: then nobody asks for the stream's first chunk."""
     settings = Settings(bundle)
-    engine = EngineThread.from_settings(settings)
+    engine = EngineThread.from_settings(settings, None)
     engine.start()
     assert engine.loaded.wait(60)
     body = json.dumps({"prompt": "Once", "max_tokens": 400, "min_tokens": 400, "stream": True}).encode()

@@ -1,0 +1,1 @@
+"""The texts of earlier requests, which later ones of the same owner are drafted from."""
