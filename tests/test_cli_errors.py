@@ -50,7 +50,7 @@ def test_truncated_checkpoint(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(PAIR / "target", tmp_path / "cut"))
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    refused(export_here(tmp_path, target=copy), 1, "cannot read the weights of cut")
+    refused(export_here(tmp_path, target=copy), 1, f"cannot read the weights in {weights}: ")
     assert nothing_written(tmp_path)
 
 

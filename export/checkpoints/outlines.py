@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
@@ -27,10 +28,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from outrider.errors import UnsupportedModelError
+from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoints.integers import Content
 from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.packed_weight import OTHERWISE
+from outrider.export.checkpoints.source import AGAIN, reason_of
 from outrider.export.checkpoints.swapped import swapped
 
 LARGE = 2**13  # numbers; smaller tensors and vectors are always in memory, because a trace may compute with their values
@@ -51,6 +53,19 @@ class FileTensor:
     def __getitem__(self, _: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._file.get_tensor(self._name)
         return tensor
+
+
+def opened(path: str | Path) -> Any:
+    """Open one of a checkpoint's safetensors files.
+
+    Raises:
+        SourceError: it is missing or damaged.
+    """
+    try:
+        return safe_open(path, framework="pt", backend="pread")
+    except (OSError, SafetensorError) as error:
+        reason = reason_of(error) if Path(path).exists() else "it is missing"
+        raise SourceError(f"cannot read the weights in {path}: {reason}", AGAIN) from error
 
 
 class _Outline:
@@ -95,8 +110,8 @@ class Outlined:
                 return theirs(model, state_dict, files, config, *rest, **options)  # type: ignore[no-any-return]
             tensors = state_dict
             if tensors is None:
-                opened: list[Any] = [safe_open(file, framework="pt", backend="pread") for file in files]
-                tensors = {name: FileTensor(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+                files = [*map(opened, files)]
+                tensors = {name: FileTensor(file, name) for file in files for name in file.keys()}  # noqa: SIM118
             if self._packing is not None:
                 tensors = unpacked(tensors, self._packing)
             return self._outline(model, tensors, config), None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from outrider.errors import OutriderError, SourceError
-from outrider.export.checkpoints.outlines import FileTensor
+from outrider.export.checkpoints.outlines import FileTensor, opened
 from outrider.export.checkpoints.packed import packing_of, unpacked
 from outrider.export.checkpoints.source import AGAIN, Source, reason_of
 
@@ -41,8 +41,7 @@ def tensor_files(source: Source) -> dict[str, str]:
             return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         if (path := source.file(SAFETENSORS)) is None:
             return {}
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SAFETENSORS)
+        return dict.fromkeys(opened(path).keys(), SAFETENSORS)
 
 
 def read_tensors(source: Source, files: Mapping[str, str]) -> dict[str, torch.Tensor]:
@@ -54,10 +53,8 @@ def read_tensors(source: Source, files: Mapping[str, str]) -> dict[str, torch.Te
     """
     packing = packing_of(source)
     with _reading(source):
-        opened: dict[str, Any] = {
-            each: safe_open(source.file(each), framework="pt", backend="pread") for each in sorted({*files.values()})
-        }
-        tensors: dict[str, Any] = {name: FileTensor(opened[file], name) for name, file in files.items()}
+        shards = {each: opened(source.file(each) or Path(source.location, each)) for each in sorted({*files.values()})}
+        tensors: dict[str, Any] = {name: FileTensor(shards[file], name) for name, file in files.items()}
         if packing is not None:
             tensors = unpacked(tensors, packing)
         return {name: tensor[...] for name, tensor in tensors.items()}

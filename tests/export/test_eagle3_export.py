@@ -181,7 +181,7 @@ def unknown(head: Path) -> None:
     ("damage", "says"),
     [
         (unknown, "head has a_new_norm = true, which outrider does not know in a draft head"),
-        (truncate, "cannot read the weights of head"),
+        (truncate, "cannot read the weights in "),
         (lambda head: (head / "model.safetensors").unlink(), "head has no weights"),
     ],
     ids=["unknown", "truncated", "no weights"],

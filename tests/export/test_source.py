@@ -22,6 +22,7 @@ from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model, open_model, read_config
 from outrider.export.checkpoints.source import Source
 from outrider.export.checkpoints.tokenizer import load_tokenizer
+from outrider.export.heads.head_tensors import load_tensors
 from outrider.export.pair import export_pair
 from outrider.runtime.text.chat_template import with_tools
 from outrider.tests.support import llama, write_checkpoint
@@ -71,8 +72,26 @@ def test_a_file_that_is_not_a_gguf_is_refused(tmp_path: Path) -> None:
 def test_truncated_weights_are_refused(folder: Path, keep: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(SourceError, match="cannot read the weights of model"):
+    with pytest.raises(SourceError, match=r"cannot read the weights in .*model\.safetensors"):
         load(folder)
+
+
+@pytest.mark.parametrize("keep", [None, 0, 1000, -1000])
+def test_a_missing_or_cut_shard_is_refused_by_name(tmp_path: Path, keep: int | None) -> None:
+    """Of a model, and of a draft head, whose tensors are read by name."""
+    for read in (lambda source: load_model(source, "fp32"), load_tensors):
+        folder = tmp_path / "model"
+        llama().save_pretrained(folder, max_shard_size="40KB")
+        read(source := Source.parse(str(folder)))
+        path = folder / "model-00002-of-00004.safetensors"
+        content = path.read_bytes()
+        path.unlink()
+        if keep is not None:
+            path.write_bytes(content[:keep])
+        with pytest.raises(SourceError, match=r"cannot read the weights in .*model-00002-of-00004\.safetensors: \w") as caught:
+            read(source)
+        assert ("it is missing" in str(caught.value)) == (keep is None)
+        assert caught.value.hint == "download the checkpoint again"
 
 
 def test_a_missing_package_is_to_be_installed(folder: Path) -> None:
