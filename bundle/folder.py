@@ -19,6 +19,7 @@ from outrider.errors import FolderError
 from outrider.progress import SILENT, Progress
 
 BLOCK = 1 << 22
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the errors of a full disk, of a quota, and of a limit on files
 NUMPY_CUT_SHORT = re.compile(r"requested and \d+ written|problem writing element")  # NumPy's errors do not give the reason
 UNFINISHED = f".{MANIFEST}.partial"  # beside a manifest that is being replaced
 FOLLOW_LINKS = "if you trust the target of the link, copy the folder and follow its links: cp -rL FOLDER COPY"
@@ -86,7 +87,7 @@ def _remove_empty(folders: list[Path]) -> None:
 def write_error(destination: Path, error: OSError) -> FolderError:
     """Return the `FolderError` for a failed write."""
     cut_short = error.errno is None and NUMPY_CUT_SHORT.search(str(error))
-    if cut_short or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if cut_short or error.errno in FULL:
         return FolderError(f"no room to write {destination}: {error.strerror or error}", "free some disk space and run again")
     return FolderError(f"cannot write {destination}: {error.strerror or error}", "choose an output that can be written")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import re
+import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from outrider.bundle.folder import write_whole
+from outrider.bundle.folder import FULL, write_whole
 from outrider.errors import FolderError, SourceError, UnsupportedModelError
 from outrider.errors import reason_of as whole_reason
 from outrider.progress import Progress
 
 Value = TypeVar("Value")
 
+NO_ROOM = "free some disk space and run again: complete files are kept; or set $HF_HOME to a folder on a larger disk"
 TIMEOUT = 10.0  # seconds to wait for the hub's answer
 # Files that no export reads: other formats of the weights, folders, and pictures.
 UNUSED = ("*/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.pth", "consolidated*", "*.md", "*.png", "*.jpg", ".*")
@@ -61,7 +62,8 @@ class Snapshot:
             revision, sizes = _downloaded(repo)
             if not sizes:
                 raise SourceError(
-                    f"{repo} is neither a file nor a folder, was not downloaded, and the hub cannot be reached: {error}",
+                    f"{repo} is neither a file nor a folder, was not downloaded completely, and the hub cannot be reached:"
+                    f" {error}",
                     "check the name and the connection; $HF_HUB_OFFLINE turns the connection off",
                 ) from error
         return cls(repo, revision, {name: sizes[name] for name in _read_of(repo, sizes, tag)})
@@ -83,10 +85,31 @@ class Snapshot:
             SourceError: the hub refuses access or stops answering, or the disk is full.
         """
         wanted = self.files if names is None else [name for name in self.files if name in names]
-        if missing := [name for name in wanted if not (self.folder / name).is_file()]:
+        if missing := [name for name in wanted if not self._is_whole(name)]:
+            self._check_room(missing)
             self._fetch(missing, progress)
         if names is None:  # without a connection, a later process uses a commit that is here completely
             _remember(self.repo, self.revision)
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether a file is here with its size, which the hub may not have told."""
+        try:
+            size = (self.folder / name).stat().st_size
+        except OSError:
+            return False
+        return size == (self.files[name] or size)
+
+    def _check_room(self, names: Collection[str]) -> None:
+        """Check that the disk has room for some files.
+
+        Raises:
+            SourceError: it has not.
+        """
+        folder = next(each for each in _cached(self.repo).absolute().parents if each.exists())
+        needed, free = sum(self.files[name] for name in names), shutil.disk_usage(folder).free
+        if needed > free:
+            sizes = f"the files take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free in {folder}"
+            raise SourceError(f"no room to download {self.repo}: {sizes}", NO_ROOM)
 
     def _fetch(self, names: list[str], progress: Progress) -> None:
         from huggingface_hub import hf_hub_download
@@ -102,7 +125,8 @@ class Snapshot:
                     progress.advance(int(n or 0))
 
         def fetch(name: str) -> None:
-            hf_hub_download(self.repo, name, revision=self.revision, tqdm_class=Reported)
+            damaged = (self.folder / name).exists()
+            hf_hub_download(self.repo, name, revision=self.revision, force_download=damaged, tqdm_class=Reported)
 
         for name in names:
             try:
@@ -198,10 +222,8 @@ def _asked(repo: str, ask: Callable[[], Value]) -> Value:
     except HFValidationError as error:
         raise SourceError(f"{repo} does not exist, and is not a valid id on the hub", "check the path") from error
     except Exception as error:  # of the HTTP client, and of the hub's
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SourceError(
-                f"no room to download {repo}", "free some disk space and run again: complete files are kept"
-            ) from error
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise SourceError(f"no room to download {repo}", NO_ROOM) from error
         raise ConnectionError(_reason(error)) from error
 
 

@@ -258,7 +258,7 @@ def test_a_hub_id_is_read_and_one_that_cannot_be_fetched_is_refused(tmp_path: Pa
     torch.testing.assert_close(load_model(source, "fp32").state_dict(), model.state_dict(), atol=0, rtol=0)
     assert len(load_tokenizer(source).vocabulary()) == 320
     with pytest.raises(
-        SourceError, match="someone/another-model is neither a file nor a folder, was not downloaded, and the hub"
+        SourceError, match="someone/another-model is neither a file nor a folder, was not downloaded completely, and the hub"
     ):
         Source.parse("someone/another-model")
 

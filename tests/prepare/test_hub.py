@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from outrider.export.checkpoints.hub import Snapshot
 from outrider.export.checkpoints.source import Source
 from outrider.progress import SILENT, Progress
 from outrider.tests.prepare.hub import Hub
+from outrider.tests.support import full_disk
 
 REPO = "tiny/target"
 
@@ -69,7 +72,7 @@ def test_without_a_connection_what_was_downloaded_is_used(hub: Hub, monkeypatch:
     Snapshot.read(REPO).download(progress := Counted())
     assert progress.stages == []
     with pytest.raises(
-        SourceError, match="other/target is neither a file nor a folder, was not downloaded, and the hub cannot be reached"
+        SourceError, match="other/target is neither a file nor a folder, was not downloaded completely, and the hub cannot be"
     ):
         Snapshot.read("other/target")
 
@@ -134,16 +137,47 @@ def test_a_tag_that_names_no_file_or_several_lists_them(hub: Hub, files: list[st
     assert said in f"{caught.value}; {caught.value.hint}"
 
 
-def test_a_download_that_stops_says_so_and_is_continued(hub: Hub) -> None:
+def test_a_download_that_stops_says_so_and_is_continued(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.broken.add("model.safetensors")
     with pytest.raises(SourceError, match=r"the download of tiny/target stopped at model\.safetensors") as caught:
         Snapshot.read(REPO).download(Progress())
     assert "run again: complete files are kept" in caught.value.hint
+    with monkeypatch.context() as patched, pytest.raises(SourceError, match="not downloaded completely, and the hub cannot"):
+        patched.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        Snapshot.read(REPO)
     hub.broken.clear()
     hub.requests.clear()
     Snapshot.read(REPO).download(Progress())
     assert "model.safetensors" in hub.requests
     assert "config.json" not in hub.requests
+
+
+def test_a_file_that_was_cut_is_downloaded_again(hub: Hub) -> None:
+    snapshot = Snapshot.read(REPO)
+    snapshot.download(Progress())
+    weights = snapshot.folder / "model.safetensors"
+    content = weights.read_bytes()
+    os.truncate(weights, 1000)
+    hub.requests.clear()
+    Snapshot.read(REPO).download(Progress())
+    assert hub.requests == ["model.safetensors"]
+    assert weights.read_bytes() == content
+
+
+def test_a_full_disk_is_named_before_a_download_and_in_its_middle(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = Snapshot.read(REPO)
+    with monkeypatch.context() as patched, pytest.raises(SourceError, match=r"no room to download tiny/target: the files take"):
+        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=sum(snapshot.files.values()) - 1))
+        snapshot.download(Progress())
+    assert hub.requests == []
+    with full_disk(100_000), pytest.raises(SourceError, match="no room to download tiny/target") as caught:
+        snapshot.download(Progress())
+    assert "complete files are kept" in caught.value.hint
+    assert not [path for path in snapshot.folder.parents[1].rglob("*") if path.name.endswith(".incomplete")]
+    hub.requests.clear()
+    Snapshot.read(REPO).download(Progress())
+    assert "config.json" not in hub.requests
+    assert (snapshot.folder / "model.safetensors").stat().st_size == snapshot.files["model.safetensors"]
 
 
 def test_a_refusal_says_what_to_do(hub: Hub) -> None:
