@@ -12,6 +12,7 @@ import msgspec
 from outrider.commands.options import LORA
 from outrider.commands.output import print_json, progress_bar
 from outrider.engines.precisions import PRECISIONS
+from outrider.export.interrupts import kept_interrupts
 from outrider.training.arguments import DEFAULTS, KINDS, LEARNING_RATE, TrainingArguments
 
 
@@ -73,7 +74,8 @@ def command(target: str, kind: str, texts: tuple[Path, ...], output: Path, as_js
     arguments = TrainingArguments.check(target, kind, list(texts), output, **options)
     with progress_bar() as progress:
         progress.stage("importing torch and transformers")
-        from outrider.training.train import train_draft
+        with kept_interrupts():
+            from outrider.training.train import train_draft
 
         report = train_draft(arguments, progress)
     if as_json:

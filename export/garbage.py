@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from outrider.bundle.manifest import Manifest
 from outrider.export.arguments import ExportArguments
+from outrider.export.interrupts import kept_interrupts
 from outrider.progress import Progress
 
 
@@ -29,7 +30,8 @@ def without_garbage_collection() -> Iterator[None]:
 def exporter(progress: Progress) -> Callable[[ExportArguments, Progress], Manifest]:
     """Import `export`, which takes seconds. What is imported is not searched when an export frees a model."""
     progress.stage("importing torch and transformers")
-    from outrider.export.pair import export
+    with kept_interrupts():
+        from outrider.export.pair import export
 
     gc.freeze()
     return export

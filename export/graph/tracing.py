@@ -25,6 +25,7 @@ from outrider.export.checkpoints.source import reason_of
 from outrider.export.checkpoints.swapped import swapped
 from outrider.export.graph.functional import WriteError, functionalize, is_operator
 from outrider.export.graph.simplify import simplify
+from outrider.export.interrupts import kept_interrupts
 
 OPSET = 24
 _aten = torch.ops.aten
@@ -49,6 +50,7 @@ class _Decomposed(torch.export.ExportedProgram):
         return self
 
 
+@kept_interrupts()
 def to_onnx(
     module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], names: list[str], outputs: list[str], called: str
 ) -> torch.onnx.ONNXProgram:
@@ -104,6 +106,7 @@ def _dims(shapes: Any) -> Any:
     return convert(shapes)
 
 
+@kept_interrupts()
 def _without_a_second_trace(
     module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.onnx.ONNXProgram | None:

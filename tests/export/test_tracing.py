@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -170,6 +171,30 @@ def test_an_output_may_be_an_input(tmp_path: Path) -> None:
     y, z = session.run(None, {"x": x})
     np.testing.assert_array_equal(y, x)
     np.testing.assert_array_equal(z, x + 1)
+
+
+@pytest.mark.parametrize("other", [None, RuntimeError])
+def test_an_interrupt_that_torch_drops_is_raised(other: type[Exception] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on, as after some callbacks, or fails in another way."""
+
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if other is not None:
+                raise other from None
+        return x + 1
+
+    traces = list[bool]()
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: traces.append(True))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            to_onnx(Apply(interrupted), (torch.ones(3, 4),), ({0: "rows"},), ["x"], ["y"], "it")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert len(traces) == (other is None)  # no second attempt
 
 
 @pytest.fixture
