@@ -1,5 +1,17 @@
 """Run `python -m outrider` like the command `outrider`."""
 
-from outrider.cli import main
+import sys
 
-main()
+
+def run() -> None:
+    """Run the command line. An interrupt may arrive while it is imported."""
+    try:
+        from outrider.cli import main
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    main()
+
+
+if __name__ == "__main__":
+    run()

@@ -36,7 +36,8 @@ EXTRAS = {
 
 
 class Commands(click.Group):
-    """Print an expected failure as two lines, message and hint. Exit with 2 after a usage error, and with 1 after others."""
+    """Print an expected failure as two lines, message and hint. Exit with 2 after a usage error, with 130 after an interrupt as
+    shells do, and with 1 after others."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -56,6 +57,9 @@ class Commands(click.Group):
             message = f"this command needs the package {error.name}, which is not installed"
             extra = EXTRAS.get(error.name.split(".")[0], "export,cpu")
             _fail(ctx, message, f"pip install 'outrider[{extra}]'")
+        except KeyboardInterrupt:
+            click.echo(err=True)  # after the terminal's ^C
+            _fail(ctx, "interrupted", "nothing half-written was left; run the same command again", 130)
         except MemoryError:
             _fail(ctx, "out of memory", "use a smaller model, precision, capacity or batch")
         except OSError as error:

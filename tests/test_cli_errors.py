@@ -8,8 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -117,47 +115,6 @@ def kill_in_the_middle(arguments: list[str], stage: str, folder: Path) -> None:
                 break
     assert process.wait() == -signal.SIGKILL
     assert not (folder / "out").exists()
-
-
-def restore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs start with SIGINT ignored
-
-
-@pytest.mark.slow  # tests/backends/test_tensorrt_build.py interrupts a build
-def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    arguments = ["export", "--target", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "-o", str(tmp_path / "out")]
-    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=restore_interrupts) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "tracing the target" in line:
-                time.sleep(0.3)
-                process.send_signal(signal.SIGINT)
-                break
-        rest = process.stderr.read()
-    assert process.wait() == 1
-    assert "Traceback" not in rest
-    assert nothing_written(tmp_path)
-
-
-IGNORED = """
-import signal, time
-from outrider.commands.output import progress_bar
-
-class Destroyed:
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-with progress_bar():
-    Destroyed()  # Python prints what a destructor raises, and goes on
-    time.sleep(60)
-"""
-
-
-def test_an_interrupt_in_a_destructor_is_raised_again() -> None:
-    command = [sys.executable, "-c", IGNORED]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=restore_interrupts, timeout=50)
-    assert done.stderr.strip().endswith("KeyboardInterrupt")
-    assert "ignored" not in done.stderr
 
 
 @pytest.fixture

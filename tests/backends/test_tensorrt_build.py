@@ -241,7 +241,7 @@ def test_an_interrupt_ends_the_child_and_leaves_nothing(trained_export: Path, tm
     code, rest = building(
         trained_export, tmp_path / "out", interrupt, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     )
-    assert code == 1
+    assert code == 130
     assert "Traceback" not in rest
     assert not children[0].is_running()
     assert list(tmp_path.iterdir()) == []
