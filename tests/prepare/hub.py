@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +24,7 @@ class Hub:
         self.root = root
         self.gated: set[str] = set()
         self.broken: set[str] = set()  # files whose download ends in the middle
+        self.stuck: set[str] = set()  # files whose download stops in the middle and does not end
         self.url = ""
         self.requests: list[str] = []  # files that were downloaded
         self.commits: dict[str, dict[str, bytes]] = {}
@@ -81,7 +83,9 @@ class Hub:
                 if self.command == "GET":
                     hub.requests.append(name)
                 etag = f'"{hashlib.sha1(content).hexdigest()}"'
-                self.answer(200, content, headers | {"ETag": etag}, cut=name in hub.broken)
+                self.answer(200, content, headers | {"ETag": etag}, cut=name in hub.broken | hub.stuck)
+                if self.command == "GET" and name in hub.stuck:
+                    time.sleep(60)
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
