@@ -24,6 +24,7 @@ from outrider.errors import OutriderError, ParityError
 from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.checkpoint import read_config
 from outrider.export.checkpoints.source import Source
+from outrider.prepare.cache import Cache
 from outrider.prepare.precision import default_precision, why
 from outrider.prepare.wanted import Wanted
 from outrider.progress import SILENT, Progress
@@ -31,7 +32,7 @@ from outrider.tests.export import quantized
 from outrider.tests.export.gguf_files import write
 from outrider.tests.export.test_lora import write_ones
 from outrider.tests.prepare.hub import Hub
-from outrider.tests.support import PAIR, ready_made
+from outrider.tests.support import PAIR, full_disk, ready_made
 
 PROMPT = ["--prompt", "the quick brown", "--max-new-tokens", "8"]
 Run = Callable[..., Result]
@@ -181,6 +182,31 @@ def test_a_disk_without_room_is_named_before_the_work(run: Run, checkpoints: Pat
     done = run("generate", checkpoints / "target", *PROMPT)
     assert (done.exit_code, "error: no room in the cache" in done.stderr) == (1, True), done.output
     assert "loading the target" not in done.stderr
+
+
+def test_a_disk_that_is_full_in_the_middle_leaves_nothing_half_written(run: Run, checkpoints: Path, tmp_path: Path) -> None:
+    """While exporting, and with less room again, while building: the next run uses what was complete."""
+    words, cache = ("generate", checkpoints / "target", *PROMPT), tmp_path / "cache"
+
+    def refused(kind: str) -> str:
+        with full_disk(20_000):
+            done = run(*words)
+        assert (done.exit_code, f"error: no room to write {cache / kind}" in done.stderr) == (1, True), done.output
+        assert done.stderr.splitlines()[-1].startswith("hint:  free some disk space")
+        assert not [path for path in cache.rglob("*") if path.suffix == ".partial"]
+        return done.stderr
+
+    made(run(*words))  # so that tests have the trace, which they share
+    shutil.rmtree(cache)
+    assert "tracing" in refused("exports")
+    assert Cache.of_user().entries() == []
+    bundle = made(run(*words))
+    shutil.rmtree(bundle)
+    bundle.with_name(bundle.name + ".json").unlink()
+    assert "tracing" not in refused("bundles")
+    assert [entry.folder.parent.name for entry in Cache.of_user().entries()] == ["exports"]
+    again = run(*words)
+    assert (made(again), "tracing" in again.stderr) == (bundle, False)
 
 
 def test_a_gguf_file_of_the_hub_is_read_and_its_weights_are_counted(
