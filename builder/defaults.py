@@ -20,7 +20,7 @@ LARGE = 10**9  # parameters from which OpenVINO gives whole answers sooner, with
 X86 = ("x86_64", "AMD64")
 MOST_CAPACITY, LEAST_CAPACITY = 4096, 1024
 MOST_BATCH = 4
-CACHES = 1 / 8  # of the machine's memory, at most
+CACHES, FREE = 1 / 8, 1 / 2  # of the device's memory, and of what the weights leave of the free memory, at most
 
 
 class Choice(NamedTuple):
@@ -84,13 +84,21 @@ def longest(manifest: Manifest, most: int) -> int:
     return min([most, *(model.max_positions for model in manifest.models.values() if model.max_positions)])
 
 
-def capacity_and_batch(manifest: Manifest, memory: int | None = None, capacity: int | None = None) -> tuple[int, int]:
-    """Return the capacity and the batch whose caches take at most `CACHES` of `memory`, the machine's bytes by default.
+def capacity_and_batch(
+    manifest: Manifest, memory: tuple[int, int] | None = None, capacity: int | None = None
+) -> tuple[int, int]:
+    """Return the capacity and the batch whose caches take at most `CACHES` of the memory, and `FREE` of what the weights leave.
 
     A long text for one sequence comes before a second sequence. The capacity is at most `MOST_CAPACITY`, or what the models
     allow, unless it is given.
+
+    Args:
+        manifest: an export's.
+        memory: the free and the total bytes; the machine's by default.
+        capacity: None to choose it.
     """
-    room = (Cpu().memory()[1] if memory is None else memory) * CACHES
+    free, total = Cpu().memory() if memory is None else memory
+    room = min(total * CACHES, (free - sum(file.size for file in manifest.files.values())) * FREE)
     if capacity is None:
         capacity = longest(manifest, MOST_CAPACITY)
         while capacity > LEAST_CAPACITY and sequence_bytes(manifest, capacity) > room:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from outrider.engines.precisions import DTYPES
 from outrider.errors import EngineError
 
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+MEMINFO, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 Launch = Callable[[], None]
 """Queues one prepared piece of work after everything launched before it."""
 
@@ -172,6 +172,11 @@ def nothing() -> None:
     """Do nothing: the launch of a copy between two views of the same memory."""
 
 
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the first number of each line of a file of the system, by its first word."""
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines()) if len(words) > 1}
+
+
 class Cpu(Device):
     """The CPU: a launch runs at once, and device memory is host memory."""
 
@@ -186,9 +191,13 @@ class Cpu(Device):
             free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, OSError, ValueError):  # not every system reports it
             return sys.maxsize, sys.maxsize
-        with suppress(OSError, ValueError):  # a container may have a lower limit
-            total = min(total, int(CONTAINER_LIMIT.read_text()))
-        return min(free, total), total
+        with suppress(OSError, ValueError, KeyError):  # Linux also knows what it can take back from its cache of files
+            free = 1024 * _numbers(MEMINFO)["MemAvailable:"]
+        with suppress(OSError, ValueError, KeyError):  # a container may have a lower limit
+            total = min(total, limit := int((CONTAINER / "memory.max").read_text()))
+            used = int((CONTAINER / "memory.current").read_text()) - _numbers(CONTAINER / "memory.stat")["inactive_file"]
+            free = min(free, limit - used)
+        return max(0, min(free, total)), total
 
     def zeros(self, shape: tuple[int, ...], dtype: str, purpose: str) -> Buffer:
         try:

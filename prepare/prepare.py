@@ -14,6 +14,7 @@ from outrider.builder.build import build_engine, check_capacity
 from outrider.builder.defaults import K, backends, capacity_and_batch, sequence_bytes
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import MANIFEST, Manifest
+from outrider.engines.device import Device
 from outrider.engines.precisions import PRECISIONS
 from outrider.engines.threads import processor_name, thread_count
 from outrider.errors import FolderError, ParityError, SourceError, UsageError, reason_of
@@ -175,7 +176,8 @@ def _exported(wanted: Wanted, pair: Pair, made_from: dict[str, Any], label: str,
 
 
 def _built(wanted: Wanted, export: Path, bundle: Path, progress: Progress) -> None:
-    capacity, batch = capacity_and_batch(read_manifest(export), capacity=wanted.capacity)
+    gpu = _gpu(wanted)
+    capacity, batch = capacity_and_batch(read_manifest(export), gpu.memory() if gpu else None, wanted.capacity)
     build_engine(
         export,
         bundle,
@@ -287,13 +289,22 @@ def _machine(wanted: Wanted) -> dict[str, Any]:
     Raises:
         DeviceError: there is no GPU that was asked for.
     """
-    gpu = None
-    if wanted.device == "cuda" or wanted.backend in GPU_BACKENDS:
-        from outrider.engines.cuda import Cuda
-
-        gpu = Cuda().name
+    gpu = _gpu(wanted)
     packages = {name: _version(name) for name in RUNTIMES}
-    return {"processor": processor_name(), "threads": thread_count(), "gpu": gpu, "packages": packages}
+    return {"processor": processor_name(), "threads": thread_count(), "gpu": gpu.name if gpu else None, "packages": packages}
+
+
+def _gpu(wanted: Wanted) -> Device | None:
+    """Return the GPU that the bundle is for.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    if wanted.device != "cuda" and wanted.backend not in GPU_BACKENDS:
+        return None
+    from outrider.engines.cuda import Cuda
+
+    return Cuda()
 
 
 def _version(package: str) -> str | None:

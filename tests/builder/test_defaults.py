@@ -17,6 +17,7 @@ from outrider.builder.defaults import Choice, backends, capacity_and_batch, sequ
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.contract import RecurrentLayer
+from outrider.engines.device import Cpu
 from outrider.errors import EngineError
 from outrider.progress import Progress
 from outrider.tests.support import build, ready_made
@@ -54,20 +55,46 @@ def test_the_backend_follows_from_the_models_and_the_machine(
     assert [choice.backend for choice in backends(with_target(read_manifest(tiny_export), **changes))] == expected
 
 
-def test_the_caches_take_an_eighth_of_the_memory_at_most(tiny_export: Path) -> None:
+def test_the_caches_take_an_eighth_of_the_memory_and_half_of_what_the_weights_leave(tiny_export: Path) -> None:
     manifest = read_manifest(tiny_export)
     models = {role: msgspec.structs.replace(model, max_positions=None) for role, model in manifest.models.items()}
     unlimited = msgspec.structs.replace(manifest, models=models)
     whole, half = sequence_bytes(unlimited, 4096), sequence_bytes(unlimited, 2048)
-    assert capacity_and_batch(unlimited, 10**12) == (4096, 4)
-    assert capacity_and_batch(unlimited, 8 * 3 * whole) == (4096, 2)
-    assert capacity_and_batch(unlimited, 8 * whole) == (4096, 1)
-    assert capacity_and_batch(unlimited, 8 * half) == (2048, 1)
-    assert capacity_and_batch(unlimited, 1000) == (1024, 1)
-    assert capacity_and_batch(unlimited, 8 * whole, capacity=2048) == (2048, 2)
-    assert capacity_and_batch(unlimited, 1000, capacity=2048) == (2048, 1)
+    weights = sum(each.size for each in manifest.files.values())
+
+    def chosen(room: int, capacity: int | None = None) -> tuple[int, int]:
+        """Whichever of the two is less, and of either memory."""
+        of_all, of_free = (10**15, 8 * room), (weights + 2 * room, 10**15)
+        sizes = {capacity_and_batch(unlimited, memory, capacity) for memory in (of_all, of_free)}
+        assert len(sizes) == 1
+        return sizes.pop()
+
+    assert chosen(10**11) == (4096, 4)
+    assert chosen(3 * whole) == (4096, 2)
+    assert chosen(whole) == (4096, 1)
+    assert chosen(half) == (2048, 1)
+    assert chosen(100) == (1024, 1)
+    assert chosen(whole, capacity=2048) == (2048, 2)
+    assert chosen(100, capacity=2048) == (2048, 1)
+    assert capacity_and_batch(unlimited, (weights // 2, 10**15)) == (1024, 1)  # less is free than the weights take
     limit = min(model.max_positions for model in manifest.models.values() if model.max_positions)
-    assert capacity_and_batch(manifest, 10**12)[0] == min(limit, 4096)
+    assert capacity_and_batch(manifest, (10**15, 10**15))[0] == min(limit, 4096)
+
+
+def test_the_memory_is_what_the_system_and_the_container_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engines.device.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("outrider.engines.device.CONTAINER", tmp_path)
+    total = Cpu().memory()[1]
+    (tmp_path / "meminfo").write_text("MemTotal:  9000000 kB\nMemFree:  10 kB\nMemAvailable:  70000 kB\nHugePages_Total:  0\n")
+    assert Cpu().memory() == (70_000 * 1024, total)
+    (tmp_path / "memory.max").write_text("max\n")  # no limit
+    assert Cpu().memory() == (70_000 * 1024, total)
+    (tmp_path / "memory.max").write_text("50000000\n")
+    (tmp_path / "memory.current").write_text("40000000\n")
+    (tmp_path / "memory.stat").write_text("anon 30000000\ninactive_file 5000000\n")
+    assert Cpu().memory() == (15_000_000, 50_000_000)
+    (tmp_path / "memory.max").write_text("20000000\n")
+    assert Cpu().memory() == (0, 20_000_000)
 
 
 class Refusing(OnnxRuntimeBackend):

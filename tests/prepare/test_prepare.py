@@ -242,12 +242,18 @@ def test_what_the_bundle_will_not_have_is_noticed_before_the_work(run: Run, chec
 def test_a_device_decides_on_the_backend_and_is_part_of_the_key(
     run: Run, tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "outrider.engines.cuda", SimpleNamespace(Cuda=lambda: SimpleNamespace(name="some GPU")))
-    monkeypatch.setattr("outrider.prepare.prepare.build_engine", lambda _, output, **__: shutil.copytree(tiny_bundle, output))
+    def build(_: Path, output: Path, **options: Any) -> None:
+        batches.append(options["batch"])
+        shutil.copytree(tiny_bundle, output)
+
+    gpu, batches = SimpleNamespace(name="some GPU", memory=lambda: (1000, 10**12)), list[int]()
+    monkeypatch.setitem(sys.modules, "outrider.engines.cuda", SimpleNamespace(Cuda=lambda: gpu))
+    monkeypatch.setattr("outrider.prepare.prepare.build_engine", build)
     done = run("generate", tiny_export, "--device", "cuda", *PROMPT)
     assert "backend onnxruntime: for the device cuda" in done.stderr
     (record,) = (tmp_path / "cache" / "bundles").glob("*.json")
     assert "some GPU" in record.read_text()
+    assert batches == [1]  # as the GPU has no memory left for more
 
 
 @pytest.mark.parametrize("model", ["absent", "./absent", "../absent", "/absent/model", "a/b/c", "x" * 5000, "nul\0byte"])
