@@ -73,16 +73,23 @@ def test_a_checkpoint_is_exported_and_built_once(run: Run, checkpoints: Path, tm
     assert "precision int4 in groups of 32: the fastest" in first.stderr
     by_hand = [line.removeprefix("by hand: outrider ") for line in first.stderr.splitlines() if line.startswith("by hand: ")]
     assert len(by_hand) == 2
+    assert len([line for line in first.stderr.splitlines() if not line.endswith("...")]) == 6
     bundle = made(first)
     again = run(*words)
     assert (again.stdout, made(again)) == (first.stdout, bundle)
     assert "by hand" not in again.stderr
     assert "exporting" not in again.stderr
 
-    # The commands that it prints make a bundle of the same engines.
+    # The commands that it prints make the same export, and of it, a bundle of the same engines.
     assert by_hand[0] == f"export --target {model} --precision int4 -o EXPORT"
     (export,) = (path for path in (tmp_path / "cache" / "exports").iterdir() if path.is_dir())
-    folders = {"EXPORT": str(export), "BUNDLE": str(tmp_path / "bundle")}
+    folders = {"EXPORT": str(tmp_path / "export"), "BUNDLE": str(tmp_path / "bundle")}
+    assert run(*(folders.get(word, word) for word in shlex.split(by_hand[0]))).exit_code == 0
+    ours, theirs = (read_manifest(folder).files for folder in (tmp_path / "export", export))
+    assert ours.keys() == theirs.keys()
+    assert {name for name in ours if ours[name] != theirs[name]} <= {"target/model.onnx"}  # as shared traces do
+    assert run("generate", tmp_path / "export", *PROMPT).stdout == first.stdout
+    folders["EXPORT"] = str(export)
     assert run(*(folders.get(word, word) for word in shlex.split(by_hand[1])), "--costs", bundle).exit_code == 0
     assert read_manifest(tmp_path / "bundle").files == read_manifest(bundle).files
     assert run("generate", tmp_path / "bundle", *PROMPT).stdout == first.stdout
