@@ -81,27 +81,29 @@ def compare_engines(engines: Engines, export: Path, progress: Progress = SILENT)
         for role, model in engines.manifest.models.items()
     }
     for role in engines.manifest.roles:
-        progress.stage(f"comparing the {role}")
+        sizes = [rows for rows in sorted({*required_rows(role, build), build.max_prompt_chunk}) if rows <= build.capacity]
+        progress.stage(f"comparing the {role}", len(sizes))
         sessions = engines.session(role, batch=1), reference.session(role, batch=1)
         for session in sessions:
             give_features(session, engines.manifest.models[role].features)
-        for rows in sorted({*required_rows(role, build), build.max_prompt_chunk}):
-            if rows > build.capacity:
-                continue
+        for rows in sizes:
             yield _step(role, rows, tolerances[role], *sessions, drafted=build.k[-1])
+            progress.advance(1)
         precisions = (each.models[role].precision for each in (engines.manifest, manifest))
         got, want = (written_features(*each) for each in zip(sessions, precisions, strict=True))
         if got is not None and want is not None:
             yield _features(role, build.max_prompt_chunk, tolerances[role], got, want)
         del sessions  # one model in memory at a time
     for name in engines.manifest.samplers:
-        progress.stage(f"comparing the {name}")
         sides = (engines.device, engines.sampler(name)), (reference.device, reference.sampler(name))
         if name == MARKOV:
+            progress.stage(f"comparing the {name}")
             yield _markov(engines.manifest.models["block-head"], tolerances["block-head"], *sides)
             continue
+        progress.stage(f"comparing the {name}", len(required_rows(name, build)))
         for rows in sorted(required_rows(name, build)):
             yield _sampler(name, rows, build.k[-1] + 1, engines.manifest.vocab_rows, *sides)
+            progress.advance(1)
 
 
 def _step(role: str, rows: int, tolerance: float, ours: Session, theirs: Session, drafted: int) -> Compared:

@@ -18,6 +18,7 @@ from outrider.engines.device import Cpu
 from outrider.engines.precisions import DTYPES, PRECISIONS
 from outrider.engines.session import Session
 from outrider.errors import EngineError
+from outrider.progress import SILENT, Progress
 
 Pass = tuple[Int64s, Int64s, int]
 """Token ids [B, S], positions [B], and the first slot."""
@@ -56,8 +57,10 @@ def difference(want: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
     return float(np.nan_to_num(np.abs(distance), nan=np.inf).max())
 
 
-def check_same(export: Path, engines: Engines, role: str) -> None:
+def check_same(export: Path, engines: Engines, role: str, progress: Progress = SILENT) -> None:
     """Check that the model of one of `ROLES` computes the same as its graph in the folder `export`, over all kinds of passes.
+
+    It advances by 1 for each of `passes_of_check`.
 
     A bf16 model is not compared: the export runs on the CPU, where ONNX Runtime has no bf16 kernels. Use
     `outrider verify --engines` on a GPU.
@@ -71,7 +74,7 @@ def check_same(export: Path, engines: Engines, role: str) -> None:
         return
     ours, theirs, unrounded = alike(engines, export, manifest)
     tolerance = PRECISIONS[model.precision].unrounded if unrounded else PRECISIONS[model.precision].fusion
-    expected, actual = (_results(each, role) for each in (theirs, ours))
+    expected, actual = (_results(each, role, progress) for each in (theirs, ours))
     for want, got in zip(expected, actual, strict=True):
         allowed = tolerance * largest(want)
         if not difference(want, got) <= allowed:
@@ -79,6 +82,11 @@ def check_same(export: Path, engines: Engines, role: str) -> None:
                 f"the rewritten {role}'s results would differ by more than {allowed:.2g}",
                 "build the export with --backend onnxruntime, and report this",
             )
+
+
+def passes_of_check(build: Build) -> int:
+    """Return how many passes `check_same` runs, on both sides, except for those that only recurrent layers have."""
+    return 2 * len(_passes(build, 1))
 
 
 def _passes(build: Build, vocab_rows: int) -> list[Pass]:
@@ -109,7 +117,7 @@ def give_features(session: Session, width: int | None) -> None:
         session.set_features(np.random.default_rng(1).standard_normal(shape, dtype=np.float32))
 
 
-def _results(engines: Engines, role: str) -> list[Floats]:
+def _results(engines: Engines, role: str, progress: Progress) -> list[Floats]:
     """Return the logits of all passes on one model, and the features that it has written. The model leaves memory then."""
     session = engines.session(role, engines.build.batch)  # first: a batch that has no room is refused
     give_features(session, engines.manifest.models[role].features)
@@ -118,6 +126,7 @@ def _results(engines: Engines, role: str) -> list[Floats]:
         ids = with_context(role, ids)
         session.assume(positions, first)
         logits.append(session.run(ids, positions, first).copy())
+        progress.advance(1)
         count, rows = ids.shape
         if session.recurrence is None or not 1 < rows <= engines.build.k[-1] + 1:
             continue

@@ -115,12 +115,13 @@ def measure(loaded: LoadedBundle, progress: Progress, *, fit: bool) -> dict[str,
             costs[role] += stopwatch.costs()[role]
             del stopwatch  # it holds passes
             session.unbind()  # a backend records a limited number of them
-    progress.stage("measuring the samplers")
+    progress.stage("measuring the samplers", sum(len(passes(name, build)) for name in loaded.samplers))
     for name, engine in loaded.samplers.items():
         for each in passes(name, build):  # one at a time, because each holds its own logits
             stopwatch = Stopwatch({each: sampling(engine, device, manifest, build, each)})
             stopwatch.run(TIMED_RUNS)
             costs[name] += stopwatch.costs()[name]
+            progress.advance(1)
     return {name: complete(timed, [each[1:] for each in all_passes(name, build)]) for name, timed in costs.items()}
 
 

@@ -17,9 +17,9 @@ import click
 from outrider.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.progress import Progress as Bars
-    from rich.progress import TaskID
+    from rich.progress import Task, TaskID
     from rich.text import Text
 
     from outrider.bundle.manifest import Build, Cost, Manifest, Model
@@ -92,11 +92,30 @@ def progress_bar() -> Iterator[Progress]:
             yield Lines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        ProgressColumn,
+        SpinnerColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bars
 
+    class IfKnown(ProgressColumn):
+        """A column of stages whose total is known."""
+
+        def __init__(self, column: ProgressColumn):
+            super().__init__()
+            self._column = column
+
+        def render(self, task: Task) -> RenderableType:
+            return "" if task.total is None else self._column(task)
+
     name = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bar, share, remaining = map(IfKnown, (BarColumn(), TaskProgressColumn(), TimeRemainingColumn()))
+    columns = (SpinnerColumn(), name, bar, share, TimeElapsedColumn(), remaining)
     with (
         Bars(*columns, console=Console(stderr=True), transient=True) as bars,
         _interrupts(),
@@ -134,7 +153,7 @@ class Lines(Progress):
 
 
 class Bar(Progress):
-    """Progress as one bar, which restarts with each stage. It pulses while the total is unknown."""
+    """Progress as one line, which restarts with each stage. It has a bar if the total is known."""
 
     def __init__(self, bars: Bars, task: TaskID):
         self._bars, self._task = bars, task

@@ -27,7 +27,7 @@ from outrider.export.heads.block_head import BlockHead
 from outrider.export.heads.draft_head import DraftHead
 from outrider.export.heads.short_head import ShortHead, propose
 from outrider.export.heldout import check_perplexity, heldout_tokens, perplexity
-from outrider.export.parity import Exported, compare, reference, sample_features, sample_tokens, texts_logits
+from outrider.export.parity import CHUNKS, Exported, compare, reference, sample_features, sample_tokens, texts_logits
 from outrider.export.weights.quantize import pack, quantize_model
 from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.progress import Progress
@@ -132,20 +132,20 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
     weights.close()
     del model, weights, program, tensors
     gc.collect()
-    progress.stage(f"checking the {role}'s graph against the checkpoint")
+    progress.stage(f"checking the {role}'s graph against the checkpoint", len(CHUNKS))
     exported = Exported(path, layout, job.precision, features=width)
-    actual, written = exported.results(sample, features=features)
+    actual, written = exported.results(sample, features=features, progress=progress)
     assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
     want, got = (each[compared][:, known.numpy()] for each in (expected.logits, actual))
     parity = compare(want, got, job.precision)
     if expected.features is not None and written is not None:
         compare(expected.features, written, job.precision, "features")
     if pieces and rounding is not None:
-        progress.stage(f"reading held-out text with the {role}'s graph")
-        unrounded = perplexity(exported.texts_logits(pieces), pieces, known) if rounding.method == AS_IS else None
+        progress.stage(f"reading held-out text with the {role}'s graph", len(pieces) * (2 if rounding.method == AS_IS else 1))
+        unrounded = perplexity(exported.texts_logits(pieces, progress), pieces, known) if rounding.method == AS_IS else None
         del exported
         served = Exported(path, layout, job.precision, as_served=True, features=width)
-        as_served = perplexity(served.texts_logits(pieces), pieces, known)
+        as_served = perplexity(served.texts_logits(pieces, progress), pieces, known)
         parity = check_perplexity(parity, as_served, reference_perplexity, rounding, unrounded)
     return Model(
         source=job.source.name,

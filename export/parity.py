@@ -36,6 +36,7 @@ from outrider.errors import OutriderError, ParityError, SourceError, Unsupported
 from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.graph.features import entering, feature_mixer
 from outrider.export.graph.recurrent_layers import has_attention, is_empty, is_recurrent, recurrent_sizes
+from outrider.progress import SILENT, Progress
 
 CHUNKS = (7, 1, 5, 2, 9)  # rows per run, as in prefill, decoding and verification
 CAPACITY = 32
@@ -197,12 +198,16 @@ class Exported:
         """Return the logits of `results`."""
         return self.results(tokens, chunks)[0]
 
-    def texts_logits(self, texts: Sequence[torch.Tensor]) -> Iterator[Floats]:
-        """Yield the logits of several texts, float32 [S, V] of each int64 [1, S]."""
-        return (self.logits(text, [text.shape[1]]) for text in texts)
+    def texts_logits(self, texts: Sequence[torch.Tensor], progress: Progress = SILENT) -> Iterator[Floats]:
+        """Yield the logits of several texts, float32 [S, V] of each int64 [1, S]. Progress advances by 1 for each."""
+        return (self.results(text, [text.shape[1]], progress=progress)[0] for text in texts)
 
     def results(
-        self, tokens: torch.Tensor, chunks: Sequence[int] = CHUNKS, features: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        chunks: Sequence[int] = CHUNKS,
+        features: torch.Tensor | None = None,
+        progress: Progress = SILENT,
     ) -> tuple[Floats, Floats | None]:
         """Return logits, float32 [S, V], and the features that the model has written, as in `Reference`.
 
@@ -210,6 +215,7 @@ class Exported:
             tokens: int64 [1, S].
             chunks: the rows of each run.
             features: float32 [1, S, H], the input of a draft head.
+            progress: advances by 1 for each run.
 
         Raises:
             ParityError: a run failed.
@@ -237,6 +243,7 @@ class Exported:
             past = {c.past: array for c, array in zip(self._caches, present, strict=False)}  # a block head has one more output
             logits.append(output[0])
             start += rows
+            progress.advance(1)
         written = past.get(PAST_FEATURES)
         if written is not None:
             written = written[0, 0, :start] if features is None else written[0, 0, -1:]

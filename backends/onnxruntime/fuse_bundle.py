@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.backends.comparison import check_same
+from outrider.backends.comparison import check_same, passes_of_check
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngines, optimize
 from outrider.bundle.manifest import READS_FEATURES, Build, Manifest, graph_files, model_file
 from outrider.engines.device import Cpu
@@ -90,14 +90,14 @@ def _fuse(source: Path, folder: Path, manifest: Manifest, build: Build, role: st
         if not counts:
             return {}
     shutil.rmtree(fused.parent)
-    progress.stage(f"comparing the fused {role} with the export")
+    progress.stage(f"comparing the fused {role} with the export", passes_of_check(build))
     rewritten = msgspec.structs.replace(build, rewrites={role: counts})
     reference = source
     if manifest.models[role].quantization is not None:  # or ONNX Runtime would keep the weights of the export twice
         reference = folder / "plain"
         (reference / model_file(role)).parent.mkdir(parents=True)
         with_block_products(source / model_file(role), reference / model_file(role))
-    check_same(reference, OnnxRuntimeEngines(folder / "final", manifest, rewritten, Cpu()), role)
+    check_same(reference, OnnxRuntimeEngines(folder / "final", manifest, rewritten, Cpu()), role, progress)
     if left_out and (role != "block-head" or left_out[1:] != ["it has a mask that is not causal"]):  # a block's mask is not
         _warn(f"{left_out[0]} of the {role} stays as exported, which is slower: {'; '.join(left_out[1:])}")
     for name in graph_files(role):

@@ -52,12 +52,12 @@ class OpenVinoBackend(Backend):
         share_with_target(folder, manifest.roles)
         build = msgspec.structs.replace(build, rewrites=rewrites)
         if build.device == "cpu":
-            from outrider.backends.comparison import check_same
+            from outrider.backends.comparison import check_same, passes_of_check
 
             engines = self.open(folder, manifest, build, "cpu")  # before ONNX Runtime creates its threads
             for role in manifest.roles:
-                progress.stage(f"comparing the {role} with the export")
-                check_same(spec.source, engines, role)
+                progress.stage(f"comparing the {role} with the export", passes_of_check(build))
+                check_same(spec.source, engines, role, progress)
         return build
 
     def open(self, folder: Path, manifest: Manifest, build: Build, device: str | None) -> Engines:
