@@ -20,12 +20,14 @@ REASONS = {
     GPU_PRECISION: "for a GPU",
 }
 MOST_LARGER = 1.1  # times the memory of `PRECISION` that a file's own numbers may take by default
+SMALL = 10**9  # parameters below which they may take more: docs/guides/export.md
 
 
 def default_precision(wanted: Wanted, target: Source) -> str:
     """Return the precision of a model's export. What a checkpoint stores in 4 bits is not rounded again, unless it is slower.
 
-    Adapters change what it stores, so that as-is would round those weights to 8 bits.
+    What a GGUF file stores of a small model is not rounded again at all: the smaller the model, the more accuracy that costs.
+    Adapters change what a checkpoint stores, so that as-is would round those weights to 8 bits.
 
     Raises:
         SourceError: the checkpoint has no configuration.
@@ -35,15 +37,24 @@ def default_precision(wanted: Wanted, target: Source) -> str:
     if wanted.lora:
         return PRECISION
     if (kept := _kept(target)) is not None:
-        return AS_IS if kept.ratio <= MOST_LARGER and not kept.offsets else PRECISION
+        return AS_IS if _is_fast(kept) or kept.parameters < SMALL else PRECISION
     return AS_IS if target.stored_bits() == PRECISIONS[PRECISION].weight_bits else PRECISION
 
 
 def why(precision: str, wanted: Wanted, target: Source) -> str:
-    """Return why `default_precision` is what it is, and what as-is would bring instead."""
-    kept = _kept(target) if precision == PRECISION and not wanted.lora else None
-    other = f"; {AS_IS} would keep the file's {kept.kind} weights, in {kept.ratio:.1f} times the memory" if kept else ""
-    return REASONS[precision] + other
+    """Return why `default_precision` is what it is, and what as-is brings or would bring."""
+    kept = _kept(target) if precision in (AS_IS, PRECISION) and not wanted.lora else None
+    if kept is None or (precision == AS_IS and _is_fast(kept)):
+        return REASONS[precision]
+    memory = f"the file's {kept.kind} weights, in {kept.ratio:.1f} times the memory"
+    if precision == AS_IS:
+        return f"{memory} of {PRECISION}, which costs models of less than a billion parameters much accuracy"
+    return f"{REASONS[precision]}; {AS_IS} would keep {memory}"
+
+
+def _is_fast(kept: Kept) -> bool:
+    """Return whether what as-is keeps runs as fast as `PRECISION`."""
+    return kept.ratio <= MOST_LARGER and not kept.offsets
 
 
 def _kept(target: Source) -> Kept | None:

@@ -23,6 +23,7 @@ class Kept(NamedTuple):
     kind: str  # the type of most of them, such as Q4_K
     ratio: float  # bytes of all matrices, over what they take in int4 with a head in int8
     offsets: bool  # whether that type has offsets, for which kernels compute a second product
+    parameters: int  # of all matrices
 
 
 def kept(path: Path) -> Kept | None:
@@ -32,6 +33,7 @@ def kept(path: Path) -> Kept | None:
         Exception: the file is damaged; of any type.
     """
     sizes = {each.name: (each.tensor_type, int(each.n_elements)) for each in open_gguf(path).tensors if len(each.shape) > 1}
+    parameters = sum(count for _, count in sizes.values())
     head = HEAD if HEAD in sizes else EMBEDDING
     if head != EMBEDDING:
         sizes.pop(EMBEDDING, None)  # in fp32 either way
@@ -43,7 +45,7 @@ def kept(path: Path) -> Kept | None:
         return None
     as_is = sum(count * _bits(kind) for kind, count in weights.items())
     rounded = sum(count * _rounded(8 if name == head else 4) for name, (_, count) in sizes.items())
-    return Kept(kind.name, as_is / rounded, _groups(kind).offsets is not None)
+    return Kept(kind.name, as_is / rounded, _groups(kind).offsets is not None, parameters)
 
 
 def _bits(kind: gguf.GGMLQuantizationType) -> float:

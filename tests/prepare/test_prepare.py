@@ -138,18 +138,31 @@ def test_an_adapter_is_merged_and_its_content_is_part_of_the_key(
     ("kind", "precision", "times"),
     [("F32", "int4", None), ("Q4_0", "as-is", 0.9), ("Q4_1", "int4", 1.0), ("Q5_0", "int4", 1.5), ("Q8_0", "int4", 1.5)],
 )
-def test_a_gguf_file_is_kept_as_it_is_if_that_is_as_fast(
-    tmp_path: Path, kind: str, precision: str, times: float | None
+def test_a_gguf_file_is_kept_as_it_is_if_that_is_as_fast_or_the_model_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, precision: str, times: float | None
 ) -> None:
     """Matrices in Q4_0 are int4 with a scale for 32 weights; Q4_1 needs a second product, and the others 8 bits."""
-    write(tmp_path / "model.gguf", kind=gguf.GGMLQuantizationType[kind])
+    weights = sum(each.numel() for each in write(tmp_path / "model.gguf", kind=gguf.GGMLQuantizationType[kind]).parameters())
     source = Source.parse(str(tmp_path / "model.gguf"))
     wanted, adapted = (Wanted(str(tmp_path), lora=lora) for lora in ((), ("adapter",)))
-    assert default_precision(wanted, source) == precision
-    other = f"; as-is would keep the file's {kind} weights, in {times} times the memory"
-    assert why("int4", wanted, source) == "the fastest" + other * (times is not None)
+    assert default_precision(wanted, source) == ("int4" if times is None else "as-is")
+    memory = f"the file's {kind} weights, in {times} times the memory"
+    cost = f"{memory} of int4, which costs models of less than a billion parameters much accuracy"
+    assert why("as-is", wanted, source) == ("the checkpoint's own 4 bits" if kind in ("F32", "Q4_0") else cost)
     assert default_precision(adapted, source) == "int4"  # it changes what is stored
+    monkeypatch.setattr("outrider.prepare.precision.SMALL", weights // 2)
+    assert default_precision(wanted, source) == precision
+    assert why("int4", wanted, source) == "the fastest" + f"; as-is would keep {memory}" * (times is not None)
     assert why("int4", adapted, source) == "the fastest"
+
+
+def test_a_small_gguf_file_is_run_as_it_is(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", kind=gguf.GGMLQuantizationType.Q5_0)
+    first = run("generate", tmp_path / "model.gguf", "--draft", "none", *PROMPT)
+    assert "precision as-is: the file's Q5_0 weights, in 1.5 times the memory of int4, which costs models of" in first.stderr
+    assert f"outrider export --target {tmp_path}/model.gguf --draft none --precision as-is -o EXPORT" in first.stderr
+    rounded = read_manifest(made(first)).models["target"].quantization
+    assert (rounded and rounded.method) == "as-is"
 
 
 def test_an_export_is_built_and_a_bundle_is_used_as_it_is(run: Run, tiny_export: Path, tiny_bundle: Path) -> None:
