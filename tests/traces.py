@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,11 @@ def share_traces(folder: Path) -> None:
             if path.exists():
                 return torch.onnx.ONNXProgram(ir.load(path), None)
             program = _trace(module, *arguments)
-            path.parent.mkdir()
-            program.save(path, external_data=True)
+            partial = folder / f"{digest.hexdigest()}.making"  # a test of a full disk leaves nothing that looks whole
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            program.save(partial / path.name, external_data=True)
+            partial.rename(path.parent)
         return program
 
     for user in (step_model, markov):
