@@ -201,8 +201,9 @@ def open_model(
         UsageError: two adapters replace the same weights.
     """
     file, config = gguf_file_of(source), read_config(source)
-    if (packing := packing_of(source)) is not None and hasattr(config, "quantization_config"):
-        del config.quantization_config  # transformers would want the library that wrote it
+    packing = packing_of(source)
+    for each in (config, config.get_text_config()) if packing is not None else ():
+        vars(each).pop("quantization_config", None)  # transformers would want the library that wrote it
     checkpoint, weights = Outlined(packing), Streamed(scratch, progress)
     with checkpoint.loading():
         model, report = source.read(

@@ -16,7 +16,7 @@ from outrider.export.checkpoints.integers import Integers
 from outrider.export.checkpoints.packed_weight import GROUPED, OTHERWISE, PackedWeight, Parts, groups_of
 
 RESIDUE = "svdquant_lora_a"  # of NVFP4_SVD: a product of two matrices, added to the weight
-MODELOPT = {"weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", RESIDUE, "svdquant_lora_b"}
+MODELOPT = {"weight", "weight_scale", "weight_scale_2", "pre_quant_scale", RESIDUE, "svdquant_lora_b"}
 
 
 def modelopt(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:

@@ -25,6 +25,10 @@ from outrider.export.checkpoints.source import AGAIN, Source
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of consecutive outputs
 MXFP4_BYTES = 16  # for 32 numbers, which share a scale
 SCALES = (".scale", ".qscale_weight")  # other names of the scales of a weight in FP8: DeepSeek's, Mistral's
+# Scales and zero points by which servers round activations and caches. These are not rounded here.
+UNUSED = re.compile(
+    r"(?:.*[._])?(?:qscale_act|(?:input|activation|output|prob|prob_output|q|k|v|kv)_(?:global_)?(?:scale|scale_ub|zero_point))"
+)
 
 
 def packing_of(source: Source) -> Mapping[str, Any] | None:
@@ -38,7 +42,7 @@ def packing_of(source: Source) -> Mapping[str, Any] | None:
 
 
 def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a checkpoint, with one weight for each quantized module.
+    """Return the tensors of a checkpoint, with one weight for each quantized module, and without those for activations.
 
     Args:
         tensors: those in the files, by name; `empty` has the shape, and indexing reads.
@@ -48,6 +52,7 @@ def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
         UnsupportedModelError: the tensors are in a layout that is not read.
         SourceError: some are missing, now or when a weight is read.
     """
+    tensors = {name: tensor for name, tensor in tensors.items() if not UNUSED.fullmatch(name)}
     if (read := OF_TRANSFORMERS.get(settings["quant_method"])) is not None:
         return read(tensors, settings)
     mark, own, make = METHODS[settings["quant_method"]]
@@ -160,7 +165,6 @@ def _fp8(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, A
             result[name] = in_fp4(name, weight, functools.partial(scales_of, scales))
         else:
             result[name] = in_blocks(name, weight, scales, (height, width))
-        result.pop(re.sub(r"weight$", "input_scale", name), None)
     return result
 
 
@@ -206,8 +210,8 @@ def _unpack(words: torch.Tensor, bits: int, count: int) -> Any:
     return torch.from_numpy((stream * (1 << np.arange(bits, dtype=np.int32))).sum(-1, dtype=np.int32))
 
 
-_COMPRESSED = {"weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale"}
-_COMPRESSED |= {"weight_global_scale", "input_global_scale"}
+_COMPRESSED = {"weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"}
+_COMPRESSED |= {"weight_global_scale"}
 METHODS: dict[str, tuple[str, set[str], Callable[[str, Parts, Mapping[str, Any]], PackedWeight]]] = {
     "awq": ("qweight", {"qweight", "qzeros", "scales"}, _awq),
     "gptq": ("qweight", {"qweight", "qzeros", "scales", "g_idx"}, _gptq),

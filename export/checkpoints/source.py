@@ -132,12 +132,18 @@ class Source:
         return value
 
     def quantization(self) -> dict[str, Any]:
-        """Return the `quantization_config`, or what ModelOpt writes beside a config.json; empty if there is neither.
+        """Return the `quantization_config`, under its other names, too, or what ModelOpt writes beside a config.json.
+
+        Empty if there is neither.
 
         Raises:
             SourceError: there is no configuration, or its method has no name.
         """
-        settings = self.config().get("quantization_config")
+        config = self.config()
+        text = config.get("text_config")
+        text = text if isinstance(text, dict) else {}
+        given = (config.get("quantization_config"), config.get("compression_config"), text.get("quantization_config"))
+        settings = next((each for each in given if each is not None), None)
         if settings is None and not self.options:
             settings = (self.object("hf_quant_config.json") or {}).get("quantization")
             settings = settings | {"quant_method": "modelopt"} if isinstance(settings, dict) else None

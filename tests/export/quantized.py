@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from outrider.export.checkpoints.outlines import FileTensor
+from outrider.export.checkpoints.packed import unpacked
+
 GROUP = 32
+MOST_FP8 = 448.0  # the largest number
 # The bytes of a GGUF block at which its fp16 numbers begin, if they are not 0 and 2. Others may be anything.
 HALVES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q6_K": [208]}
 Tensors = dict[str, torch.Tensor]
@@ -68,6 +74,21 @@ def modelopt(weight: torch.Tensor) -> Tensors:
     return {"weight": pairs[:, 0] | pairs[:, 1] << 4, "weight_scale": scale.half(), "pre_quant_scale": factors.half()}
 
 
+def in_fp8_blocks(weight: torch.Tensor) -> Tensors:
+    """One scale for `GROUP` inputs of `GROUP` outputs. The last blocks may be cut."""
+    rows = [[part.abs().amax() for part in torch.split(each, GROUP, 1)] for each in torch.split(weight, GROUP)]
+    scale = torch.tensor(rows) / MOST_FP8
+    spread = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)[: len(weight), : weight.shape[1]]
+    return {"weight": (weight / spread).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+
+def in_fp8(weight: torch.Tensor) -> Tensors:
+    """One scale for all, and one that a server divides the inputs by."""
+    scale = weight.abs().amax() / MOST_FP8
+    whole = {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+    return whole | {"activation_scale": torch.tensor(0.02)}
+
+
 METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
@@ -80,6 +101,11 @@ METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
         },
     ),
     "modelopt": (modelopt, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": GROUP}),
+    "fp8": (in_fp8, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}),
+    "fp8-blocks": (
+        in_fp8_blocks,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]},
+    ),
 }
 
 
@@ -94,18 +120,36 @@ def blocks(numbers: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     return made.reshape(*numbers.shape[:-1], -1)
 
 
-def write(source: Path, folder: Path, method: str) -> Path:
-    """Copy a checkpoint, with its layers' weights quantized by a method."""
-    quantized, settings = METHODS[method]
+def write(source: Path, folder: Path, method: str, kept: str = "(?!)", **settings: Any) -> Path:
+    """Copy a checkpoint, with its layers' weights quantized by a method, except modules whose names match `kept`.
+
+    The settings are added to the method's. Experts, which are one tensor, can only be in FP8.
+    """
+    quantized, own = METHODS[method]
     shutil.copytree(source, folder)
     file, made = folder / "model.safetensors", Tensors()
     for name, tensor in load_file(file).items():
         module = name.removesuffix(".weight")
-        if module.endswith("_proj"):
-            made |= {f"{module}.{part}": each.contiguous() for part, each in quantized(tensor.float()).items()}
-        else:
+        if not module.endswith("_proj") or re.search(kept, module):
             made[name] = tensor
+        elif tensor.dim() == 3:
+            experts = [*map(quantized, tensor.float())]
+            made |= {part.replace("weight", name): torch.stack([each[part] for each in experts]) for part in experts[0]}
+        else:
+            made |= {f"{module}.{part}": each.contiguous() for part, each in quantized(tensor.float()).items()}
     save_file(made, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": own | settings}))
+    return folder
+
+
+def dequantized(source: Path, folder: Path) -> Path:
+    """Copy a quantized checkpoint, with the weights that its modules have, in fp32."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    with safe_open(source / "model.safetensors", framework="pt") as file:
+        tensors = unpacked({name: FileTensor(file, name) for name in file.keys()}, settings)  # noqa: SIM118
+        save_file({name: each[...] for name, each in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

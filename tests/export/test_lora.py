@@ -23,7 +23,7 @@ from outrider.export.weights.quantize import quantize_model
 from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.tests.export import quantized
 from outrider.tests.export.lora.bases import BASES, CORNER, TOKENS
-from outrider.tests.export.test_text_part import made
+from outrider.tests.export.multimodal import made
 from outrider.tests.support import llama, run_here, write_checkpoint
 
 ARRAYS = dict(np.load(Path(__file__).parent / "lora" / "fixtures.npz"))
