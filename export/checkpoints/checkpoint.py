@@ -48,10 +48,12 @@ def read_config(source: Source) -> Any:
     """Read the model's configuration.
 
     Raises:
-        UnsupportedModelError: the model is an encoder-decoder or not a language model, or a later transformers wrote settings
-            that this one does not know. Other unsupported models fail when they run or are traced.
+        UnsupportedModelError: the model is an encoder-decoder or not a language model, it is quantized by a method that is not
+            read, or a later transformers wrote settings that this one does not know. Other unsupported models fail when they
+            run or are traced.
     """
     source.config()  # checks the numbers
+    packing_of(source)  # refuses formats that are not read
     file = gguf_file_of(source)
     with metadata_read_once():
         config = source.read("configuration", AutoConfig)

@@ -25,6 +25,16 @@ from outrider.export.checkpoints.source import AGAIN, Source
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # the places in a word of consecutive outputs
 MXFP4_BYTES = 16  # for 32 numbers, which share a scale
 SCALES = (".scale", ".qscale_weight")  # other names of the scales of a weight in FP8: DeepSeek's, Mistral's
+SPARSE = {"bitmask", "scale_packed"}  # of compressed-tensors: tensors of the formats sparse-24-bitmask and marlin-24
+# The methods that may leave out their name, by a setting of theirs.
+UNNAMED = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "group_size": "MLX"}
+# AutoRound's packing formats that are those of others, and the methods and layouts of these.
+OF_AUTO_ROUND = {
+    "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "auto_round:auto_awq": {"quant_method": "awq", "version": "gemm"},
+}
 # Scales and zero points by which servers round activations and caches. These are not rounded here.
 UNUSED = re.compile(
     r"(?:.*[._])?(?:qscale_act|(?:input|activation|output|prob|prob_output|q|k|v|kv)_(?:global_)?(?:scale|scale_ub|zero_point))"
@@ -32,13 +42,29 @@ UNUSED = re.compile(
 
 
 def packing_of(source: Source) -> Mapping[str, Any] | None:
-    """Return the settings of a checkpoint's quantization if it has a method that `unpacked` reads, otherwise None.
+    """Return the settings of a checkpoint's quantization, as `unpacked` takes them; None if it is not quantized.
 
     Raises:
         SourceError: see `Source.quantization`.
+        UnsupportedModelError: it is quantized by a method that is not read.
     """
-    settings = source.quantization()
-    return settings if settings.get("quant_method") in {*METHODS, *OF_TRANSFORMERS} else None
+    settings = _in_words_of_others(source.quantization())
+    method = settings.get("quant_method") or next((name for key, name in UNNAMED.items() if settings.get(key)), None)
+    if method is not None and method not in {*METHODS, *OF_TRANSFORMERS}:
+        form = f" ({form:.60})" if isinstance(form := settings.get("packing_format"), str) else ""
+        raise UnsupportedModelError(f"{source.name} is quantized by {method}{form}, which is not read", OTHERWISE)
+    return settings if method is not None else None
+
+
+def _in_words_of_others(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return AutoRound's settings as those of the method in whose format it packs; others, and those of its own, unchanged."""
+    form, bits = settings.get("packing_format"), settings.get("act_bits")
+    if settings.get("quant_method") != "auto-round" or not isinstance(form, str):
+        return settings
+    rotated = any(value for key, value in settings.items() if "rotation" in key or "spinquant" in key)
+    if rotated or bits not in (None, 16, 32) or settings.get("data_type", "int") != "int":
+        return settings
+    return {**settings, **OF_AUTO_ROUND.get(form, {})}
 
 
 def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,12 +72,13 @@ def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
     Args:
         tensors: those in the files, by name; `empty` has the shape, and indexing reads.
-        settings: `quantization_config` of a method in `METHODS` or `OF_TRANSFORMERS`.
+        settings: the `quantization_config`, of a method that `packing_of` does not refuse.
 
     Raises:
         UnsupportedModelError: the tensors are in a layout that is not read.
         SourceError: some are missing, now or when a weight is read.
     """
+    settings = _in_words_of_others(settings)
     tensors = {name: tensor for name, tensor in tensors.items() if not UNUSED.fullmatch(name)}
     if (read := OF_TRANSFORMERS.get(settings["quant_method"])) is not None:
         return read(tensors, settings)
@@ -62,6 +89,8 @@ def unpacked(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
         modules[module][part] = tensor
     result = dict(tensors)
     for module, parts in modules.items():
+        if sparse := SPARSE & parts.keys():
+            raise UnsupportedModelError(f"{module} is sparse ({min(sparse)}), which is not read", OTHERWISE)
         if mark not in parts:
             continue
         for part in own & parts.keys():
@@ -94,7 +123,12 @@ def _gptq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeigh
     if layout not in ("gptq", "gptq_v2") or settings.get("pack_dtype", "int32") != "int32":
         raise UnsupportedModelError(f"{module} is in GPTQ's layout {layout}, which is not read", OTHERWISE)
     words, outputs = parts["qweight"].empty.shape
-    bits = settings["bits"] if "g_idx" not in parts else 32 * words // parts["g_idx"].empty.shape[0]
+    # Single modules may have other bits than the settings.
+    if "g_idx" in parts:
+        bits = 32 * words // parts["g_idx"].empty.shape[0]
+    else:
+        bits = 32 * parts["qzeros"].empty.shape[1] // outputs if "qzeros" in parts else 0
+    bits = bits or settings["bits"]
     inputs = 32 * words // bits
 
     def read() -> Any:
@@ -148,7 +182,7 @@ def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> Packe
 
 
 def _fp8(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read FP8 of DeepSeek, Qwen, AutoFP8 and others: scales beside each weight, most often one for a block, multiply it.
+    """Read FP8 of DeepSeek, Qwen, AutoFP8, FBGEMM and others: scales beside each weight, for all of it or blocks, multiply it.
 
     Experts of DeepSeek-V4 are in FP4, in bytes that have a sign.
     """
@@ -219,5 +253,10 @@ METHODS: dict[str, tuple[str, set[str], Callable[[str, Parts, Mapping[str, Any]]
     "modelopt": ("weight_scale", MODELOPT, modelopt),
 }
 """Methods: the tensor that marks a quantized module, the tensors that a weight replaces, and the function that reads it."""
-OF_TRANSFORMERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]] = {"fp8": _fp8, "mxfp4": _mxfp4}
+OF_TRANSFORMERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "mxfp8": _fp8,
+    "mxfp4": _mxfp4,
+}
 """Methods that transformers defines, and the functions that replace the tensors. It would read the whole model at once."""

@@ -162,14 +162,18 @@ class Source:
             SourceError: see `quantization`.
         """
         settings = self.quantization()
-        bits: list[Any] = [settings.get("bits")] if settings.get("quant_method") in ("awq", "gptq") else []
+        bits: list[Any] = []
+        if settings.get("quant_method") in ("awq", "gptq", "auto-round"):
+            rules = (settings.get("dynamic"), settings.get("extra_config"))  # for single modules
+            others = [each for rule in rules if isinstance(rule, dict) for each in rule.values()]
+            bits = [each.get("bits") for each in (settings, *others) if isinstance(each, dict)]
         if settings.get("quant_method") == "modelopt" and settings.get("quant_algo") == "W4A16_AWQ":
             bits = [4]
         groups = settings.get("config_groups")
         if settings.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
             schemes = [each.get("weights") for each in groups.values() if isinstance(each, dict)]
             bits = [each.get("num_bits") for each in schemes if isinstance(each, dict) and each.get("type") == "int"]
-        return max((each for each in bits if isinstance(each, int)), default=None)
+        return max((each for each in bits if isinstance(each, int) and each <= 8), default=None)  # 16 bits: floats
 
     def drafting_role(self) -> str:
         """Return the checkpoint's role as a draft, one of `bundle.manifest.ROLES`, according to its configuration.

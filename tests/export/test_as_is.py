@@ -67,6 +67,9 @@ def kind_of(form: Form | None) -> str:
 
 
 FORMS = {
+    "auto-round": "4/32",  # 3 bits
+    "auto-round-awq": "4/32 zero",
+    "auto-round-gptq": "4/32 zero",
     "awq": "4/128 zero",
     "ct-3-bits": "4/64",
     "ct-8-bits": "8/128",
@@ -209,6 +212,8 @@ def test_experts_are_kept(method: str, bits: int, tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4}, 4),
         ({"quant_method": "gptq", "bits": 8}, 8),
         ({"quant_method": "gptq", "bits": "4"}, None),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.v_proj": {"bits": 8}, r"-:.*\.mlp": {}}}, 8),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": 16}, "a": 5}}, 4),
         ({"quant_method": "fp8", "bits": 8}, None),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, 4),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None),

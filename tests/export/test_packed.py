@@ -58,6 +58,13 @@ def test_weights_are_those_of_the_library(name: str) -> None:
     torch.testing.assert_close(read(settings, tensors), want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("packing", ["auto_round", "auto_round:gptqmodel"])
+def test_autoround_may_write_the_groups_of_inputs(packing: str) -> None:
+    settings, tensors, want = case("auto-round")
+    groups = torch.arange(256, dtype=torch.int32) // 32
+    assert torch.equal(read(settings | {"packing_format": packing}, tensors | {"g_idx": groups}), want)
+
+
 def test_gptq_without_an_order_has_its_groups_in_a_row() -> None:
     settings, tensors, want = case("gptq")
     del tensors["g_idx"]
@@ -90,6 +97,7 @@ def test_symmetric_gptq_may_leave_its_zero_points_out() -> None:
             "mxfp6-pack",
         ),
         ("ct-mxfp4", {}, {"weight_zero_point": torch.zeros(4, 8)}, "format mxfp4-pack-quantized"),
+        ("ct-group", {"format": "marlin-24"}, {"scale_packed": torch.ones(2, 64)}, r"sparse \(scale_packed\)"),
         ("modelopt-awq", {"quant_algo": "W4A8_AWQ"}, {"weight_scale_2": torch.ones(())}, "ModelOpt's W4A8_AWQ"),
         ("modelopt-nvfp4", {"quant_algo": "NVFP4_SVD"}, {"svdquant_lora_a": torch.ones(2, 256)}, "ModelOpt's NVFP4_SVD"),
         ("modelopt-fp8-rows", {"quant_algo": "FP8_PB_WO"}, {"weight_scale": torch.ones(1, 2)}, "ModelOpt's FP8_PB_WO"),
@@ -154,6 +162,17 @@ def test_the_last_blocks_of_fp8_may_be_cut() -> None:
         read(settings, {"weight": weight})
 
 
+@pytest.mark.parametrize(("method", "shape"), [("fbgemm_fp8", (64, 1)), ("mxfp8", (64, 3))])
+def test_other_fp8_is_what_transformers_makes_of_it(method: str, shape: tuple[int, int]) -> None:
+    """FBGEMM's scales are of rows, those of MXFP8 exponents of 32 inputs."""
+    weight, scale = in_blocks(64, 96, *shape)
+    exponents = torch.randint(120, 130, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scale = exponents if method == "mxfp8" else scale
+    want = Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scale}, full_layer_name="w")["w"]
+    name = "weight_scale" if method == "fbgemm_fp8" else "weight_scale_inv"
+    assert torch.equal(read({"quant_method": method}, {"weight": weight, name: scale, "input_scale_ub": torch.ones(1)}), want)
+
+
 def test_fp8_may_have_one_scale_for_a_weight() -> None:
     weight, scale = in_blocks(48, 80, 1, 1)
     settings = {"quant_method": "fp8", "weight_block_size": None}
@@ -183,14 +202,11 @@ def test_another_module_s_blocks_are_not_those_of_rows() -> None:
     assert torch.equal(read(settings | {"config_groups": groups}, tensors), want)
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization_config": {"quant_method": "another"}}])
-def test_numbers_without_a_known_method_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_numbers_without_a_method_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", llama(num_hidden_layers=1))
     file, name = folder / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | settings))
     with pytest.raises(UnsupportedModelError, match=rf"{name} is quantized \(F8_E4M3\) by a method that is not read"):
         load_model(Source.parse(str(folder)), "int4")
 

@@ -3,7 +3,7 @@
 From the repository's root, in an environment of its own:
 
     python3 -m venv /tmp/packed
-    /tmp/packed/bin/pip install compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 numpy safetensors
+    /tmp/packed/bin/pip install compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 auto-round==0.16.1 numpy safetensors
     /tmp/packed/bin/pip install logbar pypcre threadpoolctl device-smi
     /tmp/packed/bin/pip download --no-deps --no-binary :all: --no-build-isolation -d /tmp/packed autoawq==0.2.9 gptqmodel==7.7.0
     for each in /tmp/packed/*.tar.gz; do tar xzf $each -C /tmp/packed; done
@@ -226,9 +226,37 @@ def of_modelopt() -> Iterator[Case]:
     )
 
 
+def of_auto_round() -> Iterator[Case]:
+    """It may give single modules other bits: the settings of the second case have those of the others."""
+    awq = importlib.import_module("auto_round.export.export_to_awq.utils")
+    identity = torch.eye(INPUTS)
+    for name, layout, bits, module in (
+        ("auto-round-gptq", "auto_round:auto_gptq", 4, "qlinear_torch_zp"),
+        ("auto-round", "auto_round", 3, "qlinear_torch"),
+    ):
+        linear = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
+        linear.weight.data = weights()
+        scale, zero = grouped(weights(), 32, 2**bits - 1)
+        library = importlib.import_module(f"auto_round_extension.torch.{module}")
+        packed = library.QuantLinear(bits, 32, INPUTS, OUTPUTS, bias=False)
+        packed.device = "cpu"
+        packed.pack(linear, scale, zero.clamp(min=1), None, device="cpu")
+        tensors = {part: getattr(packed, part) for part in ("qweight", "qzeros", "scales")}
+        settings = {"quant_method": "auto-round", "packing_format": layout, "bits": 4, "group_size": 32, "sym": False}
+        yield name, settings, tensors, packed.float()(identity).T.contiguous()
+    linear = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
+    linear.weight.data = weights()
+    scale, zero = grouped(weights(), 32, 15)
+    packed = awq.WQLinear_GEMM.from_linear(linear, 4, 32, scales=scale.T.contiguous(), zeros=zero.T.contiguous(), device="cpu")
+    tensors = {part: getattr(packed, part) for part in ("qweight", "qzeros", "scales")}
+    weight = awq.dequantize_gemm(tensors["qweight"], tensors["qzeros"], tensors["scales"].float(), 4, 32)
+    settings = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 32}
+    yield "auto-round-awq", settings, tensors, weight.T.contiguous()
+
+
 def main() -> None:
     arrays: dict[str, Any] = {}
-    cases = (*of_awq(), *of_gptq(), *of_compressed_tensors(), *of_compressed_blocks(), *of_modelopt())
+    cases = (*of_awq(), *of_gptq(), *of_compressed_tensors(), *of_compressed_blocks(), *of_modelopt(), *of_auto_round())
     for name, settings, tensors, weight in cases:
         arrays[f"{name}/settings"] = np.array(json.dumps(settings))
         arrays[f"{name}/weight"] = weight.float().numpy()
