@@ -21,8 +21,7 @@ def in_bytes(module: str, parts: Parts, blocks: tuple[int, int] = (0, 0)) -> Pac
     def spread(part: str) -> Any:
         values = scales_of(parts[part])
         values = values.reshape(len(values), -1) if values.dim() else values.reshape(1, 1)
-        own = (0, 0) if values.shape == (outputs, 1) else blocks  # those may be of other modules
-        return _spread(values, (outputs, inputs), own)
+        return _spread(values, (outputs, inputs), blocks)
 
     def read() -> Any:
         zeros = spread("weight_zero_point") if "weight_zero_point" in parts else None

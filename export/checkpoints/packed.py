@@ -154,9 +154,7 @@ def _gptq(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeigh
 def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> PackedWeight:
     """Read compressed-tensors: integers in words, FP4 in halves of bytes, or numbers in bytes."""
     if "weight_packed" not in parts:
-        schemes = [each.get("weights") or {} for each in settings.get("config_groups", {}).values()]
-        blocks = next((scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")), (0, 0))
-        return in_bytes(module, parts, blocks)
+        return in_bytes(module, parts, _blocks_of(module, parts, settings))
     outputs, words = parts["weight_packed"].empty.shape
     if (scale := parts["weight_scale"].empty).dtype.itemsize == 1:
         is_wider = scale.dtype == EXPONENTS and words != MXFP4_BYTES * scale.shape[1]  # MXFP6
@@ -179,6 +177,23 @@ def _compressed(module: str, parts: Parts, settings: Mapping[str, Any]) -> Packe
 
     more = {content for part, content in (("weight_zero_point", "zeros"), ("weight_g_idx", "groups")) if part in parts}
     return PackedWeight(module, shape, read, GROUPED | more)
+
+
+def _blocks_of(module: str, parts: Parts, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the size of the blocks that share a scale: the one in the settings that fits; (0, 0) for other forms.
+
+    Raises:
+        UnsupportedModelError: several fit.
+    """
+    schemes = [each.get("weights") or {} for each in settings.get("config_groups", {}).values()]
+    sizes = sorted({tuple(each["block_structure"]) for each in schemes if each.get("block_structure")})
+    shape, scales = parts["weight"].empty.shape, tuple(parts["weight_scale"].empty.shape)
+    fitting = [(high, wide) for high, wide in sizes if (-(-shape[0] // high), -(-shape[1] // wide)) == scales]
+    if len(fitting) > 1:
+        either = " or ".join(f"{high}x{wide}" for high, wide in fitting)
+        raise UnsupportedModelError(f"{module} is in FP8 in blocks of {either}; its settings do not tell which", OTHERWISE)
+    in_other_form = len(scales) < 2 or scales[0] == shape[0] or scales == (1, 1)  # the blocks are those of other modules
+    return next(iter(fitting or ([] if in_other_form else sizes)), (0, 0))
 
 
 def _fp8(tensors: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

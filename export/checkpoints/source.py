@@ -154,9 +154,9 @@ class Source:
         return settings
 
     def stored_bits(self) -> int | None:
-        """Return how many bits the weights of a quantized checkpoint have that are integers, according to its configuration.
+        """Return how many bits the weights of a quantized checkpoint have, according to its configuration: the most of them.
 
-        None if they are not integers, or for a GGUF file, whose tensors each have a type.
+        None if none are integers, or for a GGUF file, whose tensors each have a type.
 
         Raises:
             SourceError: see `quantization`.
@@ -171,8 +171,10 @@ class Source:
             bits = [4]
         groups = settings.get("config_groups")
         if settings.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
-            schemes = [each.get("weights") for each in groups.values() if isinstance(each, dict)]
-            bits = [each.get("num_bits") for each in schemes if isinstance(each, dict) and each.get("type") == "int"]
+            given = [each.get("weights") for each in groups.values() if isinstance(each, dict)]
+            schemes = [each for each in given if isinstance(each, dict)]
+            if any(each.get("type") == "int" for each in schemes):  # others among them take more
+                bits = [each.get("num_bits") for each in schemes]
         return max((each for each in bits if isinstance(each, int) and each <= 8), default=None)  # 16 bits: floats
 
     def drafting_role(self) -> str:

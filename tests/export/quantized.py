@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,29 @@ from outrider.export.checkpoints.packed import unpacked
 
 GROUP = 32
 MOST_FP8 = 448.0  # the largest number
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # FP4 without its sign
 # The bytes of a GGUF block at which its fp16 numbers begin, if they are not 0 and 2. Others may be anything.
 HALVES = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q6_K": [208]}
 Tensors = dict[str, torch.Tensor]
 
 
-def rounded(weight: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The integers 0 to 15 [N, K], scales and zero points [N, K / GROUP] of a weight."""
-    groups = weight.reshape(len(weight), -1, GROUP)
+def rounded(weight: torch.Tensor, symmetric: bool, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The integers from 0 on [N, K], scales and zero points [N, K / GROUP] of a weight."""
+    groups, most = weight.reshape(len(weight), -1, GROUP), 2**bits - 1
     if symmetric:
-        scale = (groups.abs().amax(-1) / 8).half().float()
-        zero = torch.full_like(scale, 8)
+        scale = (groups.abs().amax(-1) / 2 ** (bits - 1)).half().float()
+        zero = torch.full_like(scale, 2 ** (bits - 1))
     else:
         low, high = groups.amin(-1), groups.amax(-1)
-        scale = ((high - low) / 15).half().float()
-        zero = (-low / scale).round().clamp(1, 15)
-    return (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15).reshape(weight.shape), scale, zero
+        scale = ((high - low) / most).half().float()
+        zero = (-low / scale).round().clamp(1, most)
+    return (groups / scale[..., None] + zero[..., None]).round().clamp(0, most).reshape(weight.shape), scale, zero
 
 
-def words(values: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight values of a row in each int32, from the lowest bits on, in an order."""
-    eights = values.to(torch.int64).reshape(len(values), -1, 8)[..., order]
-    return (eights << 4 * torch.arange(8)).sum(-1).to(torch.int32)
+def words(values: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> torch.Tensor:
+    """As many values of a row in each int32 as fit, from the lowest bits on; eight of four bits may have an order."""
+    some = values.to(torch.int64).reshape(len(values), -1, 32 // bits)[..., order[: 32 // bits]]
+    return (some << bits * torch.arange(32 // bits)).sum(-1).to(torch.int32)
 
 
 def awq(weight: torch.Tensor) -> Tensors:
@@ -60,10 +62,50 @@ def gptq(weight: torch.Tensor) -> Tensors:
     return {"qweight": packed, "qzeros": words(zero.T - 1), "scales": scale.T.half(), "g_idx": groups}
 
 
+def gptq_symmetric(weight: torch.Tensor, bits: int = 4) -> Tensors:
+    integers, scale, zero = rounded(weight, symmetric=True, bits=bits)
+    packed, zeros = words(integers, bits=bits).T, words(zero.T - 1, bits=bits)
+    groups = (torch.arange(weight.shape[1]) // GROUP).to(torch.int32)
+    return {"qweight": packed, "qzeros": zeros, "scales": scale.T.half(), "g_idx": groups}
+
+
 def compressed(weight: torch.Tensor) -> Tensors:
     integers, scale, _ = rounded(weight, symmetric=True)
     shape = torch.tensor(weight.shape)
     return {"weight_packed": words(integers), "weight_scale": scale.bfloat16(), "weight_shape": shape}
+
+
+def compressed_asymmetric(weight: torch.Tensor) -> Tensors:
+    integers, scale, zero = rounded(weight, symmetric=False)
+    packed = {"weight_packed": words(integers), "weight_scale": scale.half(), "weight_shape": torch.tensor(weight.shape)}
+    return packed | {"weight_zero_point": words(zero.T).T}
+
+
+def in_rows(weight: torch.Tensor, kind: torch.dtype, most: float) -> Tensors:
+    """One scale for each output."""
+    scale = weight.abs().amax(1, keepdim=True) / most
+    numbers = weight / scale
+    return {"weight": (numbers if kind.is_floating_point else numbers.round()).to(kind), "weight_scale": scale}
+
+
+def in_fp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers times scales [N, G], two in a byte."""
+    numbers = weight.reshape(*scale.shape, -1) / scale[..., None]
+    codes = (numbers.abs()[..., None] - E2M1).abs().argmin(-1) + 8 * (numbers < 0)
+    pairs = codes.reshape(len(weight), -1, 2).to(torch.uint8)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def nvfp4(weight: torch.Tensor) -> Tensors:
+    whole = 6 * MOST_FP8 / weight.abs().amax()
+    scale = (whole * weight.reshape(len(weight), -1, 16).abs().amax(-1) / 6).to(torch.float8_e4m3fn)
+    packed = in_fp4(weight, scale.float() / whole)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1)}
+
+
+def mxfp4(weight: torch.Tensor) -> Tensors:
+    exponents = weight.reshape(len(weight), -1, 32).abs().amax(-1).log2().floor() - 2
+    return {"weight_packed": in_fp4(weight, exponents.exp2()), "weight_scale": (exponents + 127).to(torch.uint8)}
 
 
 def modelopt(weight: torch.Tensor) -> Tensors:
@@ -89,23 +131,38 @@ def in_fp8(weight: torch.Tensor) -> Tensors:
     return whole | {"activation_scale": torch.tensor(0.02)}
 
 
+def scheme(layout: str, **weights: Any) -> dict[str, Any]:
+    """The settings of compressed-tensors for modules that are all alike."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
+FLOAT8 = {"num_bits": 8, "type": "float"}
+IN_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 METHODS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
-    "compressed-tensors": (
-        compressed,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}}},
-        },
+    "gptq-symmetric": (
+        gptq_symmetric,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
     ),
+    "gptq-8-bits": (functools.partial(gptq_symmetric, bits=8), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
+    "compressed-tensors": (compressed, scheme("pack-quantized", **IN_GROUPS)),
+    "ct-asymmetric": (compressed_asymmetric, scheme("pack-quantized", **IN_GROUPS | {"symmetric": False})),
+    "ct-int8": (
+        functools.partial(in_rows, kind=torch.int8, most=127),
+        scheme("int-quantized", num_bits=8, type="int", strategy="channel"),
+    ),
+    "ct-fp8": (
+        functools.partial(in_rows, kind=torch.float8_e4m3fn, most=MOST_FP8),
+        scheme("float-quantized", **FLOAT8, strategy="channel"),
+    ),
+    "ct-nvfp4": (nvfp4, scheme("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)),
+    "ct-mxfp4": (mxfp4, scheme("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)),
     "modelopt": (modelopt, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": GROUP}),
-    "fp8": (in_fp8, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}),
-    "fp8-blocks": (
-        in_fp8_blocks,
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]},
-    ),
+    "fp8": (in_fp8, FP8 | {"activation_scheme": "static", "weight_block_size": None}),
+    "fp8-blocks": (in_fp8_blocks, FP8 | {"weight_block_size": [GROUP, GROUP]}),
 }
 
 
@@ -120,16 +177,20 @@ def blocks(numbers: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     return made.reshape(*numbers.shape[:-1], -1)
 
 
-def write(source: Path, folder: Path, method: str, kept: str = "(?!)", **settings: Any) -> Path:
+def write(
+    source: Path, folder: Path, method: str, kept: str = "(?!)", others: Mapping[str, str] | None = None, **settings: Any
+) -> Path:
     """Copy a checkpoint, with its layers' weights quantized by a method, except modules whose names match `kept`.
 
-    The settings are added to the method's. Experts, which are one tensor, can only be in FP8.
+    Modules whose names match a pattern of `others` are quantized by the method there. The settings are added to those of the
+    method. Experts, which are one tensor, can only be in FP8.
     """
-    quantized, own = METHODS[method]
+    own = METHODS[method][1]
     shutil.copytree(source, folder)
     file, made = folder / "model.safetensors", Tensors()
     for name, tensor in load_file(file).items():
         module = name.removesuffix(".weight")
+        quantized = METHODS[next((each for name, each in (others or {}).items() if re.search(name, module)), method)][0]
         if not module.endswith("_proj") or re.search(kept, module):
             made[name] = tensor
         elif tensor.dim() == 3:

@@ -223,6 +223,13 @@ def test_experts_are_kept(method: str, bits: int, tmp_path: Path) -> None:
         (
             {
                 "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}, "b": {"weights": quantized.FLOAT8}},
+            },
+            8,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
                 "config_groups": {each: {"weights": {"num_bits": bits, "type": "int"}} for each, bits in (("a", 4), ("b", 8))},
             },
             8,

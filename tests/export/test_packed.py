@@ -195,11 +195,25 @@ def test_a_checkpoint_in_fp8_is_read_layer_by_layer(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter(name), weight.float() * scale.repeat_interleave(128, 1)[:, :192])
 
 
-def test_another_module_s_blocks_are_not_those_of_rows() -> None:
-    settings, tensors, want = case("ct-fp8-channel")
+@pytest.mark.parametrize("name", ["ct-fp8-channel", "ct-fp8-tensor", "ct-mxfp8"])
+def test_another_module_s_blocks_are_not_those_of_a_module(name: str) -> None:
+    settings, tensors, want = case(name)
     blocks, _, _ = case("ct-fp8-block")
     groups = {"group_0": settings["config_groups"]["group_0"], "group_1": blocks["config_groups"]["group_0"]}
     assert torch.equal(read(settings | {"config_groups": groups}, tensors), want)
+
+
+def test_blocks_of_two_sizes_that_fit_are_refused() -> None:
+    settings, tensors, want = case("ct-fp8-block")  # [64, 256] in blocks of 48 and 128
+    weights = settings["config_groups"]["group_0"]["weights"]
+
+    def groups(*sizes: list[int]) -> dict[str, Any]:
+        schemes = [{"weights": weights | {"block_structure": size}} for size in sizes]
+        return settings | {"config_groups": {f"group_{index}": each for index, each in enumerate(schemes)}}
+
+    assert torch.equal(read(groups([128, 128], [48, 128], [48, 64]), tensors), want)
+    with pytest.raises(UnsupportedModelError, match=r"a\.b is in FP8 in blocks of 48x128 or 60x128; its settings do not"):
+        read(groups([60, 128], [48, 128]), tensors)
 
 
 def test_numbers_without_a_method_are_refused(tmp_path: Path) -> None:
