@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 from outrider.errors import SourceError, UnsupportedModelError
 from outrider.export.checkpoints.integers import Content
 from outrider.export.checkpoints.packed import unpacked
-from outrider.export.checkpoints.packed_weight import OTHERWISE
+from outrider.export.checkpoints.packed_weight import OTHERWISE, PackedWeight
 from outrider.export.checkpoints.source import AGAIN, reason_of
 from outrider.export.checkpoints.swapped import swapped
 
@@ -130,12 +130,15 @@ class Outlined:
             target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
             if target not in known and name in known:
                 target, _ = rename_source_key(name, [], [], model.base_model_prefix, known)
+            if _has_no_place(name, target, tensors, known):
+                continue
             targets[target].append(name)
             stored = getattr(tensors[name], "stored", None)
             if target in parameters and parameters[target].is_floating_point() and stored not in (None, *FLOATS):
                 settings = self._packing or model.config.to_dict().get("quantization_config") or {}
                 method = settings.get("quant_method", "none")
                 raise UnsupportedModelError(f"{name} is quantized ({stored}) by a method that is not read: {method}", OTHERWISE)
+        tensors = {name: tensors[name] for names in targets.values() for name in names}
         for tied, other in model.all_tied_weights_keys.items():
             both = targets.get(tied, []) + targets.get(other, [])
             if len(both) == 2 and torch.equal(*(tensors[name][...] for name in both)):  # transformers only ties equal ones
@@ -185,6 +188,25 @@ def part_of(name: str) -> str:
     """Return the layer of a parameter, or the module outside the layers."""
     match = OF_LAYER.match(name)
     return name.rpartition(".")[0] if match is None else match[0]
+
+
+def _has_no_place(name: str, target: str, tensors: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is the bias of a quantized module, which has none in the model. Such a bias must be 0.
+
+    AutoGPTQ's modules always have one.
+    """
+    module, _, part = name.rpartition(".")
+    in_model = f"{target.removesuffix(part)}weight"
+    if (
+        part != "bias"
+        or target in known
+        or in_model not in known
+        or not isinstance(tensors.get(f"{module}.weight"), PackedWeight)
+    ):
+        return False
+    if tensors[name][...].any():
+        raise UnsupportedModelError(f"{name} is not 0, but the model has no such bias", OTHERWISE)
+    return True
 
 
 def _load(model: Any, tensors: Mapping[str, Any], config: Any) -> Any:

@@ -202,7 +202,8 @@ class MtpCheckpoint:
             raise SourceError(f"the MTP head of {self.name} is impossible: {reason_of(error)}", AGAIN) from error
         if missing := sorted(report["missing_keys"]):
             raise SourceError(f"the MTP head of {self.name} lacks the tensor of {missing[0]}", AGAIN)
-        if unknown := sorted(report["unexpected_keys"]):
+        zeros = {name for name, each in tensors.items() if name.endswith(".bias") and not each.any()}  # AutoGPTQ writes them
+        if unknown := sorted(report["unexpected_keys"] - zeros):
             raise _not_known(self.name, f"the tensor of {unknown[0]}")
         set_experts(layer)
         made: PreTrainedModel = layer.eval().requires_grad_(False)

@@ -28,8 +28,8 @@ from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.export.weights.stored import Form, StoredWeight
 from outrider.tests.export import quantized
 from outrider.tests.export.architectures import COMMON
+from outrider.tests.export.packed.cases import CASES, Tensor, case
 from outrider.tests.export.quantized import HALVES
-from outrider.tests.export.test_packed import CASES, Tensor, case
 from outrider.tests.support import PAIR, run_here, write_checkpoint
 
 

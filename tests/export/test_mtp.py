@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,60 +15,12 @@ from outrider.bundle.manifest import Manifest
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.arguments import ExportArguments
 from outrider.export.checkpoints.checkpoint import load_model, read_config
-from outrider.export.checkpoints.mimo import MiMoConfig
 from outrider.export.checkpoints.source import Source
 from outrider.export.heads.draft_head import Target
-from outrider.export.heads.mtp import MtpCheckpoint, MtpHead, has_mtp
+from outrider.export.heads.mtp import MtpCheckpoint, has_mtp
 from outrider.export.pair import export_pair
-from outrider.tests.export import quantized
-from outrider.tests.export.recurrent_models import COMMON, CONFIGS, EXPERTS
-from outrider.tests.export.test_packed import case
+from outrider.tests.export.mtp_heads import LAYERS, OF_DEEPSEEK, OF_MIMO, OF_QWEN, WIDTH, build, write_with_head
 from outrider.tests.support import write_checkpoint
-
-WIDTH, LAYERS = COMMON["hidden_size"], COMMON["num_hidden_layers"]
-ROUTED = {**COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
-LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-OF_DEEPSEEK: dict[str, Any] = {
-    "GLM-4.5": hf.Glm4MoeConfig(**ROUTED, head_dim=16, first_k_dense_replace=1),
-    "DeepSeek-V3": hf.DeepseekV3Config(**{**ROUTED, "num_key_value_heads": 4}, **LATENT, first_k_dense_replace=1),
-}
-OF_MIMO = MiMoConfig(**{**COMMON, "num_key_value_heads": 2, "num_hidden_layers": 1})
-OF_QWEN = {name: CONFIGS[name] for name in ("Qwen3.5", "Qwen3.5-MoE", "Qwen3-Next")}
-assert EXPERTS["num_experts"] == ROUTED["n_routed_experts"]
-
-
-def write_with_head(folder: Path, config: Any, of_qwen: bool) -> Path:
-    """Write a tiny random checkpoint whose head is its last layer, changed a little."""
-    torch.manual_seed(0)
-    made = hf.AutoModelForCausalLM.from_config(config)
-    for parameter in made.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    write_checkpoint(folder, made)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    last = f"model.layers.{config.num_hidden_layers - 1}."
-    layer = {name.removeprefix(last): each + 0.05 * torch.randn_like(each) for name, each in tensors.items() if last in name}
-    wide, norms = 0.1 * torch.randn(WIDTH, 2 * WIDTH), [0.3 * torch.randn(WIDTH) for _ in range(3)]
-    if of_qwen:
-        tensors |= {f"mtp.layers.0.{name}": each for name, each in layer.items()}
-        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        tensors |= {f"mtp.{name}.weight": each for name, each in zip(names, norms, strict=True)} | {"mtp.fc.weight": wide}
-    else:
-        own = f"model.layers.{LAYERS}."
-        tensors |= {own + name: each for name, each in layer.items()}
-        names = ("enorm", "hnorm", "shared_head.norm")
-        tensors |= {f"{own}{name}.weight": 1 + each for name, each in zip(names, norms, strict=True)}
-        tensors |= {own + "eh_proj.weight": wide, own + "shared_head.head.weight": tensors["lm_head.weight"].clone()}
-        tensors[own + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, path, metadata={"format": "pt"})
-    return folder
-
-
-def build(folder: Path) -> tuple[hf.PreTrainedModel, MtpHead]:
-    source = Source.parse(str(folder))
-    model = load_model(source, "fp32")
-    return model, MtpCheckpoint.read(source).build(Target.of(model))[1]
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,85 +120,6 @@ def test_it_is_the_default_and_can_be_left_out(by_default: tuple[Path, Manifest]
     assert export_pair(folder, "none", tmp_path / "none", precision="fp32").roles == ("target",)
     with pytest.raises(UsageError, match="contradict"):
         ExportArguments.check(folder, ["none", "mtp"], tmp_path / "both", precision="fp32")
-
-
-def describe(folder: Path, settings: dict[str, Any]) -> None:
-    """Say in a checkpoint's configuration how it is quantized."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-
-
-def test_weights_in_fp8_are_dequantized(tmp_path: Path) -> None:
-    """DeepSeek-V3 is published like this. The last blocks of rows and columns are smaller than the others."""
-    folder = write_with_head(tmp_path / "model", OF_DEEPSEEK["DeepSeek-V3"], of_qwen=False)
-    path, block = folder / "model.safetensors", (24, 40)
-    tensors = load_file(path)
-    name = f"model.layers.{LAYERS}.self_attn.o_proj.weight"
-    rows, columns = tensors[name].shape
-    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
-    small = tensors[name].to(torch.float8_e4m3fn)
-    save_file(tensors | {name: small, f"{name}_scale_inv": scales}, path, metadata={"format": "pt"})
-    describe(folder, {"quant_method": "fp8", "weight_block_size": list(block)})
-    got = MtpCheckpoint.read(Source.parse(str(folder))).tensors["model.layers.0.self_attn.o_proj.weight"]
-    for row, column in ((0, 0), (rows - 1, columns - 1), (24, 39), (23, 40)):
-        assert got[row, column] == small[row, column].float() * scales[row // block[0], column // block[1]]
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint with the names of Qwen's and a layer in which `test_packed`'s cases fit, and its tensors."""
-    folder = write_with_head(tmp_path / "model", hf.LlamaConfig(**{**COMMON, "intermediate_size": 256}), of_qwen=True)
-    return folder, load_file(folder / "model.safetensors")
-
-
-def replace(plain: tuple[Path, dict[str, torch.Tensor]], module: str, parts: dict[str, torch.Tensor]) -> Source:
-    """Write other tensors in the place of a module's weight."""
-    own = {name: each for name, each in plain[1].items() if name != f"{module}.weight"}
-    own |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
-    save_file(own, plain[0] / "model.safetensors", metadata={"format": "pt"})
-    return Source.parse(str(plain[0]))
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "ct-asymmetric", "ct-fp8-channel", "ct-fp8-block", "ct-fp8-tensor"])
-def test_a_quantized_module_has_the_weight_that_its_library_reads(
-    name: str, plain: tuple[Path, dict[str, torch.Tensor]]
-) -> None:
-    """The layer's other modules are not quantized, and neither is the target."""
-    whole, (settings, parts, want) = MtpCheckpoint.read(Source.parse(str(plain[0]))).tensors, case(name)
-    describe(plain[0], settings)
-    source = replace(plain, "mtp.layers.0.mlp.down_proj", parts)
-    got, own = MtpCheckpoint.read(source).tensors, "model.layers.0.mlp.down_proj.weight"
-    assert got.keys() == whole.keys()
-    assert all(torch.equal(each, want if name == own else whole[name]) for name, each in got.items())
-    assert torch.equal(build(plain[0])[1].get_parameter(own), want)
-
-
-@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "modelopt"])
-def test_a_head_may_be_quantized_as_a_whole(method: str, plain: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    """With the first of its tensors, too, whose name tells which layout the head has."""
-    whole = build(plain[0])[1]
-    replace(plain, "mtp.fc", quantized.METHODS[method][0](plain[1]["mtp.fc.weight"]))
-    got = build(quantized.write(plain[0], tmp_path / "quantized", method))[1]
-    for (name, each), want in zip(got.named_parameters(), whole.parameters(), strict=True):
-        assert (each - want).norm() < 0.2 * want.norm(), name
-        assert torch.equal(each, want) != name.endswith("_proj.weight")
-
-
-def test_what_a_quantized_head_lacks_is_named(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    target, module = Target.of(load_model(Source.parse(str(plain[0])), "fp32")), "mtp.layers.0.mlp.down_proj"
-    settings, parts, _ = case("ct-fp8-block")
-    in_blocks = {"quant_method": "fp8", "weight_block_size": [48, 128]}
-    for quantization, scale in ((settings, "weight_scale"), (in_blocks, "weight_scale_inv")):
-        describe(plain[0], quantization)
-        with pytest.raises(SourceError, match=rf"{module}\.weight is quantized, but has no scale"):
-            MtpCheckpoint.read(replace(plain, module, {"weight": parts["weight"]}))
-        with pytest.raises(SourceError, match=rf"{module}.* do not fit each other"):
-            MtpCheckpoint.read(replace(plain, module, {"weight": parts["weight"], scale: parts["weight_scale"][:, :1]}))
-    with pytest.raises(SourceError, match=r"lacks the tensor of model\.layers\.0\.mlp\.down_proj\.weight"):
-        MtpCheckpoint.read(replace(plain, module, {scale: parts["weight_scale"]})).build(target)
-    describe(plain[0], {"quant_method": "another"})
-    with pytest.raises(UnsupportedModelError, match="model is quantized by another, which is not read"):
-        MtpCheckpoint.read(replace(plain, module, parts))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from outrider.export.arguments import ExportArguments
 from outrider.export.pair import export
 from outrider.progress import Progress
 from outrider.tests.drafts import plain_block_head, random_block_head, random_head, random_parallel_head
-from outrider.tests.export import gguf_files, test_mtp
+from outrider.tests.export import gguf_files, mtp_heads
 from outrider.tests.support import END, PAIR, llama, write_checkpoint
 
 HUGE = 2**40
@@ -125,8 +125,8 @@ def test_an_odd_value_of_a_head_is_refused(tmp_path: Path, changes: dict[str, An
 
 @pytest.mark.parametrize("key", ["quantization_config", "mtp_layer_types"])
 def test_an_odd_value_of_a_targets_own_head_is_refused(tmp_path: Path, key: str) -> None:
-    folder = test_mtp.write_with_head(tmp_path / "model", test_mtp.OF_DEEPSEEK["GLM-4.5"], of_qwen=False)
-    changed(folder / "config.json", **{key: 5, "layer_types": ["full_attention"] * test_mtp.LAYERS})
+    folder = mtp_heads.write_with_head(tmp_path / "model", mtp_heads.OF_DEEPSEEK["GLM-4.5"], of_qwen=False)
+    changed(folder / "config.json", **{key: 5, "layer_types": ["full_attention"] * mtp_heads.LAYERS})
     assert re.search("model", outcome(tmp_path, folder))
 
 

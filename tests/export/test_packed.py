@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,32 +15,8 @@ from outrider.errors import OutriderError, SourceError, UnsupportedModelError
 from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.source import Source
+from outrider.tests.export.packed.cases import CASES, UNUSED, Tensor, case
 from outrider.tests.support import llama, write_checkpoint
-
-ARRAYS = dict(np.load(Path(__file__).parent / "packed" / "fixtures.npz"))
-CASES = sorted({name.split("/")[0] for name in ARRAYS})
-
-
-def case(name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]:
-    """The settings, tensors and weight of a case."""
-    tensors = {}
-    for key, array in ARRAYS.items():
-        if key.startswith(f"{name}/tensor/"):
-            part, eight, _ = key.removeprefix(f"{name}/tensor/").partition(".fp8")
-            tensor = torch.from_numpy(array)
-            tensors[part] = tensor.view(torch.float8_e4m3fn) if eight else tensor
-    return json.loads(str(ARRAYS[f"{name}/settings"])), tensors, torch.from_numpy(ARRAYS[f"{name}/weight"])
-
-
-class Tensor:
-    """A tensor as in a file."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.empty = tensor.to("meta")
-        self._tensor = tensor
-
-    def __getitem__(self, _: Any) -> torch.Tensor:
-        return self._tensor
 
 
 def read(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -269,4 +244,38 @@ def test_a_missing_part_is_named(name: str, tmp_path: Path) -> None:
     del tensors[next(name for name in tensors if name.endswith(("scales", "weight_scale")))]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(OutriderError, match=rf"{module}.* has no (scale|tensor 'scales')"):
+        load_model(Source.parse(str(tmp_path / "model")), "int4")
+
+
+@pytest.mark.parametrize("name", ["awq", "ct-fp8-tensor", "ct-nvfp4", "modelopt-nvfp4"])
+def test_scales_of_activations_and_caches_are_left_out(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a word; nothing is rounded by them."""
+    module = write_with(tmp_path / "model", name)
+    folder, layer = tmp_path / "model", "model.layers.0"
+    file = folder / "model.safetensors"
+    unused = {f"{layer}.{each}": torch.rand(1) for each in UNUSED}
+    save_file(load_file(file) | unused, file, metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    if "quantization_config" in described:
+        described["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+        (folder / "config.json").write_text(json.dumps(described))
+    capfd.readouterr()
+    model = load_model(Source.parse(str(folder)), "int4")
+    assert torch.equal(model.get_submodule(module).weight, case(name)[2])
+    assert "UNEXPECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_a_bias_that_the_model_lacks_is_0(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    module = write_with(tmp_path / "model", name)
+    file, want = tmp_path / "model" / "model.safetensors", case(name)[2]
+    tensors, bias = load_file(file), torch.zeros(len(want))
+    save_file(tensors | {f"{module}.bias": bias}, file, metadata={"format": "pt"})
+    capfd.readouterr()
+    model = load_model(Source.parse(str(tmp_path / "model")), "int4")
+    assert torch.equal(model.get_submodule(module).weight, want)
+    assert "UNEXPECTED" not in "".join(capfd.readouterr())
+    bias[-1] = 1e-3
+    save_file(tensors | {f"{module}.bias": bias}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=rf"{module}\.bias is not 0, but the model has no such bias"):
         load_model(Source.parse(str(tmp_path / "model")), "int4")
