@@ -69,11 +69,11 @@ class Table:
         """Return the rows with these names."""
         return [f"| {' | '.join([name, *(self.rows[name][column] for column in self.columns)])} |" for name in names]
 
-    def check(self, text: str) -> None:
-        """Assert that the page has this part."""
+    def check(self, text: Callable[[Table], str]) -> None:
+        """Assert that the page has the part that `text` makes of this table."""
         if self.writing:
             pytest.skip("it is written at the end")
-        assert parts()[self.part] == text
+        assert parts()[self.part] == text(self)
 
     def says(self, row: str, column: str, cell: str, figure: bool = False) -> None:
         """Assert that a cell is on the page; of a figure, which depends on the machine, that there is one."""

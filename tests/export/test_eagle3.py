@@ -35,7 +35,7 @@ def page(request: pytest.FixtureRequest) -> Iterator[models_page.Table]:
 
 
 def test_the_page_is_about_these_heads(page: models_page.Table) -> None:
-    page.check(text(page))
+    page.check(text)
 
 
 CAPACITY, TOLERANCE = 64, 1e-4

@@ -47,7 +47,7 @@ def page(request: pytest.FixtureRequest) -> Iterator[models_page.Table]:
 
 
 def test_the_page_is_about_these_forms(page: models_page.Table) -> None:
-    page.check(text(page))
+    page.check(text)
 
 
 def checkpoint(form: str, folder: Path) -> Path:
