@@ -83,8 +83,8 @@ def compressed_asymmetric(weight: torch.Tensor) -> Tensors:
 
 def in_rows(weight: torch.Tensor, kind: torch.dtype, most: float) -> Tensors:
     """One scale for each output."""
-    scale = weight.abs().amax(1, keepdim=True) / most
-    numbers = weight / scale
+    scale = (weight.abs().amax(1, keepdim=True) / most).bfloat16()
+    numbers = (weight / scale.float()).clamp(-most, most)
     return {"weight": (numbers if kind.is_floating_point else numbers.round()).to(kind), "weight_scale": scale}
 
 

@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, numpy_helper
+from transformers import AutoModelForCausalLM
 
 from outrider.audit.audit import SAMPLED, Scope, audit
 from outrider.audit.prompts import PROMPTS
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.integrity import check_files
+from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.gguf_blocks import BLOCKS
+from outrider.export.checkpoints.source import Source
+from outrider.export.checkpoints.tokenizer import load_tokenizer
 from outrider.export.pair import export_pair
+from outrider.export.weights.block_linear import BlockLinear
+from outrider.export.weights.quantize import quantize_model
+from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.tests.export import models_page, quantized
 from outrider.tests.export.gguf_files import write as write_gguf
+from outrider.tests.export.refused_formats import LAYOUTS, METHODS
 from outrider.tests.serve.server import fetch, serving_here
-from outrider.tests.support import PAIR, build
+from outrider.tests.support import PAIR, build, run_here
 
 GGUF = {f"GGUF {kind.name}": kind for kind in BLOCKS}
 FORMS = {
     "AWQ": "awq",
+    "GPTQ, symmetric": "gptq-symmetric",
     "GPTQ, asymmetric, with act-order": "gptq",
     "compressed-tensors, pack-quantized, symmetric, bf16 scales": "compressed-tensors",
+    "compressed-tensors, pack-quantized, asymmetric": "ct-asymmetric",
+    "compressed-tensors, int-quantized, int8, bf16 scales": "ct-int8",
     "ModelOpt AWQ, factors of inputs": "modelopt",
 } | dict.fromkeys(GGUF, "")
+ROUNDED = {
+    "FP8, one scale for a weight": "fp8",
+    "FP8 in blocks": "fp8-blocks",
+    "compressed-tensors, FP8 of rows": "ct-fp8",
+    "compressed-tensors, NVFP4": "ct-nvfp4",
+    "compressed-tensors, MXFP4": "ct-mxfp4",
+}
 KEPT = "kept as"
+DEQUANTIZED = "no: dequantized without loss"
 NAMES = {"zero": "zero points", "offset": "offsets", "factors": "factors of inputs"}
 BACKENDS = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "tensorrt-rtx": "TensorRT-RTX, TensorRT"}
 COLUMNS = (KEPT, *BACKENDS.values())
@@ -54,17 +76,56 @@ def checkpoint(form: str, folder: Path) -> Path:
     if form in GGUF:
         write_gguf(folder / "model.gguf", kind=GGUF[form], width=256 if form.endswith("_K") else 64)
         return folder / "model.gguf"
-    return quantized.write(PAIR / "target", folder / "model", FORMS[form])
+    return quantized.write(PAIR / "target", folder / "model", (FORMS | ROUNDED)[form])
 
 
-@pytest.mark.parametrize(
-    ("form", "backend"),
-    [
-        pytest.param(form, backend, marks=() if (form, backend) in QUICK else pytest.mark.slow)
-        for form in FORMS
-        for backend in BACKENDS
-    ],
-)
+def on_backends(forms: Iterable[str]) -> list[Any]:
+    """Each form on each backend; few of these are not slow."""
+    pairs = [(form, backend) for form in forms for backend in BACKENDS]
+    return [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in pairs]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_its_weights_are_kept(form: str, page: models_page.Table, tmp_path: Path) -> None:
+    """Those of inputs of which one is 1 and the others are 0 are the dequantized checkpoint's to the bit."""
+    source = Source.parse(str(checkpoint(form, tmp_path)))
+    whole = load_model(source, "int4")
+    model, weights = open_model(source, "int4", tmp_path)
+    found = quantize_model(model, weights, Rounding("int4", head_precision="int8", method=AS_IS), load_tokenizer(source), None)
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, BlockLinear) and each.exact}
+    assert len(layers) == 14 + (found.rounded == [])
+    for name, layer in layers.items():
+        linear = whole.get_submodule(name)
+        bias = 0 if linear.bias is None else linear.bias
+        assert torch.equal(layer(torch.eye(linear.in_features)), linear.weight.T + bias)
+    first = next(each for name, each in layers.items() if name.endswith("q_proj"))
+    kind = f"{'int' if first.quantized.dtype == torch.int8 else 'uint'}{first.bits}"
+    page.says(form, KEPT, ", ".join([kind, *(NAMES[part] for part in NAMES if getattr(first, part) is not None)]))
+
+
+@pytest.mark.parametrize("form", ROUNDED)
+def test_its_weights_are_dequantized(form: str, page: models_page.Table, tmp_path: Path) -> None:
+    folder = checkpoint(form, tmp_path)
+    options = ("--draft", "none", "--precision", "as-is", "-o", tmp_path / "export")
+    done = run_here("export", "--target", folder, *options)
+    assert done.returncode == 2
+    assert "stores no integers that as-is could keep" in done.stderr
+    plain = quantized.dequantized(folder, tmp_path / "dequantized")
+    want = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).state_dict()
+    found = load_model(Source.parse(str(folder)), "fp32").state_dict()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(each, want[name]) for name, each in found.items())
+    page.says(form, KEPT, DEQUANTIZED)
+
+
+@pytest.mark.parametrize(("form", "backend"), on_backends(ROUNDED))
+def test_it_is_served_rounded(form: str, backend: str, page: models_page.Table, tmp_path: Path) -> None:
+    export_pair(str(checkpoint(form, tmp_path)), None, tmp_path / "export", precision="int8")
+    serve(tmp_path, backend)
+    page.says(form, BACKENDS[backend], "builds, rounded" if backend == "tensorrt-rtx" else "rounded")
+
+
+@pytest.mark.parametrize(("form", "backend"), on_backends(FORMS))
 def test_it_is_served_as_it_is(form: str, backend: str, page: models_page.Table, tmp_path: Path) -> None:
     """With texts and distributions as in plain decoding, also over HTTP."""
     export_pair(str(checkpoint(form, tmp_path)), None, tmp_path / "export", precision="as-is")
@@ -78,12 +139,17 @@ def test_it_is_served_as_it_is(form: str, backend: str, page: models_page.Table,
     besides = [part for part in NAMES if any(name.endswith(f"q_proj.{part}") for name in parts)]
     page.says(form, KEPT, ", ".join([*kinds, *(NAMES[part] for part in besides)]))
     assert (quantization.method, quantization.rounded) == ("as-is", [] if form in GGUF and not besides else ["lm_head"])
+    serve(tmp_path, backend)
+    page.says(form, BACKENDS[backend], outcome(backend, bool({"zero", "offset"} & {*besides}), quantization.rounded, tmp_path))
+
+
+def serve(folder: Path, backend: str) -> None:
+    """Build a bundle of an export, and check its texts and distributions; TensorRT-RTX only builds."""
     sizes = {"capacity": 127, "k": [1, 4], "batch": 2}
     if backend == "tensorrt-rtx":
         pytest.importorskip("tensorrt_rtx", reason="would show that every form builds: pip install 'outrider[rtx]'")
         sizes |= {"batch": 1, "options": {"optimization_level": 0}}
-    bundle = build(tmp_path / "export", tmp_path / "bundle", backend=backend, **sizes)
-    page.says(form, BACKENDS[backend], outcome(backend, bool({"zero", "offset"} & {*besides}), quantization.rounded, tmp_path))
+    bundle = build(folder / "export", folder / "bundle", backend=backend, **sizes)
     if backend == "tensorrt-rtx":
         check_files(bundle, read_manifest(bundle))  # there is no GPU to run it
         return
@@ -126,10 +192,13 @@ def text(page: models_page.Table) -> str:
         "batches of two, without a near-tie. *Exact*: the kernels have the file's numbers. TensorRT's take integers and scales",
         "only; zero points and offsets become a product of the inputs' sums by group. OpenVINO's take scales in fp16, or in",
         "fp32 where fp16 does not have them, which is more to read. An output head in 16 bits, or one with offsets, is rounded",
-        "to int8. Other forms that are read (FP8, FP4) are rounded again as a whole.",
+        "to int8. Floats (FP8, FP4) are dequantized, without loss in fp32, and rounded again as a whole; here, to int8.",
         "",
         f"| form | {' | '.join(COLUMNS)} |",
         "|---|---|---|---|---|",
-        *page.lines(FORMS),
+        *page.lines([*FORMS, *ROUNDED]),
+        "",
+        *textwrap.wrap(f"Refused by name: {', '.join(METHODS)}, MLX.", 118),
+        *textwrap.wrap(f"Refused by a module's name: {', '.join(LAYOUTS)}.", 118),
     ]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from outrider.export.checkpoints.checkpoint import load_model, open_model
 from outrider.export.checkpoints.packed import unpacked
 from outrider.export.checkpoints.source import Source
 from outrider.tests.export.packed.cases import CASES, UNUSED, Tensor, case
+from outrider.tests.export.refused_formats import LAYOUTS
 from outrider.tests.support import llama, write_checkpoint
 
 
@@ -59,31 +60,7 @@ def test_symmetric_gptq_may_leave_its_zero_points_out() -> None:
     assert torch.equal(read(settings, tensors | {"qzeros": tensors["qzeros"][:, :0]}), want)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "parts", "message"),
-    [
-        ("awq", {"version": "gemv"}, {}, "AWQ's layout gemv"),
-        ("gptq", {"checkpoint_format": "gptq_p"}, {}, "GPTQ's layout gptq_p"),
-        ("gptq", {}, {"qzeros": torch.full((8, 8), -1, dtype=torch.int32)}, "zero points of 16"),
-        (
-            "ct-mxfp4",
-            {"format": "mxfp6-pack-quantized"},
-            {"weight_packed": torch.zeros(4, 192, dtype=torch.uint8)},
-            "mxfp6-pack",
-        ),
-        ("ct-mxfp4", {}, {"weight_zero_point": torch.zeros(4, 8)}, "format mxfp4-pack-quantized"),
-        ("ct-group", {"format": "marlin-24"}, {"scale_packed": torch.ones(2, 64)}, r"sparse \(scale_packed\)"),
-        ("modelopt-awq", {"quant_algo": "W4A8_AWQ"}, {"weight_scale_2": torch.ones(())}, "ModelOpt's W4A8_AWQ"),
-        ("modelopt-nvfp4", {"quant_algo": "NVFP4_SVD"}, {"svdquant_lora_a": torch.ones(2, 256)}, "ModelOpt's NVFP4_SVD"),
-        ("modelopt-fp8-rows", {"quant_algo": "FP8_PB_WO"}, {"weight_scale": torch.ones(1, 2)}, "ModelOpt's FP8_PB_WO"),
-        (
-            "modelopt-awq",
-            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "W8A16"}}},
-            {"weight": torch.zeros(4, 256, dtype=torch.int8)},
-            "ModelOpt's W8A16",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "parts", "message"), LAYOUTS.values(), ids=list(LAYOUTS))
 def test_what_is_not_read_is_refused_by_the_module_s_name(
     name: str, change: dict[str, Any], parts: dict[str, torch.Tensor], message: str
 ) -> None:

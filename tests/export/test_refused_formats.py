@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from outrider.tests.export.refused_formats import REFUSED
 from outrider.tests.support import llama, run_here, write_checkpoint
-
-METHODS = (
-    *("aqlm", "bitnet", "bitsandbytes", "eetq", "exl2", "exl3", "fouroversix", "fp_quant", "gemma", "higgs", "hqq", "marlin"),
-    *("metal", "nvfp4", "quanto", "quark", "quip", "sinq", "spqr", "torchao", "vptq"),
-)
-REFUSED: dict[str, dict[str, Any]] = {
-    **{name: {"quant_method": name, "bits": 4, "group_size": 64} for name in METHODS},
-    "bitsandbytes, without its name": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "MLX": {"group_size": 64, "bits": 4, "mode": "affine"},
-    "auto-round (auto_round:llm_compressor)": {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
-    "auto-round, with integers of inputs": {"quant_method": "auto-round", "packing_format": "auto_round", "act_bits": 8},
-    "auto-round, of floats": {"quant_method": "auto-round", "packing_format": "auto_round", "data_type": "mx_int"},
-    "auto-round, with rotated inputs": {
-        "quant_method": "auto-round",
-        "packing_format": "auto_round:auto_gptq",
-        "rotation_config": {"block_size": 32},
-    },
-    "a method of later years": {"quant_method": "a method of later years"},
-}
 
 
 @pytest.fixture(scope="module")
