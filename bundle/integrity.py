@@ -31,7 +31,7 @@ def unchanged(folder: Path) -> Iterator[Path]:
     def check(cause: Exception | None = None) -> None:
         if _statuses(folder, names) != before:
             message = f"{folder} was changed or replaced while it was being read"
-            raise FolderError(message, "run this again when nothing writes there any more") from cause
+            raise FolderError(message, "run this again once nothing is writing there") from cause
 
     try:
         yield folder

@@ -70,4 +70,6 @@ def prune(names: tuple[str, ...], every: bool) -> None:
     click.echo(f"freed {sum(each.size for each in removed) / 1e9:.2f} GB")
     if kept and asked:
         reasons = ", ".join(f"{name} ({reason})" for name, reason in kept.items())
-        raise FolderError(f"not removed: {reasons}", "end the processes that use them, or remove them as who made them")
+        raise FolderError(
+            f"not removed: {reasons}", "end the processes that use them, or remove them as the user who created them"
+        )

@@ -80,7 +80,7 @@ def command(
     show: bool,
     **params: Any,
 ) -> None:
-    """Hold a conversation in the terminal. Without one, each line of standard input is a message.
+    """Hold a conversation in the terminal. Without a terminal, each line of standard input is a message.
 
     MODEL is a bundle, or something to make one of: see outrider generate.
     """

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @click.option(
     "--head-precision",
     type=click.Choice(["fp32", "int8", "int4"]),
-    help=f"Precision of the output head, if --precision is int8 or int4; with {AS_IS}, of all that cannot be kept."
+    help=f"Precision of the output head, if --precision is int8 or int4; with {AS_IS}, of everything that cannot be kept."
     "  [default: int8; for the draft, as --precision]",
 )
 @click.option(

@@ -22,8 +22,8 @@ from outrider.runtime.policy.choice import AUTO
 LORA: dict[str, Any] = {
     "metavar": "FOLDER[=WEIGHT]",
     "multiple": True,
-    "help": "Merge a LoRA adapter that PEFT saved, a folder or a hub id, into the target; may be repeated. What it adds is"
-    " multiplied by WEIGHT.  [default: 1]",
+    "help": "Merge a LoRA adapter that PEFT saved, a folder or a hub id, into the target; may be repeated. WEIGHT scales"
+    " it.  [default: 1]",
 }
 NO_TEMPLATE = "there is no chat template, so chats are refused; --chat-template FILE adds one"
 

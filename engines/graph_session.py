@@ -104,7 +104,7 @@ class GraphSession(Session):
         return differ
 
     def lone_rows_vary(self) -> bool:
-        """Return whether a row alone has other bits from run to run. Clears the first slot.
+        """Return whether the result of a row alone varies from run to run. Clears the first slot.
 
         ONNX Runtime's fp16 products of one row do so on an H100 if they are as long as a 7B model's. Tokens near a tie would
         then differ from run to run, and no replay of a recorded pass would equal the pass.

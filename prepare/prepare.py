@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What to export. Of a draft without a checkpoint of its own there is only the name."""
+    """What to export. A draft without its own checkpoint has only a name."""
 
     target: Source
     drafts: list[Source | str]
@@ -85,13 +85,14 @@ def _check(wanted: Wanted) -> None:
     """Refuse, before the work of an export, what the bundle will not have.
 
     Raises:
-        UsageError: the capacity does not hold a round, or k is none of those that are built.
+        UsageError: the capacity does not hold a round, or k was not built.
     """
     if wanted.capacity is not None:
         check_capacity(wanted.capacity, K)
     if wanted.k not in (AUTO, 0, *K):
         raise UsageError(
-            f"k = {wanted.k} is not built into the bundle of a model by its name; it has k = {', '.join(map(str, (0, *K)))}",
+            f"k = {wanted.k} is not built into a bundle that is made from a model's name; it has k ="
+            f" {', '.join(map(str, (0, *K)))}",
             "choose one of these or auto, or build a bundle with outrider build-engine --k",
         )
 
@@ -271,7 +272,7 @@ def _check_room(weights: float, precision: str, root: Path) -> None:
     """Check that the disk has room for an export and its bundle, roughly.
 
     Raises:
-        FolderError: it has not.
+        FolderError: it does not have enough room.
     """
     bits = PRECISIONS[PRECISION if precision == AS_IS else precision].weight_bits
     needed = weights * max(2 * bits, bits + (8 if bits <= 8 else 0)) / 8  # an export rounds into temporary files of bytes

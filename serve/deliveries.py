@@ -45,7 +45,7 @@ class Deliveries:
         self._open |= zip(requests, deliveries, strict=True)
 
     def deliver(self, results: Iterable[tuple[Request, Result]], load: Load) -> None:
-        """Pass on results, which left this load. Their clients may look at the metrics at once, so they are set before."""
+        """Pass on results; `load` is the load after them. Clients may look at the metrics at once, so these are set first."""
         self._metrics.stepped(load)
         for request, result in results:
             self._deliver(request, result)

@@ -86,7 +86,7 @@ def test_an_answer_knows_the_whole_conversation(trained_bundle: Path, trained: O
     assert plain.stdout.rstrip("\n") == answer(trained, chat(ASKED[0]), max_new_tokens=3)
 
 
-def test_commands_begin_anew(trained_bundle: Path, trained: Outrider, asked: list[Request]) -> None:
+def test_commands_start_over(trained_bundle: Path, trained: Outrider, asked: list[Request]) -> None:
     typed = "Hi\n\n/clear\nHo\n/system Be brief.\nHi\n/clear\nHo\n/system\n /usr/bin\n/bin/ls\n/nothing\n/help\n/exit\nHi\n"
     done = run_here("chat", trained_bundle, "--system", "Be kind.", "--max-new-tokens", "1", input=typed)
     assert done.returncode == 0, done.stderr

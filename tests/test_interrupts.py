@@ -95,7 +95,7 @@ class Destroyed:
         signal.raise_signal(signal.SIGINT)
 
 with progress_bar():
-    Destroyed()  # Python prints what a destructor raises, and goes on
+    Destroyed()  # Python prints what a destructor raises, and continues
     time.sleep(60)
 """
 

@@ -188,13 +188,13 @@ class AnswerStore:
             longest: the most tokens of a prompt and its answer.
 
         Raises:
-            FolderError: the path is a link or no regular file.
+            FolderError: the path is a link, or not a regular file.
         """
         self._path, self._params, self._longest = path, params, longest
         self._settings = f"{target} {params.max_new_tokens} {longest}"
         self.known: dict[str, list[int]] = {}
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise FolderError(f"{path} is a link or no regular file", "remove it, and run again")
+            raise FolderError(f"{path} is a link, or not a regular file", "remove it, and run again")
         if path.exists():
             whole = 0
             for line in path.read_bytes().splitlines(keepends=True):

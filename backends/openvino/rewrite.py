@@ -206,7 +206,7 @@ def _weights_by_output(quantized: ir.Value, scale: ir.Value) -> ir.LazyTensor:
 def _scales_by_output(scale: ir.Value) -> ir.TensorProtocol:
     """Return scales [K / block, N] as [N, K / block, 1].
 
-    They are in fp16 if it has all of them: in fp32 they would be a ninth of the bytes of a pass.
+    They are in fp16 if it represents all of them exactly: in fp32 they would be a ninth of the bytes of a pass.
     """
     tensor = tensor_of(scale)
     values = bytes_of(tensor).view(tensor.dtype.numpy()).reshape(shape_of(scale))

@@ -40,7 +40,7 @@ def save(model: ir.Model, output: Path) -> None:
     """Merge common subexpressions, and write the graph and its weights.
 
     What an export has in its file of weights stays in one: onnx-ir would close the file of what moves into the graph, and fail
-    if somebody looks at it.
+    when it is read.
     """
     common.CommonSubexpressionEliminationPass()(model)
     ir.save(model, output, external_data=output.name + WEIGHTS, size_threshold_bytes=IN_GRAPH)

@@ -47,7 +47,7 @@ class Product:
 
 
 class ProductRule(RewriteRuleClassBase):
-    """A rule for products with dequantized weights; `Product.of` tells more of the node that it finds."""
+    """A rule for products with dequantized weights; `Product.of` describes the node that it finds."""
 
     def pattern(self, op: Op, x: Any, quantized: Any, scale: Any) -> Any:
         weight = op.DequantizeLinear(quantized, scale, _allow_other_attributes=True, _allow_other_inputs=True)

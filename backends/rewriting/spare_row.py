@@ -12,7 +12,7 @@ from outrider.backends.rewriting.matching import Op, refused, source
 class SpareRow(RewriteRuleClassBase):
     """Removes the second copy of the last row in attention, which 4-bit and 8-bit exports have.
 
-    For backends whose attention has another way to compute no row alone. They apply this rule first.
+    For backends whose attention avoids one-row passes in another way. They apply this rule first.
     """
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ def _integers(found: Product) -> Bytes:
 
 
 def _scale(found: Product) -> npt.NDArray[np.float32]:
-    """Return s [K / block, N]. Kernels want positive scales, so weights whose scale is 0 are 0 in another way."""
+    """Return s [K / block, N]. Kernels want positive scales: a scale of 0 becomes 1, with integers that stand for 0."""
     scale = tensor_of(found.scale).numpy()
     return np.where(scale == 0, np.float32(1), np.abs(scale))
 

@@ -18,7 +18,7 @@ from outrider.progress import Progress
 MAX_ELEMENTS = 2**40  # of a tensor
 
 SHARED = (
-    Option("workspace", "GPU memory that one kernel may use for itself.", type=float, metavar="GIB"),
+    Option("workspace", "Scratch GPU memory for one kernel.", type=float, metavar="GIB"),
     Option(
         "optimization_level",
         "How long to search for faster kernels, 0 to 5.  [default: the package's, 3]",
@@ -30,7 +30,7 @@ SHARED = (
 RTX_OPTIONS = (
     Option(
         "compute_capability",
-        f"The GPUs to build for, such as 8.9,12.0: of {RTX_GPUS}.  [default: all of these from 8.0 on]",
+        f"The GPUs to build for, such as 8.9,12.0; choose from {RTX_GPUS}.  [default: all of these from 8.0 on]",
         type=tuple,
         metavar="LIST",
     ),

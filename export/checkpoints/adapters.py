@@ -182,7 +182,7 @@ class Adapter:
             value: Any = self.settings.get(default) if key is None else patterns[key]
             number = float(value)
             if isinstance(value, bool) or not math.isfinite(number):
-                raise ValueError(f"{value!r:.50} is no number")
+                raise ValueError(f"{value!r:.50} is not a number")
         except (re.error, TypeError, ValueError, KeyError, OverflowError) as error:
             reason = reason_of(error)[:100]
             raise SourceError(f"{self.source.name} has no usable {default} for {module}: {reason}", AGAIN) from error

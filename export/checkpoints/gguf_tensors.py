@@ -115,7 +115,7 @@ class GgufTensors:
                 some = numbers[first : first + NUMBERS_AT_ONCE]
                 size = len(some) // of_block * bytes_
                 if len(blocks := np.fromfile(file, np.uint8, size)) < size:
-                    raise SourceError(f"{self._path} has been cut while it was read", AGAIN)
+                    raise SourceError(f"{self._path} was truncated while it was being read", AGAIN)
                 if kind in BLOCKS:
                     groups = BLOCKS[kind](torch.from_numpy(blocks).view(-1, bytes_))
                     groups.write(content, torch.from_numpy(some)) if content else groups.dequantize(torch.from_numpy(some))

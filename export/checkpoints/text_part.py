@@ -20,7 +20,7 @@ from outrider.errors import UnsupportedModelError
 
 
 def has_text_part(config: Any) -> bool:
-    """Return whether a configuration is of a multimodal model that is no causal language model as a whole."""
+    """Return whether a configuration is of a multimodal model that is not itself a causal language model."""
     kind = type(config)
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 

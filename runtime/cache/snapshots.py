@@ -37,7 +37,7 @@ class Snapshots:
         return max((len(each.text) for each in self._all if len(each.text) <= limit and each.begins(slot)), default=0)
 
     def restore(self, slot: Slot) -> None:
-        """Set a slot's state to that after its cached tokens, unless it is."""
+        """Set a slot's state to that after its cached tokens, unless it already is."""
         if self._target.usable(slot.index, slot.cached) == slot.cached:
             return
         (snapshot,) = (each for each in self._all if len(each.text) == slot.cached and each.begins(slot))

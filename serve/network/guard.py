@@ -61,7 +61,9 @@ class Guard:
         scope.setdefault("state", {})["owner"] = network((scope.get("client") or ("",))[0]) if key is None else self._names[key]
         if hosts and _host_name(headers.get("host", "")) not in hosts:
             # DNS rebinding: a web page can let its own host name resolve to this machine, and so send requests to this server.
-            return ApiError(403, f"use {hosts[0]} as the host name, or protect the server by API keys", code="host_not_allowed")
+            return ApiError(
+                403, f"use {hosts[0]} as the host name, or protect the server with API keys", code="host_not_allowed"
+            )
         if headers.get("sec-fetch-site") == "cross-site" and not public:
             return ApiError(403, "web pages of other sites may not send requests to this server", code="cross_site")
         kind = headers.get("content-type", "")

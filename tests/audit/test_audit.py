@@ -84,7 +84,7 @@ def test_every_wrong_sampler_is_detected_and_the_right_one_passes(report: dict[s
     on_host = [(name, fault) for name in ("ngram", "memory") for fault in (None, Fault.ALWAYS_ACCEPT.value)]
     assert named == [*of_model, *on_host]
     for control in report["controls"]:  # by the distribution, not by the support alone
-        if control["fault"] == Fault.TARGET_NOT_TRUNCATED.value:  # of which the test below demands this
+        if control["fault"] == Fault.TARGET_NOT_TRUNCATED.value:  # the test below requires this of it
             assert control["sampled"]["excluded"] > 0
             continue
         least = min(each["p_value"] for each in control["sampled"]["comparisons"])

@@ -165,7 +165,7 @@ def test_a_row_has_the_same_bits_alone_and_batched(
     for rows in (2, 3, 5, 9, 64):
         found = logits(rows)
         np.testing.assert_array_equal(found, alone[: len(found)])
-    for at in (0, 64):  # and so are the caches, which the next prompt may go on from
+    for at in (0, 64):  # and so are the caches, which the next prompt may continue from
         session.write(ids[:, at : at + 64], np.array([at]))
     np.testing.assert_array_equal(session.run(ids[:, 128:129], np.array([128]))[0], alone[112:113])
     np.testing.assert_array_equal(session.run(ids[:, -1:], np.array([CAPACITY - 1])).shape, (1, 1, session.vocab_rows))

@@ -79,7 +79,7 @@ def test_the_bundle_has_one_copy_of_the_weights_in_their_precision(
 
 
 def test_scales_are_those_of_the_export(trained_exports: Callable[[str], Path], tmp_path: Path) -> None:
-    """In fp16, or in fp32 where fp16 does not have all of a matrix's: scales of K-quants, for instance."""
+    """In fp16, or in fp32 where fp16 cannot represent all of a matrix's exactly: scales of K-quants, for instance."""
     graph = onnx.load(trained_exports("int4") / model_file("draft"))
     scales = [each for each in graph.graph.initializer if each.name.endswith(".scale")]
     for each in scales[:-1]:

@@ -120,7 +120,7 @@ def test_what_only_writes_the_cache_leaves_logits_out(bundle: Path, monkeypatch:
     np.testing.assert_allclose(device.read(last), want[:, -2:], atol=1e-5)
 
 
-def test_a_copied_beginning_is_gone_on_from_as_in_its_own_slot(bundle: Path) -> None:
+def test_a_copied_beginning_is_continued_as_in_its_own_slot(bundle: Path) -> None:
     session = open_engines(bundle, *open_bundle(bundle)).session("target", batch=2)
     session.write(IDS, at(0), 0)
     session.copy(0, 1, IDS.size)

@@ -175,7 +175,7 @@ def test_an_output_may_be_an_input(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [None, RuntimeError])
 def test_an_interrupt_that_torch_drops_is_raised(other: type[Exception] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on, as after some callbacks, or fails in another way."""
+    """It continues, as after some callbacks, or fails in another way."""
 
     def interrupted(x: torch.Tensor) -> torch.Tensor:
         try:

@@ -112,8 +112,8 @@ def test_what_is_drafted_does_not_depend_on_the_request_before(trained: Outrider
     )
 
     def accepted(*prompts: str) -> int:
-        anew = trained.observed(lambda launches, shape, index, lane, result: result)
-        scheduler = Scheduler(anew, k=4, drafter=drafter)
+        fresh = trained.observed(lambda launches, shape, index, lane, result: result)
+        scheduler = Scheduler(fresh, k=4, drafter=drafter)
         for prompt in prompts:
             request = scheduler.submit(trained.text.encode(prompt, chat=False), SamplingParams(max_new_tokens=40))
             while scheduler.busy:

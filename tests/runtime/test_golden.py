@@ -193,7 +193,7 @@ def models() -> dict[str, LlamaForCausalLM]:
 def test_plain_text_is_that_of_transformers(
     plain: dict[str, dict[str, list[Event]]], models: dict[str, LlamaForCausalLM], prompt: str, bundle: str
 ) -> None:
-    """Each token is the most likely one after all before it: so greedy text goes on, whoever writes it."""
+    """Each token is the most likely one after those before it, which defines greedy text for any implementation."""
     model = models[bundle]
     ids = AutoTokenizer.from_pretrained(model.name_or_path)(PROMPTS[prompt]).input_ids
     ours = tokens(plain[bundle][prompt])
@@ -297,7 +297,7 @@ def test_the_draft_runs_two_rows_and_then_single_ones(
 
     monkeypatch.setattr(session, "bind", watched)
     session.unbind()
-    fresh = outrider.observed(Watch())  # its launches are bound anew
+    fresh = outrider.observed(Watch())  # its launches are bound again
     length = len(outrider.text.encode(prompt, chat=False))
     want = [(at, min(CHUNK, length - 2 - at)) for at in range(0, length - 2, CHUNK)]
     for event in islice(fresh.generate(prompt, SamplingParams(max_new_tokens=60), k=k), 6):

@@ -65,7 +65,7 @@ def test_old_prefixes_make_room_for_new_ones(four: Outrider) -> None:
 
 
 def test_a_conversation_keeps_its_slot(four: Outrider) -> None:
-    """A text that is gone on from takes its own slot, and others their copies of the system prompt."""
+    """A request that continues a text takes that text's slot, and the others take their copies of the system prompt."""
     scheduler = Scheduler(four)
     system = numbered(7, 60)
     texts = [[*system, *numbered(20 + at, 30)] for at in range(4)]

@@ -39,7 +39,7 @@ def test_what_was_rewound_is_forgotten(tokens: list[int], others: list[int], len
     assert len(index) == len(fresh)
 
 
-def test_a_text_that_repeats_itself_goes_on_so() -> None:
+def test_a_text_that_repeats_itself_is_expected_to_repeat_again() -> None:
     index = NgramIndex()
     index.extend([7, 1, 2, 1, 2])
     assert index.propose(5) == Proposal([1, 2, 1, 2, 1], 2)

@@ -7,7 +7,7 @@ from outrider.runtime.drafters.base import Context, Drafter, Proposal
 
 
 class Repeat(Drafter):
-    """Guesses that the text goes on with the same token."""
+    """Guesses that the text continues with the same token."""
 
     name = "repeat"
     label = "repetition"

@@ -156,7 +156,7 @@ def test_the_effort_is_a_variable_of_the_template(server: Reached) -> None:
 
 
 def test_a_mark_spelled_by_other_tokens_ends_no_reasoning_before_structured_output() -> None:
-    """The grammar goes on with the reasoning up to the token, so only that may separate the two."""
+    """The grammar covers the reasoning up to the token, so only the token may separate the two."""
     made: Any = tokenizer(300)
     made.add_tokens([*MARKS[0]])
     spelled = [token for each in "a</think>b" for token in made.encode(each, add_special_tokens=False).ids]

@@ -169,7 +169,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, case: str) -> Non
     asked, message = REFUSED[case]
     with pytest.raises(openai.BadRequestError, match=message):
         ask(client, extra_body=asked)
-    assert ask(client, max_tokens=3).choices[0].message.content  # the server goes on
+    assert ask(client, max_tokens=3).choices[0].message.content  # the server still answers
 
 
 @pytest.mark.slow  # tests/serve/test_workers.py tries one beside an answer

@@ -103,7 +103,7 @@ def test_text_is_free_where_a_call_is_not_required(client: openai.OpenAI) -> Non
     assert none.content == without.content
 
 
-def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI, server: Reached) -> None:
+def test_a_conversation_continues_after_a_call(client: openai.OpenAI, server: Reached) -> None:
     message = ask(client, tool_choice="required").choices[0].message
     call = message.tool_calls[0]
     messages = [*HI, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "It is done."}]
@@ -132,7 +132,7 @@ def test_a_call_that_is_cut_says_so(client: openai.OpenAI) -> None:
     assert (stop.finish_reason, "cups" in stop.message.tool_calls[0].function.arguments) == ("stop", False)
 
 
-def test_a_conversation_goes_on_after_a_call_that_was_cut(client: openai.OpenAI, server: Reached) -> None:
+def test_a_conversation_continues_after_a_call_that_was_cut(client: openai.OpenAI, server: Reached) -> None:
     choice = {"type": "function", "function": {"name": "order"}}
     for tokens in range(8, 24, 3):
         message = ask(client, tool_choice=choice, max_tokens=tokens).choices[0].message

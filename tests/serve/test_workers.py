@@ -203,7 +203,7 @@ def test_what_a_grammar_forces_is_valid_without_asking_its_worker(grammars: Remo
     assert [matcher.valid(forced[:count]) for count in range(len(forced) + 1)] == [*range(len(forced) + 1)]
 
 
-def test_an_answer_goes_on_when_its_worker_has_died(grammars: RemoteGrammars, workers: Workers) -> None:
+def test_an_answer_continues_when_its_worker_has_died(grammars: RemoteGrammars, workers: Workers) -> None:
     matcher = grammars.begin(LETTERS, "owner")
     matcher.advance(ids("ab"))
     want = wait(matcher).masks([])[0][0]

@@ -95,7 +95,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     assert {"loss", "mean_acceptance_length"} <= {key for entry in history for key in entry}
 
 
-def test_the_last_whole_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+def test_the_last_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) is None
     for step in (8, 16, 100, 96):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -188,7 +188,7 @@ def test_an_answer_that_was_cut_off_is_asked_for_again(damage: Callable[[bytes],
 def test_answers_are_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("not an answer")
     (tmp_path / "answers.jsonl").symlink_to(tmp_path / "other")
-    with pytest.raises(FolderError, match="is a link or no regular file"):
+    with pytest.raises(FolderError, match="is a link, or not a regular file"):
         AnswerStore(tmp_path / "answers.jsonl", "a target", SamplingParams(max_new_tokens=8), 32)
     assert (tmp_path / "other").read_text() == "not an answer"
 

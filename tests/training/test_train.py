@@ -74,8 +74,8 @@ def test_a_draft_is_trained_and_served(kind: str, answering: Path, texts: tuple[
 
 
 @pytest.mark.slow  # tests/training/test_loop.py interrupts what it does
-def test_a_new_head_goes_on_after_an_interrupt(texts: tuple[str, Path], tmp_path: Path) -> None:
-    """Killed while it trains; the second run neither answers again nor begins anew."""
+def test_a_new_head_is_resumed_after_an_interrupt(texts: tuple[str, Path], tmp_path: Path) -> None:
+    """Killed while it trains; the second run neither answers again nor starts over."""
     output, work = tmp_path / "head", tmp_path / ".head.training"
     command: list[str | Path] = [
         *("train-draft", "--target", SHIPPED / "target", "--kind", "eagle3", *texts, "-o", output),
@@ -93,7 +93,7 @@ def test_a_new_head_goes_on_after_an_interrupt(texts: tuple[str, Path], tmp_path
     (folder,) = work.glob("checkpoints-*")
     at = max(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").exists())
     state = json.loads((folder / f"checkpoint-{at}" / "trainer_state.json").read_text())
-    state["log_history"].append({"step": 0, "loss": 77.0})  # only a run that goes on from here knows of it
+    state["log_history"].append({"step": 0, "loss": 77.0})  # only a run that resumes here knows of it
     (folder / f"checkpoint-{at}" / "trainer_state.json").write_text(json.dumps(state))
     done = run_here(*command, "--json")
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ class BlockProducts(ProductRule):
         if found is None or found.scale.dtype != ir.DataType.FLOAT:
             return refused("a product with weights in another layout or type")
         if found.block < SMALLEST_BLOCK or found.block & (found.block - 1):
-            return refused("a size of blocks that the operator has not")
+            return refused("a block size that the operator does not support")
         self._found = found
         return MatchResult()
 

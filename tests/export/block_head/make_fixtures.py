@@ -12,7 +12,7 @@ It takes seconds, and needs no GPU and no network. `versions` in the file is JSO
 `weights.py` has the cases. Each has, with V the draft's vocabulary and D the tokens that a block drafts, float32:
 
     NAME/logits      [ANCHORS, D, V]  of a block of masks behind each of `weights.ANCHORS`, whose features are the context
-    NAME/biased      [ANCHORS, D, V]  the same with the Markov head's bias, given that the text goes on as it does
+    NAME/biased      [ANCHORS, D, V]  the same with the Markov head's bias, given the tokens that follow
     NAME/confidence  [ANCHORS, D]     the confidence head's probability, given the same
 
 The last two are there for cases with such a head. All of it comes from speculators' `_backbone_forward` and its heads, as its

@@ -192,7 +192,7 @@ def _normed_twice(model: Any) -> None:
 
 
 def _not_fed_back(model: Any) -> None:
-    # SpecForge before #879 (2026-09-15): `norm_output` meant the norm before lm_head; what goes on is never normed.
+    # SpecForge before #879 (2026-09-15): `norm_output` meant the norm before lm_head; what is passed on is never normed.
     model.config.norm_output = False
 
 

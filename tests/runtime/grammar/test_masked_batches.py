@@ -112,7 +112,7 @@ class StuckMatcher(LocalMatcher):
 def test_an_answer_whose_masks_do_not_come_gives_its_slot_to_another_request(
     trained_bundles: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
-    """It goes on later from the tokens that it has, in any slot, and gets the same text."""
+    """It continues later from the tokens that it has, in any slot, and gets the same text."""
     outrider = Outrider.load(trained_bundles("fp32", capacity=256, max_prompt_chunk=16, k=list(K), batch=4), slots=2)
     prompt = outrider.text.encode(PROMPT, chat=False)
     structured = [GRAMMARS["schema"], GRAMMARS["branches"], None, None]

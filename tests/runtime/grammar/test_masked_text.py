@@ -185,7 +185,7 @@ def test_a_device_that_runs_ahead_waits_once_for_a_mask(
 
 
 def dead_ends(outrider: Outrider) -> tuple[str, list[str]]:
-    """What the target says, and ten or so of its beginnings that the draft would have gone on with otherwise."""
+    """What the target says, and ten or so of its beginnings that the draft would otherwise have continued."""
     said: list[int] = []
     wrong: set[str] = set()
 
@@ -232,18 +232,18 @@ def test_a_draft_that_runs_into_a_dead_end_changes_nothing(
     make = LocalMatcher.__init__
 
     def counting(self: LocalMatcher, compiled: Callable[[], Any], vocab_rows: int, end_ids: Sequence[int]) -> None:
-        make(self, lambda: (begun.update(["anew"]), compiled())[1], vocab_rows, end_ids)
+        make(self, lambda: (begun.update(["made"]), compiled())[1], vocab_rows, end_ids)
 
     monkeypatch.setattr(LocalMatcher, "__init__", counting)
     ways = [dead, *([each] for each in dead)]
     plain = [answer(0, *each) for each in ways]
     assert plain.count(want) > len(dead) / 2  # and in the others, the target goes there itself
-    usual = begun["anew"]
+    usual = begun["made"]
     begun.clear()
     modes = (2, 8, "auto")
     for k in modes:
         assert [answer(k, *each) for each in ways] == plain
-    assert begun["anew"] > usual * len(modes)  # some answers needed more than one matcher
+    assert begun["made"] > usual * len(modes)  # some answers needed more than one matcher
     # The control: no row behind such a token is masked.
     masks = LocalMatcher.masks
     monkeypatch.setattr(LocalMatcher, "masks", lambda self, drafted: (masks(self, drafted)[0], 1 + K[-1]))

@@ -64,7 +64,7 @@ def test_speculative_text_is_plain_text_up_to_the_last_slot(
 def test_plain_text_is_that_of_transformers(
     targets: Made[Path], plain: Made[dict[str, list[Event]]], precision: str, prompt: str
 ) -> None:
-    """Each token is the most likely one after all before it: so greedy text goes on, whoever writes it."""
+    """Each token is the most likely one after those before it, which defines greedy text for any implementation."""
     model = AutoModelForCausalLM.from_pretrained(targets[precision], dtype="float32")
     ids = AutoTokenizer.from_pretrained(targets[precision])(PROMPTS[prompt]).input_ids
     ours = tokens(plain[precision][prompt])
@@ -93,7 +93,7 @@ def test_on_a_device_that_runs_ahead(bundles: Made[Path], loaded: Made[Outrider]
         assert got == want
 
 
-def test_the_end_of_a_text_is_gone_on_from(bundles: Made[Path], loaded: Made[Outrider]) -> None:
+def test_the_end_of_a_text_is_continued(bundles: Made[Path], loaded: Made[Outrider]) -> None:
     """As a chat is: each turn's prompt is the text so far."""
     chatting, single = Outrider.load(bundles[SHORT]), loaded[SHORT]
     scheduler = Scheduler(chatting, max_waiting=1)

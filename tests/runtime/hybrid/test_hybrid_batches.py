@@ -1,4 +1,4 @@
-"""The same promise with many requests at once: the states of slots, and snapshots that others go on from."""
+"""The same promise with many requests at once: the states of slots, and snapshots that others continue from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def answer(scheduler: Scheduler, requests: list[tuple[list[int], SamplingParams]
 
 @pytest.mark.parametrize("policy", ["auto", "at random"])
 def test_many_at_once_get_what_each_gets_alone(batched: tuple[Outrider, Outrider], policy: str) -> None:
-    """With requests that come and go, prompts longer than a chunk, and texts that go on where another one ended."""
+    """With requests that come and go, prompts longer than a chunk, and texts that continue where another one ended."""
     many, single = batched
     if policy == "at random":
         many.policy = RandomPolicy(many.adaptive_policy())
@@ -66,7 +66,7 @@ def test_many_at_once_get_what_each_gets_alone(batched: tuple[Outrider, Outrider
         want = alone(single, prompt, params)
         assert text == want[: len(text)]
         assert index in (1, 4) or len(text) == len(want)
-    # What a slot holds can be gone on from at the end of its text alone.
+    # What a slot holds can be continued only at the end of its text.
     (prompt, params), text = requests[-1], texts[-1]
     longer = prompt + text + prompts[0]
     again = scheduler.submit(longer, SamplingParams(max_new_tokens=12))
@@ -117,8 +117,8 @@ def prefixed(many: Outrider) -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.mark.in_turn(runs=lambda case: case["batched"] in ("fp32", SHORT) or case["k"] in (0, "auto"))
 @pytest.mark.parametrize("k", [0, 4, "auto", "at random"])
-def test_a_shared_prefix_is_gone_on_from_a_snapshot(batched: tuple[Outrider, Outrider], k: int | str) -> None:
-    """One after the other: the second request goes on from the last chunk before its own tokens, and later ones from these."""
+def test_a_shared_prefix_is_continued_from_a_snapshot(batched: tuple[Outrider, Outrider], k: int | str) -> None:
+    """One after the other: the second request continues from the last chunk before its own tokens, later ones from these."""
     many, single = batched
     requests, shared = prefixed(many), len(many.text.encode(SYSTEM, chat=False))
     policy = RandomPolicy(many.adaptive_policy()) if k == "at random" else None
@@ -149,7 +149,7 @@ def test_requests_that_come_together_share_a_prefix(batched: tuple[Outrider, Out
         assert index == 0 or len(text) == len(want)
 
 
-def test_nothing_goes_on_from_the_snapshots_of_a_request_that_fails(
+def test_nothing_continues_from_the_snapshots_of_a_request_that_fails(
     batched: tuple[Outrider, Outrider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their states may be what it failed for, and another slot has the keys and values that belong to them."""

@@ -19,7 +19,7 @@ from outrider.tests.support import BROKEN, build
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_a_request_with_nan_logits_fails_and_the_others_go_on(broken: Path, tmp_path: Path, backend: str) -> None:
+def test_a_request_with_nan_logits_fails_and_the_others_continue(broken: Path, tmp_path: Path, backend: str) -> None:
     bundle = build(broken, tmp_path / "bundle", backend=backend, batch=3)
     batched = Outrider.load(bundle, slots=None)
     params = SamplingParams(max_new_tokens=20)
