@@ -74,19 +74,19 @@ WORDS = SamplingParams(temperature=1.0, rule="rejection", structured_outputs=Str
 MASKED_SAMPLED = ((WORDS, PROMPTS[8]),)
 
 Tokens = npt.NDArray[np.int64]
-Settings = tuple[tuple[SamplingParams, str], ...]
+PromptSettings = tuple[tuple[SamplingParams, str], ...]
 
 
 class Scope(NamedTuple):
     """The texts and settings that an audit compares."""
 
     prompts: Sequence[str] = PROMPTS
-    masked: Settings = MASKED
-    sampled: Settings = SAMPLED
+    masked: PromptSettings = MASKED
+    sampled: PromptSettings = SAMPLED
     length: int = LENGTH  # tokens of each text that is compared as a whole
     controls: bool = True  # whether to draw from wrong samplers as well
 
-    def texts(self, settings: Sequence[tuple[SamplingParams, str]]) -> Settings:
+    def texts(self, settings: Sequence[tuple[SamplingParams, str]]) -> PromptSettings:
         """Return settings for texts of the full length."""
         return tuple((replace(params, max_new_tokens=self.length), text) for params, text in settings)
 
@@ -129,7 +129,7 @@ def plans(outrider: Outrider, scope: Scope) -> list[Plan]:
     return planned if scope.controls else [plan._replace(faults=()) for plan in planned]
 
 
-def masked(outrider: Outrider, settings: Settings) -> Settings:
+def masked(outrider: Outrider, settings: PromptSettings) -> PromptSettings:
     """Return the settings, which have grammars, if the bundle can follow a grammar."""
     return settings if outrider.manifest.generation.eos_token_ids else ()
 

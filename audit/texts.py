@@ -39,7 +39,7 @@ class DraftingMode(NamedTuple):
 PLAIN = DraftingMode(0, None)
 
 
-class Answer(NamedTuple):
+class BatchedAnswer(NamedTuple):
     """The answer to one of several batched requests."""
 
     tokens: list[int]
@@ -116,7 +116,7 @@ def compare_batched(
     return texts
 
 
-def answers(scheduler: Scheduler, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[Answer]:
+def answers(scheduler: Scheduler, prompts: Sequence[tuple[list[int], SamplingParams]]) -> list[BatchedAnswer]:
     """Run a request for each prompt, all batched together, and return their answers.
 
     Every run batches the same requests, so the rejection rule may be combined with a seed.
@@ -130,7 +130,7 @@ def answers(scheduler: Scheduler, prompts: Sequence[tuple[list[int], SamplingPar
                 raise event
             tokens[id(request)] += event.token_ids
             accepted[id(request)] += sum(event.from_draft)
-    return [Answer(tokens[id(request)], accepted[id(request)], request.stats) for request in requests]
+    return [BatchedAnswer(tokens[id(request)], accepted[id(request)], request.stats) for request in requests]
 
 
 def compare_text(

@@ -20,7 +20,7 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.progress import SILENT, Progress
 
-Pass = tuple[Int64s, Int64s, int]
+PassInputs = tuple[Int64s, Int64s, int]
 """Token ids [B, S], positions [B], and the first slot."""
 
 
@@ -89,10 +89,10 @@ def passes_of_check(build: Build) -> int:
     return 2 * len(_passes(build, 1))
 
 
-def _passes(build: Build, vocab_rows: int) -> list[Pass]:
+def _passes(build: Build, vocab_rows: int) -> list[PassInputs]:
     """Return passes of every kind: over all sequences, each at its own position, and over all but the first."""
     random = np.random.default_rng(0)
-    passes: list[Pass] = []
+    passes: list[PassInputs] = []
     position = 0
     for rows in (min(build.max_prompt_chunk, 16), 2, 1, build.k[-1] + 1):
         position = min(position, build.capacity - rows)

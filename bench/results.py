@@ -9,16 +9,13 @@ from typing import Annotated
 import msgspec
 
 from outrider.bench.simulator import Trace
+from outrider.bundle.manifest import Struct
 from outrider.errors import UsageError
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO, NONE
 
 SCHEMA = 5
 MIN_ROUNDS = 5  # required in each of two compared reports
-
-
-class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base class of the results. They are immutable, and unknown fields are errors."""
 
 
 class Percentiles(Struct, frozen=True):

@@ -60,7 +60,7 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return count
 
 
-class Clock:
+class SimulatedClock:
     """Simulated time."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class SimulatedSession(Session):
 class SimulatedRounds:
     """Rounds with results from a recorded text, and times from the costs."""
 
-    def __init__(self, trace: Trace, costs: RoundCosts, clock: Clock):
+    def __init__(self, trace: Trace, costs: RoundCosts, clock: SimulatedClock):
         self._trace, self._costs, self._clock = trace, costs, clock
 
     def run(
@@ -136,7 +136,7 @@ class SimulatedRounds:
         return [RoundResult(lane.drafter if drafted else NONE, drafted, emitted, None, confidences)]
 
 
-def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: Clock) -> dict[str, Drafter]:
+def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: SimulatedClock) -> dict[str, Drafter]:
     """Return drafters whose models only take time, when they catch up."""
     made: dict[str, Drafter] = {}
     for name in names:
@@ -152,7 +152,7 @@ def simulated_drafters(names: Sequence[str], costs: RoundCosts, clock: Clock) ->
 
 def replay(trace: Trace, costs: RoundCosts, policy: Policy) -> float:
     """Return the milliseconds that the answer would have taken, from the moment the target has read the prompt."""
-    clock = Clock()
+    clock = SimulatedClock()
     target = SimulatedSession(lambda rows, end: None)
     rounds = SimulatedRounds(trace, costs, clock)
     decoder = Decoder(target, rounds, simulated_drafters(policy.names, costs, clock), costs.k, costs.chunk, clock)
@@ -174,7 +174,7 @@ def oracle(trace: Trace, costs: RoundCosts, names: Sequence[str] | None = None) 
     """Return the shortest time in milliseconds, for a policy that knows which tokens will be accepted. Drafters catch up in no
     time."""
     names = drafters.names() if names is None else names
-    loaded = simulated_drafters(names, costs, Clock())
+    loaded = simulated_drafters(names, costs, SimulatedClock())
     text, count, proposals = list(trace.prompt), len(trace.tokens), []
     for token in trace.tokens:
         offers = {name: each.propose(Context(0, text), max(costs.k)) for name, each in loaded.items()}

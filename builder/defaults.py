@@ -23,14 +23,14 @@ MOST_BATCH = 4
 CACHES, FREE = 1 / 8, 1 / 2  # of the device's memory, and of what the weights leave of the free memory, at most
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """A backend, and why it is chosen."""
 
     backend: str
     reason: str
 
 
-def backends(manifest: Manifest) -> list[Choice]:
+def backends(manifest: Manifest) -> list[BackendChoice]:
     """Return the installed CPU backends for the models of an export, the preferred one first.
 
     OpenVINO comes first for targets of at least `LARGE` parameters on x86-64 with AVX-512, unless it refuses the models. The
@@ -38,10 +38,10 @@ def backends(manifest: Manifest) -> list[Choice]:
     """
     target, billions = manifest.models["target"], manifest.models["target"].parameters / 1e9
     if importlib.util.find_spec("openvino") is None:
-        return [Choice("onnxruntime", "the only CPU backend that is installed")]
+        return [BackendChoice("onnxruntime", "the only CPU backend that is installed")]
     if target.recurrent or "block-head" in manifest.models:
         what = "recurrent layers" if target.recurrent else "block heads"
-        return [Choice("onnxruntime", f"OpenVINO does not run {what}")]
+        return [BackendChoice("onnxruntime", f"OpenVINO does not run {what}")]
     if platform.machine() not in X86:
         first, second, why = "onnxruntime", "openvino", f"OpenVINO was not measured on {platform.machine()}"
     elif target.parameters >= LARGE:
@@ -50,7 +50,7 @@ def backends(manifest: Manifest) -> list[Choice]:
         first, second, why = "onnxruntime", "openvino", "faster with less than a billion parameters"
     if first == "openvino" and not _has_avx512():
         first, second, why = second, first, "faster without AVX-512"
-    return [Choice(first, why), Choice(second, f"{first} refuses the models")]
+    return [BackendChoice(first, why), BackendChoice(second, f"{first} refuses the models")]
 
 
 def _has_avx512() -> bool:

@@ -31,8 +31,9 @@ REMAKE = "make the folder again with this outrider: outrider export, then outrid
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
-Shape = Annotated[list[Positive], msgspec.Meta(min_length=1)]
-Profile = dict[str, tuple[Shape, Shape, Shape]]  # input -> minimum, typical and maximum shape; values for `candidates`
+Dimensions = Annotated[list[Positive], msgspec.Meta(min_length=1)]
+# Input -> minimum, typical and maximum shape; values for `candidates`.
+Profile = dict[str, tuple[Dimensions, Dimensions, Dimensions]]
 
 
 def model_file(role: str) -> str:
@@ -60,7 +61,7 @@ def graph_files(name: str) -> tuple[str, ...]:
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base of the manifest's parts: immutable, without unknown fields."""
+    """The base of what is read from JSON: immutable, without unknown fields."""
 
 
 class FileEntry(Struct, frozen=True):

@@ -99,7 +99,7 @@ def command(
     if loaded.text.template is None:
         hint = "pass one with --chat-template, or continue a text with outrider generate, which needs none"
         raise UsageError("this bundle has no chat template", hint)
-    conversation = Conversation(Scheduler(loaded, k=k, drafter=drafter), sampling, system, interactive, show)
+    conversation = TerminalChat(Scheduler(loaded, k=k, drafter=drafter), sampling, system, interactive, show)
     if interactive:
         with _interrupts(conversation.stopped):
             click.secho("/help lists what you can type; Ctrl-D leaves.", dim=True)
@@ -110,7 +110,7 @@ def command(
         memory.write(memory_file)
 
 
-class Conversation:
+class TerminalChat:
     """A conversation. One scheduler answers all of it, so that an answer finds the conversation before it in the cache."""
 
     def __init__(self, scheduler: Scheduler, params: SamplingParams, system: str, interactive: bool, show: bool):

@@ -51,7 +51,7 @@ def _describe(error: Any) -> str:
     return f"{text.decode() if isinstance(text, bytes) else text} ({error.name})"
 
 
-class Memory:
+class CudaMemory:
     """Memory that CUDA allocated, freed with the last reference. `np.asarray` turns pinned host memory into an array."""
 
     def __init__(self, address: int, size: int, free: Callable[[int], object]):
@@ -94,7 +94,7 @@ class Cuda(Device):
                 "build with a smaller --capacity, --batch or --max-prompt-chunk, or stop other programs that use the GPU",
             )
         checked((error,))
-        memory = Memory(int(address), size, runtime.cudaFree)
+        memory = CudaMemory(int(address), size, runtime.cudaFree)
         checked(runtime.cudaMemsetAsync(address, 0, size, self.stream))
         return Buffer(int(address), shape, dtype, "cuda", memory)
 
@@ -107,7 +107,7 @@ class Cuda(Device):
                 "stop other programs that pin memory, or raise the limit on locked memory (ulimit -l)",
             )
         checked((error,))
-        host = np.asarray(Memory(int(address), size, runtime.cudaFreeHost))
+        host = np.asarray(CudaMemory(int(address), size, runtime.cudaFreeHost))
         host[...] = 0
         return host, self.zeros((size,), "uint8", "the buffers of a round")
 

@@ -83,6 +83,22 @@ def test_no_file_imports_one_that_imports_it() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError with the files
 
 
+def named(tree: ast.Module) -> list[str]:
+    """Return the names of a file's classes at any depth, and of its aliases of types."""
+    classes = [each.name for each in ast.walk(tree) if isinstance(each, ast.ClassDef)]
+    assigned = [each for each in tree.body if isinstance(each, ast.Assign) and "TypeVar" not in ast.unparse(each.value)]
+    return classes + [name for each in assigned if re.match("[A-Z][a-z]", name := ast.unparse(each.targets[0]))]
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for folder in (*FOLDERS, "experiments"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in named(ast.parse(path.read_text())):
+                places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
 def test_only_export_and_training_import_torch() -> None:
     for folder in sorted({*FOLDERS} - {"export", "training"}):
         for path in (ROOT / folder).rglob("*.py"):

@@ -52,7 +52,7 @@ class Given(NamedTuple):
     prompt: list[int]
 
 
-class Prompt(NamedTuple):
+class TrainingPrompt(NamedTuple):
     """A prompt for the target."""
 
     key: str  # a digest of the tokens and the settings
@@ -208,12 +208,12 @@ class AnswerStore:
                 whole += len(line)
             os.truncate(path, whole)
 
-    def prompt(self, ids: list[int], seed: int | None) -> Prompt:
+    def prompt(self, ids: list[int], seed: int | None) -> TrainingPrompt:
         """Return a prompt with its key. Without a seed its answer is greedy."""
         content = msgspec.json.encode([self._settings, ids, None if seed is None else (seed, self._params.temperature)])
-        return Prompt(hashlib.sha256(content).hexdigest()[:16], ids, seed)
+        return TrainingPrompt(hashlib.sha256(content).hexdigest()[:16], ids, seed)
 
-    def generate(self, outrider: Outrider, prompts: Sequence[Prompt], progress: Progress) -> None:
+    def generate(self, outrider: Outrider, prompts: Sequence[TrainingPrompt], progress: Progress) -> None:
         """Generate the missing answers in batches.
 
         Raises:
@@ -226,7 +226,7 @@ class AnswerStore:
         waiting = sorted(missing, key=lambda prompt: len(prompt.ids), reverse=True)
         progress.stage("generating answers with the target", len(waiting))
         scheduler = Scheduler(outrider, max_waiting=1)
-        running: dict[int, tuple[Prompt, list[int]]] = {}
+        running: dict[int, tuple[TrainingPrompt, list[int]]] = {}
         with open(self._path, "ab") as file:
             while waiting or scheduler.busy:
                 while waiting and scheduler.waiting().total() < scheduler.places:
@@ -249,6 +249,6 @@ class AnswerStore:
                         self.known[prompt.key] = ids
                         progress.advance(1)
 
-    def example(self, prompt: Prompt) -> Example:
+    def example(self, prompt: TrainingPrompt) -> Example:
         """Return a prompt with its answer."""
         return Example.of(prompt.ids, self.known[prompt.key])

@@ -106,7 +106,7 @@ def _logger(trt: Any, verbosity: str | None) -> Any:
     levels = trt.ILogger.Severity
     shown = getattr(levels, verbosity.upper()) if verbosity else None
 
-    class Log(trt.ILogger):  # type: ignore[misc]
+    class BuildLogger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
@@ -119,7 +119,7 @@ def _logger(trt: Any, verbosity: str | None) -> Any:
             if shown is not None and severity <= shown:
                 print(f"{severity.name.lower()}: {message}", file=sys.stderr, flush=True)
 
-    return Log()
+    return BuildLogger()
 
 
 def _monitor(trt: Any, send: Send) -> Any:

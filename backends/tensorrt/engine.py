@@ -18,7 +18,7 @@ from outrider.errors import EngineError
 NO_REASON = "it gave no reason"
 
 
-class Context:
+class ExecutionContext:
     """An execution context of one profile, and the shapes and addresses that are set in it."""
 
     def __init__(self, context: Any):
@@ -50,7 +50,7 @@ class TensorRTEngine(Engine):
         self._profiles = profiles
         self._device = device
         self._scratch = scratch
-        self._contexts: dict[int, Context] = {}
+        self._contexts: dict[int, ExecutionContext] = {}
         self._values: dict[tuple[int, ...], Buffer] = {}  # of shape tensors, with one address per value
         self._kernels = kernels
         self.runtime_cache: RuntimeCache | None = None  # only with TensorRT-RTX, once there is a context
@@ -86,7 +86,7 @@ class TensorRTEngine(Engine):
 
         return launch
 
-    def _set_shapes(self, context: Context, tensors: dict[str, Buffer], shapes: dict[str, tuple[int, ...]]) -> None:
+    def _set_shapes(self, context: ExecutionContext, tensors: dict[str, Buffer], shapes: dict[str, tuple[int, ...]]) -> None:
         context.shapes = {}
         for name in shapes:
             if not context.context.set_input_shape(name, tensors[name].shape):
@@ -99,7 +99,7 @@ class TensorRTEngine(Engine):
             raise self._failed(f"inferring the shapes of {', '.join(missing)}")
         context.shapes = shapes
 
-    def _context(self, profile: int) -> Context:
+    def _context(self, profile: int) -> ExecutionContext:
         """Create an execution context of a profile."""
         self._log.last = NO_REASON
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -121,7 +121,7 @@ class TensorRTEngine(Engine):
         context.set_device_memory(self._scratch.address, self._scratch.nbytes)
         if not context.set_optimization_profile_async(profile, self._device.stream):
             raise self._failed("choosing a profile")
-        return Context(context)
+        return ExecutionContext(context)
 
     def _failed(self, where: str) -> EngineError:
         free, total = self._device.memory()
@@ -185,7 +185,7 @@ def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Sequence[in
 def silent_logger(trt: Any) -> Any:
     """Return a logger for the package `trt` that prints nothing, and keeps the last error in `last`."""
 
-    class Log(trt.ILogger):  # type: ignore[misc]  # the package is chosen at run time
+    class SilentLogger(trt.ILogger):  # type: ignore[misc]  # the package is chosen at run time
         last = NO_REASON
 
         def __init__(self) -> None:
@@ -195,4 +195,4 @@ def silent_logger(trt: Any) -> Any:
             if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
                 self.last = " ".join(message.split())[:300]
 
-    return Log()
+    return SilentLogger()

@@ -23,12 +23,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from outrider.experiments.compare_cpu.common import THREADS, Job, K, Pair
+from outrider.experiments.compare_cpu.common import THREADS, Job, K, PairFiles
 from outrider.experiments.compare_cpu.measuring import Contestant, Journal, measure, tune
 from outrider.experiments.compare_cpu.peers import PEERS, PROGRAMS, ours
 from outrider.experiments.compare_cpu.report import write_report
 
-Prompt = dict[str, str]
+PromptLine = dict[str, str]
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
 
     versions = {name: version for name, program in PROGRAMS.items() if (version := program.version())}
     peers = [name for name in PEERS if name in versions]
-    jobs = prepare(options.work, Pair(options.target, options.draft), options.variant, peers)
+    jobs = prepare(options.work, PairFiles(options.target, options.draft), options.variant, peers)
     prompts = choose_prompts(options.prompts, options.each)
     ids = ours.encode(jobs[f"{ours.NAME} {options.variant[0]}"], [prompt["prompt"] for prompt in prompts])
     setup = {"machine": machine(Cpu()), "versions": versions}
@@ -90,7 +90,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare(work: Path, pair: Pair, variants: list[str], peers: list[str]) -> dict[str, Job]:
+def prepare(work: Path, pair: PairFiles, variants: list[str], peers: list[str]) -> dict[str, Job]:
     """Convert the models for all programs into `work`. Return the jobs by name, without settings."""
     folder = work / f"{pair.target.stem} {pair.draft.stem}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,9 +98,9 @@ def prepare(work: Path, pair: Pair, variants: list[str], peers: list[str]) -> di
     return jobs | {name: PEERS[name].prepare(folder, pair) for name in peers}
 
 
-def choose_prompts(path: Path, count: int) -> list[Prompt]:
+def choose_prompts(path: Path, count: int) -> list[PromptLine]:
     """Return `count` prompts of every workload, spread from the shortest to the longest; a single one has medium length."""
-    prompts: dict[str, list[Prompt]] = defaultdict(list)
+    prompts: dict[str, list[PromptLine]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         prompt = json.loads(line)
         prompts[prompt["workload"]].append(prompt)
@@ -118,9 +118,9 @@ def weight_bytes(job: Job) -> int:
     if "bundle" in job:
         return sum(file.stat().st_size for file in Path(job["bundle"]).glob("*/model.onnx.data"))
     if "folder" in job:
-        files = [file for role in Pair._fields for file in (Path(job["folder"]) / role).iterdir()]
+        files = [file for role in PairFiles._fields for file in (Path(job["folder"]) / role).iterdir()]
         return sum(file.stat().st_size for file in files if file.suffix in (".bin", ".data", ".safetensors"))
-    return sum(Path(job[role]).stat().st_size for role in Pair._fields)
+    return sum(Path(job[role]).stat().st_size for role in PairFiles._fields)
 
 
 def measure_rounds(

@@ -18,7 +18,7 @@ K = (1, 2, 3, 4)
 
 Job = dict[str, Any]  # the input of a program's process, as JSON
 Arrivals = list[tuple[float, int]]
-Answer = Callable[[list[int], int, Any], tuple[Arrivals, float | None]]
+AnswerFunction = Callable[[list[int], int, Any], tuple[Arrivals, float | None]]
 """A function that answers a prompt's token ids with a number of new tokens at one k.
 
 It returns the arrivals, which are the seconds since the request and the number of tokens whenever tokens arrived. It also
@@ -26,7 +26,7 @@ returns the mean acceptance length, or None if that follows from the arrivals.
 """
 
 
-class Pair(NamedTuple):
+class PairFiles(NamedTuple):
     """The GGUF files of a target and its draft."""
 
     target: Path

@@ -11,10 +11,10 @@ from outrider.experiments.compare_cpu.common import K, describe
 from outrider.experiments.compare_cpu.peers import PEERS, genai, ours
 from outrider.experiments.compare_cpu.rows import Row, goals
 
-Result = dict[str, Any]
+JsonResult = dict[str, Any]
 
 
-def write_report(output: Path, result: Result) -> None:
+def write_report(output: Path, result: JsonResult) -> None:
     """Write OUTPUT.md from the contents of OUTPUT.json."""
     rows = [Row(entry, result["workloads"]) for entry in result["results"]]
     plain = next(row for row in rows if row.is_ours and row.k == 0)
@@ -23,7 +23,7 @@ def write_report(output: Path, result: Result) -> None:
     print(text)
 
 
-def markdown(result: Result, rows: list[Row], plain: Row) -> str:
+def markdown(result: JsonResult, rows: list[Row], plain: Row) -> str:
     """Return the whole report as Markdown."""
     lines = [
         *_introduction(result, plain),
@@ -54,7 +54,7 @@ def markdown(result: Result, rows: list[Row], plain: Row) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _introduction(result: Result, plain: Row) -> list[str]:
+def _introduction(result: JsonResult, plain: Row) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     missing = f" Not installed, and so left out: {', '.join(result['missing'])}." if result["missing"] else ""
     weights = ", ".join(f"{name} {words}" for name, words in result["weights_of"].items())

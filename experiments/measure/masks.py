@@ -44,7 +44,7 @@ CASES = {
 }
 
 
-class Stopwatch:
+class CallTimer:
     """Adds up the time of calls."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Stopwatch:
 @arguments.bundle
 @arguments.repeat
 def command(bundle: Path, repeat: int) -> None:
-    outrider, watch = Outrider.load(bundle), Stopwatch()
+    outrider, watch = Outrider.load(bundle), CallTimer()
     watch.wrap(rounds, "mask")
     for name in ("forced", "valid", "advance"):
         watch.wrap(Matcher, name)

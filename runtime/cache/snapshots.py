@@ -9,7 +9,7 @@ from outrider.engines.session import Session
 from outrider.runtime.cache.slot import Slot
 
 
-class Snapshot:
+class StateSnapshot:
     """The state after a text. Another text can continue from it if some slot has the keys and values."""
 
     def __init__(self, place: int):
@@ -29,7 +29,7 @@ class Snapshots:
 
     def __init__(self, target: Session):
         self._target = target
-        self._all = [Snapshot(place) for place in range(target.places)]
+        self._all = [StateSnapshot(place) for place in range(target.places)]
         self._clock = count(1)
 
     def longest(self, slot: Slot, limit: int) -> int:
@@ -48,7 +48,7 @@ class Snapshots:
         """Save the state of a slot. This replaces a snapshot for which no slot has the cache entries, or else the least
         recently used one. Snapshots shared by several requests are replaced only by other shared ones."""
 
-        def worth(each: Snapshot) -> tuple[bool, bool, int]:
+        def worth(each: StateSnapshot) -> tuple[bool, bool, int]:
             held = any(other.shared(each.text, each.owner) == len(each.text) > 0 for other in slots)
             return held, each.shared, each.used
 

@@ -88,7 +88,7 @@ def few_parts(messages: Any) -> Any:
     return messages
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(few_parts)]
+MessageList = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(few_parts)]
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ class Tool(Strict):
     function: Function
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(Strict):
@@ -214,12 +214,12 @@ class ChatRequest(Conversation):
         "template_kwargs": "chat_template_kwargs",
     }
 
-    messages: Messages
+    messages: MessageList
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: Tools = Field(default=[])
+    tools: ToolList = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] = Field(default=[])

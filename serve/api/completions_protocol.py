@@ -19,7 +19,7 @@ def _kind_of_prompt(prompt: Any) -> str | None:
 
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Prompt = Annotated[
+PromptInput = Annotated[
     Annotated[str, Tag("str")]
     | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("list[str]")]
     | Annotated[TokenIds, Tag("list[int]")]
@@ -35,7 +35,7 @@ Prompt = Annotated[
 class CompletionRequest(Common):
     """The body of `POST /v1/completions`."""
 
-    prompt: Prompt
+    prompt: PromptInput
     max_tokens: int = 16
     logprobs: int | None = None
     echo: Literal[False] = False

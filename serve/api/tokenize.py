@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from outrider.serve.api.assembler import encode
 from outrider.serve.api.bodies import JsonRoute
-from outrider.serve.api.chat_protocol import Messages, Tools, template_messages
+from outrider.serve.api.chat_protocol import MessageList, ToolList, template_messages
 from outrider.serve.api.dependencies import EngineDep, ModelName, SettingsDep
 from outrider.serve.api.errors import ApiError, unknown_model
 from outrider.serve.api.protocol import Strict
@@ -25,11 +25,11 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: MessageList | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=64)
-    tools: Tools = Field(default=[])
+    tools: ToolList = Field(default=[])
     return_token_strs: bool = False
 
     @model_validator(mode="after")

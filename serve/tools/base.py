@@ -22,7 +22,7 @@ class Part(NamedTuple):
     text: str
 
 
-Parts = Generator[Part | None, None, None]  # None where more text is needed
+AnswerParts = Generator[Part | None, None, None]  # None where more text is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Family(ABC):
         """Return the grammar of an answer, in the syntax of llguidance's Lark."""
 
     @abstractmethod
-    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> AnswerParts:
         """Yield the parts of an answer that `grammar` accepts; `tools` are the offered tools."""
 
     def call_id(self) -> str:
@@ -88,7 +88,7 @@ class Family(ABC):
 class Reader:
     """Parses an answer as its text arrives."""
 
-    def __init__(self, read: Callable[[Reader], Parts]):
+    def __init__(self, read: Callable[[Reader], AnswerParts]):
         """Start an answer; `read` yields its parts, see `Family.read`."""
         self._held = ""
         self._ended = False
@@ -177,7 +177,7 @@ class Reader:
         word, self._held = self._held[:at], self._held[at + len(mark) :]
         return word
 
-    def rest(self) -> Parts:
+    def rest(self) -> AnswerParts:
         """Yield all remaining text as content."""
         while not self._ended:
             text, self._held = self._held, ""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.serve.tools.base import (
+    AnswerParts,
     Family,
     OfferedTools,
     Part,
-    Parts,
     Reader,
     arguments,
     json_value,
@@ -60,7 +60,7 @@ class GptOss(Family):
             ]
         )
 
-    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> AnswerParts:
         """Yield the parts of an answer."""
         recipient = yield from reader.starts(TO)
         if not recipient and not (yield from reader.starts(mark(CHANNEL))):  # a model that does not write channels

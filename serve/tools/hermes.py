@@ -8,9 +8,9 @@ from typing import Any
 
 from outrider.serve.tools.base import (
     BEGINNING,
+    AnswerParts,
     Family,
     OfferedTools,
-    Parts,
     Reader,
     mark,
     named_calls,
@@ -40,7 +40,7 @@ class Hermes(Family):
         lines.append(f"one: <[{opening}]> {line_end} call {line_end} <[{closing}]>")
         return "\n".join([*lines, named_calls(offer, "arguments")])
 
-    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> AnswerParts:
         """Yield the parts of an answer."""
         while (yield from reader.call(mark(OPENING))):
             if not (yield from reader.until(BEGINNING, None)) or not (yield from reader.named_call("arguments")):

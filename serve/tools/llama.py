@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.errors import UsageError
-from outrider.serve.tools.base import BEGINNING, Family, OfferedTools, Parts, Reader, mark, named_calls
+from outrider.serve.tools.base import BEGINNING, AnswerParts, Family, OfferedTools, Reader, mark, named_calls
 
 TAG = "<|python_tag|>"
 
@@ -42,7 +42,7 @@ class Llama(Family):
         lines.append(r'TEXT: /(?s:.*)/ & ~/\{"name": "(?s:.*)/')
         return "\n".join([*lines, named_calls(offer, "parameters")])
 
-    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> AnswerParts:
         """Yield the parts of an answer."""
         yield from reader.starts(mark(TAG))
         if (yield from reader.starts(BEGINNING)):

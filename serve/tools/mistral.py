@@ -9,10 +9,10 @@ from typing import Any
 
 from outrider.serve.tools.base import (
     BEGINNING,
+    AnswerParts,
     Family,
     OfferedTools,
     Part,
-    Parts,
     Reader,
     arguments,
     json_value,
@@ -64,7 +64,7 @@ class Mistral(Family):
         of_call = rf'(", \"id\": \"" {ID} "\"")?'
         return "\n".join([*lines, named_calls(offer, "arguments", of_call)])
 
-    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> AnswerParts:
         """Yield the parts of an answer."""
         if ARGUMENTS not in self._optional:
             more = yield from reader.call(mark(CALLS))

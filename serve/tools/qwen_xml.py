@@ -11,10 +11,10 @@ from outrider.runtime.grammar.schemas import over
 from outrider.runtime.grammar.structured import MAX_SOURCE
 from outrider.serve.tools.argument_schemas import TextSet, Work, shapes_of, target, texts_of
 from outrider.serve.tools.base import (
+    AnswerParts,
     Family,
     OfferedTools,
     Part,
-    Parts,
     Reader,
     json_value,
     mark,
@@ -74,7 +74,7 @@ class QwenXml(Family):
         lines.append(f"one: <[{opening}]> {quoted(FUNCTION)} {one_of(tools)} {quoted(FUNCTION_END)} <[{closing}]>")
         return "\n".join(lines)
 
-    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> Parts:
+    def read(self, reader: Reader, tools: Mapping[str, dict[str, Any]]) -> AnswerParts:
         """Yield the parts of an answer, the arguments as JSON."""
         while (yield from reader.call(mark(OPENING))):
             if not (yield from reader.until(FUNCTION, None)) or (name := (yield from reader.word(">\n"))) is None:

@@ -81,7 +81,7 @@ class Drop(msgspec.Struct, tag=True):
     answer: int
 
 
-Message = PromptJob | Compile | Begin | Advance | Masks | Valid  # the messages that have replies, besides `Fork`
+WorkerRequest = PromptJob | Compile | Begin | Advance | Masks | Valid  # the messages that have replies, besides `Fork`
 
 
 class Reply(msgspec.Struct, omit_defaults=True):

@@ -40,11 +40,11 @@ from outrider.serve.workers.messages import (
     Drop,
     Fork,
     Masks,
-    Message,
     PromptJob,
     Reply,
     TextSource,
     Valid,
+    WorkerRequest,
 )
 
 # The next four are processor time, so that a busy machine does not end a worker.
@@ -143,7 +143,7 @@ class _Worker:
     def __init__(self, channel: socket.socket, text: Text, grammars: LocalGrammars):
         self._channel, self._text, self._grammars = channel, text, grammars
         self._answers: dict[int, LocalMatcher] = {}
-        self._asked: queue.SimpleQueue[Message | Fork | Drop] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[WorkerRequest | Fork | Drop] = queue.SimpleQueue()
         self._started, self._held = time.monotonic(), _resident()
         self._spent = 0.0  # processor time of the workers that this one descends from, in seconds
 
@@ -177,7 +177,7 @@ class _Worker:
                 length, files, *_ = socket.recv_fds(self._channel, LENGTH.size, 1, socket.MSG_WAITALL)
                 if not length:
                     break
-                message = msgspec.json.decode(_exactly(self._channel, *LENGTH.unpack(length)), type=Message | Fork | Drop)
+                message = msgspec.json.decode(_exactly(self._channel, *LENGTH.unpack(length)), type=WorkerRequest | Fork | Drop)
                 if isinstance(message, Fork):
                     (message.file,) = files
                 self._asked.put(message)
@@ -197,7 +197,7 @@ class _Worker:
         threading.Thread(target=self._read, daemon=True).start()
 
     @staticmethod
-    def _seconds(message: Message) -> float:
+    def _seconds(message: WorkerRequest) -> float:
         if isinstance(message, PromptJob):
             return JOB_SECONDS
         return MASK_SECONDS if isinstance(message, Advance | Masks | Valid) else GRAMMAR_SECONDS
@@ -210,7 +210,7 @@ class _Worker:
             ctypes.CDLL(None).malloc_trim(0)
         return _resident() - self._held > GRAMMAR_MEMORY
 
-    def _reply(self, message: Message) -> Reply:
+    def _reply(self, message: WorkerRequest) -> Reply:
         try:
             match message:
                 case PromptJob():

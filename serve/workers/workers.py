@@ -21,7 +21,7 @@ import msgspec
 
 from outrider.errors import EngineError, FolderError, OutriderError, UsageError
 from outrider.runtime.text.text import Text
-from outrider.serve.workers.messages import Drop, Fork, Message, Reply, TextSource
+from outrider.serve.workers.messages import Drop, Fork, Reply, TextSource, WorkerRequest
 from outrider.serve.workers.worker_main import LENGTH, TEMPLATE_SECONDS, TIME_LIMIT, receive, send
 
 
@@ -52,7 +52,7 @@ class Worker:
         """Whether a reply is pending."""
         return bool(self._asked)
 
-    def ask(self, message: Message | Fork, file: socket.socket | None = None) -> Future[Reply]:
+    def ask(self, message: WorkerRequest | Fork, file: socket.socket | None = None) -> Future[Reply]:
         """Send a message, and return a future for its reply, which fails with `WorkerEndedError` if the worker ends.
 
         Args:
@@ -85,7 +85,7 @@ class Worker:
         """Tell the worker with the next message to drop an answer. Takes no lock, so that finalizers may call it anywhere."""
         self._dropped.append(answer)
 
-    async def reply(self, message: Message) -> Reply:
+    async def reply(self, message: WorkerRequest) -> Reply:
         """Send a message, and wait for the reply; see `ask`."""
         return await asyncio.wrap_future(await asyncio.to_thread(self.ask, message))
 

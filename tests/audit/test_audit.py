@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from outrider.audit.audit import CONTROLLED, FALSE_ALARM, MASKED, SAMPLED, Cell, Scope, Settings, audit
+from outrider.audit.audit import CONTROLLED, FALSE_ALARM, MASKED, SAMPLED, Cell, PromptSettings, Scope, audit
 from outrider.audit.controls import ReferenceWatch, Watch
 from outrider.audit.prompts import PROMPTS
 from outrider.audit.report import Audit
@@ -194,7 +194,7 @@ def test_a_bundle_whose_sampler_accepts_everything_fails(one_k: Path, tmp_path: 
     ],
 )
 def test_a_wrong_graph_fails_even_if_plain_decoding_is_equally_wrong(
-    one_k: Path, tmp_path: Path, sampler: str, damage: Callable[[onnx.GraphProto], None], draws: int, sampled: Settings
+    one_k: Path, tmp_path: Path, sampler: str, damage: Callable[[onnx.GraphProto], None], draws: int, sampled: PromptSettings
 ) -> None:
     outrider = Outrider.load(damaged(one_k, tmp_path, sampler, damage))
     report = audited(outrider, draws, FEW._replace(sampled=sampled))

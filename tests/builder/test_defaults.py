@@ -13,7 +13,7 @@ from outrider.backends import registry
 from outrider.backends.base import BuildSpec
 from outrider.backends.onnxruntime.backend import OnnxRuntimeBackend
 from outrider.builder.build import build_engine
-from outrider.builder.defaults import Choice, backends, capacity_and_batch, sequence_bytes
+from outrider.builder.defaults import BackendChoice, backends, capacity_and_batch, sequence_bytes
 from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Build, Manifest
 from outrider.engines.contract import RecurrentLayer
@@ -110,7 +110,9 @@ class Refusing(OnnxRuntimeBackend):
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Prefer a backend that refuses."""
     registry.register(Refusing())
-    monkeypatch.setattr("outrider.builder.build.backends", lambda _: [Choice("refusing", ""), Choice("onnxruntime", "")])
+    monkeypatch.setattr(
+        "outrider.builder.build.backends", lambda _: [BackendChoice("refusing", ""), BackendChoice("onnxruntime", "")]
+    )
     yield
     registry.unregister("refusing")
 

@@ -18,7 +18,7 @@ from outrider.serve.api.answer import AnswerFormat
 from outrider.serve.api.chat_protocol import Function
 from outrider.serve.api.errors import ApiError
 from outrider.serve.api.reasoning import MARKS
-from outrider.serve.tools.base import OfferedTools, Part, Parts, Reader, mark
+from outrider.serve.tools.base import AnswerParts, OfferedTools, Part, Reader, mark
 from outrider.tests.serve.families import (
     EXAMPLES,
     NOW,
@@ -209,7 +209,7 @@ def test_the_parts_do_not_depend_on_the_pieces(name: str, cuts: list[int]) -> No
 def test_a_string_may_be_cut_behind_a_backslash() -> None:
     """Each piece is a character; what follows the arguments is none of them."""
 
-    def whole(reader: Reader) -> Parts:
+    def whole(reader: Reader) -> AnswerParts:
         yield from reader.value()
 
     for value in (r'{"a": "\\\"}"}', r'{"a": "\\", "b": {"c": "\""}}'):

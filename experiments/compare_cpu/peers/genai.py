@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.experiments.compare_cpu.common import THREADS, Answer, Arrivals, Job, Pair, make_once, package_version, run
+from outrider.experiments.compare_cpu.common import (
+    THREADS,
+    AnswerFunction,
+    Arrivals,
+    Job,
+    PairFiles,
+    make_once,
+    package_version,
+    run,
+)
 from outrider.experiments.compare_cpu.peers.transformers import prepare as prepare_transformers
 
 NAME, WEIGHTS = "ONNX Runtime GenAI", "int4 by its own builder"
@@ -20,12 +29,12 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "chat", "special", "added")
 version = partial(package_version, "onnxruntime-genai")
 
 
-def prepare(folder: Path, pair: Pair) -> Job:
+def prepare(folder: Path, pair: PairFiles) -> Job:
     """Build both models from the transformers checkpoints, and a folder that combines them for speculative decoding."""
     checkpoints = Path(prepare_transformers(folder, pair)["folder"])
 
     def build(path: Path) -> None:
-        for role in Pair._fields:
+        for role in PairFiles._fields:
             builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
             run(*builder, "-i", checkpoints / role, "-o", path / role, "-p", "int4", "-e", "cpu", "-c", folder / "cache")
         _join(path)
@@ -37,8 +46,8 @@ def _join(path: Path) -> None:
     """Create the folder `pair` with hard links to both models and a common configuration."""
     pair = path / "pair"
     pair.mkdir()
-    configs = {role: json.loads((path / role / "genai_config.json").read_text()) for role in Pair._fields}
-    for role in Pair._fields:
+    configs = {role: json.loads((path / role / "genai_config.json").read_text()) for role in PairFiles._fields}
+    for role in PairFiles._fields:
         for file in (path / role).iterdir():
             if role == "target" and file.name.startswith(TOKENIZER_FILES):
                 (pair / file.name).write_bytes(file.read_bytes())
@@ -52,7 +61,7 @@ def _join(path: Path) -> None:
     (pair / "genai_config.json").write_text(json.dumps(config))
 
 
-def load(job: Job) -> Answer:
+def load(job: Job) -> AnswerFunction:
     """Load the target alone or the pair on first use, depending on k."""
     import onnxruntime_genai as og
 

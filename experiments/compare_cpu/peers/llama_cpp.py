@@ -14,7 +14,7 @@ import time
 from http.client import HTTPConnection
 from pathlib import Path
 
-from outrider.experiments.compare_cpu.common import CONTEXT, THREADS, Answer, Arrivals, Job, Pair
+from outrider.experiments.compare_cpu.common import CONTEXT, THREADS, AnswerFunction, Arrivals, Job, PairFiles
 
 NAME, WEIGHTS, SERVER = "llama.cpp", "the GGUF files", "llama-server"
 # By default, llama.cpp looks up 24 tokens and drafts 48, which is too long for short answers.
@@ -32,12 +32,12 @@ def version() -> str | None:
     return next(line.removeprefix("version: ") for line in (done.stdout + done.stderr).splitlines() if "version: " in line)
 
 
-def prepare(folder: Path, pair: Pair) -> Job:
+def prepare(folder: Path, pair: PairFiles) -> Job:
     """Do nothing: the GGUF files run as they are."""
     return {role: str(file) for role, file in pair._asdict().items()}
 
 
-def load(job: Job) -> Answer:
+def load(job: Job) -> AnswerFunction:
     """Start a server for the job's only k, and wait until it answers."""
     (k,) = job["k"]
     with socket.socket() as probe:

@@ -8,7 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.experiments.compare_cpu.common import THREADS, Answer, Arrivals, Job, Pair, make_once, package_version, run
+from outrider.experiments.compare_cpu.common import (
+    THREADS,
+    AnswerFunction,
+    Arrivals,
+    Job,
+    PairFiles,
+    make_once,
+    package_version,
+    run,
+)
 from outrider.experiments.compare_cpu.peers.transformers import prepare as prepare_transformers
 
 NAME, WEIGHTS = "OpenVINO GenAI", "int4 by optimum-cli"
@@ -23,7 +32,7 @@ CONVERTER = ["optimum-intel[openvino]", "nncf"]  # in a separate environment, be
 version = partial(package_version, "openvino-genai")
 
 
-def prepare(folder: Path, pair: Pair) -> Job:
+def prepare(folder: Path, pair: PairFiles) -> Job:
     """Convert both models from the transformers checkpoints, once for each group size."""
     checkpoints = Path(prepare_transformers(folder, pair)["folder"])
 
@@ -34,7 +43,7 @@ def prepare(folder: Path, pair: Pair) -> Job:
     def convert(group: int, path: Path) -> None:
         python = make_once(folder / "optimum", install) / "bin" / "python"
         optimum = [python, "-m", "optimum.commands.optimum_cli"]  # not the script: it has the folder's path before the rename
-        for role in Pair._fields:
+        for role in PairFiles._fields:
             kind = ["--task", "text-generation-with-past", "--weight-format", "int4", "--group-size", group, "--ratio", "1.0"]
             run(*optimum, "export", "openvino", "-m", checkpoints / role, *kind, path / role)
 
@@ -49,7 +58,7 @@ def _installed_torch() -> str:
     return str(torch.__version__).split("+")[0]
 
 
-def load(job: Job) -> Answer:
+def load(job: Job) -> AnswerFunction:
     """Load the pipeline for the job's only k, because a pipeline cannot change its drafter."""
     import numpy as np
     import openvino
@@ -65,7 +74,7 @@ def load(job: Job) -> Answer:
         options = {"draft_model": openvino_genai.draft_model(folder / "draft", "CPU", **properties)}
     pipeline = openvino_genai.LLMPipeline(folder / "target", "CPU", **properties, **options)
 
-    class Clock(openvino_genai.StreamerBase):  # type: ignore[misc]  # the package may not be installed
+    class ArrivalStreamer(openvino_genai.StreamerBase):  # type: ignore[misc]  # the package may not be installed
         def __init__(self) -> None:
             super().__init__()
             self.arrivals: Arrivals = []
@@ -84,8 +93,8 @@ def load(job: Job) -> Answer:
             config.num_assistant_tokens, config.max_ngram_size = int(LOOKUP.split()[1]), 3
         elif k:
             config.num_assistant_tokens = int(k)
-        clock = Clock()
-        pipeline.generate(openvino.Tensor(np.array([ids])), config, clock)
-        return clock.arrivals, None
+        streamer = ArrivalStreamer()
+        pipeline.generate(openvino.Tensor(np.array([ids])), config, streamer)
+        return streamer.arrivals, None
 
     return answer

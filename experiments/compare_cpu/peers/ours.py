@@ -8,7 +8,17 @@ import time
 from functools import partial
 from pathlib import Path
 
-from outrider.experiments.compare_cpu.common import CONTEXT, Answer, Arrivals, Job, K, Pair, make_once, package_version, run
+from outrider.experiments.compare_cpu.common import (
+    CONTEXT,
+    AnswerFunction,
+    Arrivals,
+    Job,
+    K,
+    PairFiles,
+    make_once,
+    package_version,
+    run,
+)
 
 NAME = "Outrider"
 AUTO = "auto"  # k and drafter chosen every round
@@ -26,7 +36,7 @@ VARIANTS: dict[str, tuple[list[str], list[str]]] = {
 version = partial(package_version, "outrider")
 
 
-def prepare(folder: Path, pair: Pair, variant: str) -> Job:
+def prepare(folder: Path, pair: PairFiles, variant: str) -> Job:
     """Export and build the pair in one of `VARIANTS`."""
     precision_options, backend = VARIANTS[variant]
     outrider = Path(sys.executable).with_name("outrider")
@@ -45,7 +55,7 @@ def prepare(folder: Path, pair: Pair, variant: str) -> Job:
     return {"bundle": str(bundle), "manifest": manifest}
 
 
-def load(job: Job) -> Answer:
+def load(job: Job) -> AnswerFunction:
     """Load a bundle, and let it generate past end-of-text tokens."""
     import msgspec
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.experiments.compare_cpu.common import Answer, Arrivals, Job, Pair, make_once, package_version
+from outrider.experiments.compare_cpu.common import AnswerFunction, Arrivals, Job, PairFiles, make_once, package_version
 
 NAME, WEIGHTS = "transformers", "bf16"
 SETTINGS: list[Job] = [{"k": [0]}]  # one thread per core; drafting is far slower than with the other programs at every k
@@ -15,7 +15,7 @@ SETTINGS: list[Job] = [{"k": [0]}]  # one thread per core; drafting is far slowe
 version = partial(package_version, "transformers")
 
 
-def prepare(folder: Path, pair: Pair) -> Job:
+def prepare(folder: Path, pair: PairFiles) -> Job:
     """Dequantize the GGUF files into Hugging Face folders in bf16."""
 
     def unpack(path: Path) -> None:
@@ -33,7 +33,7 @@ def prepare(folder: Path, pair: Pair) -> Job:
     return {"folder": str(make_once(folder / "transformers", unpack))}
 
 
-class Clock:
+class TokenStreamer:
     """A streamer that records when transformers delivers the tokens of each pass."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Clock:
         pass
 
 
-def load(job: Job) -> Answer:
+def load(job: Job) -> AnswerFunction:
     """Load the target."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -60,9 +60,9 @@ def load(job: Job) -> Answer:
     target.generation_config.repetition_penalty = 1.0
 
     def answer(ids: list[int], tokens: int, k: int) -> tuple[Arrivals, float | None]:
-        clock, prompt = Clock(), torch.tensor([ids])
-        options = {"do_sample": False, "max_new_tokens": tokens, "streamer": clock, "pad_token_id": 0}
+        streamer, prompt = TokenStreamer(), torch.tensor([ids])
+        options = {"do_sample": False, "max_new_tokens": tokens, "streamer": streamer, "pad_token_id": 0}
         target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        return clock.arrivals, None
+        return streamer.arrivals, None
 
     return answer
