@@ -48,22 +48,11 @@ class Lease:
 class LoadedBundle:
     """A bundle with loaded engines, and caches for a number of sequences."""
 
-    def __init__(
-        self,
-        engines: Engines,
-        text: Text,
-        slots: int = 1,
-        *,
-        memory: Memory | None = None,
-        policy: Policy | None = None,
-        observer: Observer | None = None,
-    ):
+    def __init__(self, engines: Engines, text: Text, slots: int = 1, *, memory: Memory | None = None):
         """Make caches for `slots` sequences.
 
         Args:
             memory: of earlier requests, to draft from; it takes in the finished ones.
-            policy: chooses if k is "auto"; None is an `AdaptivePolicy`.
-            observer: sees every result, and may replace it.
         """
         self.engines = engines
         self.manifest = engines.manifest
@@ -78,7 +67,7 @@ class LoadedBundle:
         self.drafters = drafters.available(self.manifest, remembering=memory is not None)
         self.grammars: Grammars = LocalGrammars(text.tokenizer, self.vocab_rows, self.manifest.generation.eos_token_ids)
         self.lease = Lease()
-        self._assemble(policy or self.adaptive_policy(), observer)
+        self._assemble(self.adaptive_policy(), None)
 
     def _assemble(self, policy: Policy, observer: Observer | None) -> None:
         target, device, build = self.sessions["target"], self.engines.device, self.build

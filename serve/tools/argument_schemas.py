@@ -10,6 +10,7 @@ from outrider.runtime.grammar.schemas import resolved
 
 MOST_NESTED = 8  # depth of alternatives within alternatives of a schema
 MOST_VALUES = 1000  # values of an enum of plain texts
+MOST_STEPS = 50_000  # see `Work`
 MOST_SHAPES = 64  # alternatives of a tool's arguments, or of a text
 # Supported keywords of the schema of a tool's arguments. A tool that is not strict may have those in IGNORED, too. Keywords for
 # properties that the schema does not list have no effect, because such properties are never written.
@@ -22,9 +23,9 @@ OF_TEXT = {"type", "enum", "const", "minLength", "maxLength", "oneOf", "$defs", 
 class Work:
     """Limits the work for the tools of one request, which the server's event loop does."""
 
-    def __init__(self, most: int = 50_000):
+    def __init__(self) -> None:
         """Start. A step is a visit to a subschema, or to a property or an enum's value in one combination of alternatives."""
-        self._left = most
+        self._left = MOST_STEPS
 
     def do(self, steps: int = 1) -> None:
         """Count steps.
