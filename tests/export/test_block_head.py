@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from outrider.backends.onnxruntime.engine import OnnxRuntimeEngine
@@ -30,10 +27,10 @@ from outrider.export.pair import export_pair
 from outrider.export.parity import open_graph
 from outrider.tests.drafts import random_block_head
 from outrider.tests.export.block_head import weights
+from outrider.tests.export.head_files import Change, write_head
 from outrider.tests.support import PAIR, build, llama, rtx_job, write_checkpoint
 
 CAPACITY, TOLERANCE = 64, 1e-4
-Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 Fixtures = dict[str, np.ndarray]
 
 
@@ -44,18 +41,6 @@ def fixtures() -> Fixtures:
         return dict(arrays)
 
 
-def write(folder: Path, name: str, change: Change | None = None) -> Path:
-    """A case's checkpoint as its trainer writes it, perhaps changed."""
-    config, arrays = weights.checkpoint(name)
-    tensors = {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in arrays.items()}
-    if change is not None:
-        change(config, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 def target(name: str, **changes: Any) -> Target:
     embedding, head = map(torch.from_numpy, weights.target(name).values())
     given = {"layers": weights.TARGET_LAYERS, "hidden_size": weights.HIDDEN, "vocab_rows": weights.VOCAB}
@@ -63,7 +48,7 @@ def target(name: str, **changes: Any) -> Target:
 
 
 def built(folder: Path, name: str) -> tuple[FeatureMixer, BlockHead]:
-    mixer, head = BlockCheckpoint.read(Source.parse(str(write(folder, name)))).build(target(name))
+    mixer, head = BlockCheckpoint.read(Source.parse(str(write_head(folder, *weights.checkpoint(name))))).build(target(name))
     assert mixer.ids == weights.CASES[name].features
     assert isinstance(head, BlockHead)
     return mixer, head
@@ -273,7 +258,7 @@ BAD: dict[str, tuple[str, Change, type[OutriderError], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_not_understood_is_refused(case: str, tmp_path: Path) -> None:
     name, change, kind, message = BAD[case]
-    folder = write(tmp_path, name, change)
+    folder = write_head(tmp_path, *weights.checkpoint(name), change)
     with pytest.raises(kind) as raised:
         BlockCheckpoint.read(Source.parse(str(folder))).build(target(name))
     assert message in str(raised.value)
@@ -282,7 +267,7 @@ def test_what_is_not_understood_is_refused(case: str, tmp_path: Path) -> None:
 
 def test_one_head_reads_the_target_at_a_time(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "target", llama(vocab_size=320))
-    heads = [write(tmp_path / name, name) for name in ("z-lab", "dspark")]
+    heads = [write_head(tmp_path / name, *weights.checkpoint(name)) for name in ("z-lab", "dspark")]
     with pytest.raises(UsageError, match="two drafts of the same kind: z-lab and dspark"):
         export_pair(str(made), [str(each) for each in heads], tmp_path / "onnx", precision="fp32")
     assert not (tmp_path / "onnx").exists()

@@ -19,7 +19,8 @@ from outrider.export.heads.eagle3 import Eagle3Checkpoint
 from outrider.export.pair import export_pair
 from outrider.tests.drafts import WIDTH
 from outrider.tests.export.eagle3 import cases
-from outrider.tests.export.eagle3.checkpoints import Change, target, write
+from outrider.tests.export.eagle3.checkpoints import target, write
+from outrider.tests.export.head_files import Change
 from outrider.tests.support import llama, write_checkpoint
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from outrider.audit.controls import RandomPolicy
 from outrider.bench.simulator import Trace
 from outrider.bundle.manifest import Cost
 from outrider.runtime.drafters.base import Proposal
+from outrider.runtime.generation import Outrider
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import NONE, Choice
@@ -19,6 +22,16 @@ from outrider.runtime.rounds.rounds import RoundResult
 
 K = [1, 2, 4, 8]
 MODEL, NGRAM, GRAMMAR = "model", "ngram", "grammar"
+
+
+@contextmanager
+def policy_at_random(outrider: Outrider) -> Iterator[None]:
+    """Choose the drafter and k of each round at random."""
+    usual, outrider.policy = outrider.policy, RandomPolicy(outrider.adaptive_policy())
+    try:
+        yield
+    finally:
+        outrider.policy = usual
 
 
 def costs(draft: float = 1.0, row: float = 0.1, target: float = 6.0, acceptance: float | None = None) -> RoundCosts:

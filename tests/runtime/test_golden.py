@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from outrider.audit.controls import RandomPolicy, Watch
+from outrider.audit.controls import Watch
 from outrider.backends.open import open_engines
 from outrider.engines.contract import PAST_FEATURES
 from outrider.engines.device import Launch
@@ -27,6 +27,7 @@ from outrider.runtime.drafters.step import StepDrafter
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.stats import Stats
+from outrider.tests.runtime.policies import policy_at_random
 from outrider.tests.runtime.toy import Repeat
 from outrider.tests.support import PAIR, SHIPPED, Made, build, make_endless, prefill, write_checkpoint
 
@@ -145,10 +146,8 @@ def bundles(folders: dict[str, Path]) -> Iterator[dict[str, Outrider]]:
 def run(outrider: Outrider, prompt: str, k: int | str, limit: int = 2 * CAPACITY) -> list[Event]:
     params = SamplingParams(max_new_tokens=limit)
     if k == "at random":
-        usual, outrider.policy = outrider.policy, RandomPolicy(outrider.adaptive_policy())
-        events = list(outrider.generate(prompt, params))
-        outrider.policy = usual
-        return events
+        with policy_at_random(outrider):
+            return list(outrider.generate(prompt, params))
     if k == "n-grams":
         return list(outrider.generate(prompt, params, k=K[-1], drafter="ngram"))
     if k == "toy":

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from outrider.export.heads.draft_head import Target
 from outrider.tests.export.eagle3 import cases, weights
-
-Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+from outrider.tests.export.head_files import Change, write_head
 
 
 def write(folder: Path, name: str, change: Change | None = None) -> Path:
-    """A case's checkpoint as its trainer writes it, perhaps changed."""
-    config, arrays = weights.checkpoint(name)
-    tensors = {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in arrays.items()}
-    if change is not None:
-        change(config, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    path = folder / cases.ALL[name].file
-    torch.save(tensors, path) if path.suffix == ".bin" else save_file(tensors, path)
-    return folder
+    """A case's checkpoint; see `write_head`."""
+    return write_head(folder, *weights.checkpoint(name), change, cases.ALL[name].file)
 
 
 def target(name: str, **changes: Any) -> Target:

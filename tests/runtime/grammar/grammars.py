@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.audit.controls import RandomPolicy
 from outrider.runtime.generation import Event, Outrider
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
+from outrider.tests.runtime.policies import policy_at_random
 
 K = (1, 2, 4, 8)
 PROMPT = "Customer: Hi, I would like to order a coffee.\nAgent:"
@@ -40,10 +40,8 @@ NOTHING = "NOTHING: /x/ & /y/"  # what follows this rule cannot be reached, whic
 def run(outrider: Outrider, name: str, k: int | str, **params: Any) -> list[Event]:
     chosen = SamplingParams(max_new_tokens=90, structured_outputs=GRAMMARS[name], **params)
     if k == "at random":
-        usual, outrider.policy = outrider.policy, RandomPolicy(outrider.adaptive_policy())
-        events = list(outrider.generate(PROMPT, chosen))
-        outrider.policy = usual
-        return events
+        with policy_at_random(outrider):
+            return list(outrider.generate(PROMPT, chosen))
     if k == "ngram":
         return list(outrider.generate(PROMPT, chosen, k=K[-1], drafter="ngram"))
     return list(outrider.generate(PROMPT, chosen, k=k))
