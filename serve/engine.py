@@ -22,10 +22,10 @@ from outrider.runtime.request import Request
 from outrider.runtime.request_queue import QueueFullError
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.text.stream import NONE_SHOWN
-from outrider.serve.api.turns import Turns
 from outrider.serve.deliveries import Deliveries, Delivery, Result
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
+from outrider.serve.turns import Turns
 from outrider.serve.watchdog import Watchdog, bug, warm_up
 from outrider.serve.workers.grammars import RemoteGrammars
 from outrider.serve.workers.prompts import PromptEncoder

@@ -32,7 +32,7 @@ from outrider.runtime.grammar.matcher import Bools, LocalMatcher
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.text.chat_template import Chat, ChatTemplate
 from outrider.runtime.text.text import PromptTooLongError, Text
-from outrider.serve.api.call_arguments import arguments_of
+from outrider.serve.workers.call_arguments import arguments_of
 from outrider.serve.workers.messages import (
     Advance,
     Begin,

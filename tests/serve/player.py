@@ -20,11 +20,11 @@ from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
 from outrider.runtime.text.stream import TextStream
-from outrider.serve.api.turns import Turns
 from outrider.serve.app import create_app
 from outrider.serve.deliveries import Result
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import Settings
+from outrider.serve.turns import Turns
 from outrider.serve.workers.messages import PromptJob
 from outrider.tests.serve.families import text_of
 
