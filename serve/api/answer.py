@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import UsageError
 from outrider.runtime.grammar.schemas import enforced
 from outrider.runtime.grammar.structured import SAID, StructuredOutputs
 from outrider.runtime.request import Event
-from outrider.runtime.text.stream import TOKEN_MARK
+from outrider.runtime.text.stream import NONE_SHOWN, TOKEN_MARK
 from outrider.runtime.text.text import Text
 from outrider.serve.api.chat_protocol import Function, NamedFunction
 from outrider.serve.api.errors import ApiError
@@ -22,7 +22,33 @@ from outrider.serve.tools.base import OfferedTools, Part, Reader, mark
 END = 16  # tokens at the end of a prompt that may open the reasoning
 
 
-class AnswerFormat:
+class PlainFormat:
+    """The format of answers that are not parsed."""
+
+    def __init__(self, asked: StructuredOutputs | None):
+        """Constrain the answers to the structured output that a request asks for, if it does."""
+        self._asked = asked
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answers have a grammar."""
+        return self._asked is not None
+
+    @property
+    def shown(self) -> Mapping[int, str]:
+        """The tokens whose text is part of the answers even if they are special; see `TextStream`."""
+        return NONE_SHOWN
+
+    def constraint(self, prompt: Sequence[int]) -> StructuredOutputs | None:
+        """Return the grammar of the answer to a prompt."""
+        return self._asked
+
+    def before_grammar(self, prompt: Sequence[int]) -> list[int]:
+        """Return the tokens before the part of an answer to a prompt that the request constrains; see `rehearse`."""
+        return []
+
+
+class AnswerFormat(PlainFormat):
     """The format of the answers to one conversation, which depends on the model's family."""
 
     def __init__(
@@ -47,7 +73,8 @@ class AnswerFormat:
             ApiError: a function is defined twice or not at all, its schema cannot be enforced, or the server cannot parse the
                 model's calls.
         """
-        self._text, self._end_ids, self._asked = text, end_ids, asked
+        super().__init__(asked)
+        self._text, self._end_ids = text, end_ids
         self._family, self._marks = family_of(text), marks_of(text.tokenizer)
         self._reads_itself = self._family is not None and self._family.reads_every_answer
         self._tools = {} if choice == "none" else {function.name: function for function in functions}
@@ -95,8 +122,8 @@ class AnswerFormat:
 
     @property
     def constrained(self) -> bool:
-        """Whether the answers have a grammar."""
-        return bool(self._schemas) or self._asked is not None
+        """See `PlainFormat.constrained`."""
+        return bool(self._schemas) or super().constrained
 
     def calls(self, required: bool = True, said: StructuredOutputs | None = None) -> StructuredOutputs | None:
         """Return the grammar of answers that must or may have calls; None if the model may not call tools.
@@ -121,14 +148,14 @@ class AnswerFormat:
         return calls if expression is None or said is None else said.within(grammar, SAID)
 
     def constraint(self, prompt: Sequence[int]) -> StructuredOutputs | None:
-        """Return the grammar of the answer to a prompt, including the reasoning before it."""
+        """Return the grammar of the answer to a prompt, including the reasoning before it; raises as `grammar` does."""
         if self.grammar is None or self._marks is None or self._reads_itself:
             return self.grammar
         opening, closing = map(self._text.tokenizer.token_to_id, self._marks)
         return self.grammar.after_reasoning(opening, closing, opened(self._marks[0], self._end_of(prompt)))
 
     def before_grammar(self, prompt: Sequence[int]) -> list[int]:
-        """Return tokens that end the free text of an answer to a prompt, so that what the request constrains comes next."""
+        """See `PlainFormat.before_grammar`. They end the free text of the answer."""
         tokens: list[int] = []
         if self._marks is not None and not self._reads_itself:
             marks = self._marks[opened(self._marks[0], self._end_of(prompt)) :]

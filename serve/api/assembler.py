@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -26,8 +26,8 @@ from outrider.errors import OutriderError, UsageError
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
-from outrider.runtime.text.stream import NONE_SHOWN
 from outrider.runtime.text.text import PromptTooLongError
+from outrider.serve.api.answer import PlainFormat
 from outrider.serve.api.errors import ApiError, api_error, unknown_model
 from outrider.serve.api.protocol import Common
 from outrider.serve.deliveries import Result, TimedOutError
@@ -72,11 +72,6 @@ class ResponseAssembler(ABC, Generic[Body]):
         self._started = time.perf_counter()
         self._first_token: float | None = None
 
-    @property
-    def shown(self) -> Mapping[int, str]:
-        """The tokens whose text is part of the answers even if they are special; see `TextStream`."""
-        return NONE_SHOWN
-
     @abstractmethod
     def params(self, prompt: list[int], grammar: StructuredOutputs | None) -> SamplingParams:
         """Return the parameters of the answers, given the first prompt; raises `UsageError` if one is out of range."""
@@ -86,18 +81,10 @@ class ResponseAssembler(ABC, Generic[Body]):
         """The structured output that the request asks for; raises `UsageError` if it is not valid."""
         return self.body.structured()
 
-    @property
-    def constrained(self) -> bool:
-        """Whether the answers have a grammar; raises `UsageError` or `ApiError` if the request cannot have one."""
-        return self.structured is not None
-
-    def grammar(self, prompt: list[int]) -> StructuredOutputs | None:
-        """Return the grammar of the answers to a prompt; raises `UsageError` or `ApiError` if it is not supported."""
-        return self.structured
-
-    def before_grammar(self, prompt: list[int]) -> list[int]:
-        """Return the tokens before the part of an answer that the grammar constrains; see `rehearse`."""
-        return []
+    @functools.cached_property
+    def answers(self) -> PlainFormat:
+        """The format of the answers; raises `UsageError` or `ApiError` if the request cannot have it."""
+        return PlainFormat(self.structured)
 
     def grammar_parts(self) -> dict[str, StructuredOutputs]:
         """Return the parts of the grammar, by the request's field that each comes from."""
@@ -146,13 +133,13 @@ class ResponseAssembler(ABC, Generic[Body]):
         """
         self._check_limits(prompts)
         self.prompts = prompts
-        params = self.params(prompts[0], await self._compiled(prompts[0]) if self.constrained else None)
+        params = self.params(prompts[0], await self._compiled(prompts[0]) if self.answers.constrained else None)
         requests = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in self.body.seeds()]
         owner = self._http.state.owner
         self.requests = await self._engine.submit(
             requests,
             lambda *result: self._results.put_nowait(result),
-            self.shown,
+            self.answers.shown,
             owner,
             self.body.priority,
             self.body.timeout,
@@ -166,9 +153,9 @@ class ResponseAssembler(ABC, Generic[Body]):
         """Return the answers' grammar, compiled in a worker, where it cannot take the engines' time or memory."""
         grammar = None
         try:
-            grammar = await asyncio.to_thread(self.grammar, prompt)  # building it must not block streams
+            grammar = await asyncio.to_thread(self.answers.constraint, prompt)  # building it must not block streams
             if grammar is not None:
-                await self._compile(grammar, self.before_grammar(prompt))
+                await self._compile(grammar, self.answers.before_grammar(prompt))
         except UsageError as error:
             parts = self.grammar_parts()
             for field, part in parts.items() if [*parts.values()] != [grammar] else ():  # find the part at fault

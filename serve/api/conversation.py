@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TypeVar
 
 from fastapi.responses import Response
@@ -22,27 +21,9 @@ class ConversationAssembler(ResponseAssembler[ConversationBody]):
 
     @functools.cached_property
     def answers(self) -> AnswerFormat:
-        """The format of the answers; raises `ApiError` if the tools cannot be used."""
+        """See `ResponseAssembler.answers`."""
         body = self.body
         return AnswerFormat(self.text, self.end_ids, body.functions, body.choice, body.parallel_tool_calls, self.structured)
-
-    @property
-    def constrained(self) -> bool:
-        """See `ResponseAssembler.constrained`."""
-        return self.answers.constrained
-
-    def grammar(self, prompt: list[int]) -> StructuredOutputs | None:
-        """See `ResponseAssembler.grammar`."""
-        return self.answers.constraint(prompt)
-
-    def before_grammar(self, prompt: list[int]) -> list[int]:
-        """See `ResponseAssembler.before_grammar`."""
-        return self.answers.before_grammar(prompt)
-
-    @property
-    def shown(self) -> Mapping[int, str]:
-        """See `ResponseAssembler.shown`."""
-        return self.answers.shown
 
     def grammar_parts(self) -> dict[str, StructuredOutputs]:
         """See `ResponseAssembler.grammar_parts`."""
