@@ -6,13 +6,14 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
-from outrider.bundle.manifest import WEIGHTS, Generation, MergedAdapter, Model, model_file
+from outrider.bundle.manifest import WEIGHTS, Generation, MergedAdapter, Model, Parity, Quantization, model_file
 from outrider.engines.contract import CONTEXT
 from outrider.errors import SourceError, UnsupportedModelError, UsageError
 from outrider.export.checkpoints.adapters import Adapter
@@ -21,13 +22,14 @@ from outrider.export.checkpoints.source import CORRECT_CONFIG, Source
 from outrider.export.checkpoints.streamed import Streamed
 from outrider.export.checkpoints.text_part import has_text_part
 from outrider.export.checkpoints.tokenizer import TokenizerFiles
+from outrider.export.graph.cache_layers import CacheLayout
 from outrider.export.graph.features import feature_mixer
 from outrider.export.graph.step_model import trace
 from outrider.export.heads.block_head import BlockHead
 from outrider.export.heads.draft_head import DraftHead
 from outrider.export.heads.short_head import ShortHead, propose
 from outrider.export.heldout import check_perplexity, heldout_tokens, perplexity
-from outrider.export.parity import CHUNKS, Exported, compare, reference, sample_features, sample_tokens, texts_logits
+from outrider.export.parity import CHUNKS, Exported, Reference, compare, reference, sample_features, sample_tokens, texts_logits
 from outrider.export.weights.quantize import pack, quantize_model
 from outrider.export.weights.rounding import AS_IS, Rounding
 from outrider.progress import Progress
@@ -50,6 +52,18 @@ class ModelJob:
     progress: Progress
     short: torch.Tensor | None = None  # int64 [N], the only tokens that the head keeps; None if it keeps all
     adapters: Sequence[Adapter] = ()
+
+
+class Expected(NamedTuple):
+    """What a model computes before it is traced."""
+
+    known: torch.Tensor  # bool [V], the tokens that it can propose
+    pieces: list[torch.Tensor]  # held-out texts, int64 [1, S]; empty if their perplexity is not compared
+    perplexity: float  # of these, before the weights are rounded
+    quantization: Quantization | None
+    sample: torch.Tensor  # int64 [1, S], the input of a pass with rounded weights
+    features: torch.Tensor | None  # float32 [1, S, H], also its input, of a draft head
+    results: Reference
 
 
 def load(job: ModelJob) -> tuple[PreTrainedModel, Streamed, Generation]:
@@ -89,8 +103,7 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
 
     No step needs all weights: passes, rounding and the file that is written take one layer after the other.
     """
-    role, rounding, progress = job.role, _rounding(job, weights), job.progress
-    mixer, is_head = feature_mixer(model), isinstance(model, DraftHead)
+    rounding, mixer, is_head = _rounding(job, weights), feature_mixer(model), isinstance(model, DraftHead)
     width = model.config.hidden_size if is_head else None if mixer is None else mixer.hidden_size
     architecture = type(model).__name__
     block = {name: getattr(model, name) for name in OF_HEADS} if is_head else {}
@@ -99,54 +112,15 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
     parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in lent)
     # A head's limit is often the length of its training texts. Its rotary embedding works beyond it, with lower acceptance.
     positions, known = None if is_head else max_positions(model), _known(model, weights, job, rows)
-    quantization, pieces, reference_perplexity = None, list[torch.Tensor](), 0.0
-    if rounding is not None:
-        if not is_head:
-            pieces = heldout_tokens(job.tokenizer, positions)
-            progress.stage(f"reading held-out text with the {role}", len(weights.parts) or None)
-            reference_perplexity = perplexity(texts_logits(model, pieces), pieces, known)
-        progress.stage(f"quantizing the {role}", len(weights.parts) or None)
-        quantization = quantize_model(model, weights, rounding, job.tokenizer, positions)
-    sample = sample_tokens(job.tokens)
-    if isinstance(model, BlockHead):
-        sample[:, :-BLOCK] = CONTEXT  # the rest is the block, within the last chunk
-    compared = (sample[0] != CONTEXT).numpy()
-    progress.stage(f"running the {role}")
-    features = sample_features(width) if is_head and width is not None else None
-    expected = reference(model, sample, features)
-    path, layout = job.folder / model_file(role), expected.layout
-    if layout.recurrent and role != "target":
+    expected = _run(job, rounding, model, weights, positions, known)
+    layout = expected.results.layout
+    if layout.recurrent and job.role != "target":
         raise UnsupportedModelError(
             f"{job.source.name} ({architecture}) keeps a recurrent state, which only targets may", "choose another draft"
         )
-    progress.stage(f"tracing the {role}")
-    path.parent.mkdir(exist_ok=True)
-    with weights.tracing():
-        program = trace(model, layout, rows, rounding is not None, width, is_head)
-        weights.attach(program.model.graph)
-    if rounding is not None:
-        pack(program, model, weights)
-    tensors = [value.const_value for value in program.model.graph.initializers.values()]
-    progress.stage(f"writing the {role}", sum(each.nbytes for each in tensors if each is not None))
-    ir.save(program.model, path, external_data=path.name + WEIGHTS, callback=lambda tensor, _: progress.advance(tensor.nbytes))
-    weights.close()
-    del model, weights, program, tensors
+    _write(job, model, weights, layout, rows, width)
+    del model, weights
     gc.collect()
-    progress.stage(f"checking the {role}'s graph against the checkpoint", len(CHUNKS))
-    exported = Exported(path, layout, job.precision, features=width)
-    actual, written = exported.results(sample, features=features, progress=progress)
-    assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
-    want, got = (each[compared][:, known.numpy()] for each in (expected.logits, actual))
-    parity = compare(want, got, job.precision)
-    if expected.features is not None and written is not None:
-        compare(expected.features, written, job.precision, "features")
-    if pieces and rounding is not None:
-        progress.stage(f"reading held-out text with the {role}'s graph", len(pieces) * (2 if rounding.method == AS_IS else 1))
-        unrounded = perplexity(exported.texts_logits(pieces, progress), pieces, known) if rounding.method == AS_IS else None
-        del exported
-        served = Exported(path, layout, job.precision, as_served=True, features=width)
-        as_served = perplexity(served.texts_logits(pieces, progress), pieces, known)
-        parity = check_perplexity(parity, as_served, reference_perplexity, rounding, unrounded)
     return Model(
         source=job.source.name,
         adapters=[MergedAdapter(source=each.source.name, weight=each.weight) for each in job.adapters],
@@ -157,12 +131,80 @@ def export_model(job: ModelJob, model: PreTrainedModel, weights: Streamed, rows:
         max_positions=positions,
         layers=layout.layers,
         recurrent=[*layout.recurrent],
-        parity=parity,
-        quantization=quantization,
+        parity=_check(job, rounding, expected, width),
+        quantization=expected.quantization,
         head_tokens=None if known.all() else int(known.sum()),
         features=width,
         **block,
     )
+
+
+def _run(
+    job: ModelJob,
+    rounding: Rounding | None,
+    model: PreTrainedModel,
+    weights: Streamed,
+    positions: int | None,
+    known: torch.Tensor,
+) -> Expected:
+    """Quantize a model, and run it before and after that, for the comparison with its graph."""
+    role, progress, is_head = job.role, job.progress, isinstance(model, DraftHead)
+    quantization, pieces, of_checkpoint = None, list[torch.Tensor](), 0.0
+    if rounding is not None:
+        if not is_head:
+            pieces = heldout_tokens(job.tokenizer, positions)
+            progress.stage(f"reading held-out text with the {role}", len(weights.parts) or None)
+            of_checkpoint = perplexity(texts_logits(model, pieces), pieces, known)
+        progress.stage(f"quantizing the {role}", len(weights.parts) or None)
+        quantization = quantize_model(model, weights, rounding, job.tokenizer, positions)
+    sample = sample_tokens(job.tokens)
+    if isinstance(model, BlockHead):
+        sample[:, :-BLOCK] = CONTEXT  # the rest is the block, within the last chunk
+    progress.stage(f"running the {role}")
+    features = sample_features(model.config.hidden_size) if is_head else None
+    return Expected(known, pieces, of_checkpoint, quantization, sample, features, reference(model, sample, features))
+
+
+def _write(job: ModelJob, model: PreTrainedModel, weights: Streamed, layout: CacheLayout, rows: int, width: int | None) -> None:
+    """Trace a model, write its graph and its weights, and close them."""
+    path, progress, quantized = job.folder / model_file(job.role), job.progress, job.rounding is not None
+    progress.stage(f"tracing the {job.role}")
+    path.parent.mkdir(exist_ok=True)
+    with weights.tracing():
+        program = trace(model, layout, rows, quantized, width, isinstance(model, DraftHead))
+        weights.attach(program.model.graph)
+    if quantized:
+        pack(program, model, weights)
+    tensors = [value.const_value for value in program.model.graph.initializers.values()]
+    progress.stage(f"writing the {job.role}", sum(each.nbytes for each in tensors if each is not None))
+    ir.save(program.model, path, external_data=path.name + WEIGHTS, callback=lambda tensor, _: progress.advance(tensor.nbytes))
+    weights.close()
+
+
+def _check(job: ModelJob, rounding: Rounding | None, expected: Expected, width: int | None) -> Parity:
+    """Compare a graph with the model that it was traced from, and its perplexity with the checkpoint's.
+
+    Raises:
+        ParityError: the graph computes something else, or rounding the weights ruins the model.
+    """
+    path, layout, known, progress = job.folder / model_file(job.role), expected.results.layout, expected.known, job.progress
+    progress.stage(f"checking the {job.role}'s graph against the checkpoint", len(CHUNKS))
+    exported = Exported(path, layout, job.precision, features=width)
+    actual, written = exported.results(expected.sample, features=expected.features, progress=progress)
+    assert np.isneginf(actual[:, ~known.numpy()]).all()  # these are constant, not computed
+    compared = (expected.sample[0] != CONTEXT).numpy()
+    want, got = (each[compared][:, known.numpy()] for each in (expected.results.logits, actual))
+    parity = compare(want, got, job.precision)
+    if expected.results.features is not None and written is not None:
+        compare(expected.results.features, written, job.precision, "features")
+    if not (pieces := expected.pieces) or rounding is None:
+        return parity
+    progress.stage(f"reading held-out text with the {job.role}'s graph", len(pieces) * (2 if rounding.method == AS_IS else 1))
+    unrounded = perplexity(exported.texts_logits(pieces, progress), pieces, known) if rounding.method == AS_IS else None
+    del exported
+    served = Exported(path, layout, job.precision, as_served=True, features=width)
+    as_served = perplexity(served.texts_logits(pieces, progress), pieces, known)
+    return check_perplexity(parity, as_served, expected.perplexity, rounding, unrounded)
 
 
 def _rounding(job: ModelJob, weights: Streamed) -> Rounding | None:
