@@ -193,7 +193,7 @@ def _answer(loaded: Outrider, prompt: list[int], params: SamplingParams, mode: M
         arrivals.append((time.perf_counter() - started, len(event.token_ids)))
         tokens += event.token_ids
     stats = event.stats
-    return AnswerSummary(tokens, stats.seconds - stats.prompt_seconds + stats.draft_prompt_seconds, arrivals, stats)
+    return AnswerSummary(tokens, stats.seconds - stats.prompt_seconds, arrivals, stats)
 
 
 def trace(loaded: Outrider, workload: str, prompt: list[int], tokens: list[int], most: int = 0) -> Trace:

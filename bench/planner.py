@@ -117,11 +117,12 @@ def of_traces(costs: RoundCosts, drafter: str, traces: Sequence[Trace]) -> list[
 
 def tokens_per_round(drafter: str, traces: Sequence[Trace], k: int, flipped_share: float = 0.0) -> float:
     """Return the mean acceptance length of recorded texts over the rounds that draft: all except a round for the very last
-    token of the limit. `flipped_share` is the share of rejections that count as acceptances."""
+    token of the limit, and for the first one if the drafter must read the prompt. `flipped_share` is the share of rejections
+    that count as acceptances."""
     survival = [0.0] * k
     rounds = 0
     for trace in traces:
-        at = 0
+        at = int(drafters.get(drafter).unread(len(trace.prompt), [k]) > 0)
         while at < len(trace.tokens):
             accepted = trace.accepted(drafter, at, min(k, trace.remaining(at) - 1))
             rounds += trace.remaining(at) > 1

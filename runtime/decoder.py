@@ -54,9 +54,8 @@ class Decoder:
         k: Sequence[int],
         max_prompt_chunk: int,
         clock: Callable[[], float] = time.perf_counter,
-        engine_seconds: Callable[[], float] = lambda: 0.0,
     ):
-        """Decode with the built k. `clock` returns seconds, and `engine_seconds` the time that engines have run so far."""
+        """Decode with the built k. `clock` returns seconds."""
         self.target = target
         self.rounds = rounds
         self.drafters = drafters
@@ -64,10 +63,9 @@ class Decoder:
         self._on_device = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
         self._k = sorted({0, *k})
         self.clock = clock
-        self._engine_seconds = engine_seconds
 
     def round(
-        self, requests: Sequence[Request], policy: Policy, names: Sequence[str], chunks: int | None = None
+        self, requests: Sequence[Request], policy: Policy, names: Sequence[str], most: int | None = None
     ) -> list[RoundResult | EngineError]:
         """Draft for requests whose prompts are read, and verify in one pass of the target.
 
@@ -76,8 +74,8 @@ class Decoder:
 
         Args:
             names: the drafters that may be used.
-            chunks: the most chunks of a text that a drafter may process before the round; None is no limit. A request drafts
-                nothing in this round if its drafter has more pending.
+            most: the most tokens of a text that a drafter may process before the round; None leaves it to the policy. A request
+                drafts nothing in this round if its drafter has more pending.
 
         Raises:
             EngineError: the backend failed; nothing was confirmed.
@@ -88,7 +86,7 @@ class Decoder:
         indexes = [each.slot.index for each in active]
         first = min(indexes)
         used = self.slots.between(first, max(indexes))
-        choice, counts = self._plan(policy, active, used, chunks)
+        choice, counts = self._plan(policy, active, used, most)
         lanes = self._lanes(choice, active, used, counts)
         stop = policy.early_stop(choice, views[0]) if len(views) == 1 and choice.drafter in self._on_device else None
         self.slots.synchronize()  # earlier launches must not count towards the time of this round
@@ -111,8 +109,9 @@ class Decoder:
         return results
 
     def finish(self, request: Request) -> None:
-        """Tell the drafters that a request has ended, while it has its slot."""
+        """Note that a request has ended, while it has its slot."""
         assert request.slot is not None
+        request.lengths.observe(request.stats.emitted)
         for drafter in self.drafters.values():
             drafter.finish(_context(request, request.slot))
 
@@ -124,7 +123,9 @@ class Decoder:
         except GrammarError:  # its mask fails too, which ends this request alone
             offers = {}
         length, emitted = len(request.tokens), request.stats.emitted
-        view = SequenceView(length, emitted, request.limit - emitted, request.sampling.greedy, offers, request.acceptance)
+        remaining = request.limit - emitted
+        expected = request.lengths.expected(emitted, remaining)
+        view = SequenceView(length, emitted, remaining, request.sampling.greedy, offers, request.acceptance, expected)
         return Active(request, slot, view)
 
     def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> dict[str, Offer]:
@@ -144,17 +145,21 @@ class Decoder:
         return offers
 
     def _plan(
-        self, policy: Policy, active: Sequence[Active], used: Sequence[Slot], chunks: int | None
+        self, policy: Policy, active: Sequence[Active], used: Sequence[Slot], most: int | None
     ) -> tuple[Choice, list[int]]:
-        """Let the drafter catch up. Return the choice with the smallest sufficient k, and each request's number of drafts."""
+        """Let the drafter catch up. Return the choice with the smallest sufficient k, and each request's number of drafts.
+
+        A drafter reads a prompt after the first token of the answer, which is then no later than plain decoding's, and in each
+        round for one request.
+        """
         choice = policy.choose([each.view for each in active])
         if not choice.k:
             return PLAIN, [0] * len(active)
         room = self.target.capacity - max([slot.cached + 1 for slot in used])  # rows that fit after the last confirmed token's
         built = [size for size in self._k if size <= min(choice.k, room)]
-        most = max([each.view.remaining for each in active]) - 1
-        limit = next((size for size in built if size >= most), built[-1])
-        counts = []
+        left = max([each.view.remaining for each in active]) - 1
+        limit = next((size for size in built if size >= left), built[-1])
+        counts, read = [], False
         for request, slot, view in active:
             count, offer = min(limit, view.remaining - 1), view.offers.get(self._drafting(choice, view))
             if offer is None:
@@ -162,7 +167,11 @@ class Decoder:
             elif offer.proposal is not None:
                 count = min(count, len(offer.proposal.tokens))
             if count and offer is not None and offer.pending:
-                ready = policy.worth_catching_up(choice, view) and self._catch_up(choice.drafter, request, slot, chunks)
+                ready = False
+                if view.emitted and not read and policy.worth_catching_up(choice, view):
+                    drafter, steps = self.drafters[choice.drafter], (most, policy.reading_step(choice, view))
+                    self.slots.catch_up(slot, drafter, min((step for step in steps if step is not None), default=None))
+                    read, ready = True, not drafter.pending(slot.index, request.tokens)
                 count = count if ready else 0
             counts.append(count)
         return (Choice(choice.drafter, self._size(max(counts))), counts) if any(counts) else (PLAIN, counts)
@@ -170,18 +179,6 @@ class Decoder:
     def _drafting(self, choice: Choice, view: SequenceView) -> str:
         """Return the drafter of a sequence in a round."""
         return choice.drafter if choice.drafter in self._on_device else view.proposer(choice.drafter) or NONE
-
-    def _catch_up(self, name: str, request: Request, slot: Slot, chunks: int | None) -> bool:
-        """Return whether the drafter has processed all tokens."""
-        drafter, stats, started, engines = self.drafters[name], request.stats, self.clock(), self._engine_seconds()
-        self.slots.catch_up(slot, drafter, chunks)
-        if not stats.rounds:  # it reads the prompt, which is not part of the rounds' time
-            self.slots.synchronize()
-            seconds = self.clock() - started
-            stats.draft_prompt_seconds += seconds
-            stats.prompt_seconds += seconds
-            stats.engine_seconds -= self._engine_seconds() - engines  # the scheduler adds it with the round's
-        return not drafter.pending(slot.index, request.tokens)
 
     def _lanes(self, choice: Choice, active: Sequence[Active], used: Sequence[Slot], counts: Sequence[int]) -> list[Lane]:
         """Return the lanes of a round, one for each slot from the first to the last in use."""

@@ -77,7 +77,7 @@ class LoadedBundle:
         launches = Launches(device, target, self.samplers, on_device, build.k[-1])
         parts: list[Engine | Session] = [*self.samplers.values(), *self.sessions.values()]
         self.rounds = Rounds(device, launches, record=all(part.recordable for part in parts), observer=observer)
-        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk, engine_seconds=self.engine_seconds)
+        self.decoder = Decoder(target, self.rounds, loaded, build.k, build.max_prompt_chunk)
         self.policy = policy
 
     @classmethod

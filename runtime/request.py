@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.acceptance import Acceptance
+from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.rounds.logprobs import Logprobs
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
@@ -53,6 +54,7 @@ class Request:
         self.tokens = list(prompt)  # the confirmed ones: prompt and answer
         self.stats = Stats(prompt_tokens=len(prompt))
         self.acceptance: dict[str, Acceptance] = {}  # estimates by drafter
+        self.lengths = AnswerLengths()  # of the owner's answers
         self.owner: Hashable = None  # whose share of the slots and of the queue it takes
         self.priority = 0  # among the owner's requests; the lowest is served first
         self.submitted = 0.0  # by the scheduler's clock, in seconds

@@ -195,6 +195,7 @@ class Scheduler:
             request = self._queue.next(self._running)
             if request.admitted is None:
                 request.admitted, request.acceptance = self._clock(), self._policy.begin()
+                request.lengths = self._policy.lengths(request.owner)
             slot = self._slots.admit(request, self._free)
             self._free.remove(slot)
             self._running.append(request)
@@ -268,9 +269,10 @@ class Scheduler:
         return None
 
     def _round(self, requests: list[Request]) -> list[tuple[Request, RoundResult | EngineError]]:
-        chunks = 1 if len(self._running) > 1 else None  # a drafter that catches up must not delay other requests
+        # A drafter that catches up must not delay other requests.
+        most = self.bundle.build.max_prompt_chunk if len(self._running) > 1 else None
         try:
-            results = self._decoder.round(requests, self._policy, self._drafters, chunks)
+            results = self._decoder.round(requests, self._policy, self._drafters, most)
         except EngineError as error:
             if len(requests) == 1:
                 return [(requests[0], error)]

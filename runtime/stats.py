@@ -30,8 +30,7 @@ class Stats:
     drafted_at: list[int] = field(default_factory=list)  # rounds that drafted position i
     accepted_at: list[int] = field(default_factory=list)  # rounds that accepted position i
     seconds: float = 0.0  # from the request to the last token
-    prompt_seconds: float = 0.0  # until the prompt was in the caches
-    draft_prompt_seconds: float = 0.0  # the drafter's share of prompt_seconds
+    prompt_seconds: float = 0.0  # until the target had read the prompt
     engine_seconds: float = 0.0  # of engine runs after the prompt
 
     def count(self, drafter: str, drafted: int, accepted: int, rejected: int, own: int) -> None:

@@ -99,8 +99,8 @@ class Drafter(ABC):
         """Return the number of confirmed tokens that the drafter must process before it can draft."""
         return 0
 
-    def catch_up(self, slot: int, tokens: list[int], chunks: int | None = None) -> None:  # noqa: B027
-        """Process the pending tokens, or at most `chunks` chunks of them."""
+    def catch_up(self, slot: int, tokens: list[int], most: int | None = None) -> None:  # noqa: B027
+        """Process the pending tokens, or at most `most` of them."""
 
     def commit(self, slot: int, tokens: list[int], drafted: list[int]) -> None:  # noqa: B027
         """Note the tokens that a round drafted after the confirmed `tokens`. `tokens` lacks the accepted ones."""

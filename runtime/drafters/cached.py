@@ -86,12 +86,13 @@ class CachedDrafter(DeviceDrafter):
         self._agreed[slot] = agreed
         return entries - agreed
 
-    def catch_up(self, slot: int, tokens: list[int], chunks: int | None = None) -> None:
-        """Write the entries that a round's first step does not write, or at most `chunks` chunks of them."""
+    def catch_up(self, slot: int, tokens: list[int], most: int | None = None) -> None:
+        """Write the entries that a round's first step does not write, or at most `most` of them."""
         pending = self.pending(slot, tokens)
         first = self._agreed[slot]
-        for at in range(first, first + pending, self._chunk)[:chunks]:
-            chunk = tokens[at + self.shift : min(at + self._chunk, first + pending) + self.shift]
+        end = first + (pending if most is None else min(pending, most))
+        for at in range(first, end, self._chunk):
+            chunk = tokens[at + self.shift : min(at + self._chunk, end) + self.shift]
             del self._written[slot][at:]
             self._session.write(np.array([self.context_ids(chunk)]), np.array([at]), slot)
             self._written[slot] += chunk

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from cachetools import LRUCache
+
 from outrider.runtime import drafters
 from outrider.runtime.matching import matching
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.costs import expected_tokens
 from outrider.runtime.policy.early_stop import Confidence, EarlyStop, thresholds
+from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.policy.policy import Observation, Policy, SequenceView
 from outrider.runtime.policy.probes import Probes
 from outrider.runtime.policy.round_costs import RoundCosts
@@ -27,7 +30,7 @@ HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of earlier requests' acceptance
 STICKY = 0.97  # another choice must promise at most this share of the time per token
 MAX_FOR_OTHERS = 1.25  # plain rounds that a round of proposals may take, if some sequences have none
 REVIEW = 4  # rounds without a drafter on the device after which steady choices are compared again, which takes time
-HORIZON = 128  # tokens over which catching up must pay off, or the remaining ones if fewer
+OWNERS = 1024  # whose answers' lengths are known
 
 
 class Steady(NamedTuple):
@@ -62,6 +65,7 @@ class AdaptivePolicy(Policy):
         for name, rate in self.times.costs(1).acceptance.items():
             if name in self._history:
                 self._history[name].recall(rate, MEASURED_TOKENS)
+        self._lengths: LRUCache[Hashable, AnswerLengths] = LRUCache(OWNERS)
         self._by_evidence: dict[tuple[str, Hashable], Acceptance] = {}
         self._confidence = {name: Confidence() for name in self._on_device}
         self._batch = SequenceBatch((), 0, 0, 0, True, True)  # of the last round
@@ -73,6 +77,9 @@ class AdaptivePolicy(Policy):
 
     def begin(self) -> dict[str, Acceptance]:
         return {name: Acceptance(self._history[name], REQUEST_MEMORY, REQUEST_WEIGHT) for name in self._on_device}
+
+    def lengths(self, owner: Hashable) -> AnswerLengths:
+        return self._lengths.setdefault(owner, AnswerLengths())
 
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         batch = SequenceBatch.of(sequences)
@@ -127,7 +134,7 @@ class AdaptivePolicy(Policy):
                 time = self.times.round(choice, batch)
                 if behind:
                     drafting = [each for each in offered if self._worth_catching_up(choice, each[0], time / batch.size)]
-                    horizon = sum([min(HORIZON, sequence.remaining) for sequence, _ in drafting])
+                    horizon = sum([sequence.expected for sequence, _ in drafting])
                     late = self.times.catch_up(name, [sequence for sequence, _ in drafting]) / max(horizon, 1)
                 rates = [(rate, sequence.remaining - 1, 1) for sequence, rate in drafting]
                 times[choice] = time = time / _emitted(batch.size, rates, k) + late
@@ -179,8 +186,11 @@ class AdaptivePolicy(Policy):
         if not sequence.offers[choice.drafter].pending:
             return True
         rate, limit = self._rate(choice.drafter, sequence), min(choice.k, sequence.remaining - 1)
-        saved = min(HORIZON, sequence.remaining) * (1 - 1 / expected_tokens(rate, limit))
+        saved = sequence.expected * (1 - 1 / expected_tokens(rate, limit))
         return self.times.catch_up(choice.drafter, [sequence]) < saved * share
+
+    def reading_step(self, choice: Choice, sequence: SequenceView) -> int | None:
+        return self.times.reading_step(choice.drafter, sequence)
 
     def _rate(self, name: str, sequence: SequenceView) -> float:
         """Return the acceptance to compare a drafter by.

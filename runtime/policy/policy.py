@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from outrider.runtime.drafters.base import Proposal
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.choice import PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
+from outrider.runtime.policy.lengths import USUAL, AnswerLengths
 from outrider.runtime.rounds.rounds import RoundResult
 
 
@@ -32,6 +33,7 @@ class SequenceView(NamedTuple):
     greedy: bool
     offers: Mapping[str, Offer]  # of the drafters that can draft now
     acceptance: Mapping[str, Acceptance]  # of the drafters on the device, in this request
+    expected: float = USUAL  # tokens that will probably still be emitted
 
     def proposer(self, preferred: str) -> str | None:
         """Return the drafter whose proposal the sequence uses in a round of proposals: the preferred one or, because the pass
@@ -59,6 +61,10 @@ class Policy(ABC):
         """Return a new request's estimates of acceptance, by drafter."""
         return {}
 
+    def lengths(self, owner: Hashable) -> AnswerLengths:
+        """Return the lengths of an owner's answers, to estimate a new one's and to note it at its end."""
+        return AnswerLengths()
+
     @abstractmethod
     def choose(self, sequences: Sequence[SequenceView]) -> Choice:
         """Return how the next round drafts."""
@@ -66,6 +72,11 @@ class Policy(ABC):
     def worth_catching_up(self, choice: Choice, sequence: SequenceView) -> bool:
         """Return whether the chosen drafter should process a sequence's pending tokens, to draft for it as well."""
         return True
+
+    def reading_step(self, choice: Choice, sequence: SequenceView) -> int | None:
+        """Return the most pending tokens of a sequence that the chosen drafter should process before the round; None is no
+        limit."""
+        return None
 
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
         """Return when the chosen round of one sequence stops drafting; None if it does not stop early."""

@@ -68,8 +68,9 @@ def test_every_prompt_has_its_own_numbers(results: Results) -> None:
 
 
 def cut(text: Trace, k: int) -> list[tuple[int, int]]:
-    """Return the drafted and accepted tokens of each drafting round of a recorded text."""
-    at, rounds = 0, []
+    """Return the drafted and accepted tokens of each drafting round of a recorded text. Before the first one, no draft has read
+    the prompt."""
+    at, rounds = 1, []
     while at < len(text.tokens):
         drafted = min(k, text.remaining(at) - 1)
         accepted = text.accepted("model", at, drafted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from outrider.bundle.folder import read_manifest
 from outrider.bundle.manifest import Generation
 from outrider.errors import EngineError, UsageError
 from outrider.export.pair import export_pair
+from outrider.runtime.drafters.model import ModelDrafter
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
-from outrider.runtime.policy.choice import NONE
+from outrider.runtime.policy.choice import NONE, Choice
+from outrider.runtime.policy.policy import FixedPolicy, SequenceView
 from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.stats import Stats
 from outrider.tests.support import BROKEN, build, llama, reseal, write_checkpoint
@@ -168,9 +171,35 @@ def test_totals_are_the_sums_of_the_counters() -> None:
     assert (one.drafted_at, one.accepted_at) == ([2, 1, 1], [2, 1, 0])
 
 
-def test_the_time_in_which_the_draft_reads_the_prompt_is_not_of_the_rounds(trained: Outrider) -> None:
+class InPieces(FixedPolicy):
+    def reading_step(self, choice: Choice, sequence: SequenceView) -> int:
+        return 32
+
+
+def test_a_draft_reads_in_pieces_for_one_request_in_each_round(trained_bundles: Callable[..., Path]) -> None:
+    outrider = Outrider.load(trained_bundles(capacity=512, batch=2, k=[1, 4]), slots=2)
+    draft, prompts = outrider.decoder.drafters["model"], [[token] * 150 for token in (40, 50)]
+    assert isinstance(draft, ModelDrafter)
+    scheduler = Scheduler(outrider, policy=InPieces("model", 4))
+    requests, before, pieces = [scheduler.submit(each, SamplingParams(max_new_tokens=40)) for each in prompts], [0, 0], []
+    while scheduler.busy:
+        scheduler.step()
+        after = [len(draft.written(slot)) for slot in range(2)]
+        pieces.append([max(after[slot] - before[slot], 0) for slot in range(2)])
+        before = after
+    assert all(max(piece) <= 32 and min(piece) <= 5 for piece in pieces)  # a round's own tokens are at most five
+    assert all(sum(piece[slot] > 5 for piece in pieces) >= 150 // 32 for slot in range(2))
+    assert all(request.stats.drafted > 0 for request in requests)
+
+
+def test_a_draft_reads_the_prompt_after_the_first_token(trained: Outrider) -> None:
     prompt = "The old man walked along the road, and the dog ran on before him. " * 12
-    (*_, last) = trained.generate(prompt, SamplingParams(max_new_tokens=2), k=1)
-    stats = last.stats
-    assert 0 < stats.draft_prompt_seconds < stats.prompt_seconds < stats.seconds
-    assert 0 <= stats.outside_engines < 1
+    events, draft = trained.generate(prompt, SamplingParams(max_new_tokens=4), k=1), trained.decoder.drafters["model"]
+    assert isinstance(draft, ModelDrafter)
+    assert len(next(events).token_ids) == 1
+    assert draft.written(0) == []
+    *_, last = events
+    assert len(draft.written(0)) > last.stats.prompt_tokens
+    assert last.stats.drafted > 0
+    assert 0 < last.stats.prompt_seconds < last.stats.seconds
+    assert 0 <= last.stats.outside_engines < 1

@@ -15,8 +15,10 @@ from outrider.runtime.drafters.base import Proposal
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.costs import expected_tokens
+from outrider.runtime.policy.lengths import USUAL
 from outrider.runtime.policy.policy import FixedPolicy, Observation, Offer
 from outrider.runtime.policy.round_costs import RoundCosts
+from outrider.runtime.policy.round_times import LEAST_READING
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.tests.runtime.policies import GRAMMAR, MODEL, NGRAM, K, adaptive, costs, observe, view
 
@@ -117,6 +119,31 @@ def test_a_draft_that_was_left_behind_is_worth_its_catching_up_or_not() -> None:
     assert fresh.choose([view(fresh, 4000, 20, pending=4000)]).drafter == NONE
     assert fresh.choose([view(fresh, 4000, 20, pending=3998, emitted=0)]).drafter == NONE
     assert fresh.choose([view(fresh, 8, 20, pending=6, emitted=0)]).drafter == MODEL
+
+
+def test_the_prompt_is_read_if_the_answer_will_probably_be_long_enough() -> None:
+    """Not by what it may be at most. Reading takes 140 ms, and a drafted token saves 5."""
+    policy = adaptive(costs(acceptance=0.9))
+    lengths, others = policy.lengths("a"), policy.lengths("b")
+    assert lengths.expected(0, 1000) == USUAL
+    assert lengths.expected(0, 10) == 10
+    for _ in range(20):
+        lengths.observe(5)
+    assert policy.lengths("a") is lengths
+    assert lengths.expected(0, 1000) == pytest.approx((20 * 5 + 2 * USUAL) / 22)
+    assert lengths.expected(5, 1000) == USUAL  # longer than any before
+    assert others.expected(0, 1000) == USUAL
+    for each, drafter in ((lengths, NONE), (others, MODEL)):
+        sequence = view(policy, 2000, pending=1900, emitted=0)._replace(expected=each.expected(0, 1000))
+        assert policy.choose([sequence]).drafter == drafter
+
+
+def test_a_draft_reads_no_longer_than_a_plain_round_takes() -> None:
+    """A plain round takes 6 ms, and the draft's pass of n rows 1 + n / 100."""
+    for draft, tokens in ((1.0, 256), (3.0, 64), (10.0, LEAST_READING)):
+        policy = adaptive(costs(draft=draft))
+        policy.times.costs(1).chunk = 1024
+        assert policy.reading_step(Choice(MODEL, 4), view(policy, 2000, pending=1900)) == tokens
 
 
 def test_a_short_answer_does_not_hold_up_others_while_its_prompt_is_read_for_the_draft() -> None:
