@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.errors import EngineError, OutriderError, UsageError
@@ -21,6 +20,7 @@ from outrider.runtime.policy.policy import Policy
 from outrider.runtime.request import Event, Request
 from outrider.runtime.request_queue import RequestQueue
 from outrider.runtime.rounds.rounds import RoundResult
+from outrider.runtime.stats import Load
 from outrider.runtime.text.stream import NONE_SHOWN
 
 
@@ -34,19 +34,6 @@ class SchedulerOutput(NamedTuple):
 NOTHING = SchedulerOutput(None, [])
 PAUSE = 0.002  # seconds to sleep if all requests wait for their grammars
 MAX_LATE = 0.5  # seconds that an answer may wait for its grammar in a slot that another request could use
-
-
-@dataclass(slots=True)
-class Load:
-    """How busy the scheduler is."""
-
-    running: int
-    waiting: int
-    used: float  # share of the cache positions, 0..1
-    batch: int = 0  # requests of the last round
-    drafted: int = 0  # tokens of the last round: the most of any request, at most its k
-    evicted: int = 0  # reusable cached tokens that were overwritten since the bundle was loaded
-    remembered: int = 0  # tokens of earlier requests to draft from
 
 
 class Scheduler:
@@ -269,8 +256,7 @@ class Scheduler:
         return None
 
     def _round(self, requests: list[Request]) -> list[tuple[Request, RoundResult | EngineError]]:
-        # A drafter that catches up must not delay other requests.
-        most = self.bundle.build.max_prompt_chunk if len(self._running) > 1 else None
+        most = self.bundle.build.max_prompt_chunk if len(self._running) > 1 else None  # a drafter must not delay others
         try:
             results = self._decoder.round(requests, self._policy, self._drafters, most)
         except EngineError as error:

@@ -1,4 +1,4 @@
-"""Counters and rates of a generation."""
+"""Counters and rates of a generation, and how busy a scheduler is."""
 
 from __future__ import annotations
 
@@ -127,3 +127,16 @@ class Stats:
             f"{self.emitted} tokens in {self.rounds} rounds | mean acceptance length {self.mean_acceptance_length:.2f}"
             f" | acceptance rate {self.acceptance_rate:.2f} | by position {rates} | {self.tokens_per_second:.1f} tokens/s"
         )
+
+
+@dataclass(slots=True)
+class Load:
+    """How busy the scheduler is."""
+
+    running: int
+    waiting: int
+    used: float  # share of the cache positions, 0..1
+    batch: int = 0  # requests of the last round
+    drafted: int = 0  # tokens of the last round: the most of any request, at most its k
+    evicted: int = 0  # reusable cached tokens that were overwritten since the bundle was loaded
+    remembered: int = 0  # tokens of earlier requests to draft from

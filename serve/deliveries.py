@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outrider.errors import OutriderError
 from outrider.runtime.request import Event, Request
-from outrider.runtime.scheduler import Load
+from outrider.runtime.stats import Load
 from outrider.serve.metrics import Metrics
 
 Result = Event | OutriderError

@@ -12,7 +12,7 @@ from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.runtime.scheduler import Load
+from outrider.runtime.stats import Load
 from outrider.serve.deliveries import Deliveries, Delivery, Result
 from outrider.serve.engine import EngineThread
 from outrider.serve.metrics import Metrics
