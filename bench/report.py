@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,9 @@ from outrider.bundle.folder import write_error, write_whole
 
 HEADS = (
     "mode",
-    "tokens/s",
-    "speed-up",
+    "whole answers over plain",
+    "tokens/s, decoding alone",
+    "over plain",
     "predicted",
     "mean acceptance length",
     "acceptance rate",
@@ -29,8 +31,10 @@ HEADS = (
 )
 ASSESSMENT_HEADS = (
     "workload",
-    "k = auto over plain",
-    "k = auto over the best fixed mode",
+    "whole answers: k = auto over plain",
+    "over the best fixed mode",
+    "decoding alone: k = auto over plain",
+    "over the best fixed mode",
     "predicted over measured: lowest",
     "highest",
 )
@@ -67,10 +71,10 @@ def spread(values: list[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def best_fixed(results: Results, workload: str) -> Summary:
-    """Return the fastest mode with a fixed k, zero included."""
+def best_fixed(results: Results, workload: str, of: Callable[[Summary], list[float]]) -> Summary:
+    """Return the fastest mode with a fixed k, zero included, by the median of its values."""
     fixed = [each for each in results.summaries if each.workload == workload and isinstance(each.mode.k, int)]
-    return max(fixed, key=lambda each: each.median_speedup)
+    return max(fixed, key=lambda each: statistics.median(of(each)))
 
 
 def automatic(results: Results, workload: str) -> Summary:
@@ -98,6 +102,7 @@ def row(summary: Summary) -> list[str]:
     drafted = summary.drafting_rounds > 0
     return [
         summary.mode.label,
+        spread(summary.whole_speedup),
         spread(summary.tokens_per_second, 1),
         spread(summary.speedup),
         "-" if summary.predicted_speedup is None else f"{summary.predicted_speedup:.2f}",
@@ -115,20 +120,23 @@ def row(summary: Summary) -> list[str]:
 def assessment(results: Results) -> list[tuple[str, ...]]:
     """Assess k = auto and the predictions. Returns one row per workload, under `ASSESSMENT_HEADS`.
 
-    A row compares k = auto round by round with plain decoding and with the best fixed mode. It also has the lowest and the
-    highest ratio of predicted to measured speed-up.
+    A row compares k = auto round by round with plain decoding and with the best fixed mode: whole answers, and decoding alone.
+    It also has the lowest and the highest ratio of predicted to measured speed-up of decoding alone.
     """
     rows = []
     for workload in results.workloads:
-        auto, fixed = automatic(results, workload), best_fixed(results, workload)
-        ratios = [a / b for a, b in zip(auto.speedup, fixed.speedup, strict=True)]
+        auto, compared = automatic(results, workload), list[str]()
+        for of in (attrgetter("whole_speedup"), attrgetter("speedup")):
+            fixed = best_fixed(results, workload, of)
+            ratios = [a / b for a, b in zip(of(auto), of(fixed), strict=True)]
+            compared += [spread(of(auto)), f"{spread(ratios)} of {fixed.mode.label}"]
         errors = sorted(
             (each.predicted_speedup / each.median_speedup, each.mode.label)
             for each in results.summaries
             if each.workload == workload and each.mode.k != 0 and each.predicted_speedup is not None
         )
         extremes = [f"{ratio:.2f} ({label})" for ratio, label in (errors[0], errors[-1])]
-        rows.append((workload, spread(auto.speedup), f"{spread(ratios)} of {fixed.mode.label}", *extremes))
+        rows.append((workload, *compared, *extremes))
     return rows
 
 
@@ -138,9 +146,10 @@ def markdown(results: Results) -> str:
     lines += [f"- {name}: {value}" for name, value in facts(results)]
     lines += ["", "Command:", "", f"    {results.command}", ""]
     lines += [
-        "An answer is timed from the moment the target has read the prompt. Speed-ups are over plain decoding of the same"
-        " prompt in the same round, as geometric means over a workload's prompts. The prediction uses passes timed in the same"
-        " run, and the tokens that the draft would have proposed at each position of the finished text.",
+        "A whole answer is timed from the request to its last token, decoding alone from the moment the target has read the"
+        " prompt. Ratios are to plain decoding of the same prompt in the same round, as geometric means over a workload's"
+        " prompts. The prediction is for decoding alone. It uses passes timed in the same run, and the tokens that the draft"
+        " would have proposed at each position of the finished text.",
         "",
     ]
     for workload in results.workloads:

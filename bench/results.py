@@ -14,7 +14,7 @@ from outrider.errors import UsageError
 from outrider.runtime import drafters
 from outrider.runtime.policy.choice import AUTO, NONE
 
-SCHEMA = 5
+SCHEMA = 6
 MIN_ROUNDS = 5  # required in each of two compared reports
 
 
@@ -58,16 +58,17 @@ class Mode(Struct, frozen=True):
 class Summary(Struct, frozen=True):
     """One mode on one workload. Speeds and ratios have one value per round, the geometric mean over the workload's prompts.
 
-    An answer is timed from the moment the target has read the prompt to the last token. That includes the time in which the
-    draft reads the prompt.
+    A whole answer is timed from the request to its last token, decoding alone from the moment the target has read the prompt.
+    Both include the time in which the draft reads the prompt.
     """
 
     workload: str
     mode: Mode
     prompts: int
     tokens: int  # in one round, over all prompts
-    tokens_per_second: PerRound
-    speedup: PerRound  # over plain decoding in the same round
+    whole_speedup: PerRound  # of whole answers over plain decoding in the same round
+    tokens_per_second: PerRound  # decoding alone
+    speedup: PerRound  # the same, over plain decoding in the same round
     predicted_speedup: float | None  # from the recorded texts and passes timed in the same run; None for k = auto
     first_token: Percentiles  # time to first token (TTFT)
     per_token: Percentiles  # mean time per token of an answer after its first round (TPOT)
@@ -94,7 +95,8 @@ class PromptResult(Struct, frozen=True):
     prompt: int  # index among all prompts, and in `Results.traces`
     mode: Mode
     tokens: int
-    tokens_per_second: PerRound  # as in `Summary`
+    whole_speedup: PerRound  # as in `Summary`
+    tokens_per_second: PerRound
     speedup: PerRound
     predicted_speedup: float | None
     first_token: PerRound  # milliseconds
@@ -173,6 +175,7 @@ def read(path: Path) -> Results:
         ) from error
 
 
+WHOLE, DECODING = "whole answers over plain", "decoding alone over plain"
 FIRST_TOKEN = "ms to the first token"
 
 
@@ -181,7 +184,7 @@ class Change(Struct, frozen=True):
 
     workload: str
     mode: Mode
-    unit: str  # plain decoding: tokens/s and ms to the first token; other modes: speed-up over plain decoding in the same round
+    unit: str  # plain decoding: tokens/s and `FIRST_TOKEN`; other modes: `WHOLE` and `DECODING`, in the same round
     before: list[float]  # one value per round
     after: list[float]
     verdict: str  # better, worse, within the noise, or too few rounds
@@ -206,7 +209,7 @@ def changes(before: Results, after: Results) -> list[Change]:
         new = next((each for each in after.summaries if (each.workload, each.mode) == (old.workload, old.mode)), None)
         if new is None:
             continue
-        measured = [("speed-up", old.speedup, new.speedup)]
+        measured = [(WHOLE, old.whole_speedup, new.whole_speedup), (DECODING, old.speedup, new.speedup)]
         if old.mode.k == 0:
             measured = [("tokens/s", old.tokens_per_second, new.tokens_per_second)]
             measured += [(FIRST_TOKEN, _first_tokens(before, old.workload), _first_tokens(after, old.workload))]

@@ -27,6 +27,11 @@ class AnswerSummary:
     stats: Stats
 
     @property
+    def whole(self) -> float:
+        """Seconds from the request to the last token."""
+        return self.arrivals[-1][0]
+
+    @property
     def per_token(self) -> float:
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / max(len(self.tokens) - self.arrivals[0][1], 1)
 
@@ -89,6 +94,7 @@ def _text(
         prompt=prompt,
         mode=mode,
         tokens=len(taken[0].tokens),
+        whole_speedup=[p.whole / a.whole * len(a.tokens) / len(p.tokens) for a, p in zip(taken, plain, strict=True)],
         tokens_per_second=[len(answer.tokens) / answer.seconds for answer in taken],
         speedup=[p.seconds / a.seconds * len(a.tokens) / len(p.tokens) for a, p in zip(taken, plain, strict=True)],
         predicted_speedup=predicted,
@@ -112,6 +118,7 @@ def _summary(texts: list[PromptResult], taken: list[list[AnswerSummary]], plain:
         mode=texts[0].mode,
         prompts=len(texts),
         tokens=sum(text.tokens for text in texts),
+        whole_speedup=[geometric_mean(of_round) for of_round in zip(*(text.whole_speedup for text in texts), strict=True)],
         tokens_per_second=[geometric_mean(of_round) for of_round in zip(*(t.tokens_per_second for t in texts), strict=True)],
         speedup=[geometric_mean(of_round) for of_round in zip(*(text.speedup for text in texts), strict=True)],
         predicted_speedup=geometric_mean(predicted) if predicted else None,

@@ -18,7 +18,7 @@ from outrider.errors import UsageError
 if TYPE_CHECKING:
     from outrider.bench.results import Change, Results
 
-SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 11)  # the columns of `report.HEADS` to print; the report has all of them
+SCREEN_COLUMNS = (0, 1, 2, 3, 4, 5, 6, 12)  # the columns of `report.HEADS` to print; the report has all of them
 
 
 @click.command("bench")

@@ -13,7 +13,7 @@ import pytest
 from outrider.bench.measure import measure, trace
 from outrider.bench.planner import tokens_per_round
 from outrider.bench.report import assessment, markdown
-from outrider.bench.results import SCHEMA, Mode, Percentiles, Results, changes, read
+from outrider.bench.results import DECODING, FIRST_TOKEN, SCHEMA, WHOLE, Mode, Percentiles, Results, changes, read
 from outrider.bench.simulator import Trace, regrets
 from outrider.bench.summary import AnswerSummary
 from outrider.builder.workloads import SHIPPED, Prompt, load
@@ -142,10 +142,12 @@ def test_results_read_back_as_they_were_written(results: Results, tmp_path: Path
         assert float(future) == pytest.approx(taken["plain"] / taken["oracle"], abs=0.006)
         assert float(more.rstrip("%")) == pytest.approx(100 * (taken["auto"] / best - 1), abs=0.06)
         assert float(more_than_future.rstrip("%")) == pytest.approx(100 * (taken["auto"] / taken["oracle"] - 1), abs=0.06)
-    for workload, over_plain, over_fixed, lowest, highest in assessment(results):
-        chosen = results.summary(workload, Mode(drafter=AUTO, k=AUTO)).speedup
-        assert over_plain == f"{np.median(chosen):.2f} ({min(chosen):.2f}-{max(chosen):.2f})"
-        assert " of " in over_fixed
+    for workload, whole, whole_over_fixed, alone, alone_over_fixed, lowest, highest in assessment(results):
+        auto = results.summary(workload, Mode(drafter=AUTO, k=AUTO))
+        for shown, chosen in ((whole, auto.whole_speedup), (alone, auto.speedup)):
+            assert shown == f"{np.median(chosen):.2f} ({min(chosen):.2f}-{max(chosen):.2f})"
+        assert " of " in whole_over_fixed
+        assert " of " in alone_over_fixed
         assert float(lowest.split()[0]) <= float(highest.split()[0])
     assert "| plain |" in markdown(results)
 
@@ -155,6 +157,7 @@ def test_a_comparison_calls_a_mode_better_if_no_earlier_round_was_as_fast(result
         faster = [
             msgspec.structs.replace(
                 each,
+                whole_speedup=[factor * speed for speed in (*each.whole_speedup, 0.5, 0.6, 0.7)],
                 tokens_per_second=[factor * speed for speed in (*each.tokens_per_second, 500, 600, 700)],
                 speedup=[factor * speed for speed in (*each.speedup, 0.5, 0.6, 0.7)],
             )
@@ -178,11 +181,11 @@ def test_a_comparison_calls_a_mode_better_if_no_earlier_round_was_as_fast(result
     assert (output["only_before"], output["only_after"]) == ([], [])
     assert {each["verdict"] for each in result} == {"better"}
     units = {(each["mode"]["k"] == 0, each["unit"]) for each in result}
-    assert units == {(True, "tokens/s"), (True, "ms to the first token"), (False, "speed-up")}
+    assert units == {(True, "tokens/s"), (True, "ms to the first token"), (False, WHOLE), (False, DECODING)}
     page = run_here("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json").stdout
     assert "better" in page
     assert f"before: {tmp_path / 'a.json'}" in page
-    assert "by chance alone, 0.1 of these 16" in " ".join(page.split())
+    assert "by chance alone, 0.2 of these 28" in " ".join(page.split())
 
 
 def test_a_slower_machine_does_not_make_drafting_worse(results: Results) -> None:
@@ -191,7 +194,10 @@ def test_a_slower_machine_does_not_make_drafting_worse(results: Results) -> None
     def repeated(factor: float) -> Results:
         each_round = [
             msgspec.structs.replace(
-                each, tokens_per_second=[factor * each.tokens_per_second[0]] * 5, speedup=[each.speedup[0]] * 5
+                each,
+                whole_speedup=[each.whole_speedup[0]] * 5,
+                tokens_per_second=[factor * each.tokens_per_second[0]] * 5,
+                speedup=[each.speedup[0]] * 5,
             )
             for each in results.summaries
         ]
@@ -199,7 +205,8 @@ def test_a_slower_machine_does_not_make_drafting_worse(results: Results) -> None
         return msgspec.structs.replace(results, summaries=each_round, texts=texts)
 
     verdicts = {(each.unit, each.verdict) for each in changes(repeated(1), repeated(0.5))}
-    assert verdicts == {(unit, "within the noise") for unit in ("speed-up", "ms to the first token")} | {("tokens/s", "worse")}
+    alike = {(unit, "within the noise") for unit in (WHOLE, DECODING, FIRST_TOKEN)}
+    assert verdicts == alike | {("tokens/s", "worse")}
 
 
 def test_reports_of_other_things_are_not_compared(results: Results) -> None:
