@@ -17,7 +17,7 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime import drafters
 from outrider.runtime.decoder import Decoder
-from outrider.runtime.drafters.base import Context, DeviceDrafter, Drafter, Resources
+from outrider.runtime.drafters.base import DeviceDrafter, DraftContext, Drafter, Resources
 from outrider.runtime.matching import matching
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.policy.adaptive import AdaptivePolicy
@@ -177,7 +177,7 @@ def oracle(trace: Trace, costs: RoundCosts, names: Sequence[str] | None = None) 
     loaded = simulated_drafters(names, costs, SimulatedClock())
     text, count, proposals = list(trace.prompt), len(trace.tokens), []
     for token in trace.tokens:
-        offers = {name: each.propose(Context(0, text), max(costs.k)) for name, each in loaded.items()}
+        offers = {name: each.propose(DraftContext(0, text), max(costs.k)) for name, each in loaded.items()}
         proposals.append({name: offer.tokens for name, offer in offers.items() if offer is not None})
         text.append(token)
     least = [0.0] * (count + 1)

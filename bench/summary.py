@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import geometric_mean
 
 from outrider.bench.results import Mode, Percentiles, PromptResult, Summary, TimedPart
@@ -26,10 +27,10 @@ class AnswerSummary:
     arrivals: list[tuple[float, int]]  # seconds since the request, and the number of tokens that arrived then
     stats: Stats
 
-    @property
-    def whole(self) -> float:
-        """Seconds from the request to the last token."""
-        return self.arrivals[-1][0]
+    def until(self, tokens: int) -> float:
+        """Return the seconds from the request to a number of tokens."""
+        arrived = accumulate(count for _, count in self.arrivals)
+        return next(at for (at, _), count in zip(self.arrivals, arrived, strict=True) if count >= tokens)
 
     @property
     def per_token(self) -> float:
@@ -75,6 +76,12 @@ def parts(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> list[
     ]
 
 
+def _whole_speedup(answer: AnswerSummary, plain: AnswerSummary) -> float:
+    """Compare whole answers. After a near-tie one may be longer, of which as many tokens as the other has count."""
+    tokens = min(len(answer.tokens), len(plain.tokens))
+    return plain.until(tokens) / answer.until(tokens)
+
+
 def _total(answers: list[AnswerSummary]) -> Stats:
     total = Stats()
     for answer in answers:
@@ -94,7 +101,7 @@ def _text(
         prompt=prompt,
         mode=mode,
         tokens=len(taken[0].tokens),
-        whole_speedup=[p.whole / a.whole * len(a.tokens) / len(p.tokens) for a, p in zip(taken, plain, strict=True)],
+        whole_speedup=[_whole_speedup(a, p) for a, p in zip(taken, plain, strict=True)],
         tokens_per_second=[len(answer.tokens) / answer.seconds for answer in taken],
         speedup=[p.seconds / a.seconds * len(a.tokens) / len(p.tokens) for a, p in zip(taken, plain, strict=True)],
         predicted_speedup=predicted,

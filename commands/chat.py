@@ -94,7 +94,7 @@ def command(
 
     bundle = bundle_of(wanted, device, k)
     with progress_bar() as progress:
-        memory = Memory() if memory_file is None else Memory().read(memory_file)
+        memory = Memory(file=memory_file)
         loaded = LoadedBundle.load(bundle, progress, device=device, chat_template=chat_template, memory=memory)
     if loaded.text.template is None:
         hint = "pass one with --chat-template, or continue a text with outrider generate, which needs none"
@@ -106,8 +106,7 @@ def command(
             conversation.hold(_typed())
     else:  # what is not UTF-8 fails as a message does
         conversation.hold(line.decode("utf-8", "surrogateescape") for line in sys.stdin.buffer)
-    if memory_file is not None:
-        memory.write(memory_file)
+    memory.write()
 
 
 class TerminalChat:

@@ -188,7 +188,7 @@ def command(
     text = _read_prompt() if prompt is None else prompt
     bundle = bundle_of(wanted, device, k)
     with progress_bar() as progress:
-        memory = None if memory_file is None else Memory().read(memory_file)
+        memory = None if memory_file is None else Memory(file=memory_file)
         loaded = Outrider.load(bundle, progress, device=device, chat_template=chat_template, memory=memory)
     with standard_error_discarded():
         events = loaded.generate(text, sampling, k=k, drafter=drafter, chat=chat, allow_special_tokens=allow_special_tokens)
@@ -196,8 +196,8 @@ def command(
         _print_json(events)
     else:
         _print_text(events, show)
-    if memory is not None and memory_file is not None:
-        memory.write(memory_file)
+    if memory is not None:
+        memory.write()
 
 
 def _read_prompt() -> str:

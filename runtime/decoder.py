@@ -16,7 +16,7 @@ from outrider.engines.session import Session
 from outrider.errors import EngineError
 from outrider.runtime.cache.slot import Slot
 from outrider.runtime.cache.slots import Slots
-from outrider.runtime.drafters.base import Context, DeviceDrafter, Drafter
+from outrider.runtime.drafters.base import DeviceDrafter, DraftContext, Drafter
 from outrider.runtime.grammar.errors import GrammarError
 from outrider.runtime.policy.choice import NONE, PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
@@ -74,8 +74,8 @@ class Decoder:
 
         Args:
             names: the drafters that may be used.
-            most: the most tokens of a text that a drafter may process before the round; None leaves it to the policy. A request
-                drafts nothing in this round if its drafter has more pending.
+            most: the most tokens of a text that a drafter may process before the round; None is no limit. A request drafts
+                nothing in this round if its drafter has more pending.
 
         Raises:
             EngineError: the backend failed; nothing was confirmed.
@@ -111,9 +111,12 @@ class Decoder:
     def finish(self, request: Request) -> None:
         """Note that a request has ended, while it has its slot."""
         assert request.slot is not None
-        request.lengths.observe(request.stats.emitted)
+        if request.finish_reason == "stop":  # another one would have been longer
+            request.lengths.observe(request.stats.emitted)
+        context = _context(request, request.slot)
+        context = context._replace(tokens=request.tokens[: context.prompt + request.stats.emitted])  # up to the end of the text
         for drafter in self.drafters.values():
-            drafter.finish(_context(request, request.slot))
+            drafter.finish(context)
 
     def _active(self, request: Request, names: Sequence[str], batched: bool) -> Active:
         slot = request.slot
@@ -149,8 +152,7 @@ class Decoder:
     ) -> tuple[Choice, list[int]]:
         """Let the drafter catch up. Return the choice with the smallest sufficient k, and each request's number of drafts.
 
-        A drafter reads a prompt after the first token of the answer, which is then no later than plain decoding's, and in each
-        round for one request.
+        A drafter reads a prompt after the first token of the answer, and in each round for one request.
         """
         choice = policy.choose([each.view for each in active])
         if not choice.k:
@@ -169,8 +171,8 @@ class Decoder:
             if count and offer is not None and offer.pending:
                 ready = False
                 if view.emitted and not read and policy.worth_catching_up(choice, view):
-                    drafter, steps = self.drafters[choice.drafter], (most, policy.reading_step(choice, view))
-                    self.slots.catch_up(slot, drafter, min((step for step in steps if step is not None), default=None))
+                    drafter = self.drafters[choice.drafter]
+                    self.slots.catch_up(slot, drafter, most)
                     read, ready = True, not drafter.pending(slot.index, request.tokens)
                 count = count if ready else 0
             counts.append(count)
@@ -206,5 +208,6 @@ class Decoder:
         return next(size for size in self._k if size >= drafted)
 
 
-def _context(request: Request, slot: Slot) -> Context:
-    return Context(slot.index, request.tokens, request.sampling.grammar, request.owner, request.params.memory)
+def _context(request: Request, slot: Slot) -> DraftContext:
+    grammar, prompt = request.sampling.grammar, len(request.prompt)
+    return DraftContext(slot.index, request.tokens, grammar, request.owner, prompt, request.params.memory)

@@ -160,6 +160,7 @@ class LoadedBundle:
         stopping = [token for token, text in special.items() if text in params.stop_strings and token < self.vocab_rows]
         end_ids = [*self.manifest.generation.eos_token_ids, *params.stop_tokens, *stopping]
         self._check(prompt, params, end_ids)
+        prompt = [int(token) for token in prompt]  # NumPy's overflow
         structured = params.structured_outputs
         grammar = None if structured is None else self.grammars.begin(structured, owner)
         sampling = SamplingState(params, prompt, end_ids, self.vocab_rows, grammar)
@@ -193,7 +194,7 @@ class LoadedBundle:
             )
         if drafter not in (None, AUTO) and drafters.get(str(drafter)).name not in self.drafters:
             kind = drafters.get(str(drafter))
-            other = "load it with a memory" if kind.remembers else "export the target with one"
+            other = "give it a memory (--memory FILE)" if kind.remembers else "export the target with one"
             raise UsageError(f"this bundle has no {kind.label}", f"leave the drafter out, or {other}", param="drafter")
         if drafter == AUTO and k != AUTO:
             raise UsageError(

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outrider.runtime.drafters.memory import MemoryDrafter
 from outrider.runtime.memory.memory import TOKENS, Memory
+from outrider.runtime.policy.choice import AUTO
+from outrider.serve.network.access import owner_of
 
-ADDRESSES = 16  # shares of the memory if clients have no keys
+ADDRESSES, LOCAL_ADDRESSES = 16, 4  # shares of the memory if clients have no keys
+MEMORY = MemoryDrafter.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,16 @@ class Settings:
     allow_special_tokens: bool = False  # whether special tokens in the text of chat messages are parsed
 
     def memory(self) -> Memory | None:
-        """Return a new memory, with what the file keeps. Each key has a share, or each address if any may use the server.
+        """Return a new memory, with what the file keeps; None if it would not be used. Each key has a share; without keys, each
+        address has.
 
         Raises:
-            FolderError: the file cannot be read.
+            UsageError: there are too few tokens for the keys.
+            FolderError: the file cannot be read, or cannot be written later.
         """
-        if not self.memory_tokens:
+        chosen = self.drafter in (AUTO, MEMORY) or (self.drafter is None and self.k == AUTO)
+        if not self.memory_tokens or not chosen or self.k == 0:
             return None
-        anyone = not self.keys and not self.hosts
-        memory = Memory(self.memory_tokens, ADDRESSES if anyone else len(self.keys) or 1, open_ended=anyone)
-        return memory if self.memory_file is None else memory.read(self.memory_file)
+        places = 0 if self.keys else LOCAL_ADDRESSES if self.hosts else ADDRESSES
+        owners = [owner_of(key) for key in self.keys]
+        return Memory(self.memory_tokens, self.memory_file, owners=owners, places=places)

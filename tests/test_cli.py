@@ -60,7 +60,8 @@ def test_a_file_remembers_the_last_run(trained_bundle: Path, tmp_path: Path) -> 
         json.loads(run_here("generate", trained_bundle, *options, "--memory", tmp_path / "memory").stdout) for _ in range(2)
     )
     assert first["text"] == second["text"]
-    assert (first["stats"]["drafted"], second["stats"]["accepted"]) == (0, 16)
+    assert first["stats"]["drafted"] == 0
+    assert second["stats"]["accepted"] == second["stats"]["drafted"] > 10
 
 
 def test_the_prompt_may_come_on_standard_input(trained_bundle: Path) -> None:

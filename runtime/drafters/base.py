@@ -25,14 +25,15 @@ from outrider.runtime.policy.costs import Costs
 from outrider.runtime.rounds.buffers import Lane, RoundBuffers, Shape, Step
 
 
-class Context(NamedTuple):
+class DraftContext(NamedTuple):
     """What a drafter on the host proposes from."""
 
     slot: int
     tokens: list[int]  # the confirmed ones
     grammar: Matcher | None = None  # of the request
     owner: Hashable = None  # of the request
-    memory: bool = False  # whether the request may be drafted from earlier ones, and later ones from it
+    prompt: int = 0  # how many of the tokens are the prompt
+    remembers: bool = False  # whether the request may be drafted from earlier ones, and later ones from it
 
 
 class Proposal(NamedTuple):
@@ -78,11 +79,11 @@ class Drafter(ABC):
         """Return whether a text of `length` confirmed tokens is long enough to draft after it, alone or in a batch."""
         return True
 
-    def propose(self, context: Context, k: int) -> Proposal | None:
+    def propose(self, context: DraftContext, k: int) -> Proposal | None:
         """Propose up to `k` tokens after the confirmed ones."""
         return None
 
-    def finish(self, context: Context) -> None:  # noqa: B027
+    def finish(self, context: DraftContext) -> None:  # noqa: B027
         """Note that a request has ended with the tokens of its context."""
 
     def truncate(self, slot: int, length: int) -> None:  # noqa: B027

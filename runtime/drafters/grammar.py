@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.bundle.manifest import Manifest
-from outrider.runtime.drafters.base import Context, Drafter, Proposal
+from outrider.runtime.drafters.base import DraftContext, Drafter, Proposal
 
 
 class GrammarDrafter(Drafter):
@@ -18,6 +18,6 @@ class GrammarDrafter(Drafter):
     def available(cls, manifest: Manifest) -> bool:
         return True
 
-    def propose(self, context: Context, k: int) -> Proposal | None:
+    def propose(self, context: DraftContext, k: int) -> Proposal | None:
         forced = [] if context.grammar is None else context.grammar.forced(k)
         return Proposal(forced, None) if forced else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.bundle.manifest import Manifest
-from outrider.runtime.drafters.base import Context, Drafter, Proposal, Resources
+from outrider.runtime.drafters.base import DraftContext, Drafter, Proposal, Resources
 
 
 class MemoryDrafter(Drafter):
@@ -21,12 +21,13 @@ class MemoryDrafter(Drafter):
     def available(cls, manifest: Manifest) -> bool:
         return True
 
-    def propose(self, context: Context, k: int) -> Proposal | None:
-        store = self._memory.store(context.owner) if self._memory is not None and context.memory else None
-        tokens, evidence = ([], 0) if store is None else store.propose(context.tokens, k)
-        return Proposal(tokens, evidence) if tokens else None
+    def propose(self, context: DraftContext, k: int) -> Proposal | None:
+        if self._memory is None or not context.remembers:
+            return None
+        tokens, matched = self._memory.propose(context.owner, context.tokens, k)
+        # By owner: how often one's proposals are accepted tells nothing to others.
+        return Proposal(tokens, (context.owner, matched)) if tokens else None
 
-    def finish(self, context: Context) -> None:
-        store = self._memory.store(context.owner, begin=True) if self._memory is not None and context.memory else None
-        if store is not None:
-            store.append(context.tokens)
+    def finish(self, context: DraftContext) -> None:
+        if self._memory is not None and context.remembers:
+            self._memory.append(context.owner, context.tokens, context.prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.bundle.manifest import Manifest
-from outrider.runtime.drafters.base import Context, Drafter, Proposal, Resources
+from outrider.runtime.drafters.base import DraftContext, Drafter, Proposal, Resources
 
 LONGEST, SHORTEST = 4, 2  # tokens that must match; the longest match wins
 
@@ -71,7 +71,7 @@ class NgramDrafter(Drafter):
     def truncate(self, slot: int, length: int) -> None:
         self._indexes[slot].truncate(length)
 
-    def propose(self, context: Context, k: int) -> Proposal | None:
+    def propose(self, context: DraftContext, k: int) -> Proposal | None:
         index = self._indexes[context.slot]
         index.extend(context.tokens[len(index) :])
         return index.propose(k)

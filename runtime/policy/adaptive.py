@@ -30,7 +30,7 @@ HISTORY_MEMORY, HISTORY_WEIGHT = 0.99, 2.0  # of earlier requests' acceptance
 STICKY = 0.97  # another choice must promise at most this share of the time per token
 MAX_FOR_OTHERS = 1.25  # plain rounds that a round of proposals may take, if some sequences have none
 REVIEW = 4  # rounds without a drafter on the device after which steady choices are compared again, which takes time
-OWNERS = 1024  # whose answers' lengths are known
+OWNERS = 1024  # whose answers are learned from
 
 
 class Steady(NamedTuple):
@@ -66,7 +66,7 @@ class AdaptivePolicy(Policy):
             if name in self._history:
                 self._history[name].recall(rate, MEASURED_TOKENS)
         self._lengths: LRUCache[Hashable, AnswerLengths] = LRUCache(OWNERS)
-        self._by_evidence: dict[tuple[str, Hashable], Acceptance] = {}
+        self._by_evidence: LRUCache[tuple[str, Hashable], Acceptance] = LRUCache(4 * OWNERS)
         self._confidence = {name: Confidence() for name in self._on_device}
         self._batch = SequenceBatch((), 0, 0, 0, True, True)  # of the last round
         self._steady = UNKNOWN
@@ -95,7 +95,8 @@ class AdaptivePolicy(Policy):
         proposed = self._proposed(batch)
         if proposed != PLAIN:
             return proposed
-        probe = self._probes.next()
+        # Before the first token nothing is read, so that most drafters could not be tried.
+        probe = PLAIN if batch.new and batch.size == 1 else self._probes.next()
         return self._steady.begins if probe == PLAIN else probe
 
     def sizes(self, remaining: int) -> list[int]:
@@ -188,9 +189,6 @@ class AdaptivePolicy(Policy):
         rate, limit = self._rate(choice.drafter, sequence), min(choice.k, sequence.remaining - 1)
         saved = sequence.expected * (1 - 1 / expected_tokens(rate, limit))
         return self.times.catch_up(choice.drafter, [sequence]) < saved * share
-
-    def reading_step(self, choice: Choice, sequence: SequenceView) -> int | None:
-        return self.times.reading_step(choice.drafter, sequence)
 
     def _rate(self, name: str, sequence: SequenceView) -> float:
         """Return the acceptance to compare a drafter by.

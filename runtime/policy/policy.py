@@ -73,11 +73,6 @@ class Policy(ABC):
         """Return whether the chosen drafter should process a sequence's pending tokens, to draft for it as well."""
         return True
 
-    def reading_step(self, choice: Choice, sequence: SequenceView) -> int | None:
-        """Return the most pending tokens of a sequence that the chosen drafter should process before the round; None is no
-        limit."""
-        return None
-
     def early_stop(self, choice: Choice, sequence: SequenceView) -> EarlyStop | None:
         """Return when the chosen round of one sequence stops drafting; None if it does not stop early."""
         return None

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from outrider.runtime import drafters
-from outrider.runtime.policy.choice import PLAIN, Choice
+from outrider.runtime.policy.choice import Choice
 from outrider.runtime.policy.pace import Pace
 from outrider.runtime.policy.policy import Observation, SequenceView
 from outrider.runtime.policy.round_costs import RoundCosts
 
-LEAST_READING = 16  # tokens that a drafter processes at once
 LONG_STEP = 0.4  # milliseconds of a draft step; asking whether to draft another token takes up to a tenth of this
 
 
@@ -64,14 +63,6 @@ class RoundTimes:
             if name in sequence.offers and (pending := sequence.offers[name].pending):
                 time += self.costs(1).catch_up(name, pending, sequence.length)
         return time * self.pace.shared
-
-    def reading_step(self, name: str, sequence: SequenceView) -> int:
-        """Return how many tokens a drafter can process in the time of a plain round, in steps of a power of two, so that a
-        client waits for at most two plain rounds."""
-        costs, plain, tokens = self.costs(1), self._cost(PLAIN, 0, SequenceBatch.of([sequence])), LEAST_READING
-        while tokens < costs.chunk and costs.catch_up(name, 2 * tokens, sequence.length) <= plain:
-            tokens *= 2
-        return tokens
 
     def upkeep(self, choice: Choice, batch: SequenceBatch) -> float:
         """Return the time that the drafter of a choice needs later for tokens that another one drafted."""

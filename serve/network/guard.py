@@ -10,7 +10,6 @@ import asyncio
 import hmac
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import blake2b
 from ipaddress import IPv6Address, IPv6Network
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.serve.api.bodies import BodyBudget
 from outrider.serve.api.errors import ApiError
 from outrider.serve.metrics import Metrics
+from outrider.serve.network.access import owner_of
 from outrider.serve.settings import Settings
 
 PUBLIC_PATHS = ("/", "/health")  # need no key
@@ -34,8 +34,7 @@ class Guard:
         """Guard `app`. Without `metrics`, nothing is counted."""
         self._app, self._settings, self._metrics = app, settings, metrics
         self._bodies = BodyBudget(settings.max_bytes)
-        # Not by their order in the file, because a memory may outlast it.
-        self._names = [f"key {blake2b(key.encode(), digest_size=16).hexdigest()}" for key in settings.keys]
+        self._names = [owner_of(key) for key in settings.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or pass it to the application."""

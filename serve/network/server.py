@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from types import FrameType
 
 import uvicorn
 
+from outrider.errors import EngineError, OutriderError
 from outrider.serve.app import create_app
 from outrider.serve.engine import LOGGER, EngineThread
 from outrider.serve.network.connections import HEAD_SECONDS, Connection, listen
@@ -32,9 +34,9 @@ class HttpServer(uvicorn.Server):
 
         Raises:
             EngineError: see `listen`.
-            FolderError: the memory's file cannot be read.
+            UsageError, FolderError: see `Settings.memory`.
         """
-        self._drain, self._memory, self._file = drain, settings.memory(), settings.memory_file
+        self._drain, self._memory = drain, settings.memory()
         self.listeners = listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.listeners[0].getsockname()[1]}"
         self._engine = EngineThread.from_settings(settings, self._memory)
@@ -53,14 +55,18 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal arrives, or until `should_exit` is set. Then write the memory to its file.
-
-        Raises:
-            FolderError: the file cannot be written.
-        """
+        """Serve until a signal arrives, or until `should_exit` is set. Then write the memory to its file. If that fails, end
+        with exit code 1."""
         super().run(sockets or [*self.listeners])
-        if self._memory is not None and self._file is not None:
-            self._memory.write(self._file)
+        if self._memory is None or not self._memory.changed:
+            return
+        try:
+            if self._engine.running is not None:  # it has hung
+                raise EngineError("the engines have not stopped", "look for a hung step in the log")
+            self._memory.write()
+        except OutriderError as error:
+            LOGGER.error("the memory could not be written", extra={"error": str(error), "hint": error.hint})
+            sys.exit(1)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to serve, and log the address."""

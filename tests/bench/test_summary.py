@@ -55,6 +55,7 @@ def test_an_answer_of_another_length_is_compared_by_the_token() -> None:
     answers = {PLAIN: [[answer(tokens, 2.0)]], DRAFTED: [[answer(tokens[:5], 1.0)]]}
     texts, (_, drafted) = summarize([trace], answers, costs())
     assert texts[1].speedup == drafted.speedup == [1]
+    assert drafted.whole_speedup == pytest.approx([2.5 / 1.5])  # the fifth token came with the rest
     assert drafted.same_text == 0
 
 

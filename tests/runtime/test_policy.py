@@ -18,7 +18,6 @@ from outrider.runtime.policy.costs import expected_tokens
 from outrider.runtime.policy.lengths import USUAL
 from outrider.runtime.policy.policy import FixedPolicy, Observation, Offer
 from outrider.runtime.policy.round_costs import RoundCosts
-from outrider.runtime.policy.round_times import LEAST_READING
 from outrider.runtime.rounds.rounds import RoundResult
 from outrider.tests.runtime.policies import GRAMMAR, MODEL, NGRAM, K, adaptive, costs, observe, view
 
@@ -136,14 +135,6 @@ def test_the_prompt_is_read_if_the_answer_will_probably_be_long_enough() -> None
     for each, drafter in ((lengths, NONE), (others, MODEL)):
         sequence = view(policy, 2000, pending=1900, emitted=0)._replace(expected=each.expected(0, 1000))
         assert policy.choose([sequence]).drafter == drafter
-
-
-def test_a_draft_reads_no_longer_than_a_plain_round_takes() -> None:
-    """A plain round takes 6 ms, and the draft's pass of n rows 1 + n / 100."""
-    for draft, tokens in ((1.0, 256), (3.0, 64), (10.0, LEAST_READING)):
-        policy = adaptive(costs(draft=draft))
-        policy.times.costs(1).chunk = 1024
-        assert policy.reading_step(Choice(MODEL, 4), view(policy, 2000, pending=1900)) == tokens
 
 
 def test_a_short_answer_does_not_hold_up_others_while_its_prompt_is_read_for_the_draft() -> None:

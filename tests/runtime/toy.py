@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.bundle.manifest import Manifest
-from outrider.runtime.drafters.base import Context, Drafter, Proposal
+from outrider.runtime.drafters.base import DraftContext, Drafter, Proposal
 
 
 class Repeat(Drafter):
@@ -16,5 +16,5 @@ class Repeat(Drafter):
     def available(cls, manifest: Manifest) -> bool:
         return True
 
-    def propose(self, context: Context, k: int) -> Proposal | None:
+    def propose(self, context: DraftContext, k: int) -> Proposal | None:
         return Proposal(context.tokens[-1:] * k, None)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.runtime.generation import Outrider
+from outrider.serve.network.access import owner_of
 from outrider.serve.settings import Settings
 from outrider.tests.serve.server import PROMPT, Reached, fetch, serving_here, text_of
 
@@ -51,17 +52,23 @@ def test_a_client_is_drafted_from_its_own_requests_which_a_file_keeps(bundle: Pa
 
 
 @pytest.mark.parametrize(
-    ("settings", "shares"),
-    [({"keys": KEYS}, (500, 500, None)), ({"hosts": ("localhost",)}, (1000, None, None)), ({}, (64, 64, 64))],
+    ("settings", "owners", "shares"),
+    [
+        ({"keys": KEYS}, [*map(owner_of, KEYS), "127.0.0.1"], [32_000, 32_000, 0]),
+        ({"hosts": ("localhost",)}, ["127.0.0.1", "::1", "a"], [16_000] * 3),
+        ({}, ["10.0.0.1", "10.0.0.2"], [4_000] * 2),
+    ],
     ids=["keys", "this machine", "anyone"],
 )
-def test_how_the_memory_is_shared(settings: dict[str, Any], shares: tuple[int | None, ...]) -> None:
-    memory = Settings(Path("none"), memory_tokens=1000 if settings else 16 * 64, **settings).memory()
+def test_how_the_memory_is_shared(settings: dict[str, Any], owners: list[str], shares: list[int]) -> None:
+    memory = Settings(Path("none"), memory_tokens=64_000, **settings).memory()
     assert memory is not None
-    for owner, share in zip("abc", shares, strict=True):
-        store = memory.store(owner, begin=True)
-        assert (store is None) == (share is None)
-        if store is not None:
-            store.append(list(range(2000)))
-            assert len(store) == share
-    assert Settings(Path("none"), memory_tokens=0).memory() is None
+    for owner, share in zip(owners, shares, strict=True):
+        before = len(memory)
+        memory.append(owner, list(range(40_000)), 0)
+        assert len(memory) - before == share
+
+
+@pytest.mark.parametrize("unused", [{"memory_tokens": 0}, {"k": 0}, {"k": 4}, {"drafter": "ngram"}])
+def test_there_is_no_memory_where_nothing_would_be_drafted_from_it(unused: dict[str, Any]) -> None:
+    assert Settings(Path("none"), **unused).memory() is None

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from outrider.audit.controls import RandomPolicy
+from outrider.bundle.folder import read_manifest
 from outrider.errors import FolderError, UsageError
 from outrider.runtime.generation import Outrider
 from outrider.runtime.grammar.structured import StructuredOutputs
 from outrider.runtime.memory.memory import IDLE, Memory
-from outrider.runtime.memory.suffixes import SuffixStore
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.request import Event, Request
 from outrider.runtime.scheduler import Scheduler
@@ -52,9 +52,7 @@ def ids(events: Sequence[Event]) -> list[int]:
 
 def misremembered(memory: Memory, text: list[int], owner: object = None) -> None:
     """Remember a text of which every fifth token is another, so that proposals are accepted in part."""
-    store = memory.store(owner, begin=True)
-    assert store is not None
-    store.append([token ^ 1 if at % 5 == 4 else token for at, token in enumerate(text)])
+    memory.append(owner, [token ^ 1 if at % 5 == 4 else token for at, token in enumerate(text)], 0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def play(scheduler: Scheduler, asked: Sequence[tuple[str, SamplingParams]], owne
 
 @pytest.mark.parametrize("kind", ["onnxruntime fp32", pytest.param("openvino int4", marks=pytest.mark.slow)])
 def test_batches_with_prefixes_and_cancellation_are_plain_too(bundles: Callable[[str], Path], kind: str) -> None:
-    outrider = load(bundles(kind), memory := Memory(owners=2))
+    outrider = load(bundles(kind), memory := Memory(owners=("a", "b")))
     prefix = "The old man walked along the road, and the dog ran on before him. "
     cases = [(prefix + end, params) for end in ("Then", "But") for params in KINDS.values()]
     alone = [ids(list(outrider.generate(prompt, params, k=0))) for prompt, params in cases]
@@ -114,7 +112,7 @@ def test_what_is_drafted_for_one_owner_depends_on_no_other(bundle: Path) -> None
 
     def drafted(beside: str) -> list[list[int]]:
         """Return how many tokens were drafted for the owner a, by request and position. Another one asks before each."""
-        scheduler, seen = Scheduler(load(bundle, Memory(1024, owners=2)), k=4, drafter="memory"), []
+        scheduler, seen = Scheduler(load(bundle, Memory(1024, owners=("a", "b"))), k=4, drafter="memory"), []
         for _ in range(3):
             if beside:
                 play(scheduler, others, beside)
@@ -129,31 +127,51 @@ def test_what_is_drafted_for_one_owner_depends_on_no_other(bundle: Path) -> None
     assert drafted("a") != alone
 
 
-def test_each_owner_has_a_fixed_share_and_further_ones_have_none() -> None:
-    memory, text = Memory(1000, owners=2), list(range(600))
-    for owner in ("a", "b", "c"):
-        store = memory.store(owner, begin=True)
-        assert (store is None) == (owner == "c")
-        if store is not None:
-            store.append(text)
-            assert len(store) == 500
-    assert len(memory) == 1000
-    assert memory.store("c") is None
-    assert Memory(100, owners=3).store("a", begin=True) is None  # a share of 33 tokens is of no use
+def held(memory: Memory, owner: str, length: int = 600) -> int:
+    """Return how many more tokens a memory has after a text of an owner."""
+    before = len(memory)
+    memory.append(owner, list(range(length)), 0)
+    return len(memory) - before
+
+
+def test_each_owner_has_a_fixed_share_and_no_other_one_has() -> None:
+    memory = Memory(1000, owners=("a", "b"))
+    assert [held(memory, owner) for owner in ("a", "b", "c")] == [500, 500, 0]
+    assert [len(memory.propose(owner, [598], 2)[0]) for owner in ("a", "b", "c")] == [0, 0, 0]
+    assert [memory.propose(owner, [590, 591], 2)[0] for owner in ("a", "b", "c")] == [[592, 593], [592, 593], []]
+    for tokens in (0, -5, 127):
+        with pytest.raises(UsageError, match="are fewer than 64 for each"):
+            Memory(tokens, owners=("a", "b"))
 
 
 def test_of_unknown_owners_the_idle_are_forgotten() -> None:
-    memory, now = Memory(1000, owners=1, open_ended=True), [0.0]
-    memory.clock = lambda: now[0]
-    assert memory.store("a", begin=True) is not None
+    now = [0.0]
+    memory = Memory(1000, owners=("known",), places=1, clock=lambda: now[0])
+    assert held(memory, "a") > 0
     for minutes, there in ((50, True), (100, True), (170, False)):  # each use counts
         now[0] = 60.0 * minutes
-        assert (memory.store("a") is not None) == there
-    assert memory.store("b", begin=True) is not None
+        assert (memory.propose("a", [590, 591], 1)[0] == [592]) == there
+    assert held(memory, "b") == held(memory, "known") == 500
     now[0] += IDLE
-    assert memory.store("a", begin=True) is None  # not a second too early
+    assert held(memory, "a") == 0  # not a second too early
     now[0] += 1
-    assert memory.store("a", begin=True) is not None
+    assert held(memory, "a") == 0  # in the place of b
+    assert (memory.propose("a", [590, 591], 1)[0], memory.propose("known", [590, 591], 1)[0]) == ([592], [592])
+
+
+def test_the_commonest_answer_to_a_repeated_question_is_proposed() -> None:
+    memory, question = Memory(), list(range(100, 130))
+    for answer in ([1, 2, 3], [1, 2, 3], [7, 8, 9]):
+        memory.append(None, question + answer, len(question))
+    assert memory.propose(None, question, 3) == ([1, 2, 3], 8)
+
+
+def test_the_memory_allocates_only_when_an_owner_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(owners=("a", "b"))
+    held(memory, "a")
+    monkeypatch.setattr(np, "zeros", None)
+    memory.propose("a", [1, 2], 4)
+    memory.propose("b", [1, 2], 4)
 
 
 def test_a_request_may_neither_use_the_memory_nor_be_kept(bundle: Path) -> None:
@@ -175,67 +193,75 @@ def test_without_a_memory_nothing_can_be_drafted_from_it(bundle: Path) -> None:
     assert "memory" not in outrider.drafters
     with pytest.raises(UsageError, match="no memory of earlier requests") as error:
         outrider.generate("T", drafter="memory")
-    assert error.value.hint == "leave the drafter out, or load it with a memory"
+    assert error.value.hint == "leave the drafter out, or give it a memory (--memory FILE)"
+
+
+def test_a_prompt_in_numpys_integers_is_remembered(bundle: Path) -> None:
+    outrider = load(bundle, Memory())
+    prompt: Any = np.array(outrider.text.encode("Once upon a time", chat=False))
+    texts = [ids(list(outrider.generate(prompt, GREEDY, k=4, drafter="memory"))) for _ in range(2)]
+    assert texts[0] == texts[1]
 
 
 def test_a_file_keeps_the_texts_for_this_user_only(bundle: Path, tmp_path: Path) -> None:
-    outrider, file = load(bundle, memory := Memory(owners=2)), tmp_path / "memory"
+    (tmp_path / "link").symlink_to(file := tmp_path / "memory")
+    outrider = load(bundle, memory := Memory(file=tmp_path / "link", owners=("a", "b")))
     play(Scheduler(outrider), [("Once upon a time", GREEDY)], "a")
-    memory.write(file)
+    memory.write()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert (tmp_path / "link").is_symlink()
     assert b"'a'" not in file.read_bytes()
-    again = Memory(owners=2).read(file)
-    assert len(again) == len(memory)
-    for owner, there in (("a", True), ("b", False)):
-        (request,) = play(Scheduler(load(bundle, again), k=4, drafter="memory"), [("Once upon a time", GREEDY)], owner)
-        assert (request.stats.drafted > 0) == there
-    assert len(Memory().read(tmp_path / "none yet")) == 0
+    for owners, there in ((("b", "a"), {"a"}), (("b", "c"), set())):  # who is not known any more is forgotten
+        again = Memory(file=file, owners=owners)
+        assert len(again) == (len(memory) if there else 0)
+        for owner in owners:
+            (request,) = play(Scheduler(load(bundle, again), k=4, drafter="memory"), [("Once upon a time", GREEDY)], owner)
+            assert (request.stats.drafted > 0) == (owner in there)
     with pytest.raises(FolderError, match="cannot write"):
-        Memory().read(tmp_path / "no folder" / "memory")
+        Memory(file=tmp_path / "no folder" / "memory")
     with pytest.raises(FolderError, match="no room to write"), full_disk(100):
-        memory.write(file)
-    assert len(Memory(owners=2).read(file)) == len(memory)  # the old file is whole
+        memory.write()
+    assert len(Memory(file=str(file), owners=("a", "b"))) == len(memory)  # the old file is whole
 
 
-def _damage(file: Path, content: dict[str, Any]) -> None:
-    np.savez(file, **content)
-    file.with_name(file.name + ".npz").replace(file)
+DAMAGES = ["empty", "text", "cut", "an array", "no salt", "long salt", "numbers", "negative", "large", "a folder"]
 
 
-@pytest.mark.parametrize("damage", ["empty", "text", "cut", "no salt", "numbers", "negative", "a folder"])
-def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
-    file, memory = tmp_path / "memory", Memory()
-    store = memory.store("a", begin=True)
-    assert store is not None
-    store.append([1, 2, 3])
-    memory.write(file)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_in_one_line(bundle: Path, tmp_path: Path, damage: str) -> None:
+    memory = Memory(file=(file := tmp_path / "memory"))
+    memory.attach(read_manifest(bundle))
+    memory.append(None, [1, 2, 3], 0)
+    memory.write()
     with np.load(file) as saved:
-        content = dict(saved)
+        content: dict[str, Any] = dict(saved)
     tokens = next(name for name in content if len(name) == 32)
-    if damage in ("empty", "text"):
-        file.write_text("" if damage == "empty" else "a text")
-    elif damage == "cut":
-        file.write_bytes(file.read_bytes()[:-30])
-    elif damage == "no salt":
-        _damage(file, {name: value for name, value in content.items() if name != "salt"})
+    changed = {
+        "no salt": {"salt": np.array([])},
+        "long salt": {"salt": np.zeros(99, np.uint8)},
+        "numbers": {tokens: content[tokens] * 0.5},
+        "negative": {tokens: content[tokens] * -2},
+        "large": {tokens: content[tokens] * 10**6},
+    }
+    if damage in changed:
+        np.savez(file, **content | changed[damage])
+        file.with_name(file.name + ".npz").replace(file)
+    elif damage == "an array":
+        with file.open("wb") as opened:
+            np.save(opened, content[tokens])
     elif damage == "a folder":
         file.unlink()
         file.mkdir()
     else:
-        _damage(file, content | {tokens: content[tokens] * (0.5 if damage == "numbers" else -2)})
+        file.write_bytes({"empty": b"", "text": b"a text"}.get(damage, file.read_bytes()[:-30]))
     with pytest.raises(FolderError, match="cannot read the memory"):
-        Memory().read(file)
+        Memory(file=file)
 
 
-def test_the_memory_of_another_tokenizer_is_refused(bundle: Path, tiny_bundle: Path, tmp_path: Path) -> None:
-    outrider, file = load(bundle, memory := Memory()), tmp_path / "memory"
+def test_the_memory_of_another_model_is_refused(bundle: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    outrider = load(bundle, memory := Memory(file=tmp_path / "memory"))
     list(outrider.generate("T", GREEDY))
-    memory.write(file)
-    with pytest.raises(UsageError, match="another tokenizer"):
-        Outrider.load(tiny_bundle, memory=Memory().read(file))
-    store = memory.store(None)
-    assert isinstance(store, SuffixStore)
-    store.append([10**6])  # which no embedding has
-    memory.write(file)
-    with pytest.raises(UsageError, match="another tokenizer"):
-        load(bundle, Memory().read(file))
+    memory.write()
+    for each in (memory, Memory(file=tmp_path / "memory")):
+        with pytest.raises(UsageError, match="another vocabulary"):
+            Outrider.load(tiny_bundle, memory=each)

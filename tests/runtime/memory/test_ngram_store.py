@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.runtime.memory import suffixes
-from outrider.runtime.memory.suffixes import END, LEAST_SHARE, LENGTHS, SuffixStore
+from outrider.runtime.memory import ngram_store
+from outrider.runtime.memory.ngram_store import END, LEAST_AGREEMENT, LENGTHS, NgramStore
 
 SIZE, SMALL = 256, 64
 
@@ -27,7 +27,7 @@ def written_out(ring: list[int], text: list[int], k: int) -> tuple[list[int], in
         for step in range(k if length == LENGTHS[0] else min(k, length)):
             tokens = [ring[at + step] for at in after if ring[at : at + step] == proposed]
             best = max(tokens, key=tokens.count)
-            if best == END or tokens.count(best) < LEAST_SHARE * len(after):
+            if best == END or tokens.count(best) < LEAST_AGREEMENT * len(after):
                 break
             proposed.append(best)
         return proposed, length
@@ -39,17 +39,17 @@ texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), max_size=
 
 @given(texts, st.lists(st.integers(0, 3), max_size=12), st.integers(1, 8))
 def test_it_proposes_what_most_often_followed_the_longest_match(stored: list[list[int]], text: list[int], k: int) -> None:
-    store = SuffixStore(SMALL)
+    store = NgramStore(SMALL)
     for each in stored:
         store.append(each)
     ring = store.contents().tolist()
     assert len(ring) == len(store) <= SMALL
-    with mock.patch.object(suffixes, "CANDIDATES", SMALL):  # otherwise n-grams with the same hash could take the places
+    with mock.patch.object(ngram_store, "CANDIDATES", SMALL):  # otherwise n-grams with the same hash could take the places
         assert store.propose(text, k) == written_out(ring, text, k)
 
 
 def test_the_commonest_continuation_wins_and_the_latest_among_equals() -> None:
-    store = SuffixStore(SIZE)
+    store = NgramStore(SIZE)
     for last in (5, 6, 6, 7, 8):
         store.append([1, 2, last])
     assert store.propose([1, 2], 1) == ([6], 2)
@@ -61,8 +61,8 @@ def test_the_commonest_continuation_wins_and_the_latest_among_equals() -> None:
 
 
 def test_only_the_latest_occurrences_count() -> None:
-    store = SuffixStore(SIZE)
-    for last in [5] * suffixes.CANDIDATES + [6] * (suffixes.CANDIDATES // 2 - 1):
+    store = NgramStore(SIZE)
+    for last in [5] * ngram_store.CANDIDATES + [6] * (ngram_store.CANDIDATES // 2 - 1):
         store.append([1, 2, last])
     assert store.propose([1, 2], 1) == ([5], 2)
     store.append([1, 2, 6])  # now half of the latest
@@ -70,7 +70,7 @@ def test_only_the_latest_occurrences_count() -> None:
 
 
 def test_a_proposal_ends_with_the_text_that_it_is_from() -> None:
-    store = SuffixStore(SIZE)
+    store = NgramStore(SIZE)
     store.append([1, 2, 3, 4])
     store.append([5, 6, 7])
     assert store.propose([1, 2], 8) == ([3, 4], 2)
@@ -78,17 +78,17 @@ def test_a_proposal_ends_with_the_text_that_it_is_from() -> None:
 
 
 def test_a_longer_match_proposes_more() -> None:
-    store = SuffixStore(SIZE)
+    store = NgramStore(SIZE)
     text = list(range(40))
     store.append(text)
     assert [len(store.propose(text[4 : 4 + length], 16)[0]) for length in (1, 2, 3, 4, 7, 8, 9)] == [0, 2, 2, 4, 4, 16, 16]
 
 
 def test_the_oldest_tokens_are_overwritten_and_what_is_repeated_stays() -> None:
-    store, system, generator = SuffixStore(SIZE), list(range(1000, 1050)), np.random.default_rng(0)
+    store, system, generator = NgramStore(SIZE), list(range(1000, 1050)), np.random.default_rng(0)
     for _ in range(40):  # four times the ring
         once = generator.integers(0, 1000, 25).tolist()
-        store.append(system + once)
+        store.append(system + once, len(system))
         assert store.propose(once[:8], 4) == (once[8:12], 8)
         assert store.propose(system[:8], 4) == (system[8:12], 8)
         last = once
@@ -99,15 +99,15 @@ def test_the_oldest_tokens_are_overwritten_and_what_is_repeated_stays() -> None:
 
 
 def test_a_known_prefix_is_stored_once() -> None:
-    store, system = SuffixStore(SIZE), list(range(100))
+    store, system = NgramStore(SIZE), list(range(100))
     for last in (7, 8, 8):
-        store.append([*system, last])
+        store.append([*system, last], len(system))
     assert len(store) == 100 + 2 + 2 * (LENGTHS[0] + 2)
     assert store.propose(system[-8:], 1) == ([8], 8)  # what followed counts each time
 
 
 def test_a_text_longer_than_the_ring_is_cut_at_its_beginning() -> None:
-    store, text = SuffixStore(SIZE), list(range(1000))
+    store, text = NgramStore(SIZE), list(range(1000))
     store.append(text)
     assert store.contents().tolist() == [*text[1 - SIZE :], END]
     assert store.propose(text[900:908], 4) == (text[908:912], 8)
@@ -115,7 +115,7 @@ def test_a_text_longer_than_the_ring_is_cut_at_its_beginning() -> None:
 
 def test_a_million_tokens_take_64_megabytes_at_most() -> None:
     tracemalloc.start()
-    store = SuffixStore(1_000_000)
+    store = NgramStore(1_000_000)
     assert 28e6 < tracemalloc.get_traced_memory()[0] <= 64e6
     tracemalloc.stop()
     assert len(store) == 0

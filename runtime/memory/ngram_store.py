@@ -9,17 +9,17 @@ import numpy.typing as npt
 
 LENGTHS = (8, 4, 2)  # tokens of the indexed n-grams; the longest match wins
 CANDIDATES = 32  # occurrences of a match that are followed, the latest first
-LEAST_SHARE = 0.3  # of the followed occurrences that a proposed continuation must have
+LEAST_AGREEMENT = 0.3  # of the followed occurrences that a proposed continuation must have
 END = -1  # after each text in the ring
 REPEATED = 16  # tokens of a prefix that need not be stored again
 MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio (Knuth, TAOCP 6.4)
 WORD = 2**64 - 1
 
 
-class SuffixStore:
+class NgramStore:
     """Stores the latest `capacity` tokens of texts, and proposes what most often followed the last tokens of another text.
 
-    A token takes 4 bytes and 8 for each indexed length; the table of hashes takes up to 12 bytes for each of the capacity.
+    A token takes 4 bytes and 8 for each indexed length; the tables of hashes take 12 to 24 bytes for each of the capacity.
     n-grams with equal hashes are chained, each to the one before it, as in zlib's deflate. Positions count all tokens that were
     ever stored, so an entry that the ring has overwritten is known by its age.
     """
@@ -43,18 +43,22 @@ class SuffixStore:
         """Return the stored tokens in order; `END` follows each text."""
         return np.roll(self._tokens, -self._end)[self._size - len(self) :]
 
-    def append(self, text: Sequence[int]) -> None:
-        """Store a text [T]. Of one that is longer than the ring, the end is stored. The prefix is left out if it is stored
-        already and will not be overwritten soon."""
+    def append(self, text: Sequence[int], prompt: int = 0) -> None:
+        """Store a text [T], or its end if it is longer than the ring.
+
+        A prefix of its first `prompt` tokens is left out if it is stored already and will not be overwritten soon. What follows
+        counts each time.
+        """
         tokens = np.array(text[1 - self._size :], np.int32)
-        tokens = np.append(tokens[self._stored(tokens) :], np.int32(END))
+        known = self._stored(tokens[: max(prompt - (len(text) - len(tokens)), 0)])
+        tokens = np.append(tokens[known:], np.int32(END))
         start, self._end = self._end, self._end + len(tokens)
         self._tokens[np.arange(start, self._end) % self._size] = tokens
         for length in LENGTHS:
             self._index(length, tokens[:-1], start)
 
     def _stored(self, tokens: npt.NDArray[np.int32]) -> int:
-        """Return how many of the first tokens to leave out. The last ones of a known prefix are stored with what follows."""
+        """Return how many tokens of a prompt to leave out. The last ones that are known are stored with what follows."""
         prefix = tokens[: LENGTHS[0]].tolist()
         most = 0
         for at in self._occurrences(prefix, LENGTHS[0]):
@@ -118,13 +122,13 @@ class SuffixStore:
 
 
 def _commonest(followed: list[list[int]]) -> list[int]:
-    """Return the most frequent continuation, up to where its share of all falls below `LEAST_SHARE`."""
+    """Return the most frequent continuation, up to where its share of all falls below `LEAST_AGREEMENT`."""
     total, proposed = len(followed), []
     for at in range(len(followed[0])):
         tokens = [rest[at] for rest in followed]
         token = tokens[0] if tokens.count(tokens[0]) == len(tokens) else max(tokens, key=tokens.count)
         followed = [rest for rest in followed if rest[at] == token]
-        if token == END or len(followed) < LEAST_SHARE * total:
+        if token == END or len(followed) < LEAST_AGREEMENT * total:
             break
         proposed.append(token)
     return proposed
