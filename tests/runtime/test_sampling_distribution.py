@@ -12,12 +12,13 @@ import pytest
 import scipy.stats
 
 from outrider.audit.controls import ReferenceWatch
+from outrider.audit.texts import answers
 from outrider.bundle.manifest import Generation
 from outrider.runtime.generation import Outrider
 from outrider.runtime.params import SamplingParams
 from outrider.runtime.rounds.reference import Fault, named_settings, warp
 from outrider.runtime.rounds.sampling import SamplingState
-from outrider.tests.runtime.answers import ids
+from outrider.runtime.scheduler import Scheduler
 from outrider.tests.support import prefill, reseal
 
 Doubles = npt.NDArray[np.float64]
@@ -62,9 +63,10 @@ def exact(endless: Outrider) -> tuple[list[int], Doubles, Doubles, Doubles]:
 
 
 def drawn(outrider: Outrider, prompt: list[int], k: int, rule: str, seeds: range = range(DRAWS)) -> Doubles:
-    return np.array(
-        [ids(outrider, prompt, k, max_new_tokens=3, seed=10_000 * k + index, rule=rule, **CHOSEN) for index in seeds]
-    )
+    """Draw texts by one scheduler. The draft has read the prompt, which its caches keep, so it drafts the first token, too."""
+    params = [SamplingParams(max_new_tokens=3, seed=10_000 * k + index, rule=rule, **CHOSEN) for index in seeds]
+    scheduler = Scheduler(outrider, max_waiting=len(params), k=k)
+    return np.array([answer.tokens for answer in answers(scheduler, [(prompt, each) for each in params])])
 
 
 def p_value(tokens: Doubles, p: Doubles) -> float:
