@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-MODES = ("host", "kernels", "masks", "passes", "perplexity", "plain", "prefixes", "quotes", "rows", "rules")
+MODES = ("answers", "host", "kernels", "masks", "passes", "perplexity", "plain", "prefixes", "quotes", "rows", "rules")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

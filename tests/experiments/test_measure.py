@@ -43,3 +43,14 @@ def test_answers_quote_earlier_ones_of_their_workload(tiny_bundle: Path, tmp_pat
     assert second[-1].removesuffix(" |") == second[-2]
     answers = [json.loads(line)["answer"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert answers[0] == answers[1] == answers[2] != ""
+
+
+def test_whole_answers_are_compared_by_workload(tiny_bundle: Path, tmp_path: Path) -> None:
+    lines = [{"workload": name, "prompt": "The cat sat on the mat."} for name in ("first", "first", "second", "second")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    arguments = [tiny_bundle, tmp_path / "prompts.jsonl", "--max-new-tokens", 8, "--repeat", 2, "--skip", 1]
+    done = CliRunner().invoke(main, ["answers", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    _, _, *rows = done.stdout.split("\n\n")[0].splitlines()
+    assert [row.split(" | ")[:2] for row in rows] == [["| first", "1"], ["| second", "1"]]
+    assert all(re.fullmatch(r"[\d.]+ \([\d.]+-[\d.]+\)", row.split(" | ")[at]) for row in rows for at in (3, 4, 6))

@@ -1,0 +1,91 @@
+"""Time whole answers, from the request to the last token, and print a Markdown table by workload.
+
+For each prompt, plain decoding, k = auto, and k = auto with a memory of the workload's earlier requests take turns. Ratios are
+to plain decoding of the same prompt in the same turn: geometric means over the prompts, the median of the turns, and their
+minimum and maximum. All answers must be equal.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from outrider import Memory, Outrider, SamplingParams
+from outrider.engines.threads import processor_name, thread_count
+from outrider.experiments.measure import arguments
+
+WAYS = (("plain", 0, False), ("k = auto", "auto", False), ("with memory", "auto", True))  # k, and whether to use the memory
+
+
+class Timing(NamedTuple):
+    """The seconds of one answer, and its tokens."""
+
+    first: float
+    whole: float
+    tokens: list[int]
+
+
+def timed(outrider: Outrider, prompt: list[int], k: int | str, params: SamplingParams) -> Timing:
+    """Answer a prompt."""
+    began, first, tokens = time.perf_counter(), 0.0, list[int]()
+    for event in outrider.generate(prompt, params, k=k):
+        first = first or time.perf_counter() - began
+        tokens += event.token_ids
+    return Timing(first, time.perf_counter() - began, tokens)
+
+
+def spread(turns: list[list[float]]) -> str:
+    """Return the median of the turns' geometric means, with the least and the greatest."""
+    means = [statistics.geometric_mean(ratios) for ratios in turns]
+    return f"{statistics.median(means):.2f} ({min(means):.2f}-{max(means):.2f})"
+
+
+@click.command(help=__doc__)
+@arguments.bundle
+@click.argument("prompts", type=arguments.FILE)
+@arguments.repeat
+@click.option("--each", type=click.IntRange(1), help="Number of prompts of each workload.  [default: all]")
+@click.option("--skip", type=click.IntRange(0), default=0, show_default=True, help="Leave out the ratios of the first prompts.")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True)
+@click.option("--chat", is_flag=True, help="Apply the bundle's chat template to the prompts.")
+def command(bundle: Path, prompts: Path, repeat: int, each: int | None, skip: int, max_new_tokens: int, chat: bool) -> None:
+    lines = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    outrider = Outrider.load(bundle, memory=(memory := Memory()))
+    params = {used: SamplingParams(max_new_tokens=max_new_tokens, memory=used) for used in (False, True)}
+    for _, k, used in WAYS:  # a warm-up
+        timed(outrider, outrider.text.encode("Hello", chat=chat), k, params[used])
+    print("| workload | prompts | first token: plain, s | k = auto | with memory | whole: plain, s | k = auto | with memory |")
+    print("|---" * 8 + "|")
+    for workload, of_workload in itertools.groupby(lines, key=lambda line: line["workload"]):
+        asked = [outrider.text.encode(line["prompt"], chat=chat) for line in list(of_workload)[:each]]
+        turns: list[list[list[Timing]]] = []  # by turn, prompt and way
+        for turn in range(repeat):
+            memory.clear()
+            turns.append([])
+            for at, prompt in enumerate(asked):
+                timings: dict[str, Timing] = {}
+                for name, k, used in (WAYS[(at + turn + step) % len(WAYS)] for step in range(len(WAYS))):
+                    timings[name] = timed(outrider, prompt, k, params[used])
+                turns[-1].append([timings[name] for name, _, _ in WAYS])
+                if any(timing.tokens != timings["plain"].tokens for timing in timings.values()):
+                    raise click.ClickException(f"the answers to prompt {at} of {workload} differ")
+        cells = [workload, str(len(asked) - skip)]
+        for seconds in ("first", "whole"):
+            values = [[[getattr(timing, seconds) for timing in prompt] for prompt in turn[skip:]] for turn in turns]
+            cells.append(f"{statistics.mean(prompt[0] for turn in values for prompt in turn):.2f}")
+            for way in (1, 2):
+                faster = seconds == "whole"  # a speed-up; of first tokens, the delay
+                cells.append(spread([[(p[0] / p[way]) ** (1 if faster else -1) for p in turn] for turn in values]))
+        print(f"| {' | '.join(cells)} |")
+    print(
+        f"\n{repeat} turns, up to {max_new_tokens} tokens, {outrider.build.backend}; {processor_name()} ({platform.machine()}),"
+        f" {thread_count()} threads, {datetime.date.today()}"
+    )
