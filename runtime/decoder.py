@@ -126,9 +126,8 @@ class Decoder:
         except GrammarError:  # its mask fails too, which ends this request alone
             offers = {}
         length, emitted = len(request.tokens), request.stats.emitted
-        remaining = request.limit - emitted
-        expected = request.lengths.expected(emitted, remaining)
-        view = SequenceView(length, emitted, remaining, request.sampling.greedy, offers, request.acceptance, expected)
+        remaining, greedy = request.limit - emitted, request.sampling.greedy
+        view = SequenceView(length, emitted, remaining, greedy, offers, request.acceptance, request.lengths)
         return Active(request, slot, view)
 
     def _offers(self, request: Request, slot: Slot, names: Sequence[str], batched: bool) -> dict[str, Offer]:

@@ -13,7 +13,7 @@ from outrider.runtime.drafters.base import Proposal
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.choice import PLAIN, Choice
 from outrider.runtime.policy.early_stop import EarlyStop
-from outrider.runtime.policy.lengths import USUAL, AnswerLengths
+from outrider.runtime.policy.lengths import AnswerLengths
 from outrider.runtime.rounds.rounds import RoundResult
 
 
@@ -33,7 +33,12 @@ class SequenceView(NamedTuple):
     greedy: bool
     offers: Mapping[str, Offer]  # of the drafters that can draft now
     acceptance: Mapping[str, Acceptance]  # of the drafters on the device, in this request
-    expected: float = USUAL  # tokens that will probably still be emitted
+    lengths: AnswerLengths = AnswerLengths()  # of the owner's answers; never changed here
+
+    @property
+    def expected(self) -> float:
+        """The number of tokens that will probably still be emitted."""
+        return self.lengths.expected(self.emitted, self.remaining)
 
     def proposer(self, preferred: str) -> str | None:
         """Return the drafter whose proposal the sequence uses in a round of proposals: the preferred one or, because the pass

@@ -16,7 +16,6 @@ from outrider.runtime.generation import Outrider
 from outrider.runtime.policy.acceptance import Acceptance
 from outrider.runtime.policy.adaptive import AdaptivePolicy
 from outrider.runtime.policy.choice import NONE, Choice
-from outrider.runtime.policy.lengths import USUAL
 from outrider.runtime.policy.policy import Observation, Offer, Policy, SequenceView
 from outrider.runtime.policy.round_costs import RoundCosts
 from outrider.runtime.rounds.rounds import RoundResult
@@ -71,8 +70,7 @@ def view(
     offers = {MODEL: Offer(pending, None)} if MODEL in policy.names else {}
     if matched:
         offers[NGRAM] = Offer(0, Proposal(list(range(1, 9)), matched))
-    acceptance, expected = policy.begin() if acceptance is None else acceptance, min(USUAL, remaining)
-    return SequenceView(length, emitted, remaining, True, offers, acceptance, expected)
+    return SequenceView(length, emitted, remaining, True, offers, policy.begin() if acceptance is None else acceptance)
 
 
 def observe(policy: Policy, choice: Choice, sequence: SequenceView, drafted: int, accepted: int, milliseconds: float) -> None:

@@ -133,7 +133,7 @@ def test_the_prompt_is_read_if_the_answer_will_probably_be_long_enough() -> None
     assert lengths.expected(5, 1000) == USUAL  # longer than any before
     assert others.expected(0, 1000) == USUAL
     for each, drafter in ((lengths, NONE), (others, MODEL)):
-        sequence = view(policy, 2000, pending=1900, emitted=0)._replace(expected=each.expected(0, 1000))
+        sequence = view(policy, 2000, pending=1900, emitted=0)._replace(lengths=each)
         assert policy.choose([sequence]).drafter == drafter
 
 
