@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import NamedTuple
 import click
 
 from outrider import Memory, Outrider, SamplingParams
-from outrider.engines.threads import processor_name, thread_count
+from outrider.bench.measure import machine
+from outrider.bench.report import spread
 from outrider.experiments.measure import arguments
 
 WAYS = (("plain", 0, False), ("k = auto", "auto", False), ("with memory", "auto", True))  # k, and whether to use the memory
@@ -40,12 +40,6 @@ def timed(outrider: Outrider, prompt: list[int], k: int | str, params: SamplingP
         first = first or time.perf_counter() - began
         tokens += event.token_ids
     return Timing(first, time.perf_counter() - began, tokens)
-
-
-def spread(turns: list[list[float]]) -> str:
-    """Return the median of the turns' geometric means, with the least and the greatest."""
-    means = [statistics.geometric_mean(ratios) for ratios in turns]
-    return f"{statistics.median(means):.2f} ({min(means):.2f}-{max(means):.2f})"
 
 
 @click.command(help=__doc__)
@@ -83,9 +77,8 @@ def command(bundle: Path, prompts: Path, repeat: int, each: int | None, skip: in
             cells.append(f"{statistics.mean(prompt[0] for turn in values for prompt in turn):.2f}")
             for way in (1, 2):
                 faster = seconds == "whole"  # a speed-up; of first tokens, the delay
-                cells.append(spread([[(p[0] / p[way]) ** (1 if faster else -1) for p in turn] for turn in values]))
+                ratios = [[(p[0] / p[way]) ** (1 if faster else -1) for p in turn] for turn in values]
+                cells.append(spread([*map(statistics.geometric_mean, ratios)]))
         print(f"| {' | '.join(cells)} |")
-    print(
-        f"\n{repeat} turns, up to {max_new_tokens} tokens, {outrider.build.backend}; {processor_name()} ({platform.machine()}),"
-        f" {thread_count()} threads, {datetime.date.today()}"
-    )
+    where = f"{outrider.build.backend}; {machine(outrider.engines.device)}, {datetime.date.today()}"
+    print(f"\n{repeat} turns, up to {max_new_tokens} tokens, {where}")
