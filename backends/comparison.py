@@ -85,7 +85,7 @@ def check_same(export: Path, engines: Engines, role: str, progress: Progress = S
 
 
 def passes_of_check(build: Build) -> int:
-    """Return how many passes `check_same` runs, on both sides, except for those that only recurrent layers have."""
+    """Return how many passes `check_same` runs on both sides together, without the additional ones of recurrent layers."""
     return 2 * len(_passes(build, 1))
 
 

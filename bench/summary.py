@@ -77,7 +77,7 @@ def parts(traces: Sequence[Trace], answers: Answers, costs: RoundCosts) -> list[
 
 
 def _whole_speedup(answer: AnswerSummary, plain: AnswerSummary) -> float:
-    """Compare whole answers. After a near-tie one may be longer, of which as many tokens as the other has count."""
+    """Compare whole answers. If a near-tie made one longer, both are timed up to the length of the shorter one."""
     tokens = min(len(answer.tokens), len(plain.tokens))
     return plain.until(tokens) / answer.until(tokens)
 

@@ -175,7 +175,7 @@ class Memory:
                 if len(salt) != SALT_BYTES or tokens.dtype != np.int32 or tokens.ndim != 1 or (tokens < END).any():
                     raise ValueError("this is not a memory")
                 if (tokens >= int(model.split()[1])).any():
-                    raise ValueError("these are no tokens of the model")
+                    raise ValueError("a token is not in the vocabulary")
         except FileNotFoundError:
             return {}
         except UNREADABLE as error:

@@ -51,7 +51,7 @@ def ids(events: Sequence[Event]) -> list[int]:
 
 
 def misremembered(memory: Memory, text: list[int], owner: object = None) -> None:
-    """Remember a text of which every fifth token is another, so that proposals are accepted in part."""
+    """Remember a text with every fifth token changed, so that proposals are accepted in part."""
     memory.append(owner, [token ^ 1 if at % 5 == 4 else token for at, token in enumerate(text)], 0)
 
 
