@@ -87,7 +87,7 @@ def on_backends(forms: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_its_weights_are_kept(form: str, page: models_page.Table, tmp_path: Path) -> None:
-    """Those of inputs of which one is 1 and the others are 0 are the dequantized checkpoint's to the bit."""
+    """With one input at 1 and the others at 0, they equal the dequantized checkpoint's bit for bit."""
     source = Source.parse(str(checkpoint(form, tmp_path)))
     whole = load_model(source, "int4")
     model, weights = open_model(source, "int4", tmp_path)

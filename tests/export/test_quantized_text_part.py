@@ -31,7 +31,7 @@ class Published:
     method: str
     module: str  # a quantized module, by its name in the file
     settings: dict[str, Any] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)  # other than those that transformers writes
+    names: dict[str, str] = field(default_factory=dict)  # that replace those transformers writes
     kept: str = VISION
 
 

@@ -57,7 +57,7 @@ def check_whole(folder: Path, kinds: list[str]) -> None:
 
 
 def errors(text: str) -> list[str]:
-    """Return the lines of standard error that are no progress."""
+    """Return the lines of standard error, without progress."""
     assert "Traceback" not in text
     return [line for line in text.splitlines() if line.startswith(("error: ", "hint: "))]
 
